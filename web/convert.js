@@ -12,7 +12,7 @@ const FIELDS = ["id", "origin_id", "origin_slot", "target_id", "target_slot", "t
 
 // Loaders whose file Load xDiT Model takes: the widget that names it, and the values of weight_dtype that both know.
 export const LOADERS = {
-  UNETLoader: { file: "unet_name", dtypes: ["default", "fp8_e4m3fn"] },
+  UNETLoader: { file: "unet_name", dtypes: ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"] },
   UnetLoaderGGUF: { file: "unet_name", dtypes: ["default"] },
   CheckpointLoaderSimple: { file: "ckpt_name", dtypes: ["default"] },
 };

@@ -65,6 +65,11 @@ def options_of(family, conditioning):
 
 def native(path, family, storage, compute="float32"):
     """The same of ComfyUI's own loader, which computes in float32 on a CPU unless told otherwise."""
+    return native_prediction(native_model(path, storage, compute), path, family, compute)
+
+
+def native_model(path, storage, compute="float32"):
+    """ComfyUI's model of a file. storage: None for a quantised file's."""
     import comfy.model_management
     import comfy.sd
     dtype = getattr(torch, compute)
@@ -74,7 +79,14 @@ def native(path, family, storage, compute="float32"):
         options = {} if storage is None else {"dtype": getattr(torch, storage)}            # None: a quantised file's
         model = comfy.sd.load_diffusion_model(str(path), model_options=options).model
     assert (model.manual_cast_dtype or model.get_dtype()) == dtype
+    return model
+
+
+def native_prediction(model, path, family, compute="float32", changed=lambda latent: latent):
+    """One prediction of ComfyUI's model of a file. changed(latent): what it is given instead."""
+    dtype = getattr(torch, compute)
     latent, timestep, conditioning = asked(family, family.config(open_checkpoint(path).shapes))
+    latent = changed(latent)
     lengths = {"num_tokens": 12} if "num_tokens" in (*family.ignored, *family.conditioning) else {}
     if family.name in ("LTX-Video", "LTX-2", "Mochi"):         # whose models cannot do without
         lengths["attention_mask"] = torch.ones(1, 12, dtype=torch.long) if family.name == "Mochi" else None

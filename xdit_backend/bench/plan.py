@@ -29,7 +29,8 @@ from ..host.client import Client
 from ..host.preflight import num_cuda_devices
 from ..protocol.errors import ConfigError
 
-WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn"}
+WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn",
+                "fp8_e4m3fn_fast": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 MAX_PIXELS, MAX_STEPS = 2 ** 17, 10000
 

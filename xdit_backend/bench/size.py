@@ -14,6 +14,7 @@ from typing import Any
 
 from ..checkpoints import gguf
 from ..checkpoints.checkpoint import open_checkpoint
+from ..checkpoints.layers import FORMATS
 from ..checkpoints.net import net_of
 from ..checkpoints.quantise import TYPES
 from ..config import refuse_methods, validate_layout
@@ -34,7 +35,7 @@ from .published import CARDS
 AXES = ("cfg", "data", "ulysses", "ring", "pipefusion", "tensor", "displaced")
 LAYOUTS = "one", "ulysses2", "ring2", "pipefusion2", "tensor2", "displaced2"
 OF_UNETS = "one", "cfg2", "displaced2"
-SCALED = "scaled_fp8"
+IN_FILES = *FORMATS, *gguf.PACKED        # how weights may be in a file alone
 NUM_CARDS, CARD_BYTES = 8, 24e9
 PCIE_BYTES_S = 12e9                        # of PCIe 4 by way of host memory, for each of COLLECTIVES
 # seconds that a host takes to launch a kernel, of the device's for the kernels of a block
@@ -53,8 +54,9 @@ def add_arguments(parser):
     parser.add_argument("--branches", type=int, choices=(1, 2),
                         help="2 with classifier-free guidance (default: 1 where guidance is built in)")
     parser.add_argument("--patches", type=int, default=0, help="of PipeFusion; 0: two a stage")
-    parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES, SCALED, *gguf.PACKED], metavar="TYPE",
-                        help="how the weights are held, a type of GGUF too (default: as in the file, or bf16)")
+    parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES, *IN_FILES], metavar="TYPE",
+                        help="how the weights are held, a format of ComfyUI's or a type of GGUF too "
+                             "(default: as in the file, or bf16)")
     parser.add_argument("--machine", type=Path, metavar="FILE",
                         help="JSON that describes devices and links, see docs/measuring.md")
     parser.add_argument("--waits", action="store_true",
@@ -141,13 +143,12 @@ def subject_of(options):
     wanted, quantisation = options.weight_dtype, options.weight_dtype if options.weight_dtype in TYPES else ""
     if published is None:
         checkpoint, storage = open_checkpoint(options.model), WEIGHT_TYPES.get(wanted)
-        if wanted == SCALED or wanted in gguf.PACKED:
+        if wanted in IN_FILES:
             raise ConfigError(f"--weight-dtype {wanted} is how a file is, and not what it is made when it is loaded. "
                               f"Give such a file, or the name of a published model.")
         storage = "bfloat16" if quantisation else storage or most_common(checkpoint)
     else:
-        in_file = {SCALED: "scaled fp8"}.get(wanted, wanted if wanted in gguf.PACKED else "BF16")
-        checkpoint = published.checkpoint(name, in_file)
+        checkpoint = published.checkpoint(name, wanted if wanted in IN_FILES else "BF16")
         storage = WEIGHT_TYPES.get(wanted, "bfloat16")
     compute = "bfloat16" if storage.startswith("float8") else storage
     size = picture_size(options.size) if options.size else published.size if published else (1024, 1024)

@@ -1,5 +1,5 @@
-"""Weights that are quantised when they are loaded: to int8 by torchao, to nf4 by bitsandbytes. Their numbers, in
-tensors of our own layout.
+"""Weights that are quantised when they are loaded: to int8 by torchao, or by comfy-kitchen where that is not installed,
+and to nf4 by bitsandbytes. Their numbers, in tensors of our own layout.
 
 Called by the loader where a weight is on its device, by packed.py where it is used, and by the host.
 """
@@ -13,14 +13,20 @@ from torch import nn
 from ..protocol.errors import CheckpointError, ConfigError
 
 TYPES = {"int8": "INT8", "nf4": "NF4"}     # by the names of weight_dtype
-PACKAGES = {"INT8": "torchao", "NF4": "bitsandbytes"}          # who makes a type; no file has these
+# who makes a type, the first that is installed; no file has these types. ComfyUI brings comfy-kitchen.
+PACKAGES = {"INT8": ("torchao", "comfy_kitchen"), "NF4": ("bitsandbytes",)}
 # numbers and bytes of a block of NF4: 32 with two levels each, then their factor in float32
 BLOCK = 64, 36
 
 
 def is_installed(type_):
-    """Is the package that makes this type installed?"""
-    return importlib.util.find_spec(PACKAGES[type_]) is not None
+    """Is a package that makes this type installed?"""
+    return maker(type_) is not None
+
+
+def maker(type_):
+    """The package that makes this type here; None where none is installed."""
+    return next((name for name in PACKAGES[type_] if importlib.util.find_spec(name) is not None), None)
 
 
 def quantisation_of(weight_dtype, checkpoint):
@@ -42,6 +48,10 @@ def quantisation_of(weight_dtype, checkpoint):
 def quantised(weight, type_):
     """(numbers, scales) of a matrix in float32, on its device. INT8: int8 (rows, columns), float32 (rows, 1). NF4:
     blocks, uint8 (rows, columns / 64 * 36), and no scales."""
+    if type_ == "INT8" and maker(type_) == "comfy_kitchen":
+        library = _library("comfy_kitchen.tensor", type_)
+        numbers, params = library.TensorWiseINT8Layout.quantize(weight, per_channel=True)
+        return numbers, params.scale.view(-1, 1)
     if type_ == "INT8":
         library = _library("torchao.quantization", type_)
         linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
@@ -73,6 +83,7 @@ def _library(module, type_):
 
 def _what_to_install(type_):
     name = next(name for name, of_name in TYPES.items() if of_name == type_)
-    return (f"weight_dtype {name} needs the package {PACKAGES[type_]}, which this Python does not have, or not for "
-            f"its PyTorch. Install with: python -m pip install -U {PACKAGES[type_]} (with ComfyUI's Python), and "
+    packages = [package.replace("_", "-") for package in PACKAGES[type_]]
+    return (f"weight_dtype {name} needs the package {' or '.join(packages)}, which this Python does not have, or not "
+            f"for its PyTorch. Install with: python -m pip install -U {packages[-1]} (with ComfyUI's Python), and "
             f"restart ComfyUI; or choose another weight_dtype.")

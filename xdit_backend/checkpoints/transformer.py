@@ -9,6 +9,7 @@ import json
 import torch
 
 from ..protocol.errors import CheckpointError
+from .layers import BESIDE
 from .shares import tensor_splits
 
 
@@ -92,7 +93,7 @@ def held(model, family, spec):
     """[(name, tensor, the dtype in which a rank holds it)] of all parameters and buffers."""
     storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
     exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
-    scales = {name for name, _ in model.named_buffers() if name.endswith(".weight_scale")}
+    beside = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in BESIDE}
     # which the model makes, and no file holds
     tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
 
@@ -101,7 +102,7 @@ def held(model, family, spec):
         # rotary tables stay as they were made
         if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin", "inv_freq"}:
             return tensor.dtype
-        if name in scales or f"{name}_scale" in scales:        # as the file has it
+        if name in beside or f"{name}_scale" in beside:        # as the file has it
             return tensor.dtype
         if storage != compute:                                 # cast where they are used
             return compute if name in tables or parts & set(family.keep_in_compute_dtype) else storage

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..checkpoints.packed import SCALED, block_of
+from ..checkpoints.layers import FORMATS, Layer
+from ..checkpoints.packed import block_of
 from ..checkpoints.transformer import build
 from ..models import FAMILIES
 from ..protocol.specs import ModelSpec
@@ -77,8 +78,8 @@ PUBLISHED = {
 class Unwritten:
     """A checkpoint of a published model that is in no file: what is asked of a checkpoints.Checkpoint to count it.
 
-    type_: of its weights, as safetensors or GGUF call it. Of GGUF's types, and of scaled float8 ("scaled fp8"), all
-    nn.Linear that can be are of it, and the rest is BF16. Names are diffusers'.
+    type_: of its weights, as safetensors or GGUF call it, or a format of ComfyUI's (checkpoints/layers.py). Of GGUF's
+    types and ComfyUI's formats all nn.Linear that can be are of it, and the rest is BF16. Names are diffusers'.
     """
 
     name: str
@@ -103,24 +104,29 @@ class Unwritten:
 
     @property
     def dtypes(self):
-        type_ = "F8_E4M3" if self.type_ == "scaled fp8" else self.type_
-        if type_ == "BF16":
-            return dict.fromkeys(self.tensors, type_)
-        numbers = 1 if type_ in SCALED else block_of(type_)[0]
-        return {name: type_ if linear and shape[1] % numbers == 0 else "BF16"
+        if self.type_ == "BF16" or self.layers:
+            return {name: self.layers[name].type if name in self.layers else "BF16" for name in self.tensors}
+        numbers = block_of(self.type_)[0]
+        return {name: self.type_ if linear and shape[1] % numbers == 0 else "BF16"
                 for name, (shape, linear) in self.tensors.items()}
 
-    @property
-    def scales(self):
-        return {name: (f"{name}_scale", 1) for name in self.quantised} if self.type_ == "scaled fp8" else {}
+    @functools.cached_property
+    def layers(self):
+        if self.type_ not in FORMATS:
+            return {}
+        how = FORMATS[self.type_]
+        layers = {name: Layer(self.type_, shape, {what: f"{name.removesuffix('weight')}{what}" for what in how.scales},
+                              num_scales=0 if how.block else 1)
+                  for name, (shape, linear) in self.tensors.items() if linear}
+        return {name: layer for name, layer in layers.items() if layer.shape[1] % layer.block[0] == 0}
 
     @property
     def stored(self):
-        return {} if self.scales else {name: (0, shape) for name, shape in self.shapes.items()}
+        return {} if self.layers else {name: (0, shape) for name, shape in self.shapes.items()}
 
     def under_diffusers_names(self, tensors):
         return tensors
 
-    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
+    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", fast=False):
         return ModelSpec(self.name, self.family.name, "", storage_dtype, compute_dtype, stages, tensor_degree,
-                         quantisation)
+                         quantisation, fast)

@@ -8,7 +8,7 @@ HOLDERS = {"weight_bytes": "weights", "cast_bytes": "weights held a second time 
            "exchange_bytes": "other devices' rows", "conditioning_bytes": "conditioning",
            "activation_bytes": "activations", "other_bytes": "other programs and libraries"}
 # What weights in 16 bits come to in other values of weight_dtype, as a share: a byte a number; 36 bytes for 64 numbers.
-OF_16_BITS = {"fp8_e4m3fn": 0.5, "int8, with the package torchao": 0.5, "nf4, with the package bitsandbytes": 36 / 128}
+OF_16_BITS = {"fp8_e4m3fn": 0.5, "int8": 0.5, "nf4, with the package bitsandbytes": 36 / 128}
 MIN_BYTES = 2 ** 20                        # less than that is not worth a word
 
 

@@ -39,6 +39,8 @@ class ModelSpec:
     tensor_degree: Degree = 1      # ranks that share each layer; neighbours
     # of linear layers, when they are loaded; storage_dtype is of the rest
     quantisation: Literal["", "int8", "nf4"] = ""
+    # are linear layers that are held in float8_e4m3fn multiplied so, where the device can?
+    fast: bool = False
     # checkpoints.checkpoint.state_of the files, where they are another machine's; "": it is in the name
     state: str = ""
 

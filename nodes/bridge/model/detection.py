@@ -20,7 +20,9 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.
                       "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
                       "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 WEIGHT_DTYPES = {"default": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-                 "fp8_e4m3fn": torch.float8_e4m3fn, **dict.fromkeys(TYPES)}
+                 "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e4m3fn_fast": torch.float8_e4m3fn,
+                 "fp8_e5m2": torch.float8_e5m2, **dict.fromkeys(TYPES)}
+FAST = "fp8_e4m3fn_fast"                   # multiplied in that type, with inputs that are rounded, where a card can
 
 
 class Detection:
@@ -67,8 +69,8 @@ class Detection:
             raise CheckpointError(f"{checkpoint.name} is a {checkpoint.family.name} model whose scheduler says "
                                   f"{prediction.name}, and ComfyUI samples such a model by "
                                   f"{base_model.model_type.name} only. Use another model.")
-        for name, sources in weight_sources().items() if checkpoint.scales else ():
-            scaled = [source for source, _ in sources if source in checkpoint.scales]
+        for name, sources in weight_sources().items() if checkpoint.layers else ():
+            scaled = [source for source, _ in sources if source in checkpoint.layers]
             module = base_model.diffusion_model.get_submodule(name.rpartition(".")[0])
             if scaled and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
                 raise CheckpointError(f"{checkpoint.name} has a scale for {scaled[0]}, which ComfyUI does not heed: "

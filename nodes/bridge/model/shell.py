@@ -27,7 +27,7 @@ from ..workers.groups import GROUPS, check_packages, devices_of, memory_of
 from ..workers.memory_checks import MemoryCheck
 from ..workers.placement import load_device_of
 from .checkpoints import CHECKPOINTS
-from .detection import Detection
+from .detection import FAST, Detection
 from .file_weights import prepare_text, weight_sources
 from .patcher import ShellPatcher
 from .setup import Setup
@@ -52,7 +52,8 @@ def load_shell(path, weight_dtype, config):
     base_model = detection.base_model(storage_dtype, compute_dtype)
     sources = functools.cache(functools.partial(weight_sources, checkpoint, weakref.proxy(base_model)))
     detection.refuse_ignored(base_model, sources)
-    spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation)
+    spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation,
+                                fast=weight_dtype == FAST)
     net = None if family.is_unet else net_of(family, checkpoint.config, spec_of(dtype_name(compute_dtype)), model)
     device_bytes = list(map(memory_of, devices))
     spread = spread_of(config, devices, device_bytes, checkpoint, net, model, dtype_name(compute_dtype))
