@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Sets everything up and draws a picture from a prompt; `start.py test` runs the tests instead, `start.py check` reads
-the code.
+the code, `start.py pictures` makes the documentation's pictures anew.
 
 Needs Python 3.10, nothing else.
 
@@ -75,6 +75,10 @@ def main():
         if options.job == "check":
             imports = {"pytest": [script(python, "pytest"), "-q", "tests/test_architecture.py"]}
             exit_code = run_all(code_checks(python) | imports, environment)
+        elif options.job == "pictures":
+            wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
+            exit_code = run_all({"the rooms' picture": [python, "-m", "tests.architecture"],
+                                 "the page's pictures": [python, "-m", "tests.browser.pictures"]}, environment)
         elif options.job == "test":
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
             order = [f"--{name}={value}" for name in ORDER
@@ -99,8 +103,9 @@ def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="What follows `test` and is not listed here goes to pytest: start.py test -k vae -x")
-    parser.add_argument("job", nargs="?", choices=("demo", "test", "check"), default="demo",
-                        help="check: ruff, mypy, and which room imports which, in seconds; default: demo")
+    parser.add_argument("job", nargs="?", choices=("demo", "test", "check", "pictures"), default="demo",
+                        help="check: ruff, mypy, and which room imports which, in seconds; pictures: of the page and "
+                             "of the rooms, for README and docs; default: demo")
     parser.add_argument("--comfyui", metavar="FOLDER", default=os.environ.get("XDIT_COMFYUI"),
                         help="use this ComfyUI (or the one in XDIT_COMFYUI) instead of fetching one into .host")
     parser.add_argument("--env", metavar="FOLDER",

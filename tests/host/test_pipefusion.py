@@ -87,7 +87,7 @@ def test_batches_equal_the_oracle(client, spec_of, by_image):
 
 
 def keep_flying(client, spec, one, num_patches=4, rounds=3):
-    """Tickets of a warm-up step and some steps of patches that are all on their way."""
+    """Handles of a warm-up step and some steps of patches that are all on their way."""
     layout = Layout(pipefusion_degree=2)
     timestep = torch.full((1,), 700.0, dtype=torch.float64)
     handles = [client.submit(spec, layout, 4, [Call(one.latent, timestep, one.conditioning)],

@@ -38,7 +38,7 @@ class Mesh:
     tensor_group: object = None
     before_group: object = None            # this rank and the one in the stage before
     after_group: object = None             # this rank and the one in the stage after
-    data_speeds: tuple[int, ...] = ()      # of the ranks of these axes, relative, see `paced`; (): alike
+    data_speeds: tuple[int, ...] = ()      # of the ranks of these axes, relative, see `with_speeds`; (): alike
     sequence_speeds: tuple[int, ...] = ()
     ulysses_speeds: tuple[int, ...] = ()
 

@@ -99,7 +99,7 @@ class Group:
 
 
 def busiest(net, job, degrees, machine):
-    """The Group that takes longest, where the ranks' shares are as parallel.mesh.paced has them."""
+    """The Group that takes longest, where the ranks' shares are as distributed.mesh.with_speeds has them."""
     of_replica, stages, tensor = degrees.devices // degrees.data, degrees.pipefusion, degrees.tensor
     if machine.is_uniform:
         device, images = machine.devices[0], math.ceil(job.images / degrees.data)

@@ -45,7 +45,7 @@ class WorkerGroup:
 
     Construction blocks until every worker is ready. on_phase(Phase) shows what workers do meanwhile; check() is called
     often while waiting and may raise to give up, as ComfyUI's cancel does. num_fallbacks: how many ways to join the
-    workers are known not to work (preflight.detours); what the group came to is in the field of that name.
+    workers are known not to work (preflight.fallbacks); what the group came to is in the field of that name.
     machines: the machines.listener.Listener where other machines join; None: nothing listens, and all devices are here.
     forkserver: the host's Forkserver; None: one of its own, which ends with the group.
     Raises WorkerStartError when a worker cannot come up, with what is missing, or the workers' last lines of output.

@@ -71,7 +71,7 @@ class Workers:
         return group.idle_s
 
     def divide_by(self, speeds):
-        """From now on, divide work by these speeds of the devices, relative, see mesh.paced; (): all alike.
+        """From now on, divide work by these speeds of the devices, relative, see mesh.with_speeds; (): all alike.
         All calls of a run need the same."""
         self.speeds = tuple(speeds)
 

@@ -196,10 +196,10 @@ class Joined:
         try:
             self._workers = Workers(start, own, self)
         except (XDiTError, OSError) as error:
-            self.tell_ended(own[0] if own else 0, str(error), "")
+            self.report_end(own[0] if own else 0, str(error), "")
         self._used.set()
 
-    def tell_ended(self, rank, reason, lines):
+    def report_end(self, rank, reason, lines):
         """Tell the host why there will be no workers here, or no more, and end the session."""
         if not self._over.is_set():
             say(f"rank {rank}: {reason}")

@@ -117,7 +117,7 @@ class Workers:
             if unheard and (found := signs.silent(unheard, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
                 rank, who = ((unheard[0], "torchrun") if found[0] == TORCHRUN
                              else (found[0], f"the worker of rank {found[0]}"))
-                self._session.tell_ended(rank, f"there, {who} {found[1]}", self._last_lines(rank))
+                self._session.report_end(rank, f"there, {who} {found[1]}", self._last_lines(rank))
                 return
 
     def _failed(self, rank):
@@ -127,7 +127,7 @@ class Workers:
         found = first_ended(self.segments)
         place, code = found if found is not None and found[0] < len(self._ranks) else (self._ranks.index(rank), None)
         rank = self._ranks[place]
-        self._session.tell_ended(rank, f"the worker of rank {rank} ended there{exit_words(code)}",
+        self._session.report_end(rank, f"the worker of rank {rank} ended there{exit_words(code)}",
                                  self._last_lines(rank))
 
     def _last_lines(self, rank):
@@ -156,7 +156,7 @@ class Workers:
             if not self._is_over.is_set():
                 self._failed(rank if rank is not None else self._ranks[0])
         except (XDiTError, OSError) as error:
-            self._session.tell_ended(rank if rank is not None else self._ranks[0], str(error), "")
+            self._session.report_end(rank if rank is not None else self._ranks[0], str(error), "")
 
     def _answer(self, rank, message):
         """Pass an answer on, and before it what is there by now of the command's results:

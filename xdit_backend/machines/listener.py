@@ -93,9 +93,9 @@ class Listener:
         self._server.close()
         for session in list(self._sessions):
             session.close("ComfyUI has ended")
-        self._tell()
+        self._note_machines()
 
-    def _tell(self):
+    def _note_machines(self):
         """Have the doctor know which machines there are."""
         with self._lock:
             self._absent |= {session.name: f"not there: {session.ended}" for session in self._sessions if session.ended}
@@ -136,7 +136,7 @@ class Listener:
                 f"ComfyUI), run:\n{self.command(name)}\nWhen it says that it has joined, queue the prompt again. If "
                 f"it cannot connect, let port {self.port} through this machine's firewall. Or leave {name} out of "
                 f"devices in xDiT Parallel Config.")
-        self._tell()
+        self._note_machines()
         return session
 
     # --- who comes ---
@@ -187,11 +187,11 @@ class Listener:
             reason = version_differences(hello.versions, versions())
             if reason:
                 self._absent[hello.name] = f"refused: {reason}"
-                self._tell()
+                self._note_machines()
                 link.send(Refused(reason))
                 link.close()
                 return
-            session = Session(hello.name, secrets.token_hex(16), hello.cards, link, self._tell)
+            session = Session(hello.name, secrets.token_hex(16), hello.cards, link, self._note_machines)
             link.send(Welcome(session.token, time.perf_counter()))
             with self._lock:
                 self._sessions.append(session)
@@ -205,7 +205,7 @@ class Listener:
         link.send(Welcome(session.token, time.perf_counter()))
         if hello.purpose == "replies":
             session.answer_over(link)
-            self._tell()
+            self._note_machines()
             log.info("%s has joined", session.name)
         else:
             session.relay_store(link)

@@ -79,7 +79,7 @@ class Session:
         """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its
         name.
 
-        variables: of preflight.detours.
+        variables: of preflight.fallbacks.
         """
         self.store_port = store_port
         ranks = [rank for rank, device in enumerate(devices) if machine_of(device) == self.name]

@@ -64,7 +64,7 @@ class ParkModel:
     request: Natural
     name: str
     targets: list[Natural]         # for each rank: bytes of its weights that are to be in host memory alone
-    # for each part of the model (partition.holders): memory for what has no place there yet
+    # for each part of the model (partition.ranks_by_part): memory for what has no place there yet
     segments: list[Segment]
 
 

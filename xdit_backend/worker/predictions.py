@@ -130,7 +130,7 @@ class Predictions:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
         clock.add(start, end, waits)
-        self._tell(command, start, end, waits, traffic)
+        self._record(command, start, end, waits, traffic)
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
 
     def _receive(self, link, handle, traffic, waits):
@@ -153,7 +153,7 @@ class Predictions:
                 if name in branch.parts:
                     self._staging.to_host(prediction, self._map(branch.parts[name])[first:last])
 
-    def _tell(self, command, start, end, waits, traffic):
+    def _record(self, command, start, end, waits, traffic):
         """Put a step, and what it waited for, into the timeline.
         Exchanges over NCCL are the device's own work, and not counted apart."""
         step = {"time": self._map(command.branches[0].timestep).flatten()[0].item(),

@@ -173,11 +173,11 @@ class PatchwiseSampler:
         shown[index] = self._newest[index] = state
         if len(shown) == len(self._tasks):
             self._done = self._shown.pop(state["i"])[index]
-            self._tell(shown)
+            self._call_back(shown)
         elif self._done is not None and time.monotonic() - self._last_shown_s > SHOWN_S:
-            self._tell(self._newest)
+            self._call_back(self._newest)
 
-    def _tell(self, shown):
+    def _call_back(self, shown):
         whole = {key: torch.cat([shown[patch][key] for patch in range(len(self._tasks))], self._run.dim)
                  for key in ("x", "denoised")}
         self._callback({**self._done, **whole})

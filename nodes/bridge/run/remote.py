@@ -205,7 +205,7 @@ class RemoteModel:
                          f"too small for it: try another weight_dtype in Load xDiT Model, without LoRA.")
         prediction = prediction.to(x.device)
         if scores is not None:
-            scores.tell(x.device)
+            scores.write(x.device)
         return [prediction, *(part.to(x.device) for part in parts.values())] if parts else prediction
 
     def runs_branches_separately(self):
