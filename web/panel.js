@@ -4,6 +4,7 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { element } from "./dom.js";
 import { headOf } from "./messages.js";
+import { lastOutcome, onOutcome } from "./outcome.js";
 import { LANGUAGES, say } from "./texts.js";
 import { TimePicture } from "./timeline.js";
 
@@ -44,22 +45,25 @@ class Panel {
     this.run = element("section", { "aria-label": text("run") });
     this.status = element("p", { role: "status", class: "xdit-status" });
     this.picture = new TimePicture(text);
-    this.shownRun = null;
+    this.time = element("section", { "aria-label": text("time") }, element("h3", {}, text("time")), this.picture.root);
+    this.time.hidden = true;
     const button = (key, action) => element("button", { type: "button", title: text(`${key}_hint`), "data-action": key, onclick: action }, text(key));
     root.replaceChildren(element("div", { class: "xdit-panel", role: "region", "aria-label": text("panel") },
       element("h2", {}, text("panel")), this.devices, this.workers, this.run,
-      element("section", { "aria-label": text("time") }, element("h3", {}, text("time")), this.picture.root),
+      this.time,
       element("section", { "aria-label": text("actions"), class: "xdit-actions" },
         button("give_back", () => this.act("give_back")), button("stop", () => this.act("stop")),
         button("measure", () => this.act("measure")), button("trace", () => this.saveTrace())),
       this.status));
     this.listener = ({ detail }) => this.show(detail);
     api.addEventListener(EVENT, this.listener);
+    this.forgetOutcome = onOutcome(() => this.state && this.show(this.state));
     this.watch(true);
   }
 
   close() {
     api.removeEventListener(EVENT, this.listener);
+    this.forgetOutcome();
     this.watch(false);
     this.picture.close();
   }
@@ -72,14 +76,17 @@ class Panel {
 
   async show(state) {
     if (!this.root.isConnected) return close();                // another tab took its place
+    this.state = state;
     this.devices.replaceChildren(element("h3", {}, text("memory")), ...state.devices.map(deviceView));
     this.workers.replaceChildren(element("h3", {}, text("workers_title")), ...(state.groups.length ? state.groups.map(groupView)
       : [element("p", {}, text("no_workers"))]), ...phaseView(state.phase),
       element("p", { "data-residency": state.residency.how }, text(`residency_${state.residency.how}`, state.residency)));
-    this.run.replaceChildren(element("h3", {}, text("run")), ...runView(state.run));
-    if (!state.run || state.run.state === "running") return;
-    const answer = await api.fetchApi("/xdit/timeline");
-    if (answer.ok && open === this) this.picture.show(await answer.json());
+    const outcome = outcomeBeside(state.run);
+    this.run.replaceChildren(element("h3", {}, text("run")), ...(outcome ? outcomeView(outcome) : runView(state.run)));
+    const isOver = state.run && !outcome && state.run.state !== "running";
+    const answer = isOver ? await api.fetchApi("/xdit/timeline") : null;
+    if (answer?.ok && open === this) this.picture.show(await answer.json());
+    this.time.hidden = !isOver || !this.picture.isOf(state.run.number);
   }
 
   async act(action) {
@@ -129,6 +136,17 @@ function phaseView({ text: name, done, total, counts_bytes, rate }) {
   return [element("p", { class: "xdit-phase" }, `${knownText(`phase_${name.replaceAll(" ", "_")}`) ?? name} ${amounts}`)];
 }
 
+/** The outcome of the last prompt where the workers' last run is of an earlier one. */
+function outcomeBeside(run) {
+  const outcome = lastOutcome();
+  return outcome && run?.state !== "running" && (outcome.prompt === undefined || outcome.prompt !== run?.prompt) ? outcome : null;
+}
+
+function outcomeView({ state, error }) {
+  return [element("dl", { "data-state": state }, element("dt", {}, text("run_state")), element("dd", { "data-fact": "run_state" }, text(`run_${state}`)),
+    ...(error ? [element("dt", {}, text("run_error")), element("dd", { "data-fact": "run_error" }, errorView(error))] : []))];
+}
+
 function runView(run) {
   if (!run) return [element("p", {}, text("no_run"))];
   const left = run.state === "running" && run.a_step ? text("time_left", { seconds: seconds((run.steps - run.step) * run.a_step) }) : "";
@@ -150,8 +168,8 @@ function errorView(message) {
   return rest ? element("div", {}, words, element("details", {}, element("summary", {}, text("more_words")), element("pre", {}, rest))) : words;
 }
 
-function planFacts({ plan, mode, devices }) {
-  if (!plan) return [["run_why", text(mode === "manual" ? "why_manual" : devices.length === 1 ? "why_one" : "why_unmeasured")]];
+function planFacts({ plan, why_no_plan: why }) {
+  if (!plan) return [["run_why", why && text(`why_${why}`)]];
   const { chosen, one, second } = plan;
   return [["run_plan", layout(chosen)], ["run_why", text(`limited_${chosen.limited_by.replace("-", "")}`, { share: Math.round(100 * chosen.share) })],
     ["run_forecast", seconds(chosen.seconds)], ["run_on_one", one.fits ? seconds(one.seconds) : text("does_not_fit")],

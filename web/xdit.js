@@ -6,7 +6,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { idleWidgets } from "./config.js";
-import { markErrors } from "./errors.js";
+import { markErrors, recheck } from "./errors.js";
 import { filesOf, toAllGpus, toOneGpu } from "./convert.js";
 import { toStock } from "./stock.js";
 import { registerPanel } from "./panel.js";
@@ -27,7 +27,8 @@ async function runOnAllGpus() {
   });
   if (!answer.ok) return show("error", text("failed"), [text("unreachable", { text: answer.status })]);
   const here = [listed("UNETLoader", "unet_name"), listed("CheckpointLoaderSimple", "ckpt_name"), listed("UnetLoaderGGUF", "unet_name")].flat();
-  const absent = filesOf(workflow).models.filter((file) => !here.includes(file));
+  const { models, vaes } = filesOf(workflow);
+  const absent = [...models.filter((file) => !here.includes(file)), ...vaes.filter((file) => ![...here, ...listed("VAELoader", "vae_name")].includes(file))];
   await replace(toAllGpus(workflow, await answer.json()), "all", absent.length ? [text("unchecked", { files: absent.join(", ") })] : []);
 }
 
@@ -37,9 +38,11 @@ async function runOnOneGpu() {
   await replace({ workflow: plain.workflow, changed: back.changed + plain.changed, left: [...back.left, ...plain.left] }, "one");
 }
 
+const titleOf = (type) => LiteGraph.registered_node_types[type]?.title || type;
+
 /** A node that stays, in a person's words. */
 function nameOf({ id, type, title, inside }) {
-  const name = title || LiteGraph.registered_node_types[type]?.title || type;
+  const name = title || titleOf(type);
   return inside ? text("inside", { name, inside }) : `${name} (${id})`;
 }
 
@@ -50,8 +53,9 @@ function listed(type, widget) {
 }
 
 /** Put a converted workflow where the open one is, as one step of its undo history, and say what stayed and why. */
-async function replace({ workflow, changed, left, already }, which, notes = []) {
-  const lines = left.map((node) => `${nameOf(node)}: ${text(node.reason, node)}`);
+async function replace({ workflow, changed, left, already, stay = [] }, which, notes = []) {
+  const line = (node) => `${nameOf(node)}: ${text(node.reason, { ...node, by: node.by && titleOf(node.by) })}`;
+  const lines = [...left, ...(changed ? stay : [])].map(line);
   if (lines.length) console.info("xDiT:", text("left"), lines);
   if (changed) {
     const open = app.extensionManager.workflow.activeWorkflow;
@@ -128,6 +132,7 @@ app.registerExtension({
       widget.callback = function (...values) {
         const result = callback?.apply(this, values);
         fitToWhatCounts(node);
+        recheck(node);
         return result;
       };
     }
