@@ -5,11 +5,13 @@ import { api } from "../../scripts/api.js";
 import { headOf } from "./messages.js";
 import { nodeOf, refused, watchOutcomes } from "./outcome.js";
 import { say } from "./texts.js";
+import { translated } from "./translate.js";
 
 const CONFIG = "XDiTParallelConfig";
 const OURS = "xDiT.";                      // what the classes of our errors are called after
 const SHOWN_MS = 20000;
-const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
+const language = () => app.extensionManager.setting.get("Comfy.Locale");
+const text = (key, values) => say(language(), key, values);
 
 /** Of some names, the one that a message is about: the first that it gives a value of ("devices="), else the first that it mentions; or null. */
 export function namedIn(message, names) {
@@ -60,6 +62,7 @@ function name(reports) {
       const given = error.extra_info?.input_name;              // where a check fails, that of the node it is connected to
       const found = namesOf(node).includes(given) ? given : namedIn(error.details ?? "", namesOf(node));
       if (found) error.extra_info = { ...error.extra_info, input_name: found };
+      error.details = translated(language(), error.details);
     }
     if (node.type === CONFIG) refusedIds.set(node, id);
     if (node.type === CONFIG && valueOf(node, "mode") === "manual") offerWhatFits(node);
@@ -122,7 +125,7 @@ function offerWhatFits(node) {
   if (buttonOf(node)) return;
   const button = node.addWidget("button", "xdit_fit", null, async () => {
     const { answer, said } = await whatFits(node);
-    if (!answer.ok) return app.extensionManager.toast.add({ severity: "error", summary: text("failed"), detail: said.error, life: 12000 });
+    if (!answer.ok) return app.extensionManager.toast.add({ severity: "error", summary: text("failed"), detail: translated(language(), said.error), life: SHOWN_MS });
     for (const [key, value] of Object.entries(said.settings)) {
       const widget = node.widgets.find((one) => one.name === key);
       widget.value = value;

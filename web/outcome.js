@@ -7,11 +7,14 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { headOf } from "./messages.js";
 import { say } from "./texts.js";
+import { translated } from "./translate.js";
 
 const PREVIEW = "$$node-text-preview";     // ComfyUI's widget for what a node says while it runs
 const SAMPLERS = ["KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced"];
+const OURS = "xDiT.";                      // what the classes of our errors are called after
 const CHANGED = "xdit.outcome";
-const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
+const language = () => app.extensionManager.setting.get("Comfy.Locale");
+const text = (key, values) => say(language(), key, values);
 
 let outcome = null;
 let reached = new Set();                   // ids of nodes that said something in this prompt, or whose result is kept
@@ -29,7 +32,11 @@ export function onOutcome(listener) {
 export function watchOutcomes() {
   const dispatch = api.dispatchCustomEvent;
   api.dispatchCustomEvent = function (type, detail) {
-    if (type === "execution_error") failed(detail);
+    if (type === "progress_text" && isOurs(nodeOf(detail.nodeId))) detail.text = translated(language(), detail.text);
+    if (type === "execution_error") {
+      if (detail.exception_type?.startsWith(OURS)) detail.exception_message = translated(language(), detail.exception_message);
+      failed(detail);
+    }
     return dispatch.call(this, type, detail);
   };
   api.addEventListener("execution_start", () => {

@@ -5,15 +5,15 @@ import { api } from "../../scripts/api.js";
 import { element } from "./dom.js";
 import { headOf } from "./messages.js";
 import { lastOutcome, onOutcome } from "./outcome.js";
-import { LANGUAGES, say } from "./texts.js";
+import { say } from "./texts.js";
 import { TimePicture } from "./timeline.js";
+import { translated } from "./translate.js";
 
 const OWNERS = ["weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free"];
 const EVENT = "xdit.state";
 
-const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
-
-const knownText = (key) => (key in LANGUAGES.en ? text(key) : null);
+const language = () => app.extensionManager.setting.get("Comfy.Locale");
+const text = (key, values) => say(language(), key, values);
 
 let open = null;                           // what stands in the sidebar while the tab is open
 
@@ -92,7 +92,7 @@ class Panel {
   async act(action) {
     this.status.textContent = text("doing");
     const answer = await post("/xdit/do", { action });
-    this.status.textContent = answer.ok ? text(`${action}_done`) : text("refused", { text: (await answer.json()).error });
+    this.status.textContent = answer.ok ? text(`${action}_done`) : text("refused", { text: translated(language(), (await answer.json()).error) });
   }
 
   async saveTrace() {
@@ -133,7 +133,7 @@ function groupView({ devices, state, models, vaes }) {
 function phaseView({ text: name, done, total, counts_bytes, rate }) {
   if (!name) return [];
   const amounts = counts_bytes ? `${size(done)} / ${size(total)}${rate ? `, ${size(rate)}/s` : ""}` : total ? `${done} / ${total}` : "";
-  return [element("p", { class: "xdit-phase" }, `${knownText(`phase_${name.replaceAll(" ", "_")}`) ?? name} ${amounts}`)];
+  return [element("p", { class: "xdit-phase" }, `${translated(language(), name)} ${amounts}`)];
 }
 
 /** The outcome of the last prompt where the workers' last run is of an earlier one. */
@@ -152,7 +152,7 @@ function runView(run) {
   const left = run.state === "running" && run.a_step ? text("time_left", { seconds: seconds((run.steps - run.step) * run.a_step) }) : "";
   const facts = [
     ["run_state", text(`run_${run.state}`) + (left && `, ${left}`)], ["run_file", run.file], ["run_devices", run.devices.join(", ")],
-    ["run_how", run.how === "one device" ? text("one_device") : run.how],
+    ["run_how", translated(language(), run.how)],
     ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
     ["run_a_step", run.a_step ? `${run.a_step.toFixed(run.a_step < 1 ? 3 : 2)} s` : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
     ...planFacts(run), ["run_error", run.error && errorView(run.error)],
@@ -164,7 +164,7 @@ function runView(run) {
 }
 
 function errorView(message) {
-  const [words, rest] = headOf(message);
+  const [words, rest] = headOf(translated(language(), message));
   return rest ? element("div", {}, words, element("details", {}, element("summary", {}, text("more_words")), element("pre", {}, rest))) : words;
 }
 

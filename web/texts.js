@@ -135,15 +135,6 @@ const TEXTS = {
     trace: "Save a trace",
     trace_hint: "For ui.perfetto.dev and chrome://tracing.",
     trace_done: "The trace is saved.",
-    phase_starting_workers: "starting workers",
-    phase_loading_weights: "loading weights",
-    phase_bringing_weights_back: "bringing weights back",
-    phase_changing_weights: "changing weights",
-    phase_decoding: "decoding",
-    phase_encoding: "encoding",
-    phase_measuring_the_devices: "measuring the devices",
-    phase_measuring_the_links: "measuring the links",
-    phase_trying_the_links_between_the_devices: "trying the links between the devices",
   },
   zh: {
     run_all: "在全部 GPU 上运行 (xDiT)",
@@ -279,19 +270,8 @@ const TEXTS = {
     trace: "保存跟踪",
     trace_hint: "可用 ui.perfetto.dev 和 chrome://tracing 打开。",
     trace_done: "跟踪已保存。",
-    phase_starting_workers: "正在启动工作进程",
-    phase_loading_weights: "正在加载权重",
-    phase_bringing_weights_back: "正在取回权重",
-    phase_changing_weights: "正在更改权重",
-    phase_decoding: "正在解码",
-    phase_encoding: "正在编码",
-    phase_measuring_the_devices: "正在测量设备",
-    phase_measuring_the_links: "正在测量连接",
-    phase_trying_the_links_between_the_devices: "正在试用设备之间的连接",
   },
 };
-
-export const LANGUAGES = TEXTS;
 
 /** The text of a key in a language (ComfyUI's code, English where it is not known), with {names} filled in. */
 export function say(language, key, values = {}) {

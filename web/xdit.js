@@ -12,13 +12,15 @@ import { toStock } from "./stock.js";
 import { registerPanel } from "./panel.js";
 import { orderTemplates } from "./templates.js";
 import { say } from "./texts.js";
+import { translated, translatedNote } from "./translate.js";
 
 const ALL = "xdit.RunOnAllGpus";
 const ONE = "xdit.RunOnOneGpu";
 const MAX_LINES = 6;
 const SHOWN_MS = 12000;
 
-const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
+const language = () => app.extensionManager.setting.get("Comfy.Locale");
+const text = (key, values) => say(language(), key, values);
 
 async function runOnAllGpus() {
   const workflow = app.rootGraph.serialize();
@@ -54,7 +56,7 @@ function listed(type, widget) {
 
 /** Put a converted workflow where the open one is, as one step of its undo history, and say what stayed and why. */
 async function replace({ workflow, changed, left, already, stay = [] }, which, notes = []) {
-  const line = (node) => `${nameOf(node)}: ${text(node.reason, { ...node, by: node.by && titleOf(node.by) })}`;
+  const line = (node) => `${nameOf(node)}: ${text(node.reason, { ...node, by: node.by && titleOf(node.by), text: translated(language(), node.text) })}`;
   const lines = [...left, ...(changed ? stay : [])].map(line);
   if (lines.length) console.info("xDiT:", text("left"), lines);
   if (changed) {
@@ -140,6 +142,9 @@ app.registerExtension({
   },
   loadedGraphNode(node) {
     if (node.comfyClass === "XDiTParallelConfig") showWhatCounts(node);
+    const [note] = node.type === "MarkdownNote" ? node.widgets ?? [] : [];
+    const words = note && translatedNote(language(), note.value);
+    if (words) note.value = words;
   },
   getCanvasMenuItems() {
     const { command } = app.extensionManager;

@@ -61,8 +61,8 @@ def test_words_say_a_range_until_it_was_measured():
 
 
 @pytest.mark.parametrize("measured_s, words", [
-    ((10.0, None), "Plan: Ulysses 2, 10 s the last time, "),
-    ((10.0, 18.0), "Plan: Ulysses 2, 10 s the last time, 1.8x as fast as one device was, ")])
+    ((10.0, None), "Plan: Ulysses 2, 10 s the last time. "),
+    ((10.0, 18.0), "Plan: Ulysses 2, 10 s the last time (1.8x as fast as one device). ")])
 def test_what_was_measured_stands_beside_what_was_measured_and_no_forecast(measured_s, words):
     chosen, one = (forecast(FLUX, JOB, degrees, PAIR) for degrees in (Degrees(ulysses=2), Degrees(data=2)))
 

@@ -7,7 +7,6 @@ from ..vocabulary.family import Family
 from .nearest import NOT_THERE, nearest
 
 
-
 def article(name):
     """ "a" or "an", as a model's name is spoken."""
     return "an" if name.startswith(("A", "E", "I", "O", "SD", "LTX")) else "a"

@@ -28,8 +28,8 @@ def plan_words(chosen, one, ordered, measured_s=(None, None), off=NEW):
     """What the node says of a run's Forecasts: the chosen one, that of one device (None: it does not fit there), and
     all.
 
-    measured_s: of such a run before, and of one on a single device, where there were. off: by how much forecasts of this family on these cards may
-    be off.
+    measured_s: of such a run before, and of one on a single device, where there were. off: by how much forecasts of
+    this family on these cards may be off.
     """
     text = f"Plan: {layout_words(chosen)}, "
     if chosen.working == 1:
@@ -44,15 +44,15 @@ def plan_words(chosen, one, ordered, measured_s=(None, None), off=NEW):
                  f"{seconds_words(chosen.seconds)} instead of {seconds_words(one.seconds)})")
     else:
         text += f"about {seconds_words(chosen.seconds)}: one device is about as fast"
-    text += f", {chosen.memory.total / 1e9:.2g} GB a card"
+    text += f". Memory: {chosen.memory.total / 1e9:.2g} GB a card"
     second = next((other for other in ordered if layout_words(other) != layout_words(chosen)), None)
-    return text + (f". Next best: {layout_words(second)}, {seconds_words(second.seconds)}" if second else "")
+    return text + (f". Next best: {layout_words(second)} in {seconds_words(second.seconds)}" if second else "")
 
 
 def measured_words(measured_s, one_s):
     """What was measured beside what was measured on one device; "" where that is not known. A forecast is no measure:
     it is off by most in runs of seconds."""
-    return f", {one_s / measured_s:.1f}x as fast as one device was" if one_s else ""
+    return f" ({one_s / measured_s:.1f}x as fast as one device)" if one_s else ""
 
 
 def why(chosen):

@@ -43,3 +43,9 @@ FAMILIES = {family.name: family for family in (
     KREA2,
     HIDREAM, HUNYUAN_IMAGE, AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5,
     KANDINSKY5_IMAGE, MOCHI, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1)}
+
+
+def supported(last="and"):
+    """The models that can be run, for a person."""
+    titles = [family.title for family in FAMILIES.values()]
+    return f"{', '.join(titles[:-1])} {last} {titles[-1]}"
