@@ -1,5 +1,5 @@
-"""Chinese of what the backend says: errors and what nodes show while they run, translated by the page (web/translate.js);
-and of the templates' notes. Lists what has none."""
+"""Chinese of what the backend says: errors and what nodes show while they run, translated by the page
+(web/translate.js); and of the templates' notes. Lists what has none."""
 
 import ast
 import json
@@ -144,5 +144,4 @@ def test_notes_of_templates_have_chinese(node, modules):
     assert [name for name, text in zip(notes, words) if text is None] == []
     for note, text in zip(notes.values(), words):
         assert sorted(re.findall("`.+?`", note)) == sorted(re.findall("`.+?`", text)) and note.count("\n") == text.count("\n")
-    assert evaluate(node, modules / "translate.mjs", "translatedNote",
-                    "translatedNote('zh', 'A note.')") is None
+    assert evaluate(node, modules / "translate.mjs", "translatedNote", "translatedNote('zh', 'A note.')") is None

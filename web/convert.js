@@ -32,6 +32,13 @@ const STAY = {
   KSamplerAdvanced: "as_it_is", SamplerCustom: "as_it_is", SamplerCustomAdvanced: "as_it_is",
   VAEDecodeTiled: "tiled", VAEEncodeTiled: "tiled", VAEEncodeForInpaint: "one_device",
 };
+// Nodes that make conditioning for models that the workers do not run: a file that is not here can be told by them.
+const FOR_OTHERS = {
+  TextEncodeAceStepAudio: "ACE-Step", "TextEncodeAceStepAudio1.5": "ACE-Step", ConditioningStableAudio: "Stable Audio",
+  WanSoundImageToVideo: "Wan S2V", WanSoundImageToVideoExtend: "Wan S2V", WanAnimateToVideo: "Wan Animate", WanCameraImageToVideo: "Wan Camera", WanHuMoImageToVideo: "HuMo",
+  WanSCAILToVideo: "SCAIL", SVD_img2vid_Conditioning: "Stable Video Diffusion", StableCascade_StageC_VAEEncode: "Stable Cascade",
+  StableCascade_StageB_Conditioning: "Stable Cascade", Hunyuan3Dv2Conditioning: "Hunyuan3D", LotusConditioning: "Lotus",
+};
 const REFUSED_INPUTS = ["GLIGEN", "MODEL_PATCH", "IPADAPTER"];
 
 /**
@@ -128,7 +135,9 @@ function whyNotLoader(book, place, refusals) {
   if (splits && linkOf(node, LOADERS[node.type].file) == null && isProxied(book, graph, node, LOADERS[node.type].file)) return ["promoted"];
   let reason = null;
   walkDown(book, graph, node.outputs[0], "MODEL", (inner, user) => {
-    const found = refusedInput(user) ?? (REFUSED.includes(user.type) ? user : null) ?? refusedConditioning(book, inner, user);
+    const other = inConditioning(book, inner, user, ({ type }) => FOR_OTHERS[type]);
+    if (other) reason ??= ["other_model", { model: other }];
+    const found = refusedInput(user) ?? (REFUSED.includes(user.type) ? user : null) ?? inConditioning(book, inner, user, refusedInput);
     if (found) reason ??= ["patch", { by: found.title || found.type }];
   });
   return reason;
@@ -164,12 +173,13 @@ function refusedInput(node) {
   return node.inputs?.some((slot) => REFUSED_INPUTS.includes(slot.type) && slot.link != null) ? node : null;
 }
 
-function refusedConditioning(book, graph, node) {
+/** What look(node) finds first among the active nodes that a node's conditioning comes from. */
+function inConditioning(book, graph, node, look) {
   let found = null;
   for (const slot of node.inputs ?? [])
     if (slot.type === "CONDITIONING" && slot.link != null)
       walkUp(book, graph, slot.link, "CONDITIONING", (inner, source) => {
-        if (isActive(source)) found ??= refusedInput(source);
+        if (isActive(source)) found ??= look(source);
       });
   return found;
 }

@@ -16,6 +16,7 @@ import { translated, translatedNote } from "./translate.js";
 
 const ALL = "xdit.RunOnAllGpus";
 const ONE = "xdit.RunOnOneGpu";
+const NOTHING = { all_done: "all_nothing", one_done: "one_nothing" };
 const MAX_LINES = 6;
 const SHOWN_MS = 12000;
 
@@ -30,14 +31,16 @@ async function runOnAllGpus() {
   if (!answer.ok) return show("error", text("failed"), [text("unreachable", { text: answer.status })]);
   const here = [listed("UNETLoader", "unet_name"), listed("CheckpointLoaderSimple", "ckpt_name"), listed("UnetLoaderGGUF", "unet_name")].flat();
   const { models, vaes } = filesOf(workflow);
-  const absent = [...models.filter((file) => !here.includes(file)), ...vaes.filter((file) => ![...here, ...listed("VAELoader", "vae_name")].includes(file))];
-  await replace(toAllGpus(workflow, await answer.json()), "all", absent.length ? [text("unchecked", { files: absent.join(", ") })] : []);
+  const unlisted = [...models.filter((file) => !here.includes(file)), ...vaes.filter((file) => ![...here, ...listed("VAELoader", "vae_name")].includes(file))];
+  const absent = [...new Set(unlisted)];
+  const result = toAllGpus(workflow, await answer.json());
+  await replace(result, absent.length && result.changed ? "all_set" : "all_done", absent.length ? [text("unchecked", { files: absent.join(", ") })] : []);
 }
 
 async function runOnOneGpu() {
   const back = toOneGpu(app.rootGraph.serialize());
   const plain = toStock(back.workflow, { checkpoints: listed("CheckpointLoaderSimple", "ckpt_name"), models: listed("UNETLoader", "unet_name") });
-  await replace({ workflow: plain.workflow, changed: back.changed + plain.changed, left: [...back.left, ...plain.left] }, "one");
+  await replace({ workflow: plain.workflow, changed: back.changed + plain.changed, left: [...back.left, ...plain.left] }, "one_done");
 }
 
 const titleOf = (type) => LiteGraph.registered_node_types[type]?.title || type;
@@ -54,8 +57,11 @@ function listed(type, widget) {
   return (Array.isArray(given?.[0]) ? given[0] : given?.[1]?.options) ?? [];
 }
 
-/** Put a converted workflow where the open one is, as one step of its undo history, and say what stayed and why. */
-async function replace({ workflow, changed, left, already, stay = [] }, which, notes = []) {
+/**
+ * Put a converted workflow where the open one is, as one step of its undo history, and say what stayed and why. done: a key of the texts, of what
+ * has changed. notes: lines that follow it.
+ */
+async function replace({ workflow, changed, left, already, stay = [] }, done, notes = []) {
   const line = (node) => `${nameOf(node)}: ${text(node.reason, { ...node, by: node.by && titleOf(node.by), text: translated(language(), node.text) })}`;
   const lines = [...left, ...(changed ? stay : [])].map(line);
   if (lines.length) console.info("xDiT:", text("left"), lines);
@@ -73,7 +79,7 @@ async function replace({ workflow, changed, left, already, stay = [] }, which, n
     history.captureCanvasState();
   }
   const cause = changed ? undefined : lines.shift();            // why nothing was done comes first
-  const head = cause ?? (changed ? text(changed === 1 ? `${which}_done_1` : `${which}_done`, { count: changed }) : text(already ? "all_already" : `${which}_nothing`));
+  const head = cause ?? (changed ? text(changed === 1 ? `${done}_1` : done, { count: changed }) : text(already ? "all_already" : NOTHING[done]));
   show(changed ? "success" : already && !cause ? "info" : "warn", head, [...(changed ? [text("undo"), ...notes] : []), ...(lines.length ? [text("left")] : []),
     ...lines.slice(0, MAX_LINES), ...(lines.length > MAX_LINES ? [text("more", { count: lines.length - MAX_LINES })] : [])]);
 }
