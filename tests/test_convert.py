@@ -141,17 +141,24 @@ def test_our_own_templates_turn_into_stock_workflows(node, modules):
         assert entry["back"] >= 2, name
 
 
-def test_templates_are_listed_with_demo_first(node, modules):
+@pytest.mark.parametrize("locale", ["en", "zh", "fr"])
+def test_templates_are_listed_with_demo_first_and_a_sentence_each(node, modules, locale):
     """Titles are the names of files, so none is written as a program writes them."""
     titles = sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
-    listed = evaluate(node, modules / "templates.mjs", "orderTemplates", f"""(async () => {{
-        const api = {{ async getWorkflowTemplates() {{ return {json.dumps({"other": ["b", "a"], "us": titles})}; }} }};
-        orderTemplates(api, "us");
-        return api.getWorkflowTemplates();
+    listed, [core, ours] = evaluate(node, modules / "templates.mjs", "listTemplates", f"""(async () => {{
+        const api = {{ async getWorkflowTemplates() {{ return {json.dumps({"other": ["b", "a"], "us": titles})}; }},
+            async getCoreWorkflowTemplates(locale) {{ return [locale]; }} }};
+        listTemplates(api, "us");
+        return [await api.getWorkflowTemplates(), await api.getCoreWorkflowTemplates("{locale}")];
     }})()""")
 
-    assert listed["us"][:2] == ["Demo", "Compare"] and sorted(listed["us"]) == titles and listed["other"] == ["b", "a"]
+    assert listed == {"other": ["b", "a"]} and core == locale
+    assert [one["title"] for one in ours["templates"]][:2] == ["Demo", "Compare"] and ours["moduleName"] == "us"
+    assert sorted(one["title"] for one in ours["templates"]) == titles
     assert [title for title in titles if "_" in title or title[0].islower()] == []
+    for one in ours["templates"]:
+        assert one["name"] == one["title"] and one["description"].endswith("。" if locale == "zh" else ".")
+        assert "-" not in one["description"]                   # the page shows none
 
 
 def test_what_is_refused_is_what_the_nodes_page_says(node, modules):

@@ -10,7 +10,7 @@ import { markErrors, recheck } from "./errors.js";
 import { filesOf, toAllGpus, toOneGpu } from "./convert.js";
 import { toStock } from "./stock.js";
 import { registerPanel } from "./panel.js";
-import { orderTemplates } from "./templates.js";
+import { listTemplates } from "./templates.js";
 import { say } from "./texts.js";
 import { translated, translatedNote } from "./translate.js";
 
@@ -118,11 +118,11 @@ app.registerExtension({
   ],
   settings: [                              // nodes/bridge/workers/settings.py reads them; locales/ has their Chinese
     { id: "xdit.Residency", category: ["xDiT", "Workers", "Residency"], name: "Idle workers", type: "combo",
-      options: [{ text: "keep their models", value: "keep" }, { text: "move them to RAM", value: "park" }, { text: "end", value: "release" }],
+      options: [{ text: "stay loaded", value: "keep" }, { text: "go to RAM", value: "park" }, { text: "end", value: "release" }],
       defaultValue: "keep", sortOrder: 2,
-      tooltip: "Keep their models: on the devices. Move them to RAM: weights go to host memory, and VAEs are dropped. End: all their memory is free." },
+      tooltip: "Stay loaded: models stay on the devices. Go to RAM: weights go to host memory, and VAEs are dropped. End: all their memory is free." },
     { id: "xdit.IdleMinutes", category: ["xDiT", "Workers", "IdleMinutes"], name: "Idle after (minutes)", type: "number",
-      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, sortOrder: 1, tooltip: "Counts where idle workers move their models to RAM, or end." },
+      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, sortOrder: 1, tooltip: "Counts where idle workers go to RAM, or end." },
     { id: "xdit.Address", category: ["xDiT", "Other machines", "Address"], name: "Address of this machine at which others may join",
       type: "text", defaultValue: "",
       tooltip: "Such as 192.168.1.10. Empty: nothing listens. Then name their devices in xDiT Parallel Config, such as cuda:0, other-pc/cuda:0. Only in a private network: docs/machines.md." },
@@ -131,7 +131,7 @@ app.registerExtension({
   setup() {
     registerPanel();
     markErrors();
-    orderTemplates(api, decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-2)));
+    listTemplates(api, decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-2)));
   },
   nodeCreated(node) {
     if (node.comfyClass !== "XDiTParallelConfig") return;
