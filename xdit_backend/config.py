@@ -233,8 +233,8 @@ def validate(config, num_devices):
             text.append(f"{name}={value}")
     if product != num_devices:
         raise ConfigError(
-            f"The degrees ({', '.join(text) or 'all 1'}) multiply to {product}, and there are {num_devices} devices. "
-            f"Their product must be {num_devices}: for example {_example(num_devices)}, or set mode to auto.")
+            f"Set mode to auto, or for example {_example(num_devices)}: the degrees ({', '.join(text) or 'all 1'}) "
+            f"multiply to {product}, and there are {num_devices} devices.")
 
 
 def _refuse_approximate(config):
@@ -315,4 +315,5 @@ def _one_of(numbers):
 
 
 def _example(num_devices):
-    return "ulysses_degree=1 with everything else 1" if num_devices == 1 else f"ulysses_degree={num_devices}"
+    """Degrees for so many devices. Without a sign "=", by which the page finds the widget that a message is about."""
+    return "all degrees 1" if num_devices == 1 else f"ulysses_degree {num_devices}"

@@ -181,9 +181,9 @@ def _run(run):
     run.update_from_remote()
     plan = run.plan and {"chosen": _forecast(run.plan.chosen), "one": _forecast(run.plan.one), "second": next(
         (_forecast(other) for other in run.plan.ordered if other.degrees != run.plan.chosen.degrees), None)}
-    return {"number": run.number, "file": run.file, "devices": list(run.devices), "state": run.state,
-            "error": run.error, "how": run.how,
-            "mode": run.mode, "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
+    return {"number": run.number, "prompt": run.prompt, "file": run.file, "devices": list(run.devices),
+            "state": run.state, "error": run.error, "how": run.how, "why_no_plan": run.why_no_plan,
+            "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
             "a_step": round(run.seconds_per_step, 4), "plan": plan}
 
 

@@ -254,7 +254,7 @@ class RemoteModel:
         if together:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")
-        self._show(how + self.config.idle, self.forecasts.words)
+        self._show(how + _spare(layout.data_degree, latent.shape[0]) + self.config.idle, self.forecasts.words)
         return self.forecasts.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
@@ -318,6 +318,14 @@ class RemoteModel:
         if how != self.how:
             show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}")
             self.how = how
+
+
+def _spare(data_degree, num_images):
+    """What a person is told where some devices get no image; "" where all have one."""
+    if num_images >= data_degree:
+        return ""
+    return (f" ({data_degree - num_images} of data_degree={data_degree} have no image: set batch_size to {data_degree}"
+            f" in the node of the empty latent, or use another degree)")
 
 
 def _step_of(model_call):

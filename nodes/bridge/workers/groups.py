@@ -185,7 +185,9 @@ class Groups:
         return devices
 
     def _measure(self, devices, dtype):
-        machine = measurements.measure(self.client(devices), dtype, self.card_of)
+        client = self.client(devices)
+        with self.runs.measuring(devices):
+            machine = measurements.measure(client, dtype, self.card_of)
         measurements.store_machine(_measured_folder(), devices, dtype, machine, self.card_of)
         return machine
 

@@ -9,6 +9,8 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from comfy_execution.utils import get_executing_context
+
 from ....xdit_backend.protocol.messages import Span
 
 SHOWN_S = 1.0                              # from one line on the node to the next
@@ -35,7 +37,8 @@ class Run:
     shown_s: float = 0.0
     how: str = ""
     dtype: str = ""
-    mode: str = ""
+    why_no_plan: str = ""                  # as Forecasts.why_none says
+    prompt: str = ""                       # ComfyUI's id of the prompt that it is of
     plan: object = None
     spans: dict[tuple, list[Span]] = field(default_factory=dict)       # (devices, rank) -> what it did
     asked_s: dict[tuple, float] = field(default_factory=dict)          # devices -> until when that was asked for
@@ -98,8 +101,11 @@ class Runs:
     def sampling(self, remote, num_steps):
         """In this context a run of a RemoteModel is going on."""
         self._number += 1
+        context = get_executing_context()
         self.last = run = Run(self._number, os.path.basename(remote.spec.path), tuple(remote.devices), num_steps,
-                              time.perf_counter(), remote, dtype=remote.spec.compute_dtype, mode=remote.config.mode)
+                              time.perf_counter(), remote, dtype=remote.spec.compute_dtype,
+                              why_no_plan=remote.forecasts.why_none,
+                              prompt="" if context is None else context.prompt_id)
         try:
             yield run
         except BaseException as error:
@@ -121,6 +127,16 @@ class Runs:
             self._number += 1
             now = time.perf_counter()
             self.last = Run(self._number, "", tuple(devices), 0, now, state="done", ended_s=now)
+
+    @contextmanager
+    def measuring(self, devices):
+        """In this context the devices are measured. Where a run waits for that, its picture of the time shows it."""
+        run, began_s = self.last if self.is_running else None, time.perf_counter()
+        try:
+            yield
+        finally:
+            for rank in range(len(devices)) if run is not None else ():
+                run.spans.setdefault((tuple(devices), rank), []).append(Span("measure", began_s, time.perf_counter()))
 
     def given_up(self, error):
         """What the node shows in place of the phase that this error has ended."""
