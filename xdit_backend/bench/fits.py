@@ -7,7 +7,7 @@ import torch
 from ..checkpoints.net import exchanged_bytes, job_of
 from ..checkpoints.transformer import held_bytes
 from ..config import ParallelConfig
-from ..forecast.memory import Memory, rank_memory, weight_bytes
+from ..forecast.memory import Memory, rank_memory, rank_weights, weight_bytes
 from ..forecast.memory_check import DeviceMemory, Latents, Remedies, check_memory
 from ..forecast.planner import (
     USUAL_JOB,
@@ -46,19 +46,21 @@ def answer(subject, layout, machine):
                                                                 getattr(torch, subject.compute), own)
         return Memory(0.0, degrees.displaced * sent, 0.0)
 
-    weights = held_bytes(subject.model, family, subject.spec()) if net is None else weight_bytes(net, degrees)
     names = [f"cuda:{index}" for index in range(degrees.devices)]
     devices = [device.memory_bytes for device in machine.devices[:degrees.devices]]
+    held = held_bytes(subject.model, family, subject.spec())
+    share = 1.0 if net is None else weight_bytes(net, dataclasses.replace(degrees, pipefusion=1)) / net.held_bytes
+    weights = rank_weights(round(held * share), net, stages, devices)
     latents = Latents(needed, shape[0], shape[2:], family.pixels(subject.checkpoint.config)[1:])
     remedies = Remedies(() if net is None else _spread(subject, job(shape[0], shape[2:]), config, min(devices)),
-                        lambda: _lighter(subject, weights, len(devices)))
+                        lambda: _lighter(subject, weights))
     try:
-        check_memory(f"This run ({describe_layout(layout)})", DeviceMemory(names, devices, [weights] * len(devices)),
-                     remedies, latents)
+        check_memory(f"This run ({describe_layout(layout)})", DeviceMemory(names, devices, weights), remedies,
+                     latents)
     except ConfigError as error:
         return str(error)
     memory = needed(shape[0], shape[2:])
-    return f"fits: {(weights + memory.keys_values + memory.activations) / 1e9:.3g} GB of {min(devices) / 1e9:.3g}"
+    return f"fits: {(max(weights) + memory.keys_values + memory.activations) / 1e9:.3g} GB of {min(devices) / 1e9:.3g}"
 
 
 def _spread(subject, job, config, device_bytes):
@@ -70,7 +72,7 @@ def _spread(subject, job, config, device_bytes):
     return [f"{name}={degree} on as many devices like these" for name, degree in ways if degree]
 
 
-def _lighter(subject, weights, count):
+def _lighter(subject, weights):
     """{weight_dtype in which a rank holds less: what each rank then holds}"""
     held = held_bytes(subject.model, subject.checkpoint.family, subject.spec())
     found = {}
@@ -78,5 +80,5 @@ def _lighter(subject, weights, count):
         spec = subject.checkpoint.spec(storage, "bfloat16")
         size = held_bytes(subject.model, subject.checkpoint.family, spec)
         if size < held:
-            found[name] = [weights * size / held] * count
+            found[name] = [each * size / held for each in weights]
     return found

@@ -12,7 +12,7 @@ from ..checkpoints.casting import cast_at_use, unpack_at_use
 from ..checkpoints.loading import Transformer
 from ..checkpoints.packed import packed_weights, set_packed_parameters
 from ..checkpoints.shares import narrow, tensor_splits
-from ..checkpoints.transformer import block_bytes, block_sizes, build, held
+from ..checkpoints.transformer import block_bytes, block_sizes, build, held, held_bytes
 from ..distributed.collectives import Traffic
 from ..forecast.planner import choose_num_patches, warmup_layout
 from ..hooks.transformer import Hooks
@@ -132,10 +132,12 @@ def own_blocks(model, family, spec, rank, memory=()):
     sizes = block_sizes(model, family)
     if spec.stages is None:
         return range(len(sizes))
+    of_blocks = block_bytes(model, family, spec)
+    outside = held_bytes(model, family, spec) - sum(of_blocks)
     counts = spec.stages.num_blocks or split_stages(
         [size * share for size, share in sizes], spec.stages.pipefusion_degree,
-        sizes=[size // spec.tensor_degree for size in block_bytes(model, family, spec)],
-        limits=[min(memory[rank] for rank in range(len(memory)) if stage_of(rank, spec.stages) == stage)
+        sizes=[size / spec.tensor_degree for size in of_blocks],
+        limits=[min(memory[rank] for rank in range(len(memory)) if stage_of(rank, spec.stages) == stage) - outside
                 for stage in range(spec.stages.pipefusion_degree)] if memory else None)
     return stage_blocks(counts, stage_of(rank, spec.stages))
 

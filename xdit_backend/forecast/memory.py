@@ -5,9 +5,10 @@ What the choice of stages, the refusal of a run that cannot fit, ComfyUI's accou
 
 import functools
 import math
+import statistics
 from dataclasses import dataclass
 
-from ..partition import shard_sizes, split_stages
+from ..partition import FULL, shard_sizes, split_stages, stage_blocks, stage_of
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,28 @@ def stage_bytes(net, num_stages, limits=None, speeds=None):
     if not net.block_bytes:
         return [(net.held_bytes - net.outside_bytes) * count / net.blocks for count in counts]
     return [sum(net.block_bytes[sum(counts[:stage]):sum(counts[:stage + 1])]) for stage in range(num_stages)]
+
+
+def rank_weights(weight_bytes, net, stages, device_bytes):
+    """About how many bytes of a model's weights each rank holds, where blocks are given to stages as workers do it.
+
+    weight_bytes: of all blocks, as a rank holds them. net: None of a U-Net. device_bytes: of each rank's device.
+    """
+    count = len(device_bytes)
+    if stages is None or stages.every_block or net is None:
+        return [weight_bytes] * count
+    of_stages: list[list[int]] = [[] for _ in range(stages.pipefusion_degree)]
+    for rank in range(count):
+        of_stages[stage_of(rank, stages)].append(rank)
+    limits = [FULL * min(device_bytes[rank] for rank in ranks) - net.outside_bytes for ranks in of_stages]
+    speeds = ([statistics.mean(stages.speeds[rank] for rank in ranks) for ranks in of_stages] if stages.speeds
+              else None)
+    sizes = stage_bytes(net, stages.pipefusion_degree, limits, speeds)
+    if stages.num_blocks and net.block_bytes:
+        sizes = [sum(net.block_bytes[block] for block in stage_blocks(stages.num_blocks, stage))
+                 for stage in range(stages.pipefusion_degree)]
+    return [round((net.outside_bytes + sizes[stage_of(rank, stages)]) * weight_bytes / net.held_bytes)
+            for rank in range(count)]
 
 
 def working_share(job, degrees, branches_apart=False, images_apart=False):

@@ -307,11 +307,6 @@ def choose_num_patches(requested, num_stages, shape, patch_size, sequence_degree
     return max(1, min(requested or 2 * num_stages, rows // rows_needed))
 
 
-def rank_bytes(weight_bytes, stages):
-    """About how many bytes of a model's weights a rank holds."""
-    return weight_bytes if stages is None or stages.every_block else -(-weight_bytes // stages.pipefusion_degree)
-
-
 def warmup_layout(layout, stages):
     """The layout of whole steps: the same ranks as one sequence group where every rank holds all blocks."""
     if not stages.every_block:

@@ -7,14 +7,13 @@ import functools
 import torch
 
 from ....xdit_backend.forecast.cost import Job
-from ....xdit_backend.forecast.memory import Memory, rank_memory, working_share
+from ....xdit_backend.forecast.memory import Memory, rank_memory, rank_weights, working_share
 from ....xdit_backend.forecast.memory_check import DeviceMemory, Latents, Remedies, check_memory
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
     describe_layout,
     memory_settings,
-    rank_bytes,
     stages_that_fit,
     tensor_degree_that_fits,
 )
@@ -93,7 +92,8 @@ class MemoryCheck:
         self._checked.add(key)
 
     def _of_ranks(self, weight_bytes):
-        return [rank_bytes(weight_bytes, self._setup.spec.stages)] * len(self._setup.devices)
+        setup = self._setup
+        return rank_weights(weight_bytes, setup.net, setup.spec.stages, setup.device_bytes)
 
     def _of_rank(self, job, degrees, config):
         return rank_memory(self._setup.net, job, degrees, memory_settings(config, self._setup.spec.stages))
