@@ -14,8 +14,7 @@ from ....xdit_backend.forecast.planner import (
     degrees_of,
     describe_layout,
     memory_settings,
-    stages_that_fit,
-    tensor_degree_that_fits,
+    spread_that_fits,
 )
 from ....xdit_backend.host_memory import available_memory
 from ....xdit_backend.partition import ranks_by_part
@@ -114,13 +113,4 @@ class MemoryCheck:
         """On how many devices the model would fit, for a person: [text]; exactly, where only exact methods are
         allowed."""
         setup = self._setup
-        config, net, refused, device_bytes = setup.config, setup.net, setup.family.refused, min(setup.device_bytes)
-        if net is None:
-            return []
-        if config.approximate == "allowed" and "pipefusion" not in refused:
-            name, degree = "pipefusion_degree", stages_that_fit(config, net, job, device_bytes)
-        elif "tensor" in refused:
-            return []
-        else:
-            name, degree = "tensor_degree", tensor_degree_that_fits(net, job, device_bytes)
-        return [f"{name}={degree} on as many devices like these"] if degree else []
+        return spread_that_fits(setup.config, setup.net, setup.family.refused, job, min(setup.device_bytes))
