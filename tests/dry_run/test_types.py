@@ -8,19 +8,19 @@ import math
 import pytest
 
 from tests.dry_run.rows import counted, published
-from xdit_backend.checkpoints.gguf import STAYING, block_of
+from xdit_backend.checkpoints.gguf import PACKED, block_of
 
 # bits that a weight of a linear layer takes
-BITS = {"fp8_e4m3fn": 8, "scaled fp8": 8, "int8": 8} | {
-    type_: 8 * block_of(type_)[1] / block_of(type_)[0] for type_ in STAYING}
-FEW = ("scaled fp8", "Q8_0", "Q4_K", "IQ4_XS")
+BITS = {"fp8_e4m3fn": 8, "float8_e4m3fn": 8, "int8": 8} | {
+    type_: 8 * block_of(type_)[1] / block_of(type_)[0] for type_ in PACKED}
+FEW = ("float8_e4m3fn", "Q8_0", "Q4_K", "IQ4_XS")
 ROWS = [*((type_, "one") for type_ in BITS), *((type_, "tensor2") for type_ in FEW)]
 
 
 def row_of(type_, layout):
     """Flux.1 dev at its size, with two blocks of each kind, held in this type."""
     checkpoint, run = published("flux.1-dev")
-    if type_ in (*STAYING, "scaled fp8"):
+    if type_ in (*PACKED, "float8_e4m3fn"):
         checkpoint = dataclasses.replace(checkpoint, type_=type_)
     return counted((checkpoint, run), layout, storage="float8_e4m3fn" if type_ == "fp8_e4m3fn" else "bfloat16",
                    quantisation="int8" if type_ == "int8" else "")
