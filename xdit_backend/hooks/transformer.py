@@ -5,14 +5,12 @@ attention inside the listed modules is handed to a parallel method, blocks of ot
 joined after the blocks. A ForwardContext says what is to be done in a forward.
 """
 
-import collections
 import functools
 import inspect
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from greenlet import getcurrent, greenlet
 
 from ..autoencoders.family import replaced
 from ..distributed.masks import read_mask
@@ -23,14 +21,16 @@ from ..protocol.errors import UnsupportedError
 from . import regions
 from .attention import AttentionLayer, attend
 from .places import Place, StageEnd, _inside, _one_key_per_group, _transposed, summed, with_halos
+from .turns import take_turns
 
 
 class Hooks:
     """The hooks of one model on this rank, and the forward they serve now."""
 
-    def __init__(self, model, plan, splits=()):
-        """splits: of the weights, where the model holds a rank's share of them (checkpoints/shares.py)."""
-        self.plan = plan
+    def __init__(self, model, plan, splits=(), offloaded=None):
+        """splits: of the weights, where the model holds a rank's share of them (checkpoints/shares.py). offloaded: the
+        blocks whose weights come from host memory (checkpoints/offloading.py), if there are such."""
+        self.plan, self._offloaded = plan, offloaded
         self._model, self._context, self._cuts = model, None, {}
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they cut twice"
@@ -94,6 +94,7 @@ class Hooks:
         Returns (output of the forward, None) on the last stage, else (None, message for the next stage): one flat
         tensor.
         """
+        self._begin_blocks([context])
         with self.serving(context):
             try:
                 return self._model(**context.inputs, return_dict=False)[0], None
@@ -101,33 +102,18 @@ class Hooks:
                 return None, end.message
 
     def run_in_turn(self, contexts):
-        """As `run` for each of several forwards without stages: while the sums of one travel, the next computes.
+        """As `run` for each of several forwards without stages: while the sums of one travel, the next computes; and
+        where weights of blocks come from host memory, all run a block before one runs the next."""
+        self._begin_blocks(contexts)
+        forwards = [functools.partial(self._model, **context.inputs, return_dict=False) for context in contexts]
+        outputs = take_turns(forwards, contexts, self.serving, self._offloaded is not None)
+        return [(output[0], None) for output in outputs]
 
-        A forward may yield in the midst of its own attention, so what it puts in the place of torch's attention, and
-        its tokens, are its own.
-        """
-        outputs, host = {}, getcurrent()
-        tasks = [greenlet(functools.partial(self._model, **context.inputs, return_dict=False)) for context in contexts]
-        attentions, cuts = [F.scaled_dot_product_attention for _ in tasks], [{} for _ in tasks]
-        for context in contexts:
-            context.yield_turn = host.switch
-        waiting = collections.deque(range(len(tasks)))
-        try:
-            while waiting:
-                index = waiting.popleft()
-                with self.serving(contexts[index]), replaced(F, scaled_dot_product_attention=attentions[index]):
-                    self._cuts = cuts[index]
-                    answer = tasks[index].switch()
-                    attentions[index] = F.scaled_dot_product_attention
-                if tasks[index].dead:
-                    outputs[index] = answer[0], None
-                else:
-                    waiting.append(index)
-        finally:
-            # of a forward that failed, the others end now, and not when they are found
-            for index in waiting:
-                tasks[index].throw()
-        return [outputs[index] for index in range(len(contexts))]
+    def _begin_blocks(self, contexts):
+        if self._offloaded is not None:
+            for context in contexts:
+                context.weights_come = True
+            self._offloaded.begin(contexts[0].blocks, len(contexts))
 
     def own_control(self, control, context):
         """Of what a ControlNet gives, {place: (B or 1, T of the forward's image, C)}, what this rank's blocks add to
@@ -140,12 +126,12 @@ class Hooks:
         return [*self._places[block - 1].list_.returns, *[("image",)] * len(self._skips_over(block))]
 
     @contextmanager
-    def serving(self, context):
-        """The model's forward runs as the context says while under this."""
+    def serving(self, context, cuts=None):
+        """The model's forward runs as the context says while under this. cuts: a dict, kept for where it goes on."""
         tokens = context.tokens
         check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree,
                      "rows of tokens" if self.plan.rows else "tokens")
-        self._context = context
+        self._context, self._cuts = context, {} if cuts is None else cuts
         try:
             yield
         finally:
@@ -167,17 +153,29 @@ class Hooks:
             if context is None:
                 return forward(*args, **kwargs)
             arguments = {**dict(zip(names, args)), **kwargs}
-            if context.is_plain:                               # with a mask that masks nothing, attention is slower
-                return forward(**arguments | unmasked)
             if place.index < context.blocks.start:
                 return place.returned(self._pass_block(context, place, arguments))
-            outputs = self._run_block(forward, context, place, arguments)
+            with self._weights_here(context, place):
+                if context.is_plain:                           # with a mask that masks nothing, attention is slower
+                    return forward(**arguments | unmasked)
+                outputs = self._run_block(forward, context, place, arguments)
             if place.index + 1 == context.blocks.stop < self.num_blocks:
                 shards = [*outputs.values(),
                           *(context.skips[source] for source in self._skips_over(context.blocks.stop))]
                 raise StageEnd(regions.pack(shards, self.message_units(context.blocks.stop), context.tokens))
             return place.returned(self._join_streams(context, place, outputs) if place.ends else outputs)
         return block
+
+    @contextmanager
+    def _weights_here(self, context, place):
+        """A block runs under this: its weights are on the device."""
+        if self._offloaded is None:
+            yield
+            return
+        self._offloaded.enter(place.index)
+        yield
+        self._offloaded.leave(place.index)
+        context.end_block(place.index)
 
     def _pass_block(self, context, place, arguments):
         """What takes the place of the output of an earlier stage's block: for the last of them the message of that

@@ -70,9 +70,14 @@ class Models:
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
             return every_block if spec.stages is None or spec.stages.every_block else blocks
 
-        transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree)
+        budget_bytes = spec.weight_budgets[self._part(spec)[0]] if spec.weight_budgets else None
+        transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree,
+                                       budget_bytes)
         model = transformer.model
-        hooks = UNetHooks(model, family.plan) if family.is_unet else Hooks(model, family.plan, transformer.splits)
+        if transformer.offloaded is not None:
+            transformer.offloaded.restore()                    # where there is no room, it shows now
+        hooks = (UNetHooks(model, family.plan) if family.is_unet
+                 else Hooks(model, family.plan, transformer.splits, transformer.offloaded))
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
                                          self._residency(transformer))
         return self._loaded[spec.name].residency.numbers
@@ -86,7 +91,8 @@ class Models:
         loaded = self[command.name]
 
         def leave(weights):
-            if weights is None or not command.version:
+            # of what comes from host memory, only what is there now is known
+            if weights is None or not command.version or loaded.transformer.offloaded is not None:
                 loaded.versions.drop()
             else:
                 loaded.versions.leave(command.version, command.begins, weights, loaded.transformer.files, spare_bytes)
@@ -107,7 +113,8 @@ class Models:
         return loaded.residency.numbers
 
     def _residency(self, transformer):
-        return Residency(transformer.model, transformer.files, self._to_device, self._staging.to_host)
+        return Residency(transformer.model, transformer.files, self._to_device, self._staging.to_host,
+                         transformer.offloaded)
 
     def drop(self, name):
         self._loaded.pop(name, None)
@@ -117,11 +124,15 @@ class Models:
         loaded = self[command.name]
         loaded.transformer.casts.drop()                        # memory is wanted
         loaded.versions.drop()
-        residency, parts = loaded.residency, ranks_by_part(self._world_size, loaded.transformer.spec)
-        number = next(number for number, ranks in enumerate(parts) if self._rank in ranks)
-        targets = [command.targets[rank] for rank in parts[number]]
-        residency.park(targets, parts[number].index(self._rank), command.segments[number])
+        residency, (number, ranks) = loaded.residency, self._part(loaded.transformer.spec)
+        targets = [command.targets[rank] for rank in ranks]
+        residency.park(targets, ranks.index(self._rank), command.segments[number])
         return residency.numbers
+
+    def _part(self, spec):
+        """(number of this rank's part of a model, the ranks that hold it)"""
+        parts = ranks_by_part(self._world_size, spec)
+        return next((number, ranks) for number, ranks in enumerate(parts) if self._rank in ranks)
 
     def restore(self, command):
         """Bring a model's weights back to the device."""

@@ -110,7 +110,7 @@ class Predictions:
             traffic.num_exchanges += len(handles)         # what others send cannot be called off
             self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         link = self._link(mesh, command.layout)
-        for parts in self._together(command, mesh):
+        for parts in self._together(command, mesh, loaded.transformer.offloaded is not None):
             latents = [self._latent(loaded, mesh, part) for part in parts]
             exchange = self._exchange(command, mesh, parts[0].branch.conditioning)
             contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
@@ -125,7 +125,8 @@ class Predictions:
                 else:
                     link.send(message, traffic)
         # by now activations have taken what they need
-        if command.patch is not None and not loaded.transformer.casts.are_kept:
+        may_keep = command.patch is not None and loaded.transformer.offloaded is None
+        if may_keep and not loaded.transformer.casts.are_kept:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
         clock.add(start, end, waits)
@@ -162,11 +163,15 @@ class Predictions:
             for pair in pairs:
                 self._timeline.add(kind, *pair, **step)
 
-    def _together(self, command, mesh):
+    def _together(self, command, mesh, is_offloaded):
         """Run the parts of a command one by one; where layers are split over ranks, two branches at a time, which take
-        turns while sums travel."""
+        turns while sums travel; where weights come from host memory, all, so that these come once."""
         parts, others = self._parts(command, mesh), (mesh.degrees["pipefusion"], mesh.degrees["displaced"])
-        takes_turns = mesh.degrees["tensor"] > 1 and others == (1, 1) and not command.by_image
+        if others != (1, 1):
+            return [[part] for part in parts]
+        if is_offloaded:
+            return [parts] if parts else []
+        takes_turns = mesh.degrees["tensor"] > 1 and not command.by_image
         return ([parts[index:index + 2] for index in range(0, len(parts), 2)] if takes_turns
                 else [[part] for part in parts])
 
