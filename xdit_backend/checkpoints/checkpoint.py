@@ -89,11 +89,10 @@ class Checkpoint:
         """What the file's metadata says of the model; of a folder, what its config.json says, in the same words."""
         return metadata_of(self)
 
-    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
-        """The ModelSpec of this model. Its name changes with the files, dtypes and degrees."""
-        digest = state_of(self.files) + _digest((storage_dtype, compute_dtype, stages, tensor_degree, quantisation))
-        return ModelSpec(f"{self.name}-{digest}", self.family.name, self.path, storage_dtype, compute_dtype, stages,
-                         tensor_degree, quantisation)
+    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", weights_memory=0):
+        """The ModelSpec of this model. Its name changes with the files, and with what else it says."""
+        how = storage_dtype, compute_dtype, stages, tensor_degree, quantisation, weights_memory
+        return ModelSpec(f"{self.name}-{state_of(self.files)}{_digest(how)}", self.family.name, self.path, *how)
 
     def check_is(self, spec):
         """Raise CheckpointError where the files have changed since the ModelSpec was made."""

@@ -86,12 +86,7 @@ def _install_gathered(model, plan, splits, current):
     """
     linears = {path: model.get_submodule(path) for path in splits}
     forwards = {path: linear.forward for path, linear in linears.items()}
-    indices, apart = {}, set()
-    for list_ in plan.blocks:
-        first = len(indices)
-        indices |= {f"{list_.name}.{number}": first + number for number in range(len(model.get_submodule(list_.name)))}
-    indices |= {f"{list_.paired}.{number}": indices[f"{list_.name}.{number}"] for list_ in plan.blocks if list_.paired
-                for number in range(len(model.get_submodule(list_.paired)))}
+    indices, apart = _block_indices(model, plan), set()
 
     def block_of(path, context):
         return indices.get(".".join(path.split(".")[:2]), context.blocks.start)
@@ -131,6 +126,16 @@ def _install_gathered(model, plan, splits, current):
         for module in model.get_submodule(path.rpartition(".")[0]).children():
             if type(module) is torch.nn.SiLU and not module.inplace:
                 module.forward = _activated(module.forward, current)
+
+
+def _block_indices(model, plan):
+    """{path of a block: its index over all lists}"""
+    indices = {}
+    for list_ in plan.blocks:
+        first = len(indices)
+        indices |= {f"{list_.name}.{number}": first + number for number in range(len(model.get_submodule(list_.name)))}
+    return indices | {f"{list_.paired}.{number}": indices[f"{list_.name}.{number}"] for list_ in plan.blocks
+                      if list_.paired for number in range(len(model.get_submodule(list_.paired)))}
 
 
 def _activated(forward, current):

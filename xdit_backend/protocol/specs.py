@@ -39,9 +39,9 @@ class ModelSpec:
     tensor_degree: Degree = 1      # ranks that share each layer; neighbours
     # of linear layers, when they are loaded; storage_dtype is of the rest
     quantisation: Literal["", "int8", "nf4"] = ""
-    # of each part of the model (partition.ranks_by_part): bytes of a device that its weights may take, those of some
-    # blocks come from host memory in every step; (): all are on the devices
-    weight_budgets: tuple[Natural, ...] = ()
+    # bytes of each device that its weights may take, where those of some blocks come from host memory in every step;
+    # 0: all are on the devices
+    weights_memory: Natural = 0
     # checkpoints.header.state_of the files, where they are another machine's; "": the name tells it
     state: str = ""
 

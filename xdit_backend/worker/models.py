@@ -70,9 +70,8 @@ class Models:
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
             return every_block if spec.stages is None or spec.stages.every_block else blocks
 
-        budget_bytes = spec.weight_budgets[self._part(spec)[0]] if spec.weight_budgets else None
         transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree,
-                                       budget_bytes)
+                                       spec.weights_memory or None)
         model = transformer.model
         if transformer.offloaded is not None:
             transformer.offloaded.restore()                    # where there is no room, it shows now
