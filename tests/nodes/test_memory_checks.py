@@ -95,3 +95,38 @@ def test_what_is_too_large_for_one_device_is_drawn_exactly_where_nothing_else_is
 
     assert said[0].startswith("running on cpu, cpu: tensor 2"), said
     close(result, comfyui.reference("sd3", steps=3), EXACT)
+
+
+def apart(comfyui, monkeypatch):
+    """CPU workers stand for devices with memory of their own, none of which CUDA takes."""
+    checks = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
+    for module in (checks, comfyui.shell):
+        monkeypatch.setattr(module, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(checks, "CONTEXT_BYTES", 0)
+    return checks
+
+
+def whole_bytes(comfyui, kind):
+    return comfyui.ours(kind, comfyui.config()).model.remote.bytes_on("cpu")
+
+
+@pytest.mark.parametrize("number", [True, False], ids=["a number", "auto"])
+def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host_memory(comfyui, said, monkeypatch,
+                                                                                       number):
+    """Each of two devices has room for 0.95 of the weights; stages and tensor shards, which would fit, are not taken
+    where a number is given, and are not to be had for one device."""
+    weights = whole_bytes(comfyui, "sd3")
+    apart(comfyui, monkeypatch)
+    wanted = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu" if number else "cpu", mode="auto")), "sd3",
+                            steps=2)
+    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: weights * 0.95)
+    given = {"weights_memory": f"{0.9 * weights / 1e9:.6f}"} if number else {}
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu" if number else "cpu", mode="auto", **given))
+    said.clear()
+
+    result = comfyui.sample(model, "sd3", steps=2)
+
+    assert torch.equal(result, wanted)
+    stay, come = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory in every "
+                                      r"step", said[0]).groups())
+    assert stay * 1e9 <= (0.9 if number else 0.95) * weights and come > 0

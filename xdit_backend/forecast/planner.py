@@ -104,7 +104,8 @@ def choose_layout(config, num_devices, num_branches, attention, spread=EVERYWHER
 WARMUP_FULL = 0.4
 
 
-def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_stages=True, branches=(1, 2)):
+def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_stages=True, branches=(1, 2),
+                  has_own_memory=False):
     """The Spread of the weights when a model is loaded.
 
     Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, of PipeFusion and tensor
@@ -114,10 +115,15 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     Where there are several machines, these, or equal parts of them, are stages, so that tokens are shared within one.
     Where the weights fit on each device, and nothing approximate is allowed or it is forecast to be as fast, machines
     share branches and images.
+    Where no spread fits, and where a number of weights_memory is given, every rank has all blocks, and weights come
+    from host memory.
     is_splittable(tensor_degree): can the file be? has_stages: can the family run in stages? branches: usual_branches.
+    has_own_memory: have the devices, beside the host's?
     """
     if config.mode == "manual":
         return _manual_spread(config, net, devices)
+    if config.weights_memory_bytes:
+        return EVERYWHERE
     if devices.per_machine and has_stages:
         return _spread_over_machines(config, net, devices, branches)
     if len(devices.memory_bytes) == 1 or net.held_bytes <= FULL * devices.smallest:
@@ -128,6 +134,8 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     fit_split = [spread for spread in split
                  if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
     approximate = config.approximate == "allowed"
+    if not fit_staged and not fit_split and has_own_memory and config.weights_memory_bytes is None:
+        return EVERYWHERE
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
         return ((staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
     fitting = fit_staged + fit_split if approximate else fit_split + fit_staged

@@ -14,9 +14,9 @@ class Residence:
     """Bytes of a model's weights on each rank of a group.
 
     weight_bytes: all that a rank holds on its device, with the buffers that others come through; offloaded_bytes: of
-    those others, which are in host memory for good. unmapped_bytes: those of them that are not in the file as the rank has them,
-    and need memory to be parked; ranks that hold the same weights share it. largest_bytes: the largest weight.
-    parked_bytes: what is in host memory alone.
+    those others, which are in host memory for good. unmapped_bytes: of the first, those that are not in the file as the
+    rank has them, and need memory to be parked; ranks that hold the same weights share it. largest_bytes: the largest
+    weight. parked_bytes: of the first, what is in host memory alone.
     """
 
     parts: list[list[int]]                 # ranks that hold the same weights

@@ -5,6 +5,7 @@ Sigmas, samplers, masks, regional prompts, previews and cancel stay ComfyUI's ow
 
 import dataclasses
 import functools
+import math
 import weakref
 
 import torch
@@ -14,10 +15,10 @@ import comfy.model_management
 import comfy.utils
 from comfy.patcher_extension import WrappersMP
 
+from ....xdit_backend.checkpoints.block_weights import plan_weights
 from ....xdit_backend.checkpoints.net import exchanged_bytes, net_of
 from ....xdit_backend.checkpoints.quantise import TYPES, check_package, is_installed
 from ....xdit_backend.checkpoints.shares import is_splittable, tensor_splits
-from ....xdit_backend.checkpoints.transformer import held_bytes
 from ....xdit_backend.config import devices_per_machine, refuse_methods, validate_layout, validate_stages
 from ....xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, usual_branches
 from ....xdit_backend.protocol.errors import CheckpointError, ConfigError, UnsupportedError
@@ -28,7 +29,7 @@ from ..supported.by_patches import KEY
 from ..supported.inputs import check_text
 from ..supported.modules import remember_modules, use_worker_parameters
 from ..workers.groups import GROUPS, check_packages, devices_of, memory_of
-from ..workers.memory_checks import MemoryCheck
+from ..workers.memory_checks import MemoryCheck, has_own_memory
 from ..workers.placement import load_device_of
 from .checkpoints import CHECKPOINTS
 from .file_weights import prepare_text, read_values, weight_sources
@@ -75,18 +76,25 @@ def load_shell(path, weight_dtype, config):
 
     latent_format = base_model.latent_format
 
-    def computing_in(dtype):           # a name of a type: (Setup, MemoryCheck). No circle: it knows no base_model
-        spec = spec_of(dtype, *spread)
+    # of a name of a type and ModelSpec.weights_memory: (Setup, MemoryCheck). No circle: it knows no base_model
+    def computing_in(dtype, weights_memory):
+        given = config.weights_memory_bytes or 0 if weights_memory is None else weights_memory
+        spec = spec_of(dtype, *spread, weights_memory=given)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
         exchanged = functools.partial(exchanged_bytes, model) if family.is_unet else None
         lighter = functools.partial(_lighter_bytes, checkpoint, spec, dtypes_of)
-        return setup, MemoryCheck(setup, _held_bytes(model, family, spec), exchanged, lighter)
+        return setup, MemoryCheck(setup, functools.partial(_plan_of, model, family, spec), exchanged, lighter)
 
     remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
     remote.memory.check_weights()
+    remote.compute_in(dtype_name(compute_dtype), base_model)
     GROUPS.prepare(devices)
     _make_remote(base_model, remote, sources)
+    return _patcher_of(base_model, remote, load_device)
+
+
+def _patcher_of(base_model, remote, load_device):
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
     patcher.size = remote.memory.model_bytes                   # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch),
@@ -138,7 +146,8 @@ def _spread(config, devices, device_bytes, checkpoint, net, model, compute_dtype
         return EVERYWHERE
     return choose_spread(config, net, Devices(device_bytes, per_machine, machine),
                          lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree),
-                         "pipefusion" not in family.refused, usual_branches(checkpoint.config))
+                         "pipefusion" not in family.refused, usual_branches(checkpoint.config),
+                         all(map(has_own_memory, devices)))
 
 
 def _make_remote(base_model, remote, sources):
@@ -206,10 +215,10 @@ def _refuse_ignored(checkpoint, base_model, prediction, weight_sources):
                                   f"the same model.")
 
 
-def _held_bytes(model, family, spec):
-    """Bytes that a rank with all blocks holds."""
-    return held_bytes(model, family, spec, tensor_splits(model, family.plan, spec.tensor_degree)
-                      if spec.tensor_degree > 1 else {})
+def _plan_of(model, family, spec, budget_bytes):
+    """The OffloadPlan of a rank with all blocks."""
+    splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
+    return plan_weights(model, family, spec, splits, budget_bytes)[0]
 
 
 def _lighter_bytes(checkpoint, spec, dtypes_of):
@@ -221,8 +230,8 @@ def _lighter_bytes(checkpoint, spec, dtypes_of):
         if spec.tensor_degree > 1 and not is_splittable(model, family.plan, spec.tensor_degree):
             continue
         storage, compute = map(dtype_name, dtypes_of(name, name in TYPES))
-        found[name] = _held_bytes(model, family,
-                                  dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute))
+        found[name] = _plan_of(model, family, dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute),
+                               math.inf).device_bytes
     return found
 
 
