@@ -176,7 +176,7 @@ def compared(layout, path, storage, share, in_turn=False):
     return [compare(0, 1, *arguments)] if world_size == 1 else run_ranks(compare, world_size, *arguments)
 
 
-@pytest.mark.parametrize("layout", by_default(["one", "ulysses2", "pipefusion2", "tensor2"], LAYOUTS))
+@pytest.mark.parametrize("layout", by_default(["one", "ulysses2"], LAYOUTS))
 @pytest.mark.parametrize("storage", ["float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", SIZES)
 def test_weights_that_come_give_the_same_bits(name, storage, layout, folders):
@@ -192,9 +192,9 @@ def test_two_branches_take_turns_and_weights_come_once_for_both(folders):
             assert same and 2 * held <= came <= 2.5 * held     # two steps, and what was fetched ahead for a third
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name in FOLDERS])
+@pytest.mark.parametrize("name", by_default(["Flux.1", "Wan"], [name for name in CONFIGS if name in FOLDERS]))
 def test_no_family_uses_a_block_s_weights_outside_of_it(name, folders):
-    """All blocks that can come do."""
+    """All blocks that can come from host memory do, as numbers of two types."""
     path = folders(name)
     # of those two, a table of positions is no number that float8 can be computed with, whoever holds it
     for storage in ("float32", *(["float8_e4m3fn"] if name not in ("DiT", "Latte") else [])):

@@ -1,10 +1,18 @@
 """Which blocks come from host memory: within the budget, evenly, and as fast as the best choice there is."""
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 
-from xdit_backend.forecast.offloading import NUM_BUFFERS, plan_offload, step_seconds
+from xdit_backend.config import ParallelConfig
+from xdit_backend.forecast.choice import USABLE_MEMORY, Machine, forecast
+from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
+from xdit_backend.forecast.memory import DEFAULT_SETTINGS, Memory
+from xdit_backend.forecast.offloading import NUM_BUFFERS, offloaded_memory, plan_offload, step_seconds
+from xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, plan_run
+from xdit_backend.forecast.words import weights_words
 
 MS_10 = dict.fromkeys(range(40), 10.0)
 
@@ -87,3 +95,70 @@ def test_no_other_choice_of_blocks_is_much_faster(sizes, a_copy):
                    + NUM_BUFFERS * max(sizes[block] for block in chosen) <= budget)
 
         assert step_seconds(sizes, copies, plan.blocks) <= 1.15 * best
+
+
+NET = Net(57, 3072, 24, 12.0, 11.9e9, weight_bytes=23.8e9, outside_bytes=0.4e9)              # as Flux.1 in bf16
+JOB = Job(4096, 512, 20)
+CARD = Device(33e12, 28e12, 288e9, memory_bytes=16e9, host_bytes_s=12.4e9)                    # a 4060 Ti, at PCIe 4 x8
+LINKS = Links({(name, 2): 6e9 for name in ("all_to_all", "hop", "all_reduce", "gather")})
+COMING = replace(DEFAULT_SETTINGS, weights_memory=math.inf)
+
+
+@pytest.mark.parametrize("room", [8e9, 12e9, 16e9, 24e9])
+def test_forecasts_count_what_a_plan_of_blocks_would_hold(room):
+    """To a block, of blocks that are alike."""
+    needed = Memory(NET.weight_bytes, 0.5e9, 1e9)
+    a_block = (NET.weight_bytes - NET.outside_bytes) / NET.blocks
+    sizes = dict.fromkeys(range(NET.blocks), int(a_block))
+
+    plan = plan_offload(sizes, sizes, int(NET.outside_bytes), room - 1.5e9)
+    memory = offloaded_memory(NET, needed, room, math.inf)
+
+    assert memory.total <= room
+    assert abs(memory.come - plan.offloaded_bytes) <= a_block and abs(memory.weights - plan.device_bytes) <= a_block
+    assert offloaded_memory(NET, needed, NET.outside_bytes + 1.5e9, math.inf) is None
+    assert offloaded_memory(NET, needed, 40e9, math.inf) == needed
+    assert offloaded_memory(NET, needed, 40e9, 10e9).weights == 10e9
+
+
+def test_a_step_takes_as_long_as_computing_or_as_its_weights_come():
+    """On one card that is too small; beside it one that is not."""
+    large = forecast(NET, JOB, Degrees(), Machine((replace(CARD, memory_bytes=48e9),), Links()), COMING)
+    for host_bytes_s in (0.0, 24e9, 6e9, 1e9):
+        made = forecast(NET, JOB, Degrees(), Machine((replace(CARD, host_bytes_s=host_bytes_s),), Links()), COMING)
+        assert made.fits == (host_bytes_s > 0)
+        if made.fits:
+            assert made.memory.total <= USABLE_MEMORY * CARD.memory_bytes and made.memory.come > 8e9
+            assert made.come_s == made.memory.come / host_bytes_s
+            assert made.seconds == pytest.approx(max(large.seconds, JOB.steps * made.come_s))
+            assert (made.limited_by == "weights") == (host_bytes_s == 1e9)
+    assert large.memory.come == large.come_s == 0
+    assert not forecast(NET, JOB, Degrees(), Machine((CARD,), Links())).fits
+
+
+def test_auto_weighs_weights_that_come_with_spreading_them():
+    """A picture of 24 GB of weights on two cards of 16 GB: over a fast link from the host, exact methods with weights
+    that come are as fast as stages; over a slow one stages hold all."""
+    for host_bytes_s, expected in ((40e9, True), (1e9, False), (0.0, False)):
+        machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, 6e10)))
+        devices = Devices([CARD.memory_bytes] * 2, 0, machine)
+        spread = choose_spread(ParallelConfig(), NET, devices)
+        assert (spread == EVERYWHERE) == expected, spread
+        config = ParallelConfig(weights_memory="all on the device")
+        assert choose_spread(config, NET, devices) != EVERYWHERE
+    large = replace(NET, weight_bytes=80e9)
+    assert choose_spread(ParallelConfig(), large, Devices([16e9] * 2), has_own_memory=True) == EVERYWHERE
+    assert choose_spread(ParallelConfig(), large, Devices([16e9] * 2)) != EVERYWHERE
+    assert choose_spread(ParallelConfig(weights_memory="9"), NET, Devices([16e9] * 2)) == EVERYWHERE
+
+
+def test_the_node_says_where_weights_are_and_what_they_cost():
+    for host_bytes_s, says in ((12e9, "hidden"), (1e9, "which takes")):
+        machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, LINKS)
+        chosen = plan_run(ParallelConfig(), machine, NET, replace(JOB, branches=2)).chosen
+        words = weights_words(chosen.memory.weights, chosen.memory.come, chosen, JOB.steps)
+        # where the link is all that counts, a second card gains nothing
+        assert chosen.working == (2 if says == "hidden" else 1)
+        assert words.startswith("Weights: 1") and says in words
+    assert weights_words(1e9, 2e9, None, 20) == ("Weights: 1 GB of each device, and 2 GB come from host memory in "
+                                                 "every step")

@@ -1,5 +1,5 @@
-"""Running workers whose weights come from host memory predict the same bits: branches on ranks of their own or one after
-the other, and when they were parked."""
+"""Running workers whose weights come from host memory predict the same bits: branches on ranks of their own or one
+after the other, and when they were parked."""
 
 import dataclasses
 
@@ -11,6 +11,7 @@ from tests.models.zoo import conditioning_of, example
 from tests.tiers import by_default
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.models import FAMILIES
+from xdit_backend.protocol.specs import Stages
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,6 @@ def folder(tmp_path_factory):
     {"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"data": 2}, {"tensor": 2}, {"pipefusion": 2}]), ids=str)
 @pytest.mark.parametrize("storage", by_default(["float32"], ["float32", "float8_e4m3fn"]))
 def test_workers_whose_weights_come_predict_the_same(client, folder, degrees, storage):
-    from xdit_backend.protocol.specs import Stages
     stages = Stages(2, 1) if "pipefusion" in degrees else None
     checkpoint, one = open_checkpoint(folder), example("Flux.1", torch.float32, batch=2)
     family, calls = checkpoint.family, []

@@ -1,11 +1,12 @@
 """Which blocks of a rank keep their weights on its device, and which have them come from host memory in every step; and
 how long a step then takes. Pure arithmetic.
 
-Used by the loader on each rank, and by the host, which so knows beforehand what each rank will hold.
+Used by the loader on each rank, and by the host, which so knows beforehand what each rank will hold. Forecasts count by
+the mean block (offloaded_memory).
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NUM_BUFFERS = 2                # of a device, each for one block at a time: one runs while the next one's weights come
 PHASES = 8                     # of blocks that are spread evenly, which are tried
@@ -91,3 +92,20 @@ def step_seconds(compute_s, copy_s, offloaded, num_buffers=NUM_BUFFERS):
         if block == max(compute_s):
             ends.append(now)
     return ends[-1] - ends[-2]
+
+
+def offloaded_memory(net, needed, room_bytes, weights_memory):
+    """The Memory of a rank of which some weights come from host memory, so that it has room; None where even two blocks
+    at a time have none.
+
+    needed: with all weights on the device. room_bytes: of the device, for all that the rank holds there.
+    weights_memory: of MemorySettings.
+    """
+    beside, outside = needed.keys_values + needed.activations, net.outside_bytes
+    room = min(room_bytes - beside, weights_memory)
+    over, buffers = needed.weights - room, NUM_BUFFERS * (needed.weights - outside) / net.blocks
+    if over <= 0:
+        return needed
+    come = min(needed.weights - outside, over + buffers)
+    held = needed.weights - come + buffers
+    return replace(needed, weights=held, come=come) if held <= room else None

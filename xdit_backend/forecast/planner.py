@@ -139,7 +139,10 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
         return ((staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
     fitting = fit_staged + fit_split if approximate else fit_split + fit_staged
-    return fitting[0] if devices.machine is None or len(fitting) == 1 else _fastest(config, net, devices, fitting)
+    if devices.machine is None:
+        return fitting[0]
+    can_come = config.weights_memory_bytes is None and all(device.host_bytes_s for device in devices.machine.devices)
+    return _fastest(config, net, devices, [*fitting, EVERYWHERE] if can_come else fitting)
 
 
 def _manual_spread(config, net, devices):
@@ -267,13 +270,16 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
                    and net.heads % ulysses == 0]
     ordered = forecasts(net, job, machine, layouts, memory_settings(config, stages))
     fastest = dataclasses.replace(machine, devices=(max(machine.devices, key=lambda device: device.matrix_flops_s),))
-    return Plan(choose(ordered, are_alike(net, job, machine.devices)), forecast(net, job, Degrees(), fastest), ordered)
+    one = forecast(net, job, Degrees(), fastest, memory_settings(config))
+    return Plan(choose(ordered, are_alike(net, job, machine.devices)), one, ordered)
 
 
 def memory_settings(config, stages=None):
     """The MemorySettings of a ParallelConfig. stages: how the model is spread."""
+    given = config.weights_memory_bytes
     return MemorySettings(config.cached_steps, stages is not None and stages.offload,
-                          stages is not None and config.warmup in ("auto", "micro_batches"))
+                          stages is not None and config.warmup in ("auto", "micro_batches"),
+                          weights_memory=math.inf if given is None else given)
 
 
 def stages_that_fit(config, net, job, device_bytes):

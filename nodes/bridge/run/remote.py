@@ -320,8 +320,12 @@ class RemoteModel:
     def _show(self, how, forecast=str):
         """Say on the node how the run is split. forecast: () -> what follows."""
         if how != self.how:
-            show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}{self.memory.words()}")
+            show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}{self._weights_words()}")
             self.how = how
+
+    def _weights_words(self):
+        plan, timed = self.forecasts.plan, self.forecasts.timed
+        return self.memory.words(None if plan is None else plan.chosen, 1 if timed is None else timed.job.steps)
 
 
 def _step_of(model_call):

@@ -20,6 +20,7 @@ from ....xdit_backend.forecast.planner import (
     stages_that_fit,
     tensor_degree_that_fits,
 )
+from ....xdit_backend.forecast.words import weights_words
 from ....xdit_backend.host_memory import available_memory
 from ....xdit_backend.partition import ranks_by_part
 from ....xdit_backend.protocol.devices import machine_of, own_name
@@ -76,11 +77,10 @@ class MemoryCheck:
             return spec.weights_memory
         return int(max(room, self._least_bytes))
 
-    def words(self):
-        """Where the weights are, for a person; "" where all are on the devices."""
+    def words(self, chosen, num_steps):
+        """Where the weights are, for a person; "" where all are on the devices. chosen: the run's Forecast, or None."""
         come, stay = max(self.offloaded_bytes), max(self.weight_bytes)
-        return (f". Weights: {stay / 1e9:.3g} GB of each device, and {come / 1e9:.3g} GB come from host memory in "
-                f"every step" if come else "")
+        return f". {weights_words(stay, come, chosen, num_steps)}" if come else ""
 
     @property
     def _may_offload(self):
