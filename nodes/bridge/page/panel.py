@@ -135,7 +135,7 @@ def _host():
         for residence in filter(None, map(client.models.residence, client.models.names)):
             for part in residence.parts:                       # ranks that hold the same weights
                 held, most = residence.weight_bytes[part[0]], max(residence.parked_bytes[rank] for rank in part)
-                parked += most
+                parked += most + residence.offloaded_bytes[part[0]]
                 if "cpu" in client.devices:
                     own = residence.unmapped_bytes[part[0]]
                     mapped += (held - own) * (held - most) // max(1, held)
@@ -162,7 +162,8 @@ def _sum(ranks, name):
 # --- groups and the run ---
 
 def _group(client):
-    models = [{"name": name, "weights": residence.weight_bytes, "parked": residence.parked_bytes}
+    models = [{"name": name, "weights": residence.weight_bytes, "parked": residence.parked_bytes,
+               "offloaded": residence.offloaded_bytes}
               for name in client.models.names if (residence := client.models.residence(name)) is not None]
     return {"devices": list(client.devices), "state": client.workers.state, "models": models,
             "vaes": len(client.autoencoders.names)}
