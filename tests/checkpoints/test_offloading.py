@@ -13,8 +13,10 @@ import torch
 from tests.models.zoo import CONFIGS, FOLDERS, PIPELINES, conditioning_of
 from tests.ranks import run_ranks
 from tests.tiers import by_default
+from xdit_backend.checkpoints.block_weights import plan_weights, unmapped_bytes
 from xdit_backend.checkpoints.changes import change_weights
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.host_copies import HostCopies
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.offloading import OffloadedBlocks
 from xdit_backend.checkpoints.transformer import block_sizes, build
@@ -86,13 +88,13 @@ def loaded_of(path, storage, share=None, mesh=SINGLE, layout=LAYOUTS["one"], poi
         blocks = stage_blocks(split_stages(sizes, layout.pipefusion_degree), mesh.ranks["pipefusion"])
         return blocks
 
-    def load(budget_bytes=None):
-        return load_transformer(spec, CPU, choose_blocks=stage, tensor_rank=mesh.ranks["tensor"],
-                                budget_bytes=budget_bytes, piece_bytes=PIECE)
+    def load(num_bytes=0):
+        return load_transformer(dataclasses.replace(spec, weights_memory=num_bytes), CPU, choose_blocks=stage,
+                                tensor_rank=mesh.ranks["tensor"], piece_bytes=PIECE)
     transformer = load()
     if share is not None:
         total = sum(weight.nbytes for weight in transformer.model.parameters() if not weight.is_meta)
-        transformer = load(int(share * total))
+        transformer = load(int(share * total) + 1)
         assert transformer.offloaded is not None
         if poison:
             _poison(transformer.offloaded)
@@ -260,6 +262,29 @@ def test_weights_that_come_change_with_a_lora_and_are_back_without_it(storage, f
         assert all(torch.equal(*pair) for pair in zip(*found))
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("storage", ["float32", "float8_e4m3fn"])
+def test_what_the_file_has_otherwise_is_in_host_memory_once_for_all_ranks(storage, folders):
+    """Two ranks write half each, into as much memory as was foreseen."""
+    path = folders("Flux.1")
+    checkpoint = open_checkpoint(path)
+    spec = checkpoint.spec(storage, "float32", weights_memory=2 * 10 ** 6 if storage == "float32" else 5 * 10 ** 5)
+    with torch.device("meta"):
+        model = build(checkpoint.family, checkpoint.config)
+    plan, names = plan_weights(model, checkpoint.family, spec, {}, spec.weights_memory)
+    foreseen = unmapped_bytes(checkpoint, model, spec, {}, names)
+    memory = torch.zeros(foreseen, dtype=torch.uint8)
+
+    ranks = [HostCopies(memory, own, 2) for own in range(2)]
+    first, second = (load_transformer(spec, CPU, host_copies=copies, piece_bytes=PIECE) for copies in ranks)
+    want = load_transformer(dataclasses.replace(spec, weights_memory=0), CPU)
+
+    assert (foreseen > 0) == (storage != "float32") and {copies._start for copies in ranks} == {foreseen}
+    for loaded in (first, second):
+        assert loaded.offloaded.blocks == plan.blocks and loaded.offloaded.host_bytes == plan.offloaded_bytes
+        for name, weight in loaded.model.named_parameters():
+            assert torch.equal(weight.view(torch.uint8), want.model.get_parameter(name).view(torch.uint8)), name
 
 
 class SlowCopies:

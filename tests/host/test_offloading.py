@@ -9,7 +9,9 @@ import torch
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import conditioning_of, example
 from tests.tiers import by_default
+from xdit_backend.checkpoints.block_weights import plan_weights, unmapped_bytes
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.specs import Stages
 
@@ -40,6 +42,12 @@ def test_workers_whose_weights_come_predict_the_same(client, folder, degrees, st
     whole = client.models.residence(spec.name)
     budget = max(whole.weight_bytes) * 8 // 10
     less = checkpoint.spec(storage, "float32", stages, degrees.get("tensor", 1), weights_memory=budget)
+    if storage != "float32" and not degrees.keys() & {"tensor", "pipefusion"}:
+        with torch.device("meta"):
+            model = build(family, checkpoint.config)
+        names = plan_weights(model, family, less, {}, budget)[1]
+        less = dataclasses.replace(less, host_bytes=unmapped_bytes(checkpoint, model, less, {}, names))
+        assert less.host_bytes > 0
     assert less.name != spec.name
     for _ in range(2):
         got = client.predict(less, layout(**degrees), channels, calls)

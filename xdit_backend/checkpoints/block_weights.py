@@ -2,7 +2,12 @@
 and by the host beforehand: both have the model on the meta device.
 """
 
+import torch
+
 from ..forecast.offloading import plan_offload
+from ..protocol.segments import DTYPES
+from .offloading import aligned
+from .packed import packed_weights
 from .transformer import block_sizes, held
 
 SMALL = 1 / 1024               # of its block: such a weight stays, since a copy takes longer to ask for than to make
@@ -19,6 +24,29 @@ def plan_weights(model, family, spec, splits, budget_bytes, blocks=None):
     sizes = {block: sum(weights.values()) for block, weights in movable.items()}
     plan = plan_offload(sizes, {block: costs[block] for block in sizes}, beside_bytes, budget_bytes)
     return plan, {name: block for block in plan.blocks for name in movable[block]}
+
+
+def unmapped_bytes(checkpoint, model, spec, splits, names):
+    """Bytes of weights of these names that the file has otherwise than a rank holds them: host memory needs a place for
+    them. model: as in plan_weights."""
+    packed = packed_weights(checkpoint, model, spec.quantisation)
+    types = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+             "F8_E5M2": "float8_e5m2"}
+    of_file = {name: torch.empty(shape, dtype=DTYPES[types.get(checkpoint.dtypes[name], "float32")], device="meta")
+               for name, shape in checkpoint.shapes.items()}
+    converted = checkpoint.under_diffusers_names(of_file)
+    places, total = {tensor.untyped_storage()._cdata for tensor in of_file.values()}, 0
+
+    def is_map(name, dtype):
+        if name in packed:
+            return packed[name].is_in_file and len(packed[name].runs) == 1
+        own = converted.get(name)
+        return own is not None and own.dtype == dtype and own.untyped_storage()._cdata in places
+    for name, tensor, dtype in held(model, checkpoint.family, spec):
+        if name in names and not is_map(name, dtype):
+            share = splits[name].share(spec.tensor_degree) if name in splits else 1
+            total += aligned(round(tensor.numel() * dtype.itemsize * share))
+    return total
 
 
 def _by_block(model, family, spec, splits, blocks):

@@ -15,6 +15,7 @@ from ..protocol.transfers import StagingBuffers
 from .block_weights import plan_weights
 from .casting import Casts, cast_at_use, unpack_at_use
 from .checkpoint import Checkpoint, open_spec
+from .host_copies import HostCopies
 from .offloading import OffloadedBlocks
 from .packed import packed_weights, set_packed_parameters
 from .quantise import quantised
@@ -41,6 +42,8 @@ class Transformer:
     casts: Casts = field(default_factory=Casts)
     # the blocks whose weights are in host memory; None: all weights are on the device
     offloaded: OffloadedBlocks | None = None
+    # where those are kept that the file has otherwise, while the model is loaded
+    host_copies: HostCopies = field(default_factory=HostCopies)
     piece_bytes: int | None = None         # of StagingBuffers
 
     @property
@@ -92,13 +95,13 @@ class Transformer:
 
 
 def load_transformer(spec, device, on_progress=lambda done, total: None, choose_blocks=None, tensor_rank=0,
-                     budget_bytes=None, piece_bytes=None):
+                     host_copies=None, piece_bytes=None):
     """The Transformer with the weights of a file or folder, in spec's dtypes, on `device`.
 
     choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay
     on the meta device. Blocks are numbered over all of the plan's lists. tensor_rank: which rank of spec.tensor_degree
-    this is. budget_bytes: of the device, that weights may take; those of some blocks then come from host memory
-    (offloading.py). None: all are on the device. piece_bytes: of StagingBuffers.
+    this is. With spec.weights_memory, weights of some blocks stay in host memory (offloading.py); host_copies: where
+    those are kept that the file has otherwise; None: in this process. piece_bytes: of StagingBuffers.
 
     Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts bytes
     of the file, after each tensor, and may raise to give up. Raises CheckpointError when the tensors of the file and of
@@ -115,8 +118,8 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
                          tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {},
                          piece_bytes=piece_bytes)
-    offloaded = {} if budget_bytes is None else plan_weights(model, family, spec, loaded.splits, budget_bytes,
-                                                             loaded.blocks)[1]
+    offloaded = (plan_weights(model, family, spec, loaded.splits, spec.weights_memory, loaded.blocks)[1]
+                 if spec.weights_memory else {})
     tensors = read_file(checkpoint, lambda name: loaded.needs(name))
     # kept until the end, so that no other tensor gets their addresses
     maps = list(tensors.values())
@@ -130,6 +133,7 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
                               f"({', '.join(unexpected[:3])} ...). Use another file of this model, or Load Diffusion "
                               f"Model.")
     model.eval().requires_grad_(False)
+    loaded.host_copies = host_copies or HostCopies()
     _move(loaded, addresses_of(maps), to_quantise, on_progress, offloaded)
     narrow(model, loaded.splits, spec.tensor_degree, tensor_rank)
     if spec.storage_dtype != spec.compute_dtype:
@@ -198,11 +202,13 @@ def _move(loaded, addresses, to_quantise, on_progress, offloaded):
             numbers, linear.weight_scale = quantised(moved(own, loaded.device, torch.float32, staging),
                                                      to_quantise.pop(name)[1])
             numbers = numbers if by_rows else loaded.share(name, numbers, addresses)
-            linear.weight = torch.nn.Parameter(numbers.cpu() if name in offloaded else numbers, requires_grad=False)
+            linear.weight = torch.nn.Parameter(loaded.host_copies.keep(numbers, numbers.dtype) if name in offloaded
+                                               else numbers, requires_grad=False)
         elif (own := loaded.share(name, weight.data, addresses)) is None:
             weight.data = weight.data[:0]
         elif name in offloaded:
-            weight.data = own.to("cpu", dtype)
+            is_map = own.dtype == dtype and own.untyped_storage().data_ptr() in addresses
+            weight.data = own if is_map else loaded.host_copies.keep(own, dtype)
         else:
             loaded.hold(weight, own, dtype, staging, addresses)
         on_progress(round(done_bytes), total_bytes)

@@ -37,7 +37,7 @@ class OffloadedBlock:
 
     @property
     def num_bytes(self):
-        return sum(_aligned(host_copy.nbytes) for host_copy in self.host_copies)
+        return sum(aligned(host_copy.nbytes) for host_copy in self.host_copies)
 
 
 class OffloadedBlocks:
@@ -113,9 +113,9 @@ class OffloadedBlocks:
             block.buffer, start = number % len(self._buffers), 0
             memory = self._buffers[block.buffer].memory
             for weight, host_copy in zip(block.weights, block.host_copies):
-                weight.data = _view(memory[start:start + host_copy.nbytes], host_copy)
+                weight.data = view_of(memory[start:start + host_copy.nbytes], host_copy)
                 block.views.append(weight.data)
-                start += _aligned(host_copy.nbytes)
+                start += aligned(host_copy.nbytes)
 
     # --- what the hooks ask ---
 
@@ -175,7 +175,8 @@ class OffloadedBlocks:
         self.copied_bytes += sum(host_copy.nbytes for host_copy in block.host_copies)
 
 
-def _aligned(num_bytes):
+def aligned(num_bytes):
+    """Where the next weight begins, after one with so many bytes."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -184,7 +185,7 @@ def _is_dense(tensor):
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) == tensor.numel()
 
 
-def _view(memory, like):
+def view_of(memory, like):
     """Memory as a tensor; in the order of dims of another, where that leaves no gaps."""
     flat = memory.view(like.dtype)
     return flat.as_strided(like.shape, like.stride()) if _is_dense(like) else flat.view(like.shape)

@@ -25,6 +25,8 @@ TRYING_LINKS = "trying the links between the devices"          # and in which th
 class LoadModel:
     request: Natural
     spec: ModelSpec
+    # for each part of the model (partition.ranks_by_part): spec.host_bytes of memory; none: ranks have their own
+    segments: list[Segment] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -42,6 +42,8 @@ class ModelSpec:
     # bytes of each device that its weights may take, where those of some blocks come from host memory in every step;
     # 0: all are on the devices
     weights_memory: Natural = 0
+    # of those, bytes that each part of the model needs in host memory for weights that the file has otherwise
+    host_bytes: Natural = 0
     # checkpoints.header.state_of the files, where they are another machine's; "": the name tells it
     state: str = ""
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoints.changes import change_weights
+from ..checkpoints.host_copies import HostCopies
 from ..checkpoints.loading import Transformer, load_transformer
 from ..checkpoints.transformer import block_bytes, block_sizes
 from ..checkpoints.versions import Versions
@@ -23,6 +24,7 @@ from ..hooks.unet import UNetHooks
 from ..models import FAMILIES
 from ..partition import FULL, cut_bands, ranks_by_part, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
+from ..protocol.segments import map_segment
 from ..protocol.transfers import PinnedAhead, on_device
 from .probe import matrix_flops_s
 from .residency import Residency
@@ -46,10 +48,11 @@ class Models:
             raise XDiTError(f"The model {name} is not loaded on rank {self._rank}. Queue the prompt again.")
         return self._loaded[name]
 
-    def load(self, spec, check=lambda: None):
+    def load(self, spec, check=lambda: None, segments=()):
         """Load a model, unless it is here. A collective: every rank calls it. Returns the numbers of its residency.
 
-        check() is called after each tensor, when nothing is exchanged any more, and may raise to give up.
+        segments: for each part of the model, memory for weights that come from host memory, if there is such. check()
+        is called after each tensor, when nothing is exchanged any more, and may raise to give up.
         """
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
@@ -71,7 +74,7 @@ class Models:
             return every_block if spec.stages is None or spec.stages.every_block else blocks
 
         transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree,
-                                       spec.weights_memory or None)
+                                       self._host_copies(spec, segments))
         model = transformer.model
         if transformer.offloaded is not None:
             transformer.offloaded.restore()                    # where there is no room, it shows now
@@ -80,6 +83,10 @@ class Models:
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
                                          self._residency(transformer))
         return self._loaded[spec.name].residency.numbers
+
+    def _host_copies(self, spec, segments):
+        number, ranks = self._part(spec)
+        return HostCopies(map_segment(segments[number]), ranks.index(self._rank), len(ranks)) if segments else None
 
     def change(self, command, spare_bytes):
         """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its

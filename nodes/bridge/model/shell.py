@@ -15,7 +15,7 @@ import comfy.model_management
 import comfy.utils
 from comfy.patcher_extension import WrappersMP
 
-from ....xdit_backend.checkpoints.block_weights import plan_weights
+from ....xdit_backend.checkpoints.block_weights import plan_weights, unmapped_bytes
 from ....xdit_backend.checkpoints.net import exchanged_bytes, net_of
 from ....xdit_backend.checkpoints.quantise import TYPES, check_package, is_installed
 from ....xdit_backend.checkpoints.shares import is_splittable, tensor_splits
@@ -79,7 +79,7 @@ def load_shell(path, weight_dtype, config):
     # of a name of a type and ModelSpec.weights_memory: (Setup, MemoryCheck). No circle: it knows no base_model
     def computing_in(dtype, weights_memory):
         given = config.weights_memory_bytes or 0 if weights_memory is None else weights_memory
-        spec = spec_of(dtype, *spread, weights_memory=given)
+        spec = _with_host_bytes(spec_of(dtype, *spread, weights_memory=given), checkpoint, model)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
         exchanged = functools.partial(exchanged_bytes, model) if family.is_unet else None
@@ -215,10 +215,22 @@ def _refuse_ignored(checkpoint, base_model, prediction, weight_sources):
                                   f"the same model.")
 
 
+def _splits(model, family, spec):
+    return tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
+
+
 def _plan_of(model, family, spec, budget_bytes):
     """The OffloadPlan of a rank with all blocks."""
-    splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
-    return plan_weights(model, family, spec, splits, budget_bytes)[0]
+    return plan_weights(model, family, spec, _splits(model, family, spec), budget_bytes)[0]
+
+
+def _with_host_bytes(spec, checkpoint, model):
+    """The spec with ModelSpec.host_bytes. With stages each rank has its own part in any case."""
+    if not spec.weights_memory or spec.stages is not None:
+        return spec
+    splits = _splits(model, checkpoint.family, spec)
+    names = plan_weights(model, checkpoint.family, spec, splits, spec.weights_memory)[1]
+    return dataclasses.replace(spec, host_bytes=unmapped_bytes(checkpoint, model, spec, splits, names))
 
 
 def _lighter_bytes(checkpoint, spec, dtypes_of):

@@ -77,6 +77,8 @@ class RemoteModel:
     # --- what placement.py asks ---
 
     def load(self, base_model):
+        if not self.is_loaded:
+            self.memory.check_host()
         client = GROUPS.client(self.devices)
         missing = {device: self.bytes_on(device) - self.loaded_on(device) for device in set(self.devices)}
         GROUPS.load_model(client, self.spec, base_model, missing, self.changes)

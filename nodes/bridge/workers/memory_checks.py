@@ -77,10 +77,23 @@ class MemoryCheck:
             return spec.weights_memory
         return int(max(room, self._least_bytes))
 
+    def check_host(self):
+        """Refuse weights that come from host memory and take a place there of their own, where there is none."""
+        spec, available = self._setup.spec, available_memory()[0]
+        needed = spec.host_bytes * len(ranks_by_part(len(self._setup.devices), spec))
+        if needed > available:
+            raise ConfigError(f"{self._setup.family.title} has no room on its devices for all weights, and those that "
+                              f"come from host memory take {needed / 1e9:.3g} GB there, of which {available / 1e9:.3g} "
+                              f"GB are free. Weights that the file has as they are used take none: set weight_dtype to "
+                              f"default, or use a file of that type. Or close other programs.")
+
     def words(self, chosen, num_steps):
         """Where the weights are, for a person; "" where all are on the devices. chosen: the run's Forecast, or None."""
         come, stay = max(self.offloaded_bytes), max(self.weight_bytes)
-        return f". {weights_words(stay, come, chosen, num_steps)}" if come else ""
+        # pages of the file that memory has no room for
+        on_disk = come * len(ranks_by_part(len(self._setup.devices), self._setup.spec)) > available_memory()[1]
+        slow = ", more than host memory has: they are read from the disk" if on_disk else ""
+        return f". {weights_words(stay, come, chosen, num_steps)}{slow}" if come else ""
 
     @property
     def _may_offload(self):
