@@ -139,6 +139,8 @@ def predictions(loaded, mesh=SINGLE, layout=LAYOUTS["one"], in_turn=False, num_s
             keeping |= {} if exchange is None else {"exchange": exchange, "first_image": 0}
             contexts = [loaded.context(mesh, traffic, part, time_, own, patch, **keeping)
                         for own in ([conditioning, other] if in_turn else [conditioning])]
+            if in_turn == "one skips":
+                contexts[0].operations = {f"single_block.{number}": "skip" for number in range(1, 6)}
             if link is not None and mesh.ranks["pipefusion"]:
                 handle = link.post_receive(loaded.received_size(mesh, part.shape, conditioning, patch), loaded.dtype)
                 contexts[0].receive_message = lambda handle=handle: link.receive(handle, traffic)
@@ -188,9 +190,11 @@ def test_weights_that_come_give_the_same_bits(name, storage, layout, folders):
             assert same and blocks and came >= 2 * held
 
 
-def test_two_branches_take_turns_and_weights_come_once_for_both(folders):
+@pytest.mark.parametrize("in_turn", [True, "one skips"])
+def test_two_branches_take_turns_and_weights_come_once_for_both(in_turn, folders):
+    """Also where one of them passes several blocks by, which would be far ahead of the other."""
     for layout in ("one", "tensor2"):
-        for same, _, came, held in compared(LAYOUTS[layout], folders("Flux.1"), "float32", 0.5, True):
+        for same, _, came, held in compared(LAYOUTS[layout], folders("Flux.1"), "float32", 0.5, in_turn):
             assert same and 2 * held <= came <= 2.5 * held     # two steps, and what was fetched ahead for a third
 
 

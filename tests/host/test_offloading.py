@@ -2,6 +2,7 @@
 after the other, and when they were parked."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -58,3 +59,21 @@ def test_workers_whose_weights_come_predict_the_same(client, folder, degrees, st
         assert client.models.residence(less.name).parked_bytes == there.weight_bytes
     client.drop(spec.name)
     client.drop(less.name)
+
+
+def test_waits_for_weights_are_told_apart_in_the_picture_of_a_run(client, folder):
+    checkpoint, one = open_checkpoint(folder), example("Flux.1", torch.float32)
+    with torch.device("meta"):
+        model = build(checkpoint.family, checkpoint.config)
+    least = plan_weights(model, checkpoint.family, checkpoint.spec("float32", "float32"), {}, 1)[0].device_bytes
+    spec = checkpoint.spec("float32", "float32", weights_memory=least)
+    client.predict(spec, layout(cfg=2), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
+    since_s = time.perf_counter()
+
+    client.predict(spec, layout(cfg=2), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
+
+    for done in client.catch_up(60, since_s).values():
+        step = next(span for span in done.spans if span.kind == "whole")
+        waits = [span for span in done.spans if span.kind == "weights"]
+        assert waits and all(step.start_s <= wait.start_s <= wait.end_s <= step.end_s for wait in waits)
+    client.drop(spec.name)

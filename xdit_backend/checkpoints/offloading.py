@@ -54,6 +54,7 @@ class OffloadedBlocks:
         self._order: list[int] = []
         self._num_forwards = 1
         self.copied_bytes = 0              # since the model was loaded
+        self._mark, self._waits = (lambda: None), []
 
     @property
     def blocks(self):
@@ -79,6 +80,12 @@ class OffloadedBlocks:
     def weights(self):
         """{id of a weight: it}"""
         return {id(weight): weight for block in self._blocks.values() for weight in block.weights}
+
+    def time_waits(self, mark):
+        """From now on, know when weights are waited for. mark(): now, in the order of the device's work. Returns a
+        list, which gets the pairs of marks."""
+        self._mark, self._waits = mark, []
+        return self._waits
 
     def add(self, index, weights):
         """Have these weights of a block come from host memory, where their values are now. Blocks are added in
@@ -139,6 +146,7 @@ class OffloadedBlocks:
             self._fetch(buffer, index)
         buffer.is_used = True
         if buffer.arriving is not None:
+            asked = self._mark()
             try:
                 self._copies.wait(buffer.arriving)
             except BaseException:
@@ -146,6 +154,7 @@ class OffloadedBlocks:
                 raise
             finally:
                 buffer.arriving = None
+            self._waits.append((asked, self._mark()))
 
     def leave(self, index):
         """A forward has run a block. After the last one its buffer is the next block's."""

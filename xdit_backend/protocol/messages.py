@@ -247,7 +247,8 @@ class Heartbeat:
 class Span:
     """What a rank did for a while. Times are those of time.perf_counter, which the processes of a machine share."""
 
-    # "whole" or "patch" of a step; "wait" for the stage before; "exchange" with others; "decode", "encode"
+    # "whole" or "patch" of a step; "wait" for the stage before, or for "weights" from host memory; "exchange" with
+    # others; "decode", "encode"
     kind: str
     start_s: float
     end_s: float

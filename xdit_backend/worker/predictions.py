@@ -101,8 +101,8 @@ class Predictions:
         """Run this rank's branch, batch share, stage and token shard;
         the first rank of the last stage writes the prediction."""
         loaded, mesh = self._models[command.model], self._mesh(command)
-        clock, waits = self._clock, []
-        start = clock.mark()
+        clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
+        start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
         try:
             self._post_receives(command)
         finally:
@@ -110,7 +110,7 @@ class Predictions:
             traffic.num_exchanges += len(handles)         # what others send cannot be called off
             self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         link = self._link(mesh, command.layout)
-        for parts in self._together(command, mesh, loaded.transformer.offloaded is not None):
+        for parts in self._together(command, mesh, offloaded is not None):
             latents = [self._latent(loaded, mesh, part) for part in parts]
             exchange = self._exchange(command, mesh, parts[0].branch.conditioning)
             contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
@@ -125,12 +125,11 @@ class Predictions:
                 else:
                     link.send(message, traffic)
         # by now activations have taken what they need
-        may_keep = command.patch is not None and loaded.transformer.offloaded is None
-        if may_keep and not loaded.transformer.casts.are_kept:
+        if command.patch is not None and offloaded is None and not loaded.transformer.casts.are_kept:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
-        clock.add(start, end, waits)
-        self._tell(command, start, end, waits, traffic)
+        clock.add(start, end, waits + weight_waits)
+        self._tell(command, start, end, {"wait": waits, "weights": weight_waits}, traffic)
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
 
     def _receive(self, link, handle, traffic, waits):
@@ -154,12 +153,12 @@ class Predictions:
                     self._staging.to_host(prediction, map_segment(branch.parts[name])[first:last])
 
     def _tell(self, command, start, end, waits, traffic):
-        """Put a step, and what it waited for, into the timeline.
+        """Put a step, and what it waited for, into the timeline. waits: {kind: pairs of marks}.
         Exchanges over NCCL are the device's own work, and not told apart."""
         step = {"time": map_segment(command.branches[0].timestep).flatten()[0].item(),
                 "first_row": command.patch.start if command.patch else 0}
         self._timeline.add("patch" if command.patch else "whole", start, end, **step)
-        for kind, pairs in (("wait", waits), ("exchange", traffic.waits if self._device.type == "cpu" else ())):
+        for kind, pairs in (*waits.items(), ("exchange", traffic.waits if self._device.type == "cpu" else ())):
             for pair in pairs:
                 self._timeline.add(kind, *pair, **step)
 

@@ -14,7 +14,7 @@ from ..workers.groups import GROUPS, devices_of, memory_of
 from ..workers.settings import Idle, chosen_idle
 
 OWNERS = ("weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free")
-SHORT_S = 1e-3                             # an exchange that a picture of a run does not show
+SHORT_S = 1e-3                             # an exchange, or a wait for weights, that a picture of a run does not show
 
 
 def state():
@@ -47,7 +47,7 @@ def timeline():
     numbers = {time: number for number, time in enumerate(times, 1)}
     ranks = [{"name": f"{rank}: {devices[rank]}", "spans": [
         [span.kind, span.start_s - run.began_s, span.end_s - run.began_s, numbers.get(span.time, 0), span.first_row]
-        for span in sorted(spans, key=lambda span: span.start_s) if span.kind != "exchange"
+        for span in sorted(spans, key=lambda span: span.start_s) if span.kind not in ("exchange", "weights")
         or span.end_s - span.start_s >= SHORT_S]}
         for (devices, rank), spans in every]
     seconds = max([run.elapsed_s, *(span[2] for rank in ranks for span in rank["spans"])])
