@@ -130,3 +130,33 @@ def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host
     stay, come = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory in every "
                                       r"step", said[0]).groups())
     assert stay * 1e9 <= (0.9 if number else 0.95) * weights and come > 0
+
+
+def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkeypatch):
+    """All weights are on the device for a small picture; for a larger one the workers load the model anew, and have some
+    come. Where not even that does, the run is refused."""
+    apart(comfyui, monkeypatch)
+    wanted = [comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", steps=2,
+                             latent=comfyui.latent("sd3", size=size)) for size in ((8, 8), (64, 64))]
+    base = comfyui.ours("sd3", comfyui.config()).model
+    weights, least = base.remote.memory.model_bytes, base.remote.memory._least_bytes
+    taken = []
+    for size in ((8, 8), (64, 64)):
+        base.remote._most_run_bytes = 0
+        base.memory_required([2, 16, *size])
+        taken.append(base.remote._most_run_bytes)
+    memory = (weights + least) / 2 + taken[1]
+    assert least < weights and weights + taken[0] < memory < weights + taken[1]
+    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: memory / 0.95)
+    model, how = comfyui.ours("sd3", comfyui.config()), []
+    for size, want in zip(((8, 8), (64, 64), (8, 8)), (*wanted, wanted[0])):
+        said.clear()
+        result = comfyui.sample(model, "sd3", steps=2, latent=comfyui.latent("sd3", size=size))
+        assert torch.equal(result, want)
+        how.append((model.model.remote.spec.weights_memory > 0, "come from host memory" in said[0]))
+
+    assert how == [(False, False), (True, True), (True, True)]         # what suits a larger run stays
+    client = comfyui.groups.client(("cpu",))
+    assert client.models.residence(model.model.remote.spec.name).weight_bytes[0] <= memory - taken[1]
+    with pytest.raises(comfyui.errors.ConfigError, match=r"This run \(one device\) needs about .* GB on cpu"):
+        comfyui.sample(model, "sd3", steps=2, latent=comfyui.latent("sd3", batch=64, size=(64, 64)))
