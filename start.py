@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Sets everything up and draws a picture from a prompt; `start.py test` runs the tests instead, `start.py check` reads
-the code.
+the code, `start.py pictures` makes the documentation's pictures anew.
 
 Needs Python 3.10, nothing else.
 
@@ -73,8 +73,12 @@ def main():
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["XDIT_COMFYUI"] = str(comfyui)
         if options.job == "check":
-            rooms = {"pytest": [script(python, "pytest"), "-q", "tests/test_architecture.py"]}
-            exit_code = run_all(code_checks(python) | rooms, environment)
+            imports = {"pytest": [script(python, "pytest"), "-q", "tests/test_architecture.py"]}
+            exit_code = run_all(code_checks(python) | imports, environment)
+        elif options.job == "pictures":
+            wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
+            exit_code = run_all({"the rooms' picture": [python, "-m", "tests.architecture"],
+                                 "the page's pictures": [python, "-m", "tests.browser.pictures"]}, environment)
         elif options.job == "test":
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
             order = [f"--{name}={value}" for name in ORDER
@@ -99,8 +103,9 @@ def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="What follows `test` and is not listed here goes to pytest: start.py test -k vae -x")
-    parser.add_argument("job", nargs="?", choices=("demo", "test", "check"), default="demo",
-                        help="check: ruff, mypy, and which room imports which, in seconds; default: demo")
+    parser.add_argument("job", nargs="?", choices=("demo", "test", "check", "pictures"), default="demo",
+                        help="check: ruff, mypy, and which room imports which, in seconds; pictures: of the page and "
+                             "of the rooms, for README and docs; default: demo")
     parser.add_argument("--comfyui", metavar="FOLDER", default=os.environ.get("XDIT_COMFYUI"),
                         help="use this ComfyUI (or the one in XDIT_COMFYUI) instead of fetching one into .host")
     parser.add_argument("--env", metavar="FOLDER",
@@ -486,7 +491,7 @@ class Ended(KeyboardInterrupt):
     """SIGTERM or SIGHUP, which reach this process alone."""
 
 
-def heed_ends():
+def handle_signals():
     """From here on SIGTERM, and SIGHUP of a closed terminal, end this process and all that it has started; but for
     those that whoever started this has it ignore, as nohup does."""
     def end(number, frame):
@@ -504,19 +509,19 @@ def heed_ends():
 def end_started():
     """End what is left of what was started, also what has lost its parent: those of theirs that watch it end alone."""
     deadline_s = time.monotonic() + END_S
-    told = set()
+    signalled = set()
     while children := children_of_this():
         number = signal.SIGTERM if time.monotonic() < deadline_s else signal.SIGKILL
         for child in children:
-            if (child, number) not in told:
-                told.add((child, number))
+            if (child, number) not in signalled:
+                signalled.add((child, number))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, number)
         time.sleep(0.05)
 
 
 def children_of_this():
-    """Ids of the processes whose parent this is, as Linux tells them; those that have ended are taken notice of."""
+    """Ids of the processes whose parent this is, as Linux lists them; those that have ended are reaped."""
     if sys.platform != "linux":
         return []
     with contextlib.suppress(ChildProcessError):               # there are none
@@ -530,9 +535,9 @@ def children_of_this():
     return children
 
 
-def take_notice_until_it_ends(process):
-    """Wait for a process, and meanwhile for what lost its parent and came to be this one's child: until its end is
-    taken notice of, it looks as if it were still there."""
+def reap_until_exit(process):
+    """Wait for a process, and meanwhile for what lost its parent and came to be this one's child: until it is
+    reaped, it looks as if it were still there."""
     while (sys.platform == "linux"
            and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != process.pid):
         os.waitpid(ended, 0)
@@ -545,7 +550,7 @@ def wait(process):
     while True:
         try:
             if limit_s is None:
-                take_notice_until_it_ends(process)
+                reap_until_exit(process)
             exit_code = process.wait(limit_s)
         except Ended:
             interrupted, limit_s = True, END_S
@@ -567,5 +572,5 @@ def say(text):
 
 
 if __name__ == "__main__":
-    heed_ends()
+    handle_signals()
     sys.exit(main())

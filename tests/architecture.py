@@ -19,12 +19,12 @@ def sources(package):
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports(path, inside=True):
-    """Absolute names of what a file imports, relative imports resolved from the repository's root;
-    inside functions too, or not."""
+def imports(path):
+    """Absolute names of what a file imports, inside functions too, relative imports resolved from the repository's
+    root."""
     package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree) if inside else tree.body:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

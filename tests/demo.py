@@ -71,8 +71,8 @@ Log           {host.log}
         if difference > TOLERANCE:
             raise HostError(f"The two results differ by more than {TOLERANCE:.0e}: that is a fault.")
         if options.keep:
-            print(f"Open {host.url}, drop the picture onto the page to see its graph, or choose Templates > "
-                  f"Extensions > {PACK}.\nComfyUI runs until you press Ctrl-C here.", flush=True)
+            print(f"Open {host.url}/?template=Demo&source={PACK} for the graph of this picture; there are others at "
+                  f"Templates > Extensions > {PACK}.\nComfyUI runs until you press Ctrl-C here.", flush=True)
             wait_for_end(host)
         else:
             print("To open the page and try the graph yourself: python3 start.py --keep", flush=True)

@@ -9,7 +9,6 @@ levels. Latents are emoji of 32 x 32.
 import argparse
 import copy
 import itertools
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -129,8 +128,6 @@ class Ranks:
     it is waited for.
     """
 
-    FUNCTIONS = ("conv2d", "group_norm", "scaled_dot_product_attention")       # that the hooks replace
-
     def __init__(self, model, num_ranks):
         self.hooks = [UNetHooks(copy.deepcopy(model), SDXL.plan) for _ in range(num_ranks)]
 
@@ -142,19 +139,14 @@ class Ranks:
 
     def predict(self, is_stale, mode, bands, time, **inputs):
         """The prediction for the whole latent."""
-        plain = [getattr(F, name) for name in self.FUNCTIONS]
-
         def run(hooks, exchange):
-            for name, function in zip(self.FUNCTIONS, plain):
-                setattr(F, name, function)
             context = ForwardContext(inputs, None, Traffic(), range(0), 0, None, exchange=exchange, bands=bands)
-            with exchange.call(context.traffic, is_stale and mode.is_stale, mode.keeps or not is_stale, mode.norms,
+            with exchange.call(context.traffic, is_stale and mode.is_stale, mode.publishes or not is_stale, mode.norms,
                                time):
                 return hooks.run(context)[0]
 
         with replaced(exchange_module, all_gather=self._all_gather, start_all_gather=self._start_all_gather,
-                      on_wire=lambda tensor, group: tensor), ExitStack() as after:
-            after.callback(lambda: [setattr(F, name, function) for name, function in zip(self.FUNCTIONS, plain)])
+                      on_wire=lambda tensor, group: tensor):
             tasks = [greenlet(run) for _ in self.hooks]
             told = [task.switch(*both) for task, both in zip(tasks, zip(self.hooks, self.exchanges))]
             while not any(task.dead for task in tasks):
@@ -163,11 +155,7 @@ class Ranks:
         return torch.cat(told, 2)
 
     def _all_gather(self, local, sizes, dim, group, traffic):
-        kept = [getattr(F, name) for name in self.FUNCTIONS]
-        every = getcurrent().parent.switch(local)
-        for name, function in zip(self.FUNCTIONS, kept):
-            setattr(F, name, function)
-        return torch.cat(every, dim)
+        return torch.cat(getcurrent().parent.switch(local), dim)
 
     def _start_all_gather(self, rows, rank, group, traffic):
         number = len(self.posted[rank])
@@ -223,7 +211,7 @@ def measure(options):
     for num_ranks in options.ranks:
         ranks, bands = Ranks(model, num_ranks), cut_bands(options.side, num_ranks, 4)
         for mode, warmup_steps, forecast in itertools.product(options.modes, options.warmup_steps, options.forecast):
-            ranks.begin(forecast if MODES[mode].keeps else 0.0)
+            ranks.begin(forecast if MODES[mode].publishes else 0.0)
 
             def together(step, time, ranks=ranks, mode=mode, bands=bands, warmup_steps=warmup_steps, **inputs):
                 return ranks.predict(step >= max(1, warmup_steps), MODES[mode], bands, time, **inputs)

@@ -55,7 +55,7 @@ EXAMPLES = [
     messages.Probe(8, "bfloat16"),
     messages.ReportMemory(8, 12.5),
     messages.GiveBack(8),
-    messages.Abandon(6),
+    messages.Abort(6),
     messages.Stop(),
     messages.Ready(0, 4711, "cuda:0"),
     messages.StartFailed(1, "no room", by_links=True),

@@ -130,13 +130,13 @@ class Run:
         return max((map_segment(made) - wanted).abs().max().item() for made, wanted in self._compared)
 
 
-def carry_out(rank, world_size, runs):
+def execute(rank, world_size, runs):
     """Each run's commands, on one engine. runs: [(layout, commands)]. Returns [None, or what was raised]."""
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     for layout, commands in runs:
         with unrounded(layout.tensor_degree):
             for command in commands:
-                engine.carry_out(command)
+                engine.execute(command)
 
 
 def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
@@ -161,7 +161,7 @@ def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
 def _carried_out(runs, world_size):
     """{key: the error, or what was raised} of Runs by key. Where a rank ends, each half goes by itself."""
     try:
-        run_ranks(carry_out, world_size, _in_a_row(runs.values()), timeout_s=600 + 60 * len(runs))
+        run_ranks(execute, world_size, _in_a_row(runs.values()), timeout_s=600 + 60 * len(runs))
         return {key: run.error for key, run in runs.items()}
     except Exception as error:
         keys = list(runs)
@@ -173,7 +173,7 @@ def _carried_out(runs, world_size):
 
 
 def _in_a_row(runs):
-    """What `carry_out` takes. Layouts of one family for which the workers hold the same are one after the other:
+    """What `execute` takes. Layouts of one family for which the workers hold the same are one after the other:
     it is loaded once."""
     models = {}
     for run in runs:

@@ -165,7 +165,7 @@ def test_checks_survive_optimised_python():
 
     result = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True)
 
-    assert "ConfigError: The degrees (cfg_degree=2) multiply to 2" in result.stderr
+    assert "ConfigError: Set mode to auto, or" in result.stderr and "(cfg_degree=2) multiply to 2" in result.stderr
 
 
 def test_stages_must_fit_the_models_blocks():

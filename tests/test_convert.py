@@ -10,31 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.comfyui_server import ROOT, comfyui_folder
+from tests.page_modules import evaluate, node_program, write_modules
 
 
 @pytest.fixture(scope="module")
 def node():
-    """Node, as playwright brings it."""
-    pytest.importorskip("playwright")
-    from playwright._impl._driver import compute_driver_executable
-    return compute_driver_executable()[0]
+    return node_program()
 
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory):
-    """The page's modules under names that say to Node what they are."""
-    folder = tmp_path_factory.mktemp("web")
-    for name in ("convert", "messages", "stock", "templates", "texts"):
-        text = (ROOT / "web" / f"{name}.js").read_text(encoding="utf-8")
-        (folder / f"{name}.mjs").write_text(re.sub(r'from "\./(\w+)\.js"', r'from "./\1.mjs"', text), encoding="utf-8")
-    return folder
-
-
-def evaluate(node, module, name, expression):
-    """What an expression of JavaScript is, or a promise of it comes to, with this name of the module."""
-    script = f"import {{ {name} }} from {json.dumps(str(module))}; console.log(JSON.stringify(await {expression}));"
-    return json.loads(subprocess.run([node, "--input-type=module", "-e", script], stdout=subprocess.PIPE,
-                                     check=True).stdout)
+    return write_modules(tmp_path_factory.mktemp("web"))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +51,38 @@ def test_widgets_that_subgraphs_show_are_called_what_they_are_now(converted):
 
 def test_twice_is_once(converted):
     assert [name for name, entry in converted.items() if entry["again"]] == []
+
+
+@pytest.mark.parametrize("name, model", [("audio_ace_step_1_t2a_song.json", "ACE-Step"),
+                                         ("video_wan2_2_14B_s2v.json", "Wan S2V"), ("video_humo.json", "HuMo")])
+def test_a_model_that_is_not_run_is_told_by_its_nodes_where_its_file_is_not_here(converted, name, model):
+    """By those that are on: a loader whose prompts are bypassed goes by its file."""
+    left = converted[name]["left"]
+
+    assert {one["model"] for one in left if one["reason"] == "other_model"} == {model}
+    assert "model_stays" in {one["reason"] for one in left if one["type"] == "KSampler"}
+
+
+def test_samplers_and_tiles_that_stay_are_told(converted):
+    """ComfyUI's other samplers run a MODEL of the workers as it is; what goes tile by tile stays on one device."""
+    told = {(one["type"], one["reason"]) for entry in converted.values() for one in entry["stay"]}
+
+    assert {("KSamplerAdvanced", "as_it_is"), ("SamplerCustomAdvanced", "as_it_is"),
+            ("VAEDecodeTiled", "tiled")} <= told
+    assert [name for name, entry in converted.items() if entry["stay"] and not entry["changed"]] == []
+
+
+def test_the_model_of_a_split_loader_stays_in_its_group_and_keeps_its_title(converted):
+    made = {one["title"]: one for one in converted["sdxl_simple_example.json"]["made"]}
+
+    assert set(made) == {"Load xDiT Model - BASE", "Load xDiT Model - REFINER"}
+    assert made["Load xDiT Model - REFINER"]["groups"] == ["Load in REFINER SDXL Model", "Refiner"]
+    assert "Load in BASE SDXL Model" in made["Load xDiT Model - BASE"]["groups"]
+    assert {one["beside"] for one in made.values()} == {"Load CLIP and VAE - BASE", "Load CLIP and VAE - REFINER"}
+    # where there is room for it in a group, or for a larger one
+    placed = [one for entry in converted.values() for one in entry["made"] if one["begins"]]
+    assert sum(one["groups"][:1] == one["begins"][:1] for one in placed) > 0.7 * len(placed) > 20
+    assert [one for entry in converted.values() for one in entry["made"] if one["covers"]] == []
 
 
 def test_what_stays_in_a_subgraph_is_told_with_its_name(converted):
@@ -123,17 +141,24 @@ def test_our_own_templates_turn_into_stock_workflows(node, modules):
         assert entry["back"] >= 2, name
 
 
-def test_templates_are_listed_with_demo_first(node, modules):
+@pytest.mark.parametrize("locale", ["en", "zh", "fr"])
+def test_templates_are_listed_with_demo_first_and_a_sentence_each(node, modules, locale):
     """Titles are the names of files, so none is written as a program writes them."""
     titles = sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
-    listed = evaluate(node, modules / "templates.mjs", "orderTemplates", f"""(async () => {{
-        const api = {{ async getWorkflowTemplates() {{ return {json.dumps({"other": ["b", "a"], "us": titles})}; }} }};
-        orderTemplates(api, "us");
-        return api.getWorkflowTemplates();
+    listed, [core, ours] = evaluate(node, modules / "templates.mjs", "listTemplates", f"""(async () => {{
+        const api = {{ async getWorkflowTemplates() {{ return {json.dumps({"other": ["b", "a"], "us": titles})}; }},
+            async getCoreWorkflowTemplates(locale) {{ return [locale]; }} }};
+        listTemplates(api, "us");
+        return [await api.getWorkflowTemplates(), await api.getCoreWorkflowTemplates("{locale}")];
     }})()""")
 
-    assert listed["us"][:2] == ["Demo", "Compare"] and sorted(listed["us"]) == titles and listed["other"] == ["b", "a"]
+    assert listed == {"other": ["b", "a"]} and core == locale
+    assert [one["title"] for one in ours["templates"]][:2] == ["Demo", "Compare"] and ours["moduleName"] == "us"
+    assert sorted(one["title"] for one in ours["templates"]) == titles
     assert [title for title in titles if "_" in title or title[0].islower()] == []
+    for one in ours["templates"]:
+        assert one["name"] == one["title"] and one["description"].endswith("。" if locale == "zh" else ".")
+        assert "-" not in one["description"]                   # the page shows none
 
 
 def test_what_is_refused_is_what_the_nodes_page_says(node, modules):

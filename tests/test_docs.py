@@ -1,16 +1,20 @@
 """What README, docs/ and the help pages say can be followed:
 commands run, links lead somewhere, cited sections exist."""
 
+import ast
 import importlib
 import importlib.util
+import io
 import re
 import shlex
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
 
 from tests.architecture import PICTURE, ROOT, draw, sources
+from xdit_backend.checkpoints.layers import FORMATS
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.timeouts import TIMEOUTS
 
@@ -22,6 +26,11 @@ MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 COMMANDS = sorted({line.partition("  #")[0].strip() for page in PAGES
                    for block in re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
                    for line in block.splitlines() if line.strip()})
+
+
+OF_COMFYUI = {"latent_formats.py", "comfy/latent_formats.py", "main.py", "nodes.py"}
+# stems of files that are also files, packages or modules of others: config.json, gguf.md, errors.log
+ALSO_OTHERS = {"config", "gguf", "errors", "torchrun", "setup"}
 
 
 def slug(heading):
@@ -42,6 +51,34 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in map(slug, headings), f"{page.name}: {target}"
     for path in re.findall(r"`((?:xdit_backend|nodes|tests|web|workflows|docs)/[\w/.-]+\.\w+)`", text):
         assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def words_about(path):
+    """The docstrings and comments of a file."""
+    text = path.read_text(encoding="utf-8")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    comments = [token.string for token in tokenize.generate_tokens(io.StringIO(text).readline)
+                if token.type == tokenize.COMMENT]
+    return [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text))
+            if isinstance(node, documented)] + comments
+
+
+@pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend"),
+                         ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_comments_name_is_there(path):
+    """file.py and room/file.py are files, and `file.name` is a name of that file."""
+    there = sources("nodes") + sources("xdit_backend") + sources("tests")
+    files = {other.stem for other in there}
+    rooms = {other.parent.name for other in there} - {"xdit_backend", "nodes", "tests"}
+    for words in words_about(path):
+        for name in re.findall(r"(?<![\w/.])((?:\w+/)*\w+\.py)\b", words):
+            assert name in OF_COMFYUI or any(str(other).endswith(f"/{name}") for other in there), f"{path.name}: {name}"
+        for room, stem, name in re.findall(r"(?<![\w/])(?:(\w+)\.)?(\w+)\.([A-Za-z_]\w+)\b", words):
+            if room in rooms:
+                assert stem in files or name == "py", f"{path.name}: {room}.{stem}"
+            if stem in files and stem not in ALSO_OTHERS and name != "py":
+                same = [other.read_text(encoding="utf-8") for other in there if other.stem == stem]
+                assert any(re.search(rf"\b{name}\b", text) for text in same), f"{path.name}: {stem}.{name}"
 
 
 def test_there_are_commands():
@@ -109,6 +146,20 @@ def test_each_family_is_named(family):
 
     assert family.title in rows
     assert re.sub(r" ?\d+$", "", family.name.split()[0]) in README.partition("Models: ")[2].partition("\n")[0]
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_each_quantised_format_is_in_the_table(format_):
+    """With where it is multiplied, and whether layers of it can be shared out."""
+    how = FORMATS[format_]
+    row = next(line for line in MODELS.splitlines() if line.startswith(f"| `{format_}`"))
+    *_, multiplied, tensor = [cell.strip() for cell in row.strip("| ").split("|")]
+
+    assert multiplied == ("everywhere" if how.rounds_inputs
+                          else f"on cards of {how.capability[0]}.{how.capability[1]} and above")
+    assert tensor == ("refused" if how.rounds_inputs else f"yes, in blocks of {how.block}" if how.block else "yes")
+    for path in ("XDiTLoadModel.md", "XDiTLoadModel/zh.md"):
+        assert f"`{format_}`" in (ROOT / "web" / "docs" / path).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", ["XDiTParallelConfig.md", "XDiTParallelConfig/zh.md"])

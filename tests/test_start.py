@@ -179,7 +179,7 @@ start.END_S = 1
 start.parse_arguments = lambda: (SimpleNamespace(job="demo"), [])
 start.set_up = lambda options: (sys.executable, "comfyui")
 start.run_demo = lambda *given: start.wait(subprocess.Popen([sys.executable, *sys.argv[1:]]))
-start.heed_ends()
+start.handle_signals()
 sys.exit(start.main())
 """
 
@@ -189,7 +189,7 @@ sys.exit(start.main())
 def test_a_signal_ends_all_that_was_started(number, how):
     """Also what is in a session of its own, and what does not heed SIGTERM; the terminal may be gone."""
     process = subprocess.Popen([sys.executable, "-c", STARTS, "-c", STARTED, how], cwd=ROOT, stdout=subprocess.PIPE,
-                               text=True)
+                               text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     started = int(process.stdout.readline())
     if number == signal.SIGHUP:
         process.stdout.close()
@@ -221,7 +221,7 @@ def test_what_lost_its_parent_and_ended_is_gone():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
 def test_a_closed_terminal_ends_nothing_that_nohup_has_started():
-    check = f"{STARTS.partition('start.heed_ends')[0]}import signal\nstart.heed_ends()\n" \
+    check = f"{STARTS.partition('start.handle_signals')[0]}import signal\nstart.handle_signals()\n" \
             "sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)"
 
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=1200,

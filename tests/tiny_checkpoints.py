@@ -7,6 +7,7 @@ XDIT_COMFYUI.
 import argparse
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -389,10 +390,14 @@ def save_dequantised(path, source, quantisation):
 
 
 def of_library(weight, quantisation):
-    """A matrix as a library's own layer computes with it. Called by tests marked `quantisers`."""
+    """A matrix as a library's own layer computes with it. Called by tests marked `quantisers`; and for int8 by others,
+    where comfy-kitchen makes it."""
     if quantisation == "nf4":
         from bitsandbytes import functional
         return functional.dequantize_nf4(*functional.quantize_nf4(weight, blocksize=64))
+    if importlib.util.find_spec("torchao") is None:
+        from comfy_kitchen.tensor import QuantizedTensor
+        return QuantizedTensor.from_float(weight, "TensorWiseINT8Layout", per_channel=True).dequantize()
     from torchao import quantization as library
     layers = torch.nn.Sequential(torch.nn.Linear(*reversed(weight.shape), bias=False))
     layers[0].weight.data = weight.clone()

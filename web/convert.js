@@ -3,6 +3,8 @@
  * (xdit.js) and by tests. What a node was stands in its property `xdit_was`, so the way back needs nothing else.
  */
 
+import { placeBeside, shrink } from "./placing.js";
+
 export const WAS = "xdit_was";
 const PACK = "xdit-comfyui";
 const INPUT_NODE = -10;                    // the ends of a subgraph's inside, as its links name them
@@ -12,7 +14,7 @@ const FIELDS = ["id", "origin_id", "origin_slot", "target_id", "target_slot", "t
 
 // Loaders whose file Load xDiT Model takes: the widget that names it, and the values of weight_dtype that both know.
 export const LOADERS = {
-  UNETLoader: { file: "unet_name", dtypes: ["default", "fp8_e4m3fn"] },
+  UNETLoader: { file: "unet_name", dtypes: ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"] },
   UnetLoaderGGUF: { file: "unet_name", dtypes: ["default"] },
   CheckpointLoaderSimple: { file: "ckpt_name", dtypes: ["default"] },
 };
@@ -25,12 +27,24 @@ export const REFUSED = [
   "QwenImageDiffsynthControlnet", "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "TomePatchModel", "TrainLoraNode",
   "USOStyleReference", "WanInfiniteTalkToVideo", "WanUni3CControlnetApply", "ZImageFunControlnet",
 ];
+// Nodes that stay when a model goes to the workers, and what is said of them.
+const STAY = {
+  KSamplerAdvanced: "as_it_is", SamplerCustom: "as_it_is", SamplerCustomAdvanced: "as_it_is",
+  VAEDecodeTiled: "tiled", VAEEncodeTiled: "tiled", VAEEncodeForInpaint: "one_device",
+};
+// Nodes that make conditioning for models that the workers do not run: a file that is not here can be told by them.
+const FOR_OTHERS = {
+  TextEncodeAceStepAudio: "ACE-Step", "TextEncodeAceStepAudio1.5": "ACE-Step", ConditioningStableAudio: "Stable Audio",
+  WanSoundImageToVideo: "Wan S2V", WanSoundImageToVideoExtend: "Wan S2V", WanAnimateToVideo: "Wan Animate", WanCameraImageToVideo: "Wan Camera", WanHuMoImageToVideo: "HuMo",
+  WanSCAILToVideo: "SCAIL", SVD_img2vid_Conditioning: "Stable Video Diffusion", StableCascade_StageC_VAEEncode: "Stable Cascade",
+  StableCascade_StageB_Conditioning: "Stable Cascade", Hunyuan3Dv2Conditioning: "Hunyuan3D", LotusConditioning: "Lotus",
+};
 const REFUSED_INPUTS = ["GLIGEN", "MODEL_PATCH", "IPADAPTER"];
 
 /**
  * The workflow on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot have it}, as far as that is known.
- * Returns {workflow, changed, left}: changed is how many nodes; left are [{id, type, title, inside, reason, ...}] of those that stay, `reason` a key
- * of the texts in xdit.js and the rest what it mentions. Nothing changed: `workflow` equals what was given, and `already` says whether it
+ * Returns {workflow, changed, left, stay}: changed is how many nodes; left are [{id, type, title, inside, reason, ...}] of those that could have been
+ * changed, `reason` a key of the texts in texts.js and the rest what it mentions; stay are others like it, which have no counterpart of ours. Nothing changed: `workflow` equals what was given, and `already` says whether it
  * has our loader.
  */
 export function toAllGpus(given, refusals = {}) {
@@ -57,11 +71,13 @@ export function toAllGpus(given, refusals = {}) {
     if (reason) leave(place, ...reason);
     else others.push(place);
   }
+  const stay = [...everyNode(book)].filter(({ graph, node }) => whyItStays(book, graph, node, converted))
+    .map((place) => ({ ...called(book, place), reason: STAY[place.node.type] }));
   for (const { node } of others) become(node, SAME_INPUTS[node.type]);
   const before = counters(workflow);
   const made = loaders.map((place) => convertLoader(book, place)).filter(Boolean);
   for (const node of made) node.properties[WAS].before = before;
-  return { workflow, changed: loaders.length + others.length, left, already: !made.length && !loaders.length && converted.size > 0 };
+  return { workflow, changed: loaders.length + others.length, left, stay, already: !made.length && !loaders.length && converted.size > 0 };
 }
 
 /** The workflow as it was before toAllGpus, with what was changed since. Returns as toAllGpus. Our nodes that it did not make stay: stock.js. */
@@ -82,10 +98,11 @@ export function toOneGpu(given) {
       continue;
     }
     restore(book, place, was, partner);
-    if (partner) undone.push(partner);
+    if (partner) undone.push([graph, partner.properties[WAS]]);
     changed++;
   }
-  if (undone.length) resetCounters(book, undone[0].properties[WAS].before);
+  for (const [graph, { groups }] of [...undone].reverse()) shrink(graph, groups);
+  if (undone.length) resetCounters(book, undone[0][1].before);
   return { workflow, changed, left };
 }
 
@@ -118,7 +135,9 @@ function whyNotLoader(book, place, refusals) {
   if (splits && linkOf(node, LOADERS[node.type].file) == null && isProxied(book, graph, node, LOADERS[node.type].file)) return ["promoted"];
   let reason = null;
   walkDown(book, graph, node.outputs[0], "MODEL", (inner, user) => {
-    const found = refusedInput(user) ?? (REFUSED.includes(user.type) ? user : null) ?? refusedConditioning(book, inner, user);
+    const other = inConditioning(book, inner, user, ({ type }) => FOR_OTHERS[type]);
+    if (other) reason ??= ["other_model", { model: other }];
+    const found = refusedInput(user) ?? (REFUSED.includes(user.type) ? user : null) ?? inConditioning(book, inner, user, refusedInput);
     if (found) reason ??= ["patch", { by: found.title || found.type }];
   });
   return reason;
@@ -141,16 +160,26 @@ function whyNotVae(book, { graph, node }, converted, refusals) {
   return null;
 }
 
+/** Whether a node is one of STAY that has to do with a model of the workers. */
+function whyItStays(book, graph, node, converted) {
+  if (!(node.type in STAY) || !isActive(node) || !converted.size) return false;
+  if (STAY[node.type] !== "as_it_is") return true;
+  const guiders = linkOf(node, "guider") == null ? [node] : sources(book, graph, linkOf(node, "guider"), "GUIDER");
+  const links = guiders.map((one) => [book.graphs.find((inner) => inner.nodes.includes(one)), linkOf(one, "model")]).filter(([, link]) => link != null);
+  return links.some(([inner, link]) => sources(book, inner, link, "MODEL").some((source) => converted.has(source)));
+}
+
 function refusedInput(node) {
   return node.inputs?.some((slot) => REFUSED_INPUTS.includes(slot.type) && slot.link != null) ? node : null;
 }
 
-function refusedConditioning(book, graph, node) {
+/** What look(node) finds first among the active nodes that a node's conditioning comes from. */
+function inConditioning(book, graph, node, look) {
   let found = null;
   for (const slot of node.inputs ?? [])
     if (slot.type === "CONDITIONING" && slot.link != null)
       walkUp(book, graph, slot.link, "CONDITIONING", (inner, source) => {
-        if (isActive(source)) found ??= refusedInput(source);
+        if (isActive(source)) found ??= look(source);
       });
   return found;
 }
@@ -168,7 +197,7 @@ function whyNotBack(node, was, partner) {
 /** Make a node another. names: {its slot: the other's}. first: slots that the other has before these. */
 function become(node, type, names = {}, first = []) {
   const { cnr_id, ver } = node.properties ?? {};
-  const was = { type: node.type, inputs: node.inputs ?? [], outputs: node.outputs ?? [], size: node.size };
+  const was = { type: node.type, inputs: node.inputs ?? [], outputs: node.outputs ?? [], size: node.size, keys: Object.keys(node.properties ?? {}) };
   if (cnr_id !== undefined) Object.assign(was, { cnr_id, ver });
   node.type = type;
   node.inputs = [...first, ...was.inputs.map((slot) => renamed(slot, names[slot.name] ?? slot.name))];
@@ -198,17 +227,28 @@ function convertLoader(book, { graph, node }) {
   const [model, ...rest] = node.outputs;
   node.outputs = rest;
   const link = linkOf(node, file);
+  const title = node.title && titleOf(node.title, "Load xDiT Model");
+  if (title) [was.title, node.title] = [node.title, titleOf(node.title, "Load CLIP and VAE")];
+  const size = [Math.max(270, node.size[0]), 110];
+  const { pos, groups } = placeBeside(graph, node, size);
+  for (const [index, , after] of groups) graph.groups[index].bounding = after;
   const made = {
-    id: nextId(book), type: "XDiTLoadModel", pos: freePlace(graph, node), size: [Math.max(270, node.size[0]), 110], flags: {},
+    id: nextId(book), type: "XDiTLoadModel", ...(title ? { title } : {}), pos, size, flags: {},
     order: node.order, mode: node.mode,
     inputs: [parallel, { name: "model_name", type: "COMBO", widget: { name: "model_name" }, link: link == null ? null : copyLink(book, graph, link) }],
     outputs: [{ name: "MODEL", type: "MODEL", links: model.links }],
-    properties: { "Node name for S&R": "XDiTLoadModel", cnr_id: PACK, [WAS]: { of: node.id } }, widgets_values: [name, "default"],
+    properties: { "Node name for S&R": "XDiTLoadModel", cnr_id: PACK, [WAS]: { of: node.id, ...(groups.length ? { groups } : {}) } }, widgets_values: [name, "default"],
     ...(node.color === undefined ? {} : { color: node.color }), ...(node.bgcolor === undefined ? {} : { bgcolor: node.bgcolor }),
   };
   graph.nodes.push(made);
   for (const one of [node, made]) renumber(book, graph, one);
   return made;
+}
+
+/** A title that says more than the node's name, of a node that is another now: "Load Checkpoint - REFINER" is "Load xDiT Model - REFINER". */
+function titleOf(title, name) {
+  const more = title.replace(/^Load Checkpoint\W*/, "");
+  return more && `${name} - ${more}`;
 }
 
 function restore(book, { graph, node }, was, partner) {
@@ -222,12 +262,14 @@ function restore(book, { graph, node }, was, partner) {
   const outputs = partner ? [partner.outputs[0], ...node.outputs] : node.outputs;
   if (names[loader?.file]) renameOutside(book, graph, node, "model_name", loader.file);
   node.type = was.type;
+  if (was.title && node.title === titleOf(was.title, "Load CLIP and VAE")) node.title = was.title;
   node.size = was.size;                    // the page makes room for the slots that ours have more
   node.inputs = [...kept, ...gained.filter((slot) => slot.name !== "parallel").map((slot) => renamed(slot, back[slot.name] ?? slot.name))];
   node.outputs = was.outputs.map((slot, index) => ({ ...slot, links: sameLinks(slot.links, outputs[index]?.links) }));
   if (was.widgets) node.widgets_values = node.widgets_values.slice(0, was.widgets);
   const { [WAS]: _, ...properties } = node.properties;
-  node.properties = { ...properties, ...pick(was, "cnr_id", "ver") };
+  const all = { ...properties, ...pick(was, "cnr_id", "ver") };
+  node.properties = pick(all, ...(was.keys ?? []), ...Object.keys(all));                      // in the order that they had
   if (partner) {
     for (const slot of partner.inputs) if (slot.link != null) removeLink(book, graph, slot.link);
     graph.nodes.splice(graph.nodes.indexOf(partner), 1);
@@ -302,18 +344,6 @@ function linkLists(graph, link) {
 
 function sameLinks(was, links) {
   return was?.length || links?.length ? links ?? [] : was;
-}
-
-/** A place beside a node where no other is: to its left, else over or under it. */
-function freePlace(graph, node) {
-  const [x, y] = [node.pos[0], node.pos[1]];
-  const [width, height] = [Math.max(270, node.size[0]), 140];
-  const isFree = ([left, top]) => graph.nodes.every(({ pos, size }) => left + width <= pos[0] || pos[0] + size[0] <= left
-    || top + height <= pos[1] - 30 || pos[1] + size[1] <= top - 30);
-  const places = [];
-  for (let step = 0; step < 40; step++)
-    places.push([x - width - 40 - 80 * step, y], [x, y - height - 40 - 80 * step], [x, y + node.size[1] + 60 + 80 * step]);
-  return places.find(isFree) ?? places[0];
 }
 
 // ---- reading a workflow

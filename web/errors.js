@@ -3,12 +3,15 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { headOf } from "./messages.js";
+import { nodeOf, refused, watchOutcomes } from "./outcome.js";
 import { say } from "./texts.js";
+import { translated } from "./translate.js";
 
 const CONFIG = "XDiTParallelConfig";
 const OURS = "xDiT.";                      // what the classes of our errors are called after
 const SHOWN_MS = 20000;
-const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
+const language = () => app.extensionManager.setting.get("Comfy.Locale");
+const text = (key, values) => say(language(), key, values);
 
 /** Of some names, the one that a message is about: the first that it gives a value of ("devices="), else the first that it mentions; or null. */
 export function namedIn(message, names) {
@@ -22,6 +25,7 @@ export function namedIn(message, names) {
 
 /** Errors of queueing get the name of the widget, by which the page marks it; errors of a run mark theirs until the next run. */
 export function markErrors() {
+  watchOutcomes();
   const queue = api.queuePrompt;
   api.queuePrompt = async function (...given) {
     try {
@@ -29,7 +33,7 @@ export function markErrors() {
       name(answer?.node_errors);
       return answer;
     } catch (error) {
-      name(error?.response?.node_errors);
+      report(error?.response);
       throw error;
     }
   };
@@ -43,6 +47,13 @@ export function markErrors() {
   });
 }
 
+/** Of a prompt that was refused as a whole. */
+function report(answer) {
+  name(answer?.node_errors);
+  const [first = answer?.error] = Object.values(answer?.node_errors ?? {}).flatMap(({ errors }) => errors);
+  if (first) refused(first.details || first.message || String(first));
+}
+
 function name(reports) {
   for (const [id, report] of Object.entries(reports ?? {})) {
     const node = nodeOf(id);
@@ -51,7 +62,9 @@ function name(reports) {
       const given = error.extra_info?.input_name;              // where a check fails, that of the node it is connected to
       const found = namesOf(node).includes(given) ? given : namedIn(error.details ?? "", namesOf(node));
       if (found) error.extra_info = { ...error.extra_info, input_name: found };
+      error.details = translated(language(), error.details);
     }
+    if (node.type === CONFIG) refusedIds.set(node, id);
     if (node.type === CONFIG && valueOf(node, "mode") === "manual") offerWhatFits(node);
   }
 }
@@ -64,6 +77,7 @@ function tell({ node_id, node_type, exception_type, exception_message }) {
 }
 
 let marked = [];
+const refusedIds = new WeakMap();          // node of settings -> the id by which it was refused
 
 function markRun({ node_id, node_type, exception_message }) {
   const node = node_type?.startsWith("XDiT") ? nodeOf(node_id) : null;
@@ -78,28 +92,47 @@ function markRun({ node_id, node_type, exception_message }) {
   owner.setDirtyCanvas(true, true);
 }
 
-function unmark() {
-  for (const [node, slot] of marked) slot.hasErrors = node.has_errors = false;
-  marked = [];
+function unmark(wanted = () => true) {
+  for (const [node, slot] of marked.filter(([one]) => wanted(one))) {
+    slot.hasErrors = node.has_errors = false;
+    node.setDirtyCanvas(true, true);
+  }
+  marked = marked.filter(([one]) => !wanted(one));
+}
+
+/** A widget of xDiT Parallel Config was set: its mark goes, and the button as soon as the settings fit. Called by xdit.js. */
+export async function recheck(node) {
+  unmark((one) => one === node);
+  if (!buttonOf(node)) return forget(refusedIds.get(node));     // such as names of devices in the mode auto
+  if (valueOf(node, "mode") === "manual") {
+    const { settings } = await whatFits(node).then(({ answer, said }) => (answer.ok ? said : { settings: { unknown: true } }));
+    if (Object.keys(settings).length) return;
+  }
+  withdraw(node);
+  forget(refusedIds.get(node));
+}
+
+/** The page's own mark of a node that was refused, which it keeps until the next prompt; it has no call of its own for this. */
+function forget(id) {
+  const store = document.querySelector("#vue-app")?.__vue_app__?.config.globalProperties.$pinia?._s.get("executionError");
+  if (!store?.lastNodeErrors?.[id]) return;
+  const { [id]: _, ...rest } = store.lastNodeErrors;
+  store.lastNodeErrors = Object.keys(rest).length ? rest : null;
 }
 
 /** A button on xDiT Parallel Config, until it is pressed or a run begins. It is no setting, and not saved. */
 function offerWhatFits(node) {
-  if (node.widgets.some((widget) => widget.name === "xdit_fit")) return;
+  if (buttonOf(node)) return;
   const button = node.addWidget("button", "xdit_fit", null, async () => {
-    const given = node.widgets.filter((widget) => widget !== button && !widget.name.startsWith("control_"));
-    const answer = await api.fetchApi("/xdit/fit", {
-      method: "POST", headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ settings: Object.fromEntries(given.map((widget) => [widget.name, widget.value])) }),
-    });
-    const said = await answer.json();
-    if (!answer.ok) return app.extensionManager.toast.add({ severity: "error", summary: text("failed"), detail: said.error, life: 12000 });
+    const { answer, said } = await whatFits(node);
+    if (!answer.ok) return app.extensionManager.toast.add({ severity: "error", summary: text("failed"), detail: translated(language(), said.error), life: SHOWN_MS });
     for (const [key, value] of Object.entries(said.settings)) {
       const widget = node.widgets.find((one) => one.name === key);
       widget.value = value;
       widget.callback?.(value);
     }
     withdraw(node);
+    forget(refusedIds.get(node));
     const list = Object.entries(said.settings).map(([key, value]) => `${key} = ${value}`).join(", ");
     app.extensionManager.toast.add({ severity: "success", summary: text("fit_done"), detail: list, life: 12000 });
   });
@@ -107,6 +140,16 @@ function offerWhatFits(node) {
   button.serialize = false;
   node.setSize([node.size[0], node.computeSize()[1]]);
   node.setDirtyCanvas(true, true);
+}
+
+/** The server's answer, and what it says of the settings that would fit. */
+async function whatFits(node) {
+  const given = node.widgets.filter(({ name }) => namesOf(node).includes(name));
+  const answer = await api.fetchApi("/xdit/fit", {
+    method: "POST", headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ settings: Object.fromEntries(given.map((widget) => [widget.name, widget.value])) }),
+  });
+  return { answer, said: await answer.json() };
 }
 
 function withdraw(node) {
@@ -120,17 +163,8 @@ function withdraw(node) {
 // ---- nodes
 
 const namesOf = (node) => (node.inputs ?? []).filter((slot) => slot.widget).map((slot) => slot.name);
+const buttonOf = (node) => node.widgets?.find((widget) => widget.name === "xdit_fit");
 const valueOf = (node, key) => node.widgets.find((widget) => widget.name === key)?.value;
-
-/** The node of an execution id: "12", or "65:12" inside a subgraph's node. */
-function nodeOf(id) {
-  let graph = app.rootGraph, node = null;
-  for (const part of String(id).split(":")) {
-    node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part));
-    graph = node?.subgraph;
-  }
-  return node;
-}
 
 /** Nodes of settings that this one's inputs come from, directly or through a model. */
 function configsOf(node, seen = new Set()) {

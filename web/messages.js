@@ -6,6 +6,6 @@ const SENTENCES = 2;
 export function headOf(message) {
   const [first, ...lines] = message.trim().split("\n");
   if (!lines.length) return [first, ""];
-  const sentences = first.split(/(?<=[.!?])\s+(?=[A-Z])/);
+  const sentences = first.split(/(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])\s*(?=.)/);
   return [sentences.slice(0, SENTENCES).join(" "), [sentences.slice(SENTENCES).join(" "), ...lines].join("\n").trim()];
 }

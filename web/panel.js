@@ -4,15 +4,16 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { element } from "./dom.js";
 import { headOf } from "./messages.js";
-import { LANGUAGES, say } from "./texts.js";
+import { lastOutcome, onOutcome } from "./outcome.js";
+import { say } from "./texts.js";
 import { TimePicture } from "./timeline.js";
+import { translated } from "./translate.js";
 
 const OWNERS = ["weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free"];
 const EVENT = "xdit.state";
 
-const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
-
-const knownText = (key) => (key in LANGUAGES.en ? text(key) : null);
+const language = () => app.extensionManager.setting.get("Comfy.Locale");
+const text = (key, values) => say(language(), key, values);
 
 let open = null;                           // what stands in the sidebar while the tab is open
 
@@ -44,22 +45,25 @@ class Panel {
     this.run = element("section", { "aria-label": text("run") });
     this.status = element("p", { role: "status", class: "xdit-status" });
     this.picture = new TimePicture(text);
-    this.shownRun = null;
+    this.time = element("section", { "aria-label": text("time") }, element("h3", {}, text("time")), this.picture.root);
+    this.time.hidden = true;
     const button = (key, action) => element("button", { type: "button", title: text(`${key}_hint`), "data-action": key, onclick: action }, text(key));
     root.replaceChildren(element("div", { class: "xdit-panel", role: "region", "aria-label": text("panel") },
       element("h2", {}, text("panel")), this.devices, this.workers, this.run,
-      element("section", { "aria-label": text("time") }, element("h3", {}, text("time")), this.picture.root),
+      this.time,
       element("section", { "aria-label": text("actions"), class: "xdit-actions" },
         button("give_back", () => this.act("give_back")), button("stop", () => this.act("stop")),
         button("measure", () => this.act("measure")), button("trace", () => this.saveTrace())),
       this.status));
     this.listener = ({ detail }) => this.show(detail);
     api.addEventListener(EVENT, this.listener);
+    this.forgetOutcome = onOutcome(() => this.state && this.show(this.state));
     this.watch(true);
   }
 
   close() {
     api.removeEventListener(EVENT, this.listener);
+    this.forgetOutcome();
     this.watch(false);
     this.picture.close();
   }
@@ -72,20 +76,23 @@ class Panel {
 
   async show(state) {
     if (!this.root.isConnected) return close();                // another tab took its place
+    this.state = state;
     this.devices.replaceChildren(element("h3", {}, text("memory")), ...state.devices.map(deviceView));
     this.workers.replaceChildren(element("h3", {}, text("workers_title")), ...(state.groups.length ? state.groups.map(groupView)
       : [element("p", {}, text("no_workers"))]), ...phaseView(state.phase),
       element("p", { "data-residency": state.residency.how }, text(`residency_${state.residency.how}`, state.residency)));
-    this.run.replaceChildren(element("h3", {}, text("run")), ...runView(state.run));
-    if (!state.run || state.run.state === "running") return;
-    const answer = await api.fetchApi("/xdit/timeline");
-    if (answer.ok && open === this) this.picture.show(await answer.json());
+    const outcome = outcomeBeside(state.run);
+    this.run.replaceChildren(element("h3", {}, text("run")), ...(outcome ? outcomeView(outcome) : runView(state.run)));
+    const isOver = state.run && !outcome && state.run.state !== "running";
+    const answer = isOver ? await api.fetchApi("/xdit/timeline") : null;
+    if (answer?.ok && open === this) this.picture.show(await answer.json());
+    this.time.hidden = !isOver || !this.picture.isOf(state.run.number);
   }
 
   async act(action) {
     this.status.textContent = text("doing");
     const answer = await post("/xdit/do", { action });
-    this.status.textContent = answer.ok ? text(`${action}_done`) : text("refused", { text: (await answer.json()).error });
+    this.status.textContent = answer.ok ? text(`${action}_done`) : text("refused", { text: translated(language(), (await answer.json()).error) });
   }
 
   async saveTrace() {
@@ -127,7 +134,18 @@ function groupView({ devices, state, models, vaes }) {
 function phaseView({ text: name, done, total, counts_bytes, rate }) {
   if (!name) return [];
   const amounts = counts_bytes ? `${size(done)} / ${size(total)}${rate ? `, ${size(rate)}/s` : ""}` : total ? `${done} / ${total}` : "";
-  return [element("p", { class: "xdit-phase" }, `${knownText(`phase_${name.replaceAll(" ", "_")}`) ?? name} ${amounts}`)];
+  return [element("p", { class: "xdit-phase" }, `${translated(language(), name)} ${amounts}`)];
+}
+
+/** The outcome of the last prompt where the workers' last run is of an earlier one. */
+function outcomeBeside(run) {
+  const outcome = lastOutcome();
+  return outcome && run?.state !== "running" && (outcome.prompt === undefined || outcome.prompt !== run?.prompt) ? outcome : null;
+}
+
+function outcomeView({ state, error }) {
+  return [element("dl", { "data-state": state }, element("dt", {}, text("run_state")), element("dd", { "data-fact": "run_state" }, text(`run_${state}`)),
+    ...(error ? [element("dt", {}, text("run_error")), element("dd", { "data-fact": "run_error" }, errorView(error))] : []))];
 }
 
 function runView(run) {
@@ -135,7 +153,7 @@ function runView(run) {
   const left = run.state === "running" && run.a_step ? text("time_left", { seconds: seconds((run.steps - run.step) * run.a_step) }) : "";
   const facts = [
     ["run_state", text(`run_${run.state}`) + (left && `, ${left}`)], ["run_file", run.file], ["run_devices", run.devices.join(", ")],
-    ["run_how", run.how === "one device" ? text("one_device") : run.how],
+    ["run_how", translated(language(), run.how)],
     ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
     ["run_a_step", run.a_step ? `${run.a_step.toFixed(run.a_step < 1 ? 3 : 2)} s` : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
     ...planFacts(run), ["run_error", run.error && errorView(run.error)],
@@ -147,12 +165,12 @@ function runView(run) {
 }
 
 function errorView(message) {
-  const [words, rest] = headOf(message);
+  const [words, rest] = headOf(translated(language(), message));
   return rest ? element("div", {}, words, element("details", {}, element("summary", {}, text("more_words")), element("pre", {}, rest))) : words;
 }
 
-function planFacts({ plan, mode, devices }) {
-  if (!plan) return [["run_why", text(mode === "manual" ? "why_manual" : devices.length === 1 ? "why_one" : "why_unmeasured")]];
+function planFacts({ plan, why_no_plan: why }) {
+  if (!plan) return [["run_why", why && text(`why_${why}`)]];
   const { chosen, one, second } = plan;
   return [["run_plan", layout(chosen)], ["run_why", text(`limited_${chosen.limited_by.replace("-", "")}`, { share: Math.round(100 * chosen.share) })],
     ["run_forecast", seconds(chosen.seconds)], ["run_on_one", one.fits ? seconds(one.seconds) : text("does_not_fit")],

@@ -6,6 +6,7 @@ const ROW = 34, BAR = 18, TOP = 14;                            // pixels
 const MIN_WIDTH = 0.2;                                         // of a span, below which its neighbours hide it
 const WORK = ["whole", "patch", "decode", "encode"];
 const WAITS = ["wait", "weights", "exchange"];
+const KINDS = ["whole", "patch", "decode", "encode", "measure", ...WAITS];    // as the legend lists them
 
 /** Of a rank's spans: seconds of work without waits, of waits, and the share of the steps' time, from begin to end, in which it has no work. */
 export function shares(spans, begin, end) {
@@ -38,15 +39,14 @@ export class TimePicture {
     this.known = "";
     this.svg = element("svg", { class: "xdit-time", tabindex: "0", role: "group", "aria-label": text("time_hint") });
     this.table = element("table");
+    this.legend = element("ul", { class: "xdit-legend" });
     const button = (key, act) => element("button", { type: "button", "aria-label": text(key), title: text(key), "data-zoom": key, onclick: act },
       { zoom_in: "+", zoom_out: "−", zoom_all: text("zoom_all") }[key]);
     this.root = element("div", { class: "xdit-picture" },
       element("div", { class: "xdit-zoom" }, button("zoom_in", () => this.zoom(0.5)), button("zoom_out", () => this.zoom(2)),
         button("zoom_all", () => this.all())),
       this.svg,
-      element("ul", { class: "xdit-legend" }, ...[...WORK.slice(0, 3), ...WAITS].map((kind) =>
-        element("li", {}, element("i", { "data-kind": kind }), text(`kind_${kind}`))), element("li", {}, element("i", { "data-kind": "idle" }), text("kind_idle"))),
-      this.table);
+      this.legend, this.table);
     this.resized = new ResizeObserver(() => this.draw());       // the sidebar's width is the person's
     this.resized.observe(this.svg);
     this.svg.addEventListener("wheel", (event) => {
@@ -63,6 +63,11 @@ export class TimePicture {
     this.svg.replaceChildren();
   }
 
+  /** Is there something to see of the run of this number? */
+  isOf(run) {
+    return this.time.run === run && this.time.ranks.some(({ spans }) => spans.length);
+  }
+
   /** time: what GET /xdit/timeline gives. The same as before leaves the view as it is. */
   show(time) {
     const known = JSON.stringify(time.ranks);
@@ -70,6 +75,8 @@ export class TimePicture {
     this.known = known;
     this.time = time;
     this.all();
+    const kinds = KINDS.filter((kind) => time.ranks.some(({ spans }) => spans.some((span) => span[0] === kind)));
+    this.legend.replaceChildren(...[...kinds, "idle"].map((kind) => element("li", {}, element("i", { "data-kind": kind }), this.text(`kind_${kind}`))));
     const head = ["rank", "steps", "busy", "waits", "idle"].map((key) => element("th", { scope: "col" }, this.text(`time_${key}`)));
     const steps = time.ranks.flatMap(({ spans }) => spans.filter((span) => span[3]));
     const begin = Math.min(...steps.map((span) => span[1])), end = Math.max(...steps.map((span) => span[2]));
@@ -78,7 +85,7 @@ export class TimePicture {
       return element("tr", {}, element("th", { scope: "row" }, name), ...[steps, `${busy.toFixed(2)} s`, `${waits.toFixed(2)} s`,
         `${Math.round(100 * idle)} %`].map((value) => element("td", {}, String(value))));
     });
-    this.table.replaceChildren(element("caption", {}, this.text("time_caption", { steps: time.steps })), element("thead", {}, element("tr", {}, ...head)),
+    this.table.replaceChildren(...(time.steps ? [element("caption", {}, this.text("time_caption", { steps: time.steps }))] : []), element("thead", {}, element("tr", {}, ...head)),
       element("tbody", {}, ...rows));
   }
 

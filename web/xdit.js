@@ -6,19 +6,22 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { idleWidgets } from "./config.js";
-import { markErrors } from "./errors.js";
+import { markErrors, recheck } from "./errors.js";
 import { filesOf, toAllGpus, toOneGpu } from "./convert.js";
 import { toStock } from "./stock.js";
 import { registerPanel } from "./panel.js";
-import { orderTemplates } from "./templates.js";
+import { listTemplates } from "./templates.js";
 import { say } from "./texts.js";
+import { translated, translatedNote } from "./translate.js";
 
 const ALL = "xdit.RunOnAllGpus";
 const ONE = "xdit.RunOnOneGpu";
+const NOTHING = { all_done: "all_nothing", one_done: "one_nothing" };
 const MAX_LINES = 6;
 const SHOWN_MS = 12000;
 
-const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
+const language = () => app.extensionManager.setting.get("Comfy.Locale");
+const text = (key, values) => say(language(), key, values);
 
 async function runOnAllGpus() {
   const workflow = app.rootGraph.serialize();
@@ -27,19 +30,24 @@ async function runOnAllGpus() {
   });
   if (!answer.ok) return show("error", text("failed"), [text("unreachable", { text: answer.status })]);
   const here = [listed("UNETLoader", "unet_name"), listed("CheckpointLoaderSimple", "ckpt_name"), listed("UnetLoaderGGUF", "unet_name")].flat();
-  const absent = filesOf(workflow).models.filter((file) => !here.includes(file));
-  await replace(toAllGpus(workflow, await answer.json()), "all", absent.length ? [text("unchecked", { files: absent.join(", ") })] : []);
+  const { models, vaes } = filesOf(workflow);
+  const unlisted = [...models.filter((file) => !here.includes(file)), ...vaes.filter((file) => ![...here, ...listed("VAELoader", "vae_name")].includes(file))];
+  const absent = [...new Set(unlisted)];
+  const result = toAllGpus(workflow, await answer.json());
+  await replace(result, absent.length && result.changed ? "all_set" : "all_done", absent.length ? [text("unchecked", { files: absent.join(", ") })] : []);
 }
 
 async function runOnOneGpu() {
   const back = toOneGpu(app.rootGraph.serialize());
   const plain = toStock(back.workflow, { checkpoints: listed("CheckpointLoaderSimple", "ckpt_name"), models: listed("UNETLoader", "unet_name") });
-  await replace({ workflow: plain.workflow, changed: back.changed + plain.changed, left: [...back.left, ...plain.left] }, "one");
+  await replace({ workflow: plain.workflow, changed: back.changed + plain.changed, left: [...back.left, ...plain.left] }, "one_done");
 }
+
+const titleOf = (type) => LiteGraph.registered_node_types[type]?.title || type;
 
 /** A node that stays, in a person's words. */
 function nameOf({ id, type, title, inside }) {
-  const name = title || LiteGraph.registered_node_types[type]?.title || type;
+  const name = title || titleOf(type);
   return inside ? text("inside", { name, inside }) : `${name} (${id})`;
 }
 
@@ -49,9 +57,13 @@ function listed(type, widget) {
   return (Array.isArray(given?.[0]) ? given[0] : given?.[1]?.options) ?? [];
 }
 
-/** Put a converted workflow where the open one is, as one step of its undo history, and say what stayed and why. */
-async function replace({ workflow, changed, left, already }, which, notes = []) {
-  const lines = left.map((node) => `${nameOf(node)}: ${text(node.reason, node)}`);
+/**
+ * Put a converted workflow where the open one is, as one step of its undo history, and say what stayed and why. done: a key of the texts, of what
+ * has changed. notes: lines that follow it.
+ */
+async function replace({ workflow, changed, left, already, stay = [] }, done, notes = []) {
+  const line = (node) => `${nameOf(node)}: ${text(node.reason, { ...node, by: node.by && titleOf(node.by), text: translated(language(), node.text) })}`;
+  const lines = [...left, ...(changed ? stay : [])].map(line);
   if (lines.length) console.info("xDiT:", text("left"), lines);
   if (changed) {
     const open = app.extensionManager.workflow.activeWorkflow;
@@ -67,7 +79,7 @@ async function replace({ workflow, changed, left, already }, which, notes = []) 
     history.captureCanvasState();
   }
   const cause = changed ? undefined : lines.shift();            // why nothing was done comes first
-  const head = cause ?? (changed ? text(changed === 1 ? `${which}_done_1` : `${which}_done`, { count: changed }) : text(already ? "all_already" : `${which}_nothing`));
+  const head = cause ?? (changed ? text(changed === 1 ? `${done}_1` : done, { count: changed }) : text(already ? "all_already" : NOTHING[done]));
   show(changed ? "success" : already && !cause ? "info" : "warn", head, [...(changed ? [text("undo"), ...notes] : []), ...(lines.length ? [text("left")] : []),
     ...lines.slice(0, MAX_LINES), ...(lines.length > MAX_LINES ? [text("more", { count: lines.length - MAX_LINES })] : [])]);
 }
@@ -106,11 +118,11 @@ app.registerExtension({
   ],
   settings: [                              // nodes/bridge/workers/settings.py reads them; locales/ has their Chinese
     { id: "xdit.Residency", category: ["xDiT", "Workers", "Residency"], name: "Idle workers", type: "combo",
-      options: [{ text: "keep their models", value: "keep" }, { text: "move them to RAM", value: "park" }, { text: "end", value: "release" }],
+      options: [{ text: "stay loaded", value: "keep" }, { text: "go to RAM", value: "park" }, { text: "end", value: "release" }],
       defaultValue: "keep", sortOrder: 2,
-      tooltip: "Keep their models: on the devices. Move them to RAM: weights go to host memory, and VAEs are dropped. End: all their memory is free." },
+      tooltip: "Stay loaded: models stay on the devices. Go to RAM: weights go to host memory, and VAEs are dropped. End: all their memory is free." },
     { id: "xdit.IdleMinutes", category: ["xDiT", "Workers", "IdleMinutes"], name: "Idle after (minutes)", type: "number",
-      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, sortOrder: 1, tooltip: "Counts where idle workers move their models to RAM, or end." },
+      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, sortOrder: 1, tooltip: "Counts where idle workers go to RAM, or end." },
     { id: "xdit.Address", category: ["xDiT", "Other machines", "Address"], name: "Address of this machine at which others may join",
       type: "text", defaultValue: "",
       tooltip: "Such as 192.168.1.10. Empty: nothing listens. Then name their devices in xDiT Parallel Config, such as cuda:0, other-pc/cuda:0. Only in a private network: docs/machines.md." },
@@ -119,7 +131,7 @@ app.registerExtension({
   setup() {
     registerPanel();
     markErrors();
-    orderTemplates(api, decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-2)));
+    listTemplates(api, decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-2)));
   },
   nodeCreated(node) {
     if (node.comfyClass !== "XDiTParallelConfig") return;
@@ -128,6 +140,7 @@ app.registerExtension({
       widget.callback = function (...values) {
         const result = callback?.apply(this, values);
         fitToWhatCounts(node);
+        recheck(node);
         return result;
       };
     }
@@ -135,6 +148,9 @@ app.registerExtension({
   },
   loadedGraphNode(node) {
     if (node.comfyClass === "XDiTParallelConfig") showWhatCounts(node);
+    const [note] = node.type === "MarkdownNote" ? node.widgets ?? [] : [];
+    const words = note && translatedNote(language(), note.value);
+    if (words) note.value = words;
   },
   getCanvasMenuItems() {
     const { command } = app.extensionManager;

@@ -4,14 +4,29 @@ doctor and join."""
 import argparse
 import sys
 
-from .bench import displaced, drift, loading, methods, plan, planner, quality, reach, runs, scale, start, unlike, vae
+from .bench import (
+    displaced,
+    drift,
+    loading,
+    methods,
+    plan,
+    planner,
+    quality,
+    reach,
+    runs,
+    scale,
+    size,
+    start,
+    unlike,
+    vae,
+)
 from .host import doctor
 from .machines import join
 from .protocol.errors import XDiTError
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": planner,
            "reach": reach, "scale": scale, "unlike": unlike, "drift": drift, "loading": loading, "start": start,
-           "runs": runs}
+           "runs": runs, "size": size}
 
 
 def main():

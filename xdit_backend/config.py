@@ -116,7 +116,7 @@ class ParallelConfig:
         """Of how many steps stale keys and values are kept: of two, where they are forecast."""
         displaced = MODES.get(self.displaced_mode) if self.mode == "manual" and self.displaced_degree > 1 else None
         # auto chooses none of those
-        frozen = displaced is not None and not (displaced.is_stale and displaced.keeps)
+        frozen = displaced is not None and not (displaced.is_stale and displaced.publishes)
         return 2 if self.forecast_keys_values > 0 and not frozen else 1
 
     @property
@@ -252,8 +252,8 @@ def validate(config, num_devices):
             text.append(f"{name}={value}")
     if product != num_devices:
         raise ConfigError(
-            f"The degrees ({', '.join(text) or 'all 1'}) multiply to {product}, and there are {num_devices} devices. "
-            f"Their product must be {num_devices}: for example {_example(num_devices)}, or set mode to auto.")
+            f"Set mode to auto, or for example {_example(num_devices)}: the degrees ({', '.join(text) or 'all 1'}) "
+            f"multiply to {product}, and there are {num_devices} devices.")
 
 
 def _refuse_approximate(config):
@@ -334,4 +334,5 @@ def _one_of(numbers):
 
 
 def _example(num_devices):
-    return "ulysses_degree=1 with everything else 1" if num_devices == 1 else f"ulysses_degree={num_devices}"
+    """Degrees for so many devices. Without a sign "=", by which the page finds the widget that a message is about."""
+    return "all degrees 1" if num_devices == 1 else f"ulysses_degree {num_devices}"

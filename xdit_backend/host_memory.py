@@ -14,7 +14,7 @@ def available_memory(cgroups=CGROUPS):
     What a container has of files it has read can be given up, and counts as free.
     """
     memory = psutil.virtual_memory()
-    room, limit = memory.available, memory.total
+    available, limit = memory.available, memory.total
     for most, used, statistics, field in (("memory.max", "memory.current", "memory.stat", "inactive_file"),
                                           ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes",
                                            "memory/memory.stat", "total_inactive_file")):
@@ -25,5 +25,5 @@ def available_memory(cgroups=CGROUPS):
         except (OSError, ValueError):
             continue
         if own_limit < limit:
-            room, limit = min(room, max(0, own_available)), own_limit
-    return room, limit
+            available, limit = min(available, max(0, own_available)), own_limit
+    return available, limit

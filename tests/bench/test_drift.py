@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tolerances import within
-from xdit_backend.bench.drift import errors_of, foretold
+from xdit_backend.bench.drift import errors_of, extrapolated
 
 
 def calls_along(polynomial):
@@ -17,7 +17,7 @@ def test_drift_of_its_order_is_foretold(order, polynomial):
     """From the call on that has enough before it; and not by none, nor by one order less."""
     calls = calls_along(polynomial)
 
-    within((foretold(calls[:3], 0.1, 1.0, order) - calls[3][1]).abs().max(), 1e-12)
+    within((extrapolated(calls[:3], 0.1, 1.0, order) - calls[3][1]).abs().max(), 1e-12)
     within(errors_of(calls, 1.0, order)[-1], 1e-6)
     assert errors_of(calls, 0.0, order)[-1] > 1e-2 and (order == 1 or errors_of(calls, 1.0, 1)[-1] > 1e-2)
 
@@ -26,5 +26,5 @@ def test_a_rounded_slope_is_nearly_the_slope():
     calls = calls_along(lambda time: 3 - 2 * time)
 
     for dtype, allowed in ((torch.bfloat16, 0.01), (torch.float8_e4m3fn, 0.1)):
-        rounded = foretold(calls[:3], 0.1, 1.0, 1, dtype)
+        rounded = extrapolated(calls[:3], 0.1, 1.0, 1, dtype)
         assert 0 <= (rounded - calls[3][1]).abs().max() < allowed

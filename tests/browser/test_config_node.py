@@ -91,6 +91,43 @@ def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
     assert page.problems == []
 
 
+def test_mark_and_button_go_as_soon_as_the_settings_fit(page):
+    open_demo(page, devices="cpu,cpu", mode="manual", ring_degree=3)
+    page.evaluate("() => app.queuePrompt(0).catch(() => null)")
+    page.wait_for_function(f"() => ({BUTTON})()", timeout=120_000)
+    page.evaluate(SET, ["ring_degree", 4])
+    page.wait_for_timeout(1000)
+    offered = page.evaluate(f"() => Boolean(({BUTTON})())")
+
+    page.evaluate(SET, ["ring_degree", 2])
+    page.wait_for_function(f"() => !({BUTTON})() && JSON.stringify(({MARKED})()) === '{{}}'", timeout=120_000)
+
+    assert offered and page.problems == []
+
+
+def test_what_is_refused_is_told_in_the_place_of_the_run_before(page):
+    """On the nodes and in the panel; in Chinese where the page is."""
+    page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", "zh")
+    open_demo(page, devices="cpu,cpu", mode="manual", ring_degree=3)
+    page.evaluate("""() => app.graph.nodes.find(node => node.type === "XDiTParallelSampler")
+        .addWidget("text", "$$node-text-preview", "20 steps in 9.0 s", () => null)""")
+    page.locator(".xdit-tab-button").click()
+    page.wait_for_selector(".xdit-device")
+
+    page.evaluate("() => app.queuePrompt(0).catch(() => null)")
+    page.wait_for_selector(".xdit-panel dl[data-state=refused]", timeout=120_000)
+    panel = page.locator(".xdit-panel [data-fact=run_error]").inner_text()
+    node = page.evaluate("""() => app.graph.nodes.find(node => node.type === "XDiTParallelSampler")
+        .widgets.find(widget => widget.name === "$$node-text-preview").value""")
+    timeline = page.locator(".xdit-time").is_visible()
+    page.locator(".xdit-tab-button").click()
+    page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", "en")
+
+    assert panel == ("请把 mode 设为 auto，或例如 ulysses_degree 2：各并行度（ring_degree=3）的乘积为 3，"
+                     "而有 2 个设备。")
+    assert node == "未运行：提示被拒绝" and not timeline
+
+
 def test_what_fits_is_offered_no_more_when_a_run_begins(page):
     open_demo(page, devices="cpu,cpu", mode="manual", ring_degree=3)
     page.evaluate("() => app.queuePrompt(0).catch(() => null)")
@@ -110,11 +147,14 @@ def test_an_error_of_a_run_marks_the_widget_of_the_settings(page):
     page.wait_for_function(f"() => JSON.stringify(({MARKED})()) !== '{{}}'", timeout=120_000)
 
     assert page.evaluate(MARKED) == {"XDiTParallelConfig": "ulysses_degree"}
+    page.evaluate(SET, ["ulysses_degree", 1])
+    assert page.evaluate(MARKED) == {}
 
 
 @pytest.mark.parametrize("message, expected", [
-    ("The degrees (ring_degree=3) multiply to 3, and there are 2 devices.", "ring_degree"),
-    ("The degrees (all 1) multiply to 1, and there are 2 devices. Set mode to auto.", "devices"),
+    ("Set mode to auto, or for example ulysses_degree 2: the degrees (ring_degree=3) multiply to 3, and there are 2 "
+     "devices.", "ring_degree"),
+    ("Set mode to auto: the degrees (all 1) multiply to 1, and there are 2 devices.", "mode"),
     ('devices="gpu0": "gpu0" is not a device.', "devices"), ("nothing of this", None), ("my_devices=3", None)])
 def test_which_widget_a_message_is_about(page, message, expected):
     found = page.evaluate("""async message => (await import("/extensions/xdit-comfyui/errors.js"))

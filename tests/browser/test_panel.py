@@ -256,6 +256,30 @@ def test_after_a_crash_it_says_so_and_the_next_run_works(page, host, after_a_run
 
 
 @pytest.mark.slow
+def test_a_prompt_that_fails_before_it_samples_is_told_on_the_node_in_a_note_and_in_the_panel(page, after_a_run):
+    """What to do comes first; the picture of the run before goes."""
+    values = """([mode, degree, cfg]) => {
+        const node = type => app.graph.nodes.find(node => node.type === type);
+        const set = (node, name, value) => { node.widgets.find(widget => widget.name === name).value = value };
+        set(node("XDiTParallelConfig"), "mode", mode);
+        set(node("XDiTParallelConfig"), "cfg_degree", degree);
+        set(node("XDiTParallelSampler"), "cfg", cfg);
+    }"""
+    page.evaluate(values, ["manual", 2, 1])
+    queue(page, 14)
+    page.wait_for_selector(".xdit-panel dl[data-state=failed]", timeout=120_000)
+    shown = page.evaluate("""() => app.graph.nodes.flatMap(node => (node.widgets ?? [])
+        .filter(widget => widget.name === "$$node-text-preview").map(widget => [node.type, widget.value]))""")
+    told, note = page.locator("[data-fact=run_error]").inner_text(), page.locator(".p-toast").inner_text()
+    timeline = page.locator(".xdit-time").is_visible()
+    page.evaluate(values, ["auto", 1, 3])
+
+    for text in (told, note, dict(shown)["XDiTParallelSampler"].removeprefix("failed: ")):
+        assert "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches" in text
+    assert dict(shown)["XDiTVAEDecode"] == "not run: the prompt failed before it" and not timeline
+
+
+@pytest.mark.slow
 def test_the_bubble_is_the_time_without_work(page):
     """Two steps of 4 s in 10 s, of which 1 s is a wait; a decode after them counts as work, and not as the bubble."""
     spans = [["whole", 0, 4, 1, 0], ["wait", 1, 2, 1, 0], ["patch", 6, 10, 2, 0], ["decode", 12, 13, 0, 0]]
@@ -269,6 +293,23 @@ def test_the_bubble_is_the_time_without_work(page):
     # what came before the steps is no bubble
     assert abs(whole["idle"] - 0.3) < 1e-9 and abs(later["idle"] - 0.125) < 1e-9
     assert drawn == [["patch", 10, 40], ["decode", 70, 10]]
+
+
+@pytest.mark.slow
+def test_the_legend_lists_what_the_picture_has(page):
+    """Measuring the devices has a colour of its own; nothing is drawn of a run that did nothing."""
+    of, kinds = page.evaluate("""async () => {
+        const { TimePicture } = await import("/extensions/xdit-comfyui/timeline.js");
+        const picture = new TimePicture(key => key);
+        const show = (run, spans) => picture.show({ run, seconds: 2, steps: 1, ranks: [{ name: "0: cpu", spans }] });
+        show(1, []);
+        const empty = picture.isOf(1);
+        show(2, [["measure", 0, 1, 0, 0], ["whole", 1, 2, 1, 0]]);
+        return [[empty, picture.isOf(1), picture.isOf(2)],
+            [...picture.legend.querySelectorAll("i")].map(one => one.dataset.kind)];
+    }""")
+
+    assert of == [False, False, True] and kinds == ["whole", "measure", "idle"]
 
 
 @pytest.mark.slow

@@ -153,6 +153,29 @@ def graphs(workflow):
     return [workflow, *workflow.get("definitions", {}).get("subgraphs", [])] if isinstance(workflow, dict) else []
 
 
+@pytest.mark.slow
+def test_the_address_that_start_py_gives_opens_the_demo(chromium, host):
+    page = chromium.new_page()
+    page.goto(f"{host.url}/?template=Demo&source={PACK}")
+    page.wait_for_function("() => window.app?.graph?.nodes?.some(node => node.type === 'XDiTDemoPrompt')",
+                           timeout=120_000)
+    types = page.evaluate("() => app.graph.nodes.map(node => node.type)")
+    page.close()
+
+    assert "CheckpointLoaderSimple" not in types
+
+
+@pytest.mark.slow
+def test_the_page_shows_titles_with_a_sentence_each(page):
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    page.get_by_text(PACK).first.click()
+    page.get_by_text("Draws emoji at once").first.wait_for()
+    titles = [page.get_by_text(text, exact=True).count() for text in ("Demo", "Compare", "Flux.1 Kontext")]
+    page.keyboard.press("Escape")
+
+    assert titles == [1, 1, 1]                                 # none stands below itself
+
+
 def test_templates_are_listed(host):
     assert sorted(host.get("/api/workflow_templates")[PACK]) == sorted(NAMES)
     assert len(NAMES) >= 2

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.comfy_quants import save_comfy_quant
 from tests.models.zoo import example
 from tests.tiny_checkpoints import save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
@@ -87,7 +88,7 @@ def test_a_file_that_was_replaced_is_not_mixed_with_what_was_loaded(store, spec)
 QKV, PROJ = "joint_blocks.0.x_block.attn.qkv.weight", "joint_blocks.1.x_block.attn.proj.weight"
 
 
-@pytest.mark.parametrize("how", ["scaled", "Q8_0",
+@pytest.mark.parametrize("how", ["scaled", "Q8_0", "nvfp4", pytest.param("mxfp8", marks=pytest.mark.slow),
                                  *(pytest.param(how, marks=pytest.mark.quantisers) for how in ("int8", "nf4"))])
 def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_replaced(file_of, store, tmp_path, how):
     """Compared with the same changes of the dequantised weights;
@@ -97,9 +98,10 @@ def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_rep
         path = file_of("sd3")
         save_dequantised(plain_path, path, how)
     else:
-        path = tmp_path / f"model.{'safetensors' if how == 'scaled' else 'gguf'}"
+        path = tmp_path / f"model.{'gguf' if how == 'Q8_0' else 'safetensors'}"
         save_file(save_scaled(path, file_of("sd3"), per_row=True) if how == "scaled"
-                  else save_gguf(path, file_of("sd3"), how), plain_path)
+                  else save_gguf(path, file_of("sd3"), how) if how == "Q8_0"
+                  else save_comfy_quant(path, file_of("sd3"), how)[0], plain_path)
     specs = [open_checkpoint(file).spec("float32", "float32", quantisation=quantisation)
              for file, quantisation in ((path, quantisation), (plain_path, ""))]
     loaded, plain = (load_transformer(spec, CPU) for spec in specs)

@@ -14,7 +14,7 @@ from tests.pretended import CUDA, pretended_cuda
 from tests.tiny_checkpoints import families, matrices, metadata_of, save_gguf
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
-from xdit_backend.checkpoints.gguf import STAYING, UNPACKED, dequantised, row_bytes
+from xdit_backend.checkpoints.gguf import PACKED, UNPACKED, dequantised, row_bytes
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.packed import SCALED, unpacked
 from xdit_backend.checkpoints.recognise import recognise
@@ -22,7 +22,7 @@ from xdit_backend.checkpoints.transformer import held_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
 
-@pytest.mark.parametrize("type_", STAYING)
+@pytest.mark.parametrize("type_", PACKED)
 def test_blocks_of_every_type_come_to_what_the_package_makes_of_them(tmp_path, type_):
     values = torch.randn(6, 512, generator=torch.Generator().manual_seed(1))
     save_file({"a.weight": values}, tmp_path / "plain.safetensors")

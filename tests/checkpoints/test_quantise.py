@@ -16,8 +16,9 @@ from xdit_backend.checkpoints.transformer import block_bytes, held_bytes
 CPU = torch.device("cpu")
 
 
-@pytest.mark.quantisers
-@pytest.mark.parametrize("kind, quantisation", [("sd3", "int8"), ("sd3", "nf4"), ("flux", "nf4"), ("sd15", "int8")])
+@pytest.mark.parametrize("kind, quantisation", [
+    pytest.param("sd3", "int8", id="comfy-kitchen"), *(pytest.param(*case, marks=pytest.mark.quantisers) for case in (
+        ("sd3", "int8"), ("sd3", "nf4"), ("flux", "nf4"), ("sd15", "int8")))])
 def test_quantised_weights_equal_the_dequantised_ones(file_of, tmp_path, kind, quantisation):
     """A matrix takes a byte a number and four a row, or 36 bytes for 64 numbers;
     what the host plans is what is held."""

@@ -34,9 +34,10 @@ def test_a_scaled_file_equals_comfyuis_and_the_dequantised_one(file_of, tmp_path
     held = held_bytes(header.meta_model(), family, header.spec("float32", "float32"))
     plain = held_bytes(open_checkpoint(file_of(kind)).meta_model(), family, header.spec("float32", "float32"))
     numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in matrices(path))
-    scales = 4 * sum(count for _, count in header.scales.values())
+    # of the inputs too
+    scales = 4 * sum(layer.num_scales + 1 for layer in header.layers.values())
     # one for each part
-    assert len(header.scales) == len(matrices(path)) and 0 < held - (plain - 3 * numbers) <= 4 * scales
+    assert len(header.layers) == len(matrices(path)) and 0 < held - (plain - 3 * numbers) <= 4 * scales
 
 
 FP8 = torch.zeros(4, 8, dtype=torch.float8_e4m3fn)
@@ -47,9 +48,13 @@ def said(format_):
 
 
 @pytest.mark.parametrize("tensors, words", [
-    ({"a.comfy_quant": said('{"format": "nvfp4"}')}, r"quantised in the format nvfp4 \(a\)"),
-    ({"a.comfy_quant": said('{"format": "mxfp8"}')}, "format mxfp8"),
-    ({"a.comfy_quant": said('{"format": "int8_tensorwise"}')}, "format int8_tensorwise"),
+    ({"a.comfy_quant": said('{"format": "nvfp8"}')},
+     r"quantised in the format nvfp8 \(a\), which .*reads.*nvfp4, mxfp8"),
+    ({"a.comfy_quant": said('{"format": "nvfp4"}')}, r"lacks the scale of a.weight \(a.weight_scale_2\)"),
+    ({"a.comfy_quant": said('{"format": "mxfp8"}')}, "says that a.weight is mxfp8, and its 8 columns are no whole "
+                                                     "number of blocks of 32"),
+    ({"a.comfy_quant": said('{"format": "int8_tensorwise"}')},
+     "says that a.weight is int8_tensorwise, and it is F8_E4M3"),
     ({"a.comfy_quant": said("float8")}, "says of its quantisation what cannot be read"),
     ({"a.comfy_quant": said("[1]")}, "says of its quantisation what cannot be read"),
     ({"a.weight_scale": None}, "lacks the scale of a.weight"),
@@ -57,13 +62,14 @@ def said(format_):
     ({"a.weight": FP8.bfloat16()}, "says that a.weight is float8_e4m3fn, and it is BF16"),
     ({"a.weight_scale": torch.ones(4)}, r"shape \[4\] for a.weight of shape \[4, 8\]"),
     ({"a.comfy_quant": None}, "has a scale a.weight_scale, and does not say for what format"),
-    ({"a.weight_scale_2": torch.ones(1)}, "a.weight_scale_2: nvfp4"),
+    ({"b.weight_scale_2": torch.ones(1)}, "has a scale b.weight_scale_2, and does not say for what format"),
     ({"a.weight.absmax": torch.ones(1)}, "bitsandbytes"),
 ], ids=str)
 def test_what_is_not_known_of_a_quantisation_is_refused_by_name(tmp_path, tensors, words):
     whole = {"a.weight": FP8, "a.weight_scale": torch.ones(4, 1), "a.comfy_quant": said('{"format": "float8_e4m3fn"}')}
     save_file(whole, tmp_path / "whole.safetensors")
-    assert open_checkpoint(tmp_path / "whole.safetensors").scales == {"a.weight": ("a.weight_scale", 4)}
+    layer, = open_checkpoint(tmp_path / "whole.safetensors").layers.values()
+    assert (layer.beside, layer.num_scales) == ({"weight_scale": "a.weight_scale"}, 4)
     save_file({name: tensor for name, tensor in (whole | tensors).items() if tensor is not None},
               tmp_path / "other.safetensors")
 

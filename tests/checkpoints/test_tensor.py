@@ -54,7 +54,7 @@ def check(path, dtypes, degree=2, quantisation=""):
         beside = of_whole - in_all
         assert read[-1][0] == read[-1][1] and (quantisation or abs(read[-1][1] / (formula + beside) - 1) < 0.05)
         assert (rank or held + sum(buffer.nbytes for buffer in model.buffers())
-                == held_bytes(whole, family, spec, splits))
+                == held_bytes(whole, family, spec))
     return held / in_all
 
 

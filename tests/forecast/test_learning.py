@@ -58,5 +58,13 @@ def test_words_say_a_range_until_it_was_measured():
     text = plan_words(chosen, one, [chosen, one])
     words = f"about {faster:.1f}x as fast as one device ({faster * 0.85:.1f}x to {faster * 1.15:.1f}x, "
     assert words in text and "measured" not in text
-    assert "Plan: Ulysses 2, measured 2.0x as fast as one device's forecast (" in plan_words(
-        chosen, one, [chosen, one], one.seconds / 2)
+
+
+@pytest.mark.parametrize("measured_s, words", [
+    ((10.0, None), "Plan: Ulysses 2, 10 s the last time. "),
+    ((10.0, 18.0), "Plan: Ulysses 2, 10 s the last time (1.8x as fast as one device). ")])
+def test_what_was_measured_stands_beside_what_was_measured_and_no_forecast(measured_s, words):
+    chosen, one = (forecast(FLUX, JOB, degrees, PAIR) for degrees in (Degrees(ulysses=2), Degrees(data=2)))
+
+    text = plan_words(chosen, one, [chosen, one], measured_s)
+    assert words in text and text.count("as fast") == (measured_s[1] is not None)

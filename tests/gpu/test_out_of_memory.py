@@ -22,7 +22,7 @@ def predict_with_and_without_memory(rank, world_size, commands):
     Returns (did it fail?, exchanges begun)."""
     engine, ballast, failed = Engine(rank, torch.device("cuda", 0), lambda *phase: None), [], False
     for command in commands[:-1]:
-        engine.carry_out(command)
+        engine.execute(command)
     if rank == 0:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
@@ -33,14 +33,14 @@ def predict_with_and_without_memory(rank, world_size, commands):
                 except torch.OutOfMemoryError:
                     break
     try:
-        engine.carry_out(commands[-1])
+        engine.execute(commands[-1])
     except torch.OutOfMemoryError:
         failed = True
     num_exchanges = engine.traffic.num_exchanges
     ballast.clear()
     torch.cuda.set_per_process_memory_fraction(1.0)
     engine.memory.give_back()
-    engine.carry_out(commands[-1])
+    engine.execute(commands[-1])
     return failed, num_exchanges
 
 

@@ -20,11 +20,11 @@ def test_what_a_control_gives_to_many_places_is_made_once():
 
 def test_changes_lead_from_those_in_effect_to_those_asked_for():
     changes = Changes()
-    changes.want("model", {"a": change(1), "b": change(2)})
-    assert changes.pending("model") == changes.wanted("model") and not changes.are_in_effect("model")
-    changes.take_effect("model", changes.wanted("model"))
+    changes.request("model", {"a": change(1), "b": change(2)})
+    assert changes.pending("model") == changes.requested("model") and not changes.are_in_effect("model")
+    changes.take_effect("model", changes.requested("model"))
 
-    changes.want("model", {"b": change(2), "c": change(3)})
+    changes.request("model", {"b": change(2), "c": change(3)})
 
     back = changes.pending("model")
     assert list(back) == ["a", "c"] and back["a"].make(None).whole is None and back["c"] == change(3)
@@ -36,7 +36,7 @@ def test_versions_that_a_run_leaves_keep_their_numbers_until_no_run_is_under_way
     changes = Changes()
     numbers = []
     for wanted in ({}, {"a": change(1)}, {}, {"a": change(1)}):
-        changes.want("model", wanted)
+        changes.request("model", wanted)
         numbers.append((changes.left("model"), changes.leave("model")))
         changes.take_effect("model", wanted)
     assert numbers == [(None, 1), (None, 1), (1, 2), (2, 1)]

@@ -217,7 +217,7 @@ def test_workers_say_what_they_did_and_when(client, spec_of):
             assert (span.kind in ("whole", "exchange")
                     and any(step.start_s <= span.start_s and span.end_s <= step.end_s for step in steps))
     assert client.memory[0]["reserved_bytes"] > 0 and client.workers.state == "idle"
-    assert client.peek() is not None and client.peek()[0].spans == []
+    assert client.report_if_idle() is not None and client.report_if_idle()[0].spans == []
 
 
 @pytest.mark.slow

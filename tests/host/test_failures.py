@@ -13,7 +13,7 @@ from xdit_backend.host.requests import can_continue
 from xdit_backend.protocol.channel import Channel
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError
 from xdit_backend.protocol.messages import (
-    Abandon,
+    Abort,
     Decode,
     Done,
     Failed,
@@ -164,7 +164,7 @@ def test_ranks_are_told_of_a_load_or_a_decode_that_was_given_up_and_of_nothing_t
     spec = ModelSpec("name", "SD3", "file.safetensors", "float32", "float32")
     decode = functools.partial(Decode, autoencoder="vae", latent=Segment("/a", "float32", (1,)),
                                picture=Segment("/b", "float32", (1,)))
-    for command, told in ((lambda request: LoadModel(request, spec), [Abandon(1)]), (decode, [Abandon(2)]),
+    for command, told in ((lambda request: LoadModel(request, spec), [Abort(1)]), (decode, [Abort(2)]),
                           (ReportMemory, [])):
         request = group.post(command)
         group.answer(request, done=[0])
@@ -172,7 +172,7 @@ def test_ranks_are_told_of_a_load_or_a_decode_that_was_given_up_and_of_nothing_t
             group.wait([request], check=mock.Mock(side_effect=[None, None, KeyboardInterrupt]))
         heard = {rank: list(all_that_came(worker)) for rank, worker in group.workers.items()}
 
-        assert not any(isinstance(message, Abandon) for message in heard[0])       # it has answered
+        assert not any(isinstance(message, Abort) for message in heard[0])         # it has answered
         assert heard[1][1:] == told, command
 
 
@@ -209,7 +209,7 @@ def test_a_worker_that_beats_may_take_as_long_as_it_needs(group, clock, monkeypa
 def test_ranks_that_all_wait_for_each_other_and_get_nothing_hang(group, clock, monkeypatch):
     """Rank 0 has done its part, or lies in another exchange; rank 1 beats, and waits, for ever."""
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
-    request = group.post(lambda request: Probe(request, "float32"), doing="step 2 of 9")
+    request = group.post(lambda request: Probe(request, "float32"), activity="step 2 of 9")
     group.workers[0].send(Phase(0, "measuring", 3, 4))
 
     def heartbeat():

@@ -41,7 +41,7 @@ def test_a_lost_exchange_is_noticed_and_replaced_and_a_late_one_is_waited_for(
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "5")
     before, one = set(left_behind()), example("SD3")
     client = Client(("cpu", "cpu"), forkserver=forkserver)
-    client.step = "step 3 of 20"
+    client.begin_step("step 3 of 20")
 
     def predict():
         result, = client.predict(spec_of("SD3"), layout(ulysses=2), 4, [call_of(one)])

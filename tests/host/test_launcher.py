@@ -175,8 +175,8 @@ elif "RANK" not in os.environ:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("doing", ["loading its libraries", TRYING_LINKS])
-def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_path, monkeypatch, doing):
+@pytest.mark.parametrize("activity", ["loading its libraries", TRYING_LINKS])
+def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_path, monkeypatch, activity):
     """But not one whose libraries come slowly, for longer than a silence may last, nor the one that waits for it.
     Each is a program."""
     (tmp_path / "sitecustomize.py").write_text(SLOW)
@@ -192,13 +192,13 @@ def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_
             process.suspend()
 
     def on_phase(phase):
-        if phase.text == doing and phase.rank == 1:
+        if phase.text == activity and phase.rank == 1:
             stop(1)
     error = None
     # it may have tried its links before it is stopped; then again
     for _ in range(3):
         try:
-            group = WorkerGroup(("cpu", "cpu"), on_phase, check=(lambda: None) if doing == TRYING_LINKS
+            group = WorkerGroup(("cpu", "cpu"), on_phase, check=(lambda: None) if activity == TRYING_LINKS
                                 else lambda: stop(1))
         except WorkerStartError as raised:
             error = raised
@@ -206,7 +206,7 @@ def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_
         below(os.getpid(), others)[1].resume()
         group.close()
 
-    assert re.match(rf"Worker rank 1 \(cpu\) has given no sign of life for \d+ s while {doing}: it was stopped",
+    assert re.match(rf"Worker rank 1 \(cpu\) has given no sign of life for \d+ s while {activity}: it was stopped",
                     str(error))
     assert gone(before)
 

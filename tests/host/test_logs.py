@@ -38,10 +38,10 @@ def test_the_last_groups_and_those_that_run_are_kept(place):
     place.chmod(0o700)
     first = logs.make("xdit-1-00aa", None)
     with logs.start(first):
-        ended = [logs.make(f"xdit-2-{number:04x}", None) for number in range(2 * logs.KEPT)]
+        ended = [logs.make(f"xdit-2-{number:04x}", None) for number in range(2 * logs.MAX_FOLDERS)]
         left = set(place.iterdir())
 
-    assert left == {place / "mine", first, *ended[-logs.KEPT:]}
+    assert left == {place / "mine", first, *ended[-logs.MAX_FOLDERS:]}
     logs.make("xdit-3-00aa", None)
     assert first not in set(place.iterdir())
 
@@ -51,14 +51,14 @@ def test_where_files_cannot_be_locked_folders_are_made_and_stay(place, monkeypat
     def no_locks(*args):
         raise OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(logs.fcntl, "flock", no_locks)
-    for number in range(logs.KEPT + 2):
+    for number in range(logs.MAX_FOLDERS + 2):
         logs.start(logs.make(f"xdit-{number}-00aa", None)).close()
 
-    assert len(list(place.iterdir())) == logs.KEPT + 2
+    assert len(list(place.iterdir())) == logs.MAX_FOLDERS + 2
 
 
 def test_a_clock_that_goes_back_has_no_new_folder_taken_for_an_old_one(place, monkeypatch):
-    for year in range(2040, 2040 + logs.KEPT):
+    for year in range(2040, 2040 + logs.MAX_FOLDERS):
         monkeypatch.setattr(logs.time, "strftime", lambda *args, year=year: f"{year}0101-000000")
         logs.make("xdit-1-00aa", None)
     monkeypatch.setattr(logs.time, "strftime", lambda *args: "20200101-000000")
@@ -78,7 +78,7 @@ def test_a_place_is_told_to_workers_whole(tmp_path, monkeypatch):
 def test_a_place_that_is_not_ours_alone_is_not_used(place, tmp_path, caplog, monkeypatch, spoil):
     """Nor read by the doctor."""
     logs.note(logs.make("xdit-0-00aa", None), "an error of before")
-    logs.tell_machines(["other joined"])
+    logs.note_machines(["other joined"])
     assert logs.last_errors() and logs.machines()
     shutil.move(place, tmp_path / "elsewhere")
     if spoil == "link":

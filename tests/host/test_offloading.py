@@ -40,7 +40,7 @@ def test_workers_whose_weights_come_predict_the_same(client, folder, degrees, st
     channels = family.num_channels(one.config)
 
     want = [each.clone() for each in client.predict(spec, layout(**degrees), channels, calls)]
-    whole = client.models.residence(spec.name)
+    whole = client.models.memory(spec.name)
     budget = max(whole.weight_bytes) * 8 // 10
     less = checkpoint.spec(storage, "float32", stages, degrees.get("tensor", 1), weights_memory=budget)
     if storage != "float32" and not degrees.keys() & {"tensor", "pipefusion"}:
@@ -53,10 +53,10 @@ def test_workers_whose_weights_come_predict_the_same(client, folder, degrees, st
     for _ in range(2):
         got = client.predict(less, layout(**degrees), channels, calls)
         assert all(torch.equal(*pair) for pair in zip(got, want))
-        there = client.models.residence(less.name)
+        there = client.models.memory(less.name)
         assert all(0 < held <= budget * 1.01 for held in there.weight_bytes) and any(there.offloaded_bytes)
         client.models.park(less.name, 2 ** 34)
-        assert client.models.residence(less.name).parked_bytes == there.weight_bytes
+        assert client.models.memory(less.name).parked_bytes == there.weight_bytes
     client.drop(spec.name)
     client.drop(less.name)
 

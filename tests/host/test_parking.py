@@ -70,7 +70,7 @@ def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of,
                 pass
             with highest(pids) as most:
                 client.predict(spec, layout(ring=4), 4, [call_of(one)])
-            weight_bytes = client.models.residence(spec.name).weight_bytes[0]
+            weight_bytes = client.models.memory(spec.name).weight_bytes[0]
             figures[spec.compute_dtype] = held, own = [(most[name] - before[name]) / weight_bytes
                                                        for name in ("Pss:", "Anonymous:")]
             print(f"\n{spec.compute_dtype}: four workers hold {held:.2f} times the weights of one, {own:.2f} times of "
@@ -109,13 +109,13 @@ def test_parked_weights_are_in_memory_once_and_come_back(large_spec, two_workers
     pids = [int(numbers["pid"]) for numbers in client.report_memory().values()]
     before = held_bytes()
     measured("read from the file", lambda: client.models.load(spec))
-    rank_bytes = client.models.residence(spec.name).weight_bytes[0]
+    rank_bytes = client.models.memory(spec.name).weight_bytes[0]
     measured("parked", lambda: client.models.park(spec.name, 2 ** 40))
     measured("back", lambda: client.models.load(spec))
     measured("parked again", lambda: client.models.park(spec.name, 2 ** 40))
     client.drop(spec.name)
     measured("read again", lambda: client.models.load(spec))
-    unmapped_bytes = client.models.residence(spec.name).unmapped_bytes[0]
+    unmapped_bytes = client.models.memory(spec.name).unmapped_bytes[0]
     client.drop(spec.name)
 
     print(f"\n{dtype}: {rank_bytes / 2**20:.0f} MB of weights on each of two ranks, {unmapped_bytes / 2**20:.0f} MB "

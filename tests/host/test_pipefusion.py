@@ -87,20 +87,20 @@ def test_batches_equal_the_oracle(client, spec_of, by_image):
 
 
 def keep_flying(client, spec, one, num_patches=4, rounds=3):
-    """Tickets of a warm-up step and some steps of patches that are all on their way."""
+    """Handles of a warm-up step and some steps of patches that are all on their way."""
     layout = Layout(pipefusion_degree=2)
     timestep = torch.full((1,), 700.0, dtype=torch.float64)
-    tickets = [client.submit(spec, layout, 4, [Call(one.latent, timestep, one.conditioning)],
+    handles = [client.submit(spec, layout, 4, [Call(one.latent, timestep, one.conditioning)],
                              ForwardPass(keep=True))]
     for patch, rows in cut_patches(one.latent.shape, (2, 2), num_patches) * rounds:
         piece = one.latent.narrow(2, patch.start, rows).clone()
-        tickets.append(client.submit(spec, layout, 4, [Call(piece, timestep, one.conditioning)], ForwardPass(patch)))
-    return tickets
+        handles.append(client.submit(spec, layout, 4, [Call(piece, timestep, one.conditioning)], ForwardPass(patch)))
+    return handles
 
 
-def finish(client, tickets):
-    while tickets:
-        tickets.remove(client.wait(tickets)[0])
+def finish(client, handles):
+    while handles:
+        handles.remove(client.wait(handles)[0])
 
 
 class GivenUp(Exception):
@@ -111,7 +111,7 @@ def test_a_cancelled_run_leaves_the_group_ready_and_nothing_behind(client, spec_
     """Patches that are on their way are finished by the workers; the next run sees nothing of them."""
     one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
     pids = {rank: numbers["pid"] for rank, numbers in client.report_memory().items()}
-    tickets = keep_flying(client, spec, small("SD3", rows=40, columns=40), rounds=5)
+    handles = keep_flying(client, spec, small("SD3", rows=40, columns=40), rounds=5)
 
     def give_up():
         raise GivenUp
@@ -119,7 +119,7 @@ def test_a_cancelled_run_leaves_the_group_ready_and_nothing_behind(client, spec_
     client.workers.check = give_up
     try:
         with pytest.raises(GivenUp):
-            client.wait(tickets)
+            client.wait(handles)
     finally:
         client.workers.check = lambda: None
     client.end_run()
@@ -157,12 +157,12 @@ def test_a_killed_stage_is_named_and_ends_the_run_within_ten_times_what_the_run_
     client.end_run()
     undisturbed_s = time.monotonic() - started_s
     pids = {rank: int(numbers["pid"]) for rank, numbers in client.report_memory().items()}
-    tickets = keep_flying(client, spec, large, rounds=20)
+    handles = keep_flying(client, spec, large, rounds=20)
 
     killed_s = time.monotonic()
     os.kill(pids[rank], signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=f"Worker rank {rank} "):
-        finish(client, tickets)
+        finish(client, handles)
     client.end_run()
 
     assert time.monotonic() - killed_s < 10 * undisturbed_s
@@ -174,8 +174,8 @@ def test_a_run_whose_workers_died_is_not_continued_by_a_new_group(client, spec_o
     """A new group holds no keys and values: its patches would begin cold and give another picture without a word."""
     client.end_run()
     one, spec, layout = small("SD3"), spec_of("SD3", stages=STAGES), Layout(pipefusion_degree=2)
-    tickets = keep_flying(client, spec, one, rounds=1)
-    first, others = tickets[0], tickets[1:]
+    handles = keep_flying(client, spec, one, rounds=1)
+    first, others = handles[0], handles[1:]
     client.wait([first])
     client.group.close()
     patch, rows = cut_patches(one.latent.shape, (2, 2), 4)[0]

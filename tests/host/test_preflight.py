@@ -72,7 +72,7 @@ def test_too_little_host_memory_is_refused_in_numbers(monkeypatch):
 
 
 @pytest.mark.parametrize("free, disk_free, outcome", [
-    (GB, GB, None), (50 * 2 ** 20, GB, "remark"), (50 * 2 ** 20, 20 * 2 ** 20, "refused"), (GB, 0, None),
+    (GB, GB, None), (50 * 2 ** 20, GB, "warning"), (50 * 2 ** 20, 20 * 2 ** 20, "refused"), (GB, 0, None),
     (4096, GB, "full")])
 def test_little_shared_memory_is_told_and_too_little_refused(monkeypatch, free, disk_free, outcome):
     usage = collections.namedtuple("usage", "total used free")
@@ -88,8 +88,8 @@ def test_little_shared_memory_is_told_and_too_little_refused(monkeypatch, free, 
                            match=r"/dev/shm, which has 50 MB free, or /tmp, which has 20 MB; at least 64 MB"):
             preflight.check_shared_memory("/dev/shm/xdit-1", "/tmp/xdit-1")
         return
-    remarks = preflight.check_shared_memory("/dev/shm/xdit-1", "/tmp/xdit-1")
-    assert [remark.startswith("/dev/shm has 50 MB free") for remark in remarks] == [True] * (outcome == "remark")
+    warnings = preflight.check_shared_memory("/dev/shm/xdit-1", "/tmp/xdit-1")
+    assert [warning.startswith("/dev/shm has 50 MB free") for warning in warnings] == [True] * (outcome == "warning")
 
 
 def test_only_what_is_not_off_already_is_another_way(monkeypatch):
@@ -140,10 +140,10 @@ def test_workers_whose_peer_to_peer_copies_fail_start_without_and_say_so(faulty)
     group.close()
 
     assert group.num_fallbacks == 1
-    remark, = (remark for remark in group.remarks if not remark.startswith("/dev/shm"))
-    assert remark.startswith("Peer-to-peer copies are off between cpu, cpu") and "NCCL_P2P_DISABLE=1" in remark
-    assert re.search(r"a transfer between them was not over after 5 s on rank 0 \(cpu\), rank 1 \(cpu\)", remark)
-    assert remark in [phase.text for phase in phases]
+    warning, = (warning for warning in group.warnings if not warning.startswith("/dev/shm"))
+    assert warning.startswith("Peer-to-peer copies are off between cpu, cpu") and "NCCL_P2P_DISABLE=1" in warning
+    assert re.search(r"a transfer between them was not over after 5 s on rank 0 \(cpu\), rank 1 \(cpu\)", warning)
+    assert warning in [phase.text for phase in phases]
     assert not still_there(before)
 
 

@@ -11,7 +11,7 @@ from tests.models.zoo import example
 from tests.tolerances import within
 from xdit_backend.host.shortage import shortage_words
 from xdit_backend.protocol.errors import WorkerFailedError
-from xdit_backend.worker.engine import ASKED, UNITS, is_shortage
+from xdit_backend.worker.engine import TRIED_TO_ALLOCATE, UNITS, is_shortage
 
 GB = 2 ** 30
 
@@ -26,8 +26,7 @@ def test_words_say_who_holds_what_and_what_would_fit():
     assert words.startswith("3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free. Held by: weights 14.0 GB, "
                             "keys and values 2.0 GB, activations 3.0 GB, other programs and libraries 4.0 GB.")
     assert "at most 75% of these pixels (each side times 0.87)" in words and "at least 3 devices" in words
-    assert ("weight_dtype fp8_e4m3fn (7.0 GB) or int8, with the package torchao (7.0 GB) or nf4, with the package "
-            "bitsandbytes (3.") in words
+    assert ("weight_dtype fp8_e4m3fn (7.0 GB) or int8 (7.0 GB) or nf4, with the package bitsandbytes (3.") in words
     assert "4.0 GB; nvidia-smi" in words
 
 
@@ -49,7 +48,7 @@ def test_nothing_is_reckoned_from_what_is_not_known():
      2.5 * GB),
     ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1", 20 * 2 ** 20)])
 def test_what_was_asked_for_is_read_from_torchs_words(words, num_bytes):
-    error, found = torch.OutOfMemoryError(words), ASKED.search(words)
+    error, found = torch.OutOfMemoryError(words), TRIED_TO_ALLOCATE.search(words)
 
     assert is_shortage(error) and float(found[1]) * UNITS[found[2]] == num_bytes
     assert not is_shortage(RuntimeError("CUDA error: an illegal memory access"))
@@ -63,7 +62,7 @@ def test_a_worker_without_memory_says_so_in_numbers_and_draws_the_next_one(clien
     pids = [int(memory[rank]["pid"]) for rank in (0, 1)]
     worker = psutil.Process(pids[1])
     before = worker.rlimit(resource.RLIMIT_AS)
-    client.step = "step 7 of 20"
+    client.begin_step("step 7 of 20")
     worker.rlimit(resource.RLIMIT_AS, (worker.memory_info().vms + 2 ** 25, before[1]))
     try:
         with pytest.raises(WorkerFailedError, match=r"rank 1 \(cpu\) failed with OutOfMemoryError while computing a "
@@ -72,7 +71,7 @@ def test_a_worker_without_memory_says_so_in_numbers_and_draws_the_next_one(clien
             client.predict(spec_of("SD3"), layout(cfg=2), 4, [call_of(one), call_of(large)])
     finally:
         worker.rlimit(resource.RLIMIT_AS, before)
-        client.step = ""
+        client.begin_step("")
 
     results = client.predict(spec_of("SD3"), layout(cfg=2), 4, [call_of(one)] * 2)
     for result in results:

@@ -13,7 +13,7 @@ from xdit_backend.protocol.messages import TRYING_LINKS
 
 def test_who_gets_a_piece_now_and_then_lives_and_who_is_stopped_does_not(monkeypatch):
     """Rank 0 reads from something slow, which takes no time of a processor that the system would count."""
-    monkeypatch.setattr(starting, "LOOK_S", 0.1)
+    monkeypatch.setattr(starting, "POLL_S", 0.1)
     ranks = [subprocess.Popen([sys.executable, "-c", "import os\nprint(flush=True)\nwhile os.read(0, 1): pass"],
                               stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, env=os.environ | {"RANK": str(rank)}) for rank in range(2)]

@@ -66,7 +66,7 @@ def test_ranks_on_another_machine(files, tmp_path, forkserver):
                    for text in told)
         within((decode(client) - decoded()).abs().max(), 1e-5)
         assert client.models.park(whole.name, 2 ** 30) > 0
-        assert client.models.residence(whole.name) is None     # dropped: no memory is common to all
+        assert client.models.memory(whole.name) is None        # dropped: no memory is common to all
 
         weights = next((there / "transformer").glob("*.safetensors"))
         content = weights.read_bytes()

@@ -219,10 +219,10 @@ def test_the_doctor_knows_of_machines_that_joined_were_refused_and_left(listener
 
 def test_the_doctor_knows_of_no_machine_of_a_host_that_has_ended(monkeypatch, tmp_path):
     monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
-    tell_machines = logs.tell_machines
+    note_machines = logs.note_machines
     # the listener of other tests, which runs on, tells its own
-    monkeypatch.setattr(logs, "tell_machines", lambda lines: None)
-    tell_machines(["other joined"])
+    monkeypatch.setattr(logs, "note_machines", lambda lines: None)
+    note_machines(["other joined"])
     own, = (tmp_path / "logs").iterdir()
     assert logs.machines() == ["other joined"] and own.stat().st_mode & 0o077 == 0
     ended = subprocess.Popen(["true"])

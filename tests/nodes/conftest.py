@@ -53,6 +53,7 @@ class ComfyUI:
         # which take long to start: tests take turns with one, two and four workers
         self.groups, groups.MAX_SHARING = groups.GROUPS, 3
         self.shell = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.model.shell")
+        self.detection = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.model.detection")
         self.errors = importlib.import_module(f"{self.pack.__name__}.xdit_backend.protocol.errors")
         self._native, self._references = {}, {}
 

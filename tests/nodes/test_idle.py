@@ -82,7 +82,7 @@ def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, i
     groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups").GROUPS
     want = comfyui.sample(model, "sd3", steps=2)
     client = groups.client(("cpu", "cpu"))
-    parked = lambda: sum(client.models.residence(model.model.remote.spec.name).parked_bytes)  # noqa: E731
+    parked = lambda: sum(client.models.memory(model.model.remote.spec.name).parked_bytes)     # noqa: E731
 
     for residency, since_s in ((kept.Idle("keep", 1), -math.inf), (kept.Idle("park", 60), time.monotonic()),
                                (kept.Idle("release", 60), time.monotonic())):
@@ -92,9 +92,9 @@ def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, i
     client.group._used_s = -math.inf
     idle.apply_idle_setting(groups, kept.Idle("park", 1))
     assert client.running and parked() > 0 and client.workers.idle_s < math.inf
-    client.peek()                                              # a panel that looks gives no work
+    client.report_if_idle()                                    # a panel that looks gives no work
     client.group._used_s = -math.inf
-    client.peek()
+    client.report_if_idle()
     assert client.workers.idle_s == math.inf
     assert (torch.equal(comfyui.sample(model, "sd3", steps=2), want) and parked() == 0
             and client.workers.idle_s < math.inf)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.comfy_quants import save_comfy_quant
 from tests.lora_zoo import adapters, makers
 from tests.tiers import by_default
 from tests.tiny_checkpoints import VARIANTS, families, save_dequantised, save_gguf, save_scaled
@@ -131,20 +132,22 @@ STAGES, TENSOR = {"pipefusion": 2, "warmup_steps": 9}, {"tensor": 2}
 
 @pytest.mark.parametrize("format_, degrees",
                          [("scaled", {}), ("Q4_K", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-                             ("scaled", STAGES), ("Q4_K", STAGES), ("Q8_0", TENSOR))),
+                             ("scaled", STAGES), ("Q4_K", STAGES), ("Q8_0", TENSOR), ("nvfp4", TENSOR),
+                             ("mxfp8", STAGES))),
 pytest.param("nf4", TENSOR, marks=pytest.mark.quantisers)], ids=str)
 def test_quantised_weights_are_not_rounded_again(comfyui, loras, format_, degrees):
     """As on the dequantised weights: plain LoRAs, slices of fused matrices, and every other kind;
     without them, bit for bit as before."""
     folder, source = comfyui.base / "diffusion_models", comfyui.base / "diffusion_models" / comfyui.file("sd3")
-    name, plain = (f"lora-{format_}{'.safetensors' if format_ == 'scaled' else '.gguf'}",
+    name, plain = (f"lora-{format_}{'.gguf' if format_.startswith('Q') else '.safetensors'}",
                    f"lora-{format_}-plain.safetensors")
     if format_ in TYPES:                                       # when it is loaded
         save_dequantised(folder / plain, source, format_)
         name = source.name
     else:
         made = (save_scaled(folder / name, source, per_row=True) if format_ == "scaled"
-                else save_gguf(folder / name, source, format_))
+                else save_gguf(folder / name, source, format_) if format_.startswith("Q")
+                else save_comfy_quant(folder / name, source, format_)[0])
         save_file(made, folder / plain)
     native = comfyui.nodes.UNETLoader().load_unet(plain, "default")[0]
     config = comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)

@@ -1,14 +1,21 @@
 """A run that a device has no room for is refused before it starts, with what would fit:
 that does run, and one more does not."""
 
+import functools
 import importlib
 import re
+import types
 
 import pytest
 import torch
 
 from tests.nodes.test_pipefusion import EXACT
 from tests.tolerances import close, within
+from xdit_backend.__main__ import make_parser
+from xdit_backend.bench import fits, size
+from xdit_backend.checkpoints.net import job_of
+from xdit_backend.forecast.choice import Machine
+from xdit_backend.forecast.cost import Device, Links
 
 
 def limited(comfyui, monkeypatch, num_bytes, kind, **degrees):
@@ -133,30 +140,56 @@ def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host
 
 
 def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkeypatch):
-    """All weights are on the device for a small picture; for a larger one the workers load the model anew, and have some
-    come. Where not even that does, the run is refused."""
+    """All weights are on the device for a small picture; for a larger one the workers load the model anew, and have
+    some come. Where not even that does, the run is refused."""
     apart(comfyui, monkeypatch)
     wanted = [comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", steps=2,
                              latent=comfyui.latent("sd3", size=size)) for size in ((8, 8), (64, 64))]
     base = comfyui.ours("sd3", comfyui.config()).model
     weights, least = base.remote.memory.model_bytes, base.remote.memory._least_bytes
     taken = []
-    for size in ((8, 8), (64, 64)):
+    for rows_columns in ((8, 8), (64, 64)):
         base.remote._most_run_bytes = 0
-        base.memory_required([2, 16, *size])
+        base.memory_required([2, 16, *rows_columns])
         taken.append(base.remote._most_run_bytes)
     memory = (weights + least) / 2 + taken[1]
     assert least < weights and weights + taken[0] < memory < weights + taken[1]
     monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: memory / 0.95)
     model, how = comfyui.ours("sd3", comfyui.config()), []
-    for size, want in zip(((8, 8), (64, 64), (8, 8)), (*wanted, wanted[0])):
+    for rows_columns, want in zip(((8, 8), (64, 64), (8, 8)), (*wanted, wanted[0])):
         said.clear()
-        result = comfyui.sample(model, "sd3", steps=2, latent=comfyui.latent("sd3", size=size))
+        result = comfyui.sample(model, "sd3", steps=2, latent=comfyui.latent("sd3", size=rows_columns))
         assert torch.equal(result, want)
         how.append((model.model.remote.spec.weights_memory > 0, "come from host memory" in said[0]))
 
     assert how == [(False, False), (True, True), (True, True)]         # what suits a larger run stays
     client = comfyui.groups.client(("cpu",))
-    assert client.models.residence(model.model.remote.spec.name).weight_bytes[0] <= memory - taken[1]
+    assert client.models.memory(model.model.remote.spec.name).weight_bytes[0] <= memory - taken[1]
     with pytest.raises(comfyui.errors.ConfigError, match=r"This run \(one device\) needs about .* GB on cpu"):
         comfyui.sample(model, "sd3", steps=2, latent=comfyui.latent("sd3", batch=64, size=(64, 64)))
+@pytest.mark.parametrize("layout_name, num_bytes", [
+    ("one", 16e9), ("pipefusion2", 12e9), ("tensor2", 8e9), ("displaced2", 16e9)])
+def test_bench_size_answers_as_the_node(comfyui, layout_name, num_bytes):
+    """Of Flux.1 dev, word for word: the refusal of its run."""
+    room = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
+    options = make_parser().parse_args(["bench", "size", "flux.1-dev", "--branches", "1"])
+    subject, layout = size.subject_of(options), size.parse_layout(layout_name)
+    machine = Machine((Device(1e14, 1e14, 1e12, memory_bytes=num_bytes),) * 2, Links())
+    family, stages, config = subject.checkpoint.family, subject.stages(layout, machine), fits.config_of(layout)
+    count = 1 if layout_name == "one" else 2
+    spec = subject.spec(stages, layout.tensor_degree)
+    setup = types.SimpleNamespace(
+        net=subject.net, family=family, config=config, spec=spec, transformer_config=subject.checkpoint.config,
+        devices=tuple(f"cuda:{index}" for index in range(count)), device_bytes=[num_bytes] * count,
+        job=lambda shape, *others: job_of(family, subject.net, shape, *others))
+    conditioning = {name: torch.empty(shape, device="meta") for name, shape in subject.run.conditioning.items()}
+    check = room.MemoryCheck(setup, functools.partial(comfyui.shell._plan_of, subject.model, family, spec), None, dict)
+    with pytest.raises(comfyui.errors.ConfigError) as refused:
+        check.check_run(subject.run.shape, conditioning, 1, 1, layout)
+
+    def without_types(text):
+        return re.sub(r"; or weight_dtype .*\)\.$", ".", re.sub(r"[\d.]+ GB", digits, text))
+
+    def digits(match):                                         # what tensor ranks hold is known to a tenth of a percent
+        return f"{float(match[0].split()[0]):.2g} GB"
+    assert without_types(fits.answer(subject, layout, machine)) == without_types(str(refused.value))

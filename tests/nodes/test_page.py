@@ -45,7 +45,7 @@ def test_types_that_the_page_takes_over_are_known_to_both_loaders(comfyui):
     taken = json.loads(re.search(r'UNETLoader: \{ file: "unet_name", dtypes: (\[.*?\]) \}', script)[1])
 
     native, = comfyui.nodes.UNETLoader.INPUT_TYPES()["required"]["weight_dtype"][:1]
-    assert taken == [one for one in native if one in comfyui.shell.WEIGHT_DTYPES]
+    assert taken == [one for one in native if one in comfyui.detection.WEIGHT_DTYPES]
 
 
 def test_a_file_is_opened_once_by_the_page_and_the_loader_until_it_changes(comfyui, monkeypatch):

@@ -26,7 +26,7 @@ def user(comfyui, monkeypatch, tmp_path):
     monkeypatch.setattr(comfyui.groups, "_machines", {})
     monkeypatch.setattr(comfyui.groups, "_calibrations", None)
     yield tmp_path / "xdit"
-    comfyui.groups.client(TWO).workers.speeds = ()
+    comfyui.groups.client(TWO).workers.divide_by(())
     comfyui.groups._speeds.clear()
 
 

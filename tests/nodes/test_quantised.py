@@ -44,6 +44,7 @@ def files_of(comfyui):
 
 
 CASES = [("scaled", "one"), ("Q4_K", "one"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    ("int8", "tensor2"),                                       # by comfy-kitchen
     ("scaled", "stale-patches"), ("Q8_0", "tensor2"), ("IQ2_XS", "one"),
     ("Q4_K", "cfg2"), ("Q4_K", "ulysses2"), ("Q4_K", "stale-patches"))),
          *(pytest.param(*case, marks=pytest.mark.quantisers) for case in (("int8", "cfg2"), ("nf4", "stale-patches")))]

@@ -253,7 +253,7 @@ def test_impossible_degrees_are_refused_once_when_queued(server):
     reports = json.loads(answer.value.read())["node_errors"]
     errors = [(node, error["details"]) for node, report in reports.items() for error in report["errors"]]
     assert [node for node, _ in errors] == ["config"]
-    assert errors[0][1].startswith("The degrees (ring_degree=3) multiply to 3, and there are 2 devices.")
+    assert errors[0][1].endswith(": the degrees (ring_degree=3) multiply to 3, and there are 2 devices.")
 
 
 def test_everything_listens_on_loopback_only(server):

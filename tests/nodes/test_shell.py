@@ -244,6 +244,7 @@ def test_the_diffusion_model_of_an_all_in_one_checkpoint_equals_native_ksampler(
 
 @pytest.mark.parametrize("kind, weight_dtype, dtype", [
     ("sd3", "bf16", torch.bfloat16), ("sd3", "fp16", torch.float16), ("sd3", "fp8_e4m3fn", torch.float8_e4m3fn),
+    ("sd3", "fp8_e5m2", torch.float8_e5m2),
     ("ltx-2", "bf16", torch.bfloat16), ("anima", "fp8_e4m3fn", torch.float8_e4m3fn)])
 def test_weight_dtypes_equal_native_ksampler(comfyui, kind, weight_dtype, dtype):
     """On a CPU ComfyUI computes in float32 with weights of any type, cast where they are used.
@@ -257,10 +258,24 @@ def test_weight_dtypes_equal_native_ksampler(comfyui, kind, weight_dtype, dtype)
     close(result, reference, TOLERANCE)
 
 
+def test_every_word_of_comfyuis_loader_means_the_same(comfyui):
+    """Where no card multiplies in float8, fp8_e4m3fn_fast is fp8_e4m3fn."""
+    words = comfyui.nodes.UNETLoader.INPUT_TYPES()["required"]["weight_dtype"][0]
+    results = {}
+    for word in words:
+        native = comfyui.nodes.UNETLoader().load_unet(comfyui.file("sd3"), word)[0]
+        model = comfyui.ours("sd3", comfyui.config("cpu"), word)
+        assert model.model.remote.spec.fast == (word == "fp8_e4m3fn_fast")
+        results[word] = comfyui.sample(model, "sd3", steps=1)
+        close(results[word], comfyui.sample(native, "sd3", steps=1), TOLERANCE, word)
+
+    assert "fp8_e4m3fn_fast" in words and torch.equal(results["fp8_e4m3fn_fast"], results["fp8_e4m3fn"])
+
+
 @pytest.mark.parametrize("weight_dtype", ["default", "fp32", "bf16", "fp8_e4m3fn"])
 def test_a_float8_file_equals_native_ksampler(comfyui, weight_dtype):
     """Files in which every tensor is float8, as they are published, whatever the weights are then held in."""
-    dtype = comfyui.shell.WEIGHT_DTYPES[weight_dtype]
+    dtype = comfyui.detection.WEIGHT_DTYPES[weight_dtype]
     path = comfyui.base / "diffusion_models" / comfyui.file("sd35", dtype=torch.float8_e4m3fn)
     import comfy.sd
     native = comfy.sd.load_diffusion_model(str(path), model_options={} if dtype is None else {"dtype": dtype})
@@ -277,7 +292,7 @@ def test_float8_halves_the_workers_memory(comfyui):
     for weight_dtype in ("bf16", "fp8_e4m3fn"):
         model = comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype)
         comfyui.sample(model, "sd3", steps=1)
-        weights[weight_dtype] = sum(comfyui.groups.client(("cpu", "cpu")).models.residence(
+        weights[weight_dtype] = sum(comfyui.groups.client(("cpu", "cpu")).models.memory(
             model.model.remote.spec.name).weight_bytes)
         assert model.model_size() == weights[weight_dtype]
 

@@ -33,6 +33,9 @@ CASES = [(kind, shape) for kinds, shapes in (
     (("vae-mochi",), [(1, 3, 2, 3), (2, 1, 3, 1)]), (("vae-cogvideox",), [(1, 1, 4, 5), (2, 3, 5, 3), (1, 4, 1, 3)]),
     (("vae-cosmos",), [(1, 1, 4, 5), (2, 3, 3, 1), (1, 18, 1, 2)]))
     for kind in kinds for shape in shapes]
+# Three shapes of the VAEs that most people have; of the others' two, of which now one, now another is left out.
+CASES = [case for number, case in enumerate(CASES)
+         if case[0] in ("vae-sd", "vae-wan", "vae-ltx") or number % 3 or sum(case[0] == kind for kind, _ in CASES) < 3]
 
 
 @pytest.mark.parametrize("kind, shape, devices", [

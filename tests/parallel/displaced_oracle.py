@@ -26,7 +26,7 @@ class Calls:
         self.times, self.seen = ([*(kept[:-1] if same else kept[-1:]), new]
                                  for kept, new in ((self.times, time), (self.seen, seen)))
 
-    def foretold(self, name, time):
+    def extrapolated(self, name, time):
         last = self.seen[-1][name]
         if self.forecast == 0 or len(self.times) < 2 or time == self.times[-1]:
             return last
@@ -105,7 +105,7 @@ class StaleUNet:
         if rows is None:
             return x
         drifts = name.endswith(self.drifts)
-        seen = (self.calls.foretold(name, self.time) if drifts else self.calls.seen[-1][name]).clone()
+        seen = (self.calls.extrapolated(name, self.time) if drifts else self.calls.seen[-1][name]).clone()
         seen.narrow(dim, first, last - first).copy_(x.narrow(dim, first, last - first))
         return seen
 
@@ -186,7 +186,7 @@ class StaleTransformer:
                     own = torch.cat([self._own(stream, counts[stream], band)
                                      for stream in lengths[query.shape[2], key.shape[2]]])
                     now[name] = torch.where(own[:, None], both, now.get(name, both))
-                    both = torch.where(own[:, None], both, self.calls.foretold(name, time))
+                    both = torch.where(own[:, None], both, self.calls.extrapolated(name, time))
                 else:
                     now[name] = both
                 return plain_attention(query, *both, *args, **kwargs)

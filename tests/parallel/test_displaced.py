@@ -124,7 +124,7 @@ def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep
     """The ranks' rows of a prediction, put together. addresses: of the exchange's buckets are added."""
     stale = is_stale and mode.is_stale
     context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange)
-    with exchange.call(context.traffic, stale, mode.keeps or not stale, mode.norms, timestep.max().item()):
+    with exchange.call(context.traffic, stale, mode.publishes or not stale, mode.norms, timestep.max().item()):
         rows = loaded.hooks.run(context)[0]
     addresses.add(tuple(exchange.addresses))
     sizes = [end - start for start, end in zip(context.bands, context.bands[1:])]
@@ -354,7 +354,7 @@ FORECAST = 0.6
 FORETOLD = [(0, 0), (1, 0), (2, 1), (1, 0.5), (ALL, 0)]        # warm-up steps, and where in a step a second call is
 
 
-def foretold_on_ranks(rank, world_size, name, layout, shape, mutant):
+def extrapolated_on_ranks(rank, world_size, name, layout, shape, mutant):
     """The latents of all cases, that the ranks make one after the other on one model; bytes kept in the last but one;
     addresses of each."""
     torch.set_grad_enabled(False)
@@ -382,12 +382,12 @@ def of_latent(predict, x, timestep, is_stale):
     return predict(x, timestep, is_stale)[:, :x.shape[1]]
 
 
-def check_foretold(name, layout, mutant=None):
+def check_extrapolated(name, layout, mutant=None):
     """([(error against the oracle, against the oracle without a forecast, against the model) of each case],
     what is kept)"""
     num_shards = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
-    (results, kept, addresses), *others = run_ranks(foretold_on_ranks, num_shards, name, layout, TRANSFORMER, mutant,
-                                                    timeout_s=1800)
+    (results, kept, addresses), *others = run_ranks(extrapolated_on_ranks, num_shards, name, layout, TRANSFORMER,
+                                                    mutant, timeout_s=1800)
     assert all(torch.equal(a, b) for other in others for a, b in zip(results, other[0])) and set(addresses) == {1}
     one, errors = example(name, **TRANSFORMER), []
 
@@ -415,7 +415,7 @@ def check_foretold(name, layout, mutant=None):
 def test_foretold_keys_and_values_equal_the_oracle(name, layout):
     """After one call, after two, with calls at one time and between steps.
     There is no slope, or nothing stale, where all is as without."""
-    errors, kept = check_foretold(name, layout)
+    errors, kept = check_extrapolated(name, layout)
 
     within(max(of_oracle for of_oracle, _, _ in errors), EXACT)
     within(errors[-1][2], EXACT)
@@ -426,7 +426,7 @@ def test_foretold_keys_and_values_equal_the_oracle(name, layout):
 @pytest.mark.parametrize("mutant",
                          ["forecast_in_calls_not_in_time", "forecast_of_a_forecast", "sides_that_never_change"])
 def test_a_wrong_forecast_is_noticed(mutant):
-    errors, _ = check_foretold("SD3", Layout(displaced_degree=2), mutant)
+    errors, _ = check_extrapolated("SD3", Layout(displaced_degree=2), mutant)
 
     assert max(of_oracle for of_oracle, _, _ in errors) > 1e-6
 
@@ -480,12 +480,12 @@ def forecast_in_calls_not_in_time():
 
 
 def forecast_of_a_forecast():
-    """What was foretold stays, and is taken for what was told."""
+    """What was extrapolated stays, and is taken for what was told."""
     def share(self, key, fresh, shapes, drifts=False, right=Exchange.share):
         known = right(self, key, fresh, shapes, drifts)
         if drifts and self.is_stale and self._weight != 1.0:
-            for last, foretold in zip(self._slots[key].sides[self._last], known):
-                last.copy_(foretold)
+            for last, extrapolated in zip(self._slots[key].sides[self._last], known):
+                last.copy_(extrapolated)
         return known
     Exchange.share = share
 

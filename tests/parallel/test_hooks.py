@@ -142,7 +142,7 @@ def streams_read_their_own_shard():
     attention = usp.usp_attention
     module.usp_attention = lambda q, k, v, given, mesh, traffic: (
         attention(q, k, v, given, mesh, traffic) if given.key_sizes is None
-        else given.plain(q, k, v, scale=given.scale))
+        else torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=given.scale))
 
 
 def own_keys_only():
@@ -184,8 +184,8 @@ def references_of_the_first_shard():
 
 
 def keys_of_another_group():
-    import xdit_backend.hooks.transformer as module
-    module._one_key_per_group = lambda module, query, key: key[
+    import xdit_backend.hooks.attention as module
+    module.one_key_per_group = lambda module, query, key: key[
         :, :module.to_k.out_features * key.shape[1] // module.to_q.out_features]
 
 

@@ -145,7 +145,7 @@ def dropped(rank, world_size):
     engine._predictions._key_values.update(kept)
     buffers = [weakref.ref(buffer) for key_values in kept.values() for buffer in key_values.offload._buffers[:2]]
     before = device.num_in_flight, len(device.pinned)
-    engine.carry_out(messages.DropConditioning(1, list(kept)))
+    engine.execute(messages.DropConditioning(1, list(kept)))
     after = device.num_in_flight, len(device.pinned)
     device.asked, device.num_made = [], 0
     return before, after, sum(buffer() is not None for buffer in buffers)

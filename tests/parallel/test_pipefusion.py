@@ -17,6 +17,7 @@ from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import build_mesh
 from xdit_backend.forecast.planner import choose_num_patches
 from xdit_backend.hooks import regions
+from xdit_backend.hooks.attention import AttentionFunctions
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.models import FAMILIES
 from xdit_backend.parallel.key_values import KeyValueEntry, KeyValues, Offload
@@ -153,9 +154,10 @@ def settings_of(name, num_stages):
 
 @pytest.mark.parametrize("name, num_stages", [
     *((name, 3) for name in having("pipefusion")),
-    *(pytest.param(name, stages, marks=pytest.mark.slow) for name in KINDS for stages in (1, 2, 4))])
+    *(pytest.param(name, 4, marks=pytest.mark.slow) for name in KINDS)])
 def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(on_shared_ranks, name, num_stages):
-    """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps."""
+    """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps. One and two
+    stages are among the hybrids below."""
     by_rank = on_shared_ranks(samples, lambda name, num_stages: num_stages,
                               lambda name, num_stages: (name, Layout(pipefusion_degree=num_stages),
                                                         settings_of(name, num_stages)))
@@ -411,12 +413,12 @@ def skips_are_lost():
 
 def a_stand_in_is_attended_to():
     """In the place of the token at the other end."""
-    without = Hooks._without_placeholders
+    without = AttentionFunctions.without_placeholders
 
-    def without_another(self, now, place, streams, tensor_BNTH):
-        left, pad = without(self, now, place, streams, tensor_BNTH)
+    def without_another(self, tensor_BNTH, streams, context):
+        left, pad = without(self, tensor_BNTH, streams, context)
         return (left, None) if pad is None else (tensor_BNTH.narrow(2, 1 - pad[2], left.shape[2]), pad)
-    Hooks._without_placeholders = without_another
+    AttentionFunctions.without_placeholders = without_another
 
 
 def forecast_in_steps_not_in_time():

@@ -136,7 +136,7 @@ def test_a_stranger_who_says_nothing_does_not_keep_others_out(channel_listener, 
 
 def test_who_takes_no_messages_counts_as_gone(tmp_path):
     """A worker that was stopped: what it does not read fills the connection."""
-    channel_listener = ChannelListener(tmp_path, patience_s=0.3)
+    channel_listener = ChannelListener(tmp_path, timeout_s=0.3)
     host, _worker = accept_while(channel_listener, lambda: connect(tmp_path))
 
     with pytest.raises(ChannelClosedError, match="takes nothing"):

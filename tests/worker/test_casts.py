@@ -42,7 +42,7 @@ def casts_of_commands(rank, world_size, commands, unused_bytes):
     torch.set_grad_enabled(False)
     for command in commands:
         with Casts() as casts:
-            numbers = engine.carry_out(command)
+            numbers = engine.execute(command)
         counted.append((casts.count, casts.num_bytes, numbers))
     for link in engine.links:
         link.drain()

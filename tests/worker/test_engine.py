@@ -35,7 +35,7 @@ NUM_PATCHES, NUM_STEPS = 3, 2
 TIMES = (900.0, 700.0, 500.0)
 
 
-def carry_out(rank, world_size, commands):
+def execute(rank, world_size, commands):
     """Carry out commands on this rank as the worker's loop does; returns its measurements."""
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     torch.set_grad_enabled(False)
@@ -44,7 +44,7 @@ def carry_out(rank, world_size, commands):
             for upcoming in commands[index:index + 3]:
                 if not engine.prefetch(upcoming):
                     break
-            numbers = engine.carry_out(command)
+            numbers = engine.execute(command)
     for link in engine.links:
         link.drain()
         assert link.num_posted == link.num_received
@@ -83,7 +83,7 @@ def time_of(step):
 
 
 def with_no_room_for_one(rank, world_size, commands):
-    """As carry_out, where there is no room for the second message of a prediction when its receive is posted ahead."""
+    """As execute, where there is no room for the second message of a prediction when its receive is posted ahead."""
     post, prefetch, asked = Link.post_receive, Engine.prefetch, []
 
     def failing(link, *arguments):
@@ -94,7 +94,7 @@ def with_no_room_for_one(rank, world_size, commands):
     Link.post_receive = failing
     Engine.prefetch = lambda engine, command: _prefetch(SimpleNamespace(prefetch=functools.partial(prefetch, engine)),
                                                         command)
-    return carry_out(rank, world_size, commands) | {"asked": len(asked)}
+    return execute(rank, world_size, commands) | {"asked": len(asked)}
 
 
 @functools.cache
@@ -111,11 +111,11 @@ def oracle(num_patches, tensor_degree):
         return wanted
 
 
-def play(store, folder, layout, stages, speeds=(), carry_out=carry_out):
+def play(store, folder, layout, stages, speeds=(), execute=execute):
     """A warm-up step and two stale steps of two branches with three images, on all ranks:
     [(predictions, oracle's)], measurements."""
     commands, made, wanted = asked(store, folder, layout, stages, speeds)
-    numbers = run_ranks(carry_out, world_size_of(layout), commands)
+    numbers = run_ranks(execute, world_size_of(layout), commands)
     return outcome(made, wanted), numbers
 
 
@@ -219,7 +219,7 @@ def test_every_mixture_of_eight_ranks_equals_the_oracle(store, folder):
     """One after the other on the same ranks."""
     plays = {name_of(layout): asked(store, folder, layout, stages_of(layout))
              for layout in mixtures(8) if layout not in QUICK}
-    ended = run_cases(carry_out, 8, [(commands,) for commands, _, _ in plays.values()])
+    ended = run_cases(execute, 8, [(commands,) for commands, _, _ in plays.values()])
 
     for (name, (_, made, wanted)), numbers in zip(plays.items(), ended, strict=True):
         if isinstance(numbers, Exception):
@@ -238,7 +238,7 @@ def test_every_stage_receives_each_part_once_and_the_last_sends_nothing(store, f
 def test_a_receive_that_found_no_room_ahead_is_posted_again_alone(store, folder):
     """One that was posted for a message before it takes that message:
     with another beside it, all later ones would be a message behind."""
-    results, numbers = play(store, folder, Layout(pipefusion_degree=2), Stages(2, 1), carry_out=with_no_room_for_one)
+    results, numbers = play(store, folder, Layout(pipefusion_degree=2), Stages(2, 1), execute=with_no_room_for_one)
 
     within(max((got - want).abs().max() for got, want in results), 1e-12)
     assert numbers[1]["asked"] == numbers[1]["received"] + 1 == numbers[0]["sent"] + 1
@@ -248,9 +248,9 @@ def load_and_drop(rank, world_size, spec):
     """How many of a model's weights are still there once it has been dropped, and how many there were."""
     gc.disable()
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
-    engine.carry_out(messages.LoadModel(1, spec))
+    engine.execute(messages.LoadModel(1, spec))
     weights = [weakref.ref(weight) for weight in engine._models[spec.name].transformer.model.parameters()]
-    engine.carry_out(messages.DropModel(2, spec.name))
+    engine.execute(messages.DropModel(2, spec.name))
     return sum(weight() is not None for weight in weights), len(weights)
 
 
@@ -268,7 +268,7 @@ def load_in_stages(rank, world_size, spec, kinds, flops_s):
     replaced = {"kind_of": lambda device: kinds[rank], "matrix_flops_s": lambda device, dtype: flops_s[rank]}
     with mock.patch.multiple("xdit_backend.worker.models", **replaced):
         engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
-        engine.carry_out(messages.LoadModel(1, spec))
+        engine.execute(messages.LoadModel(1, spec))
     return len(engine._models[spec.name].blocks)
 
 
@@ -295,12 +295,12 @@ class AskedOf(set):
 
 def give_up_loading(rank, world_size, spec):
     """Rank 0 gives a load up, rank 1 finishes it; then both drop the model and load it again."""
-    abandoned = AskedOf({1} if rank == 0 else ())
-    engine = Engine(rank, torch.device("cpu"), lambda *phase: None, abandoned)
-    numbers = engine.carry_out(messages.LoadModel(1, spec))
-    asked, is_there = abandoned.num_asked, spec.name in engine._models
-    engine.carry_out(messages.DropModel(2, spec.name))
-    return asked, is_there, numbers, engine.carry_out(messages.LoadModel(3, spec))
+    aborted = AskedOf({1} if rank == 0 else ())
+    engine = Engine(rank, torch.device("cpu"), lambda *phase: None, aborted)
+    numbers = engine.execute(messages.LoadModel(1, spec))
+    asked, is_there = aborted.num_asked, spec.name in engine._models
+    engine.execute(messages.DropModel(2, spec.name))
+    return asked, is_there, numbers, engine.execute(messages.LoadModel(3, spec))
 
 
 def test_a_load_that_is_given_up_ends_with_the_tensor_at_hand(folder):
@@ -315,13 +315,13 @@ def test_a_load_that_is_given_up_ends_with_the_tensor_at_hand(folder):
 
 def give_up_decoding(rank, world_size, weights, latent, pictures):
     """One rank is told that nobody waits for a decode; then all decode again."""
-    abandoned, said = AskedOf({2} if rank == min(1, world_size - 1) else ()), []
-    engine = Engine(rank, torch.device("cpu"), lambda *phase: said.append(phase), abandoned)
-    engine.carry_out(messages.LoadAutoencoder(1, specs.AutoencoderSpec("vae", "float64", weights)))
-    given_up = engine.carry_out(messages.Decode(2, "vae", latent, pictures[0]))
+    aborted, said = AskedOf({2} if rank == min(1, world_size - 1) else ()), []
+    engine = Engine(rank, torch.device("cpu"), lambda *phase: said.append(phase), aborted)
+    engine.execute(messages.LoadAutoencoder(1, specs.AutoencoderSpec("vae", "float64", weights)))
+    given_up = engine.execute(messages.Decode(2, "vae", latent, pictures[0]))
     # who has no rows says nothing
-    asked, (_, done, total) = abandoned.num_asked, said[-1] if said else ("", 0, 1)
-    return asked, done < total / 2, given_up, engine.carry_out(messages.Decode(3, "vae", latent, pictures[1]))[
+    asked, (_, done, total) = aborted.num_asked, said[-1] if said else ("", 0, 1)
+    return asked, done < total / 2, given_up, engine.execute(messages.Decode(3, "vae", latent, pictures[1]))[
         "busy_s"] > 0
 
 
@@ -381,7 +381,7 @@ def exchanges_begun(rank, world_size, commands):
     engine, begun = Engine(rank, torch.device("cpu"), lambda *phase: None), []
     for command in commands:
         try:
-            engine.carry_out(command)
+            engine.execute(command)
             begun.append((False, engine.traffic.num_exchanges))
         except Exception:
             begun.append((True, engine.traffic.num_exchanges))

@@ -67,7 +67,7 @@ def test_runs_of_a_queue_count_alike_and_memory_is_given_back_after_a_while(monk
     for _ in range(3):
         memory.begin_run()
         # in a run nothing is given back, however long the host computes
-        assert memory.patience_s is None
+        assert memory.idle_timeout_s is None
         last = take(200 * MB)
         memory.end_run(2 ** 40)
         took.append(memory.report()["activation_bytes"])
@@ -78,7 +78,7 @@ def test_runs_of_a_queue_count_alike_and_memory_is_given_back_after_a_while(monk
     threading.Timer(1.0, commands.put, ["a command"]).start()
 
     assert _next(commands, memory) == "a command"
-    assert given_back == [1] and memory.patience_s is None     # once, and then it waits for commands alone
+    assert given_back == [1] and memory.idle_timeout_s is None  # once, and then it waits for commands alone
     assert memory.report()["reserved_bytes"] <= before
     assert memory.report()["activation_bytes"] > 150 * MB      # it is still told what the last run took
     memory.begin_run()
@@ -91,11 +91,11 @@ def test_a_command_in_time_finds_the_memory(monkeypatch):
     memory, commands = Memory(torch.device("cpu")), queue.SimpleQueue()
     memory.begin_run()
     memory.end_run(2 ** 40)
-    first = memory.patience_s
+    first = memory.idle_timeout_s
     commands.put("ReportMemory")
 
     assert _next(commands, memory) == "ReportMemory"
-    assert 0 < memory.patience_s <= first <= memory_module.IDLE_S
+    assert 0 < memory.idle_timeout_s <= first <= memory_module.IDLE_S
 
 
 @SAYS
@@ -111,7 +111,7 @@ def test_where_memory_is_short_a_run_s_is_given_back_at_once(unused_bytes, is_ke
 
     memory.end_run(unused_bytes)
 
-    assert (memory.patience_s is not None) == is_kept
+    assert (memory.idle_timeout_s is not None) == is_kept
 
 
 @pytest.mark.parametrize("unused_bytes, num_emptied", [(4.1 * 200 * MB, 0), (3.9 * 200 * MB, 2)])
@@ -132,8 +132,8 @@ def test_on_a_gpu_a_run_s_memory_is_kept_for_the_next_one_where_much_is_unused(u
         memory.begin_run()
         memory.end_run(unused_bytes)
 
-    assert len(emptied) == num_emptied and (memory.patience_s is None) == bool(num_emptied)
-    assert memory.give_back() == {"given_bytes": 0 if num_emptied else 200 * MB} and memory.patience_s is None
+    assert len(emptied) == num_emptied and (memory.idle_timeout_s is None) == bool(num_emptied)
+    assert memory.give_back() == {"given_bytes": 0 if num_emptied else 200 * MB} and memory.idle_timeout_s is None
 
 
 @SAYS

@@ -144,13 +144,13 @@ def test_a_failure_while_they_come_back_leaves_the_rest_parked(store):
 
 # --- on real ranks ---
 
-def carry_out_in_step(rank, world_size, commands):
+def execute_in_step(rank, world_size, commands):
     """Carry out commands on this rank, each when all have done the one before, as a host that waits would have it."""
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     torch.set_grad_enabled(False)
     numbers = []
     for command in commands:
-        numbers.append(engine.carry_out(command))
+        numbers.append(engine.execute(command))
         dist.barrier()
     return numbers
 
@@ -179,7 +179,7 @@ def test_predictions_are_the_same_after_weights_were_parked(store, tmp_path, sta
         return messages.ParkModel(1, spec.name, list(targets), [segment(store, 2 ** 22) for _ in range(parts)])
 
     restore, report = messages.RestoreModel(1, spec.name), messages.ReportMemory(1)
-    numbers = run_ranks(carry_out_in_step, 2, [
+    numbers = run_ranks(execute_in_step, 2, [
         messages.LoadModel(1, spec), messages.Conditioning(1, "branch", context), predict(predictions[0]), report,
         park(0, 10_000), report, restore, predict(predictions[1]),
         park(2 ** 40, 2 ** 40), report, restore, predict(predictions[2]), report])

@@ -85,9 +85,9 @@ def print_size(model, spec, size, together, apart, options):
     measured = measure(ways, options)
     kept = together.report_memory()[0]["exchange_bytes"]
     together.end_run("bench")
-    told = exchanged_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
+    sent = exchanged_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
     # of every way's buckets
-    in_all = told * options.workers * sum(2 if forecast else 1 for forecast in options.forecast)
+    in_all = sent * options.workers * sum(2 if forecast else 1 for forecast in options.forecast)
     median = {way: statistics.median(each.seconds) for way, each in measured.items()}
     ratio = {way: (options.workers if way == "apart" else 1) * median["one"] / median[way] for way in ways}
     for way, each in measured.items():
@@ -95,7 +95,7 @@ def print_size(model, spec, size, together, apart, options):
                f"{max(each.seconds):>7.3f} {ratio[way]:>5.2f}x {ratio[way] / ratio['apart']:>8.1%} "
                f"{statistics.median(each.processor_s):>16.3f}")
         if way not in ("one", "apart"):
-            row += f" {int(each.sent_bytes):>16} {told * (options.workers - 1):>12} {int(kept):>16} {in_all:>12}"
+            row += f" {int(each.sent_bytes):>16} {sent * (options.workers - 1):>12} {int(kept):>16} {in_all:>12}"
         print(row, flush=True)
 
 

@@ -82,7 +82,7 @@ def seen_by_attentions(file, prompts, options):
     return list(seen.values())
 
 
-def foretold(past, time, strength, order=1, slope_dtype=torch.float32):
+def extrapolated(past, time, strength, order=1, slope_dtype=torch.float32):
     """What (time, keys and values) of the calls before lead to at `time`.
     The slope is rounded to a type, scaled by its largest number."""
     (older, then), (old, now) = past[-2:]
@@ -100,9 +100,9 @@ def foretold(past, time, strength, order=1, slope_dtype=torch.float32):
 
 def errors_of(calls, *forecast):
     """Relative errors of keys and values of an attention's calls from the third on, by the ones before.
-    forecast: foretold's arguments."""
+    forecast: extrapolated's arguments."""
     calls = [(time, both.float()) for time, both in calls]
-    return [relative(foretold(calls[max(0, step - 3):step], calls[step][0], *forecast), calls[step][1])
+    return [relative(extrapolated(calls[max(0, step - 3):step], calls[step][0], *forecast), calls[step][1])
             for step in range(2, len(calls))]
 
 

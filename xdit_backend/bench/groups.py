@@ -6,6 +6,7 @@ import psutil
 
 from ..config import resolve_devices
 from ..host.client import Client
+from ..host.forkserver import Forkserver
 from ..host.preflight import num_cuda_devices
 
 
@@ -15,8 +16,10 @@ def count_cuda(device):
 
 
 def start_clients(sizes, num_cuda):
-    """{number of devices: Client}; ranks share a CUDA device, over gloo, where there are too few."""
-    return {size: Client(devices_of(size, num_cuda)) for size in sizes}
+    """{number of devices: Client}; ranks share a CUDA device, over gloo, where there are too few. Their libraries are
+    imported once; the forkserver ends with this process."""
+    forkserver = Forkserver()
+    return {size: Client(devices_of(size, num_cuda), forkserver=forkserver) for size in sizes}
 
 
 def devices_of(size, num_cuda):

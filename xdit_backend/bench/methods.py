@@ -134,7 +134,7 @@ class TimedLayout:
     @property
     def held_bytes(self):
         """Of weights, by rank 0."""
-        return self.client.models.residence(self.spec.name).weight_bytes[0]
+        return self.client.models.memory(self.spec.name).weight_bytes[0]
 
 
 def measure(setting, folder, layouts, clients, num_cuda, options):

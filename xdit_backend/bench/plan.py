@@ -17,7 +17,7 @@ import torch
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.net import job_of, net_of
 from ..checkpoints.quantise import TYPES
-from ..checkpoints.shares import is_splittable
+from ..checkpoints.shares import possible_splits
 from ..config import ParallelConfig, resolve_devices
 from ..forecast.choice import candidates, extra_candidates, forecasts
 from ..forecast.files import read_machine
@@ -28,7 +28,8 @@ from ..host.client import Client
 from ..host.preflight import num_cuda_devices
 from ..protocol.errors import ConfigError
 
-WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn"}
+WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn",
+                "fp8_e4m3fn_fast": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 MAX_PIXELS, MAX_STEPS = 2 ** 17, 10000
 
@@ -65,7 +66,7 @@ def main(options):
     quantisation = options.weight_dtype if options.weight_dtype in TYPES else ""
     model = header.meta_model(quantisation)
     config = header.config
-    storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or _most_common(header)
+    storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or most_common(header)
     compute = "bfloat16" if storage.startswith("float8") else storage
     net = net_of(family, config, header.spec(storage, compute, quantisation=quantisation), model)
     job = job_of(family, net, _latent_shape(family, config, *job_shape, options),
@@ -73,7 +74,7 @@ def main(options):
     machine = read_machine(options.machine) if options.machine else measured(options, compute)
     settings = ParallelConfig(approximate="not allowed" if options.exact else "allowed")
     what = f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else "")
-    print_plan(net, job, machine, what, settings, functools.partial(is_splittable, model, family.plan),
+    print_plan(net, job, machine, what, settings, functools.partial(possible_splits, model, family.plan),
                usual_branches(config))
 
 
@@ -120,12 +121,12 @@ def measured(options, dtype):
                else measurements.stored_machine(options.measurements, devices, dtype))
     if machine is not None:
         return machine
-    client = Client(devices)
 
-    def tell(phase):
+    def show(phase):
         words = f"{phase.text} {phase.done} of {phase.total}" if phase.total else phase.text
         print("\r" + words.ljust(70), end="", file=sys.stderr)
-    client.workers.on_phase = tell
+
+    client = Client(devices, on_phase=show)
     try:
         machine = measurements.measure(client, dtype)
     finally:
@@ -138,10 +139,7 @@ def measured(options, dtype):
 
 def _checked(options):
     """(columns, rows) of the picture. Raises ConfigError for what cannot be meant."""
-    found = re.fullmatch(r"(\d+)x(\d+)", options.size.strip().lower())
-    if not found or not all(8 <= int(side) <= MAX_PIXELS for side in found.groups()):
-        raise ConfigError(f"--size {options.size}: give width and height in pixels, such as 1024x1024, from 8 to "
-                          f"{MAX_PIXELS}.")
+    size = picture_size(options.size)
     for name, most in (("frames", 10000), ("steps", MAX_STEPS), ("branches", 2), ("batch", 4096), ("text", 10 ** 6)):
         value = getattr(options, name)
         if not 1 <= value <= most:
@@ -149,10 +147,20 @@ def _checked(options):
     if not options.model.exists():
         raise ConfigError(f"{options.model}: there is no such file or folder. Give a safetensors file, or a diffusers "
                           f"folder.")
+    return size
+
+
+def picture_size(text):
+    """(columns, rows) that --size says. Raises ConfigError for what cannot be meant."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text.strip().lower())
+    if not found or not all(8 <= int(side) <= MAX_PIXELS for side in found.groups()):
+        raise ConfigError(f"--size {text}: give width and height in pixels, such as 1024x1024, from 8 to "
+                          f"{MAX_PIXELS}.")
     return tuple(map(int, found.groups()))
 
 
-def _most_common(header):
+def most_common(header):
+    """The type that most of its weights have, by torch's name."""
     counts = collections.Counter(IN_FILES[dtype] for dtype in header.dtypes.values() if dtype in IN_FILES)
     if not counts:
         raise ConfigError(f"{header.path}: its weights are {', '.join(sorted(set(header.dtypes.values())))}. Say how "

@@ -172,7 +172,7 @@ def noise_of(numbers):
 
 
 def conditioning_of(family, prompts):
-    """What a model of the family is told of the prompts, and then as often of none, for classifier-free guidance."""
+    """A family's conditioning of the prompts, then as often of none, for classifier-free guidance."""
     context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
     return {"context": as_unets_context(context)} if family.is_unet else {"context": context, "y": pooled}
 

@@ -132,8 +132,8 @@ def _whole_steps(client, model, call, sampling, method):
         forward = ForwardPass(keep=displaced or method.patches is not None, by_image=method.by_image,
                               forecast=method.forecast, stale=displaced and step >= num_synchronous,
                               displaced_mode=method.displaced_mode)
-        ticket = client.submit(model.spec, layout, model.num_channels, [asked], forward)
-        x, before = sampling.stepped(x, step, client.wait([ticket])[1][0], before, sampling.noise(x, step))
+        handle = client.submit(model.spec, layout, model.num_channels, [asked], forward)
+        x, before = sampling.stepped(x, step, client.wait([handle])[1][0], before, sampling.noise(x, step))
     return x, before
 
 
@@ -142,7 +142,7 @@ def _patched_steps(client, model, call, sampling, method, before):
     patches, x, num_steps = method.patches, call.latent, sampling.num_steps
     dim = patches[0][0].dim
     pieces = [x.narrow(dim, patch.start, rows) for patch, rows in patches]
-    befores = [before and (before[0].narrow(dim, patch.start, rows), *before[1:]) for patch, rows in patches]
+    histories = [before and (before[0].narrow(dim, patch.start, rows), *before[1:]) for patch, rows in patches]
     steps, in_flight = [method.num_whole(num_steps)] * len(patches), {}
 
     def submit(index):
@@ -154,12 +154,12 @@ def _patched_steps(client, model, call, sampling, method, before):
     for index in range(len(patches)):
         submit(index)
     while in_flight:
-        ticket, predictions = client.wait(list(in_flight))
-        index = in_flight.pop(ticket)
+        handle, predictions = client.wait(list(in_flight))
+        index = in_flight.pop(handle)
         patch, rows = patches[index]
         noise = sampling.noise(x, steps[index])
-        pieces[index], befores[index] = sampling.stepped(
-            pieces[index], steps[index], predictions[0], befores[index],
+        pieces[index], histories[index] = sampling.stepped(
+            pieces[index], steps[index], predictions[0], histories[index],
             noise if noise is None else noise.narrow(dim, patch.start, rows))
         steps[index] += 1
         submit(index)

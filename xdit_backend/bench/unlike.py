@@ -95,8 +95,8 @@ def measure(one, two, speeds, setting, folder, options):
     def predict(client, layout, call):
         client.predict(spec, layout, 16, [call])
 
-    def in_stages(client, told):
-        run(client, header.spec("float32", "float32", Stages(2, speeds=told)), call, options.steps,
+    def in_stages(client, given):
+        run(client, header.spec("float32", "float32", Stages(2, speeds=given)), call, options.steps,
             Method(Layout(pipefusion_degree=2), 1, patches))
         client.end_run()
 
@@ -105,20 +105,20 @@ def measure(one, two, speeds, setting, folder, options):
         client.autoencoders.decode(vae, latent, (1, options.pixels, options.pixels, 3))
 
     jobs = {
-        "Ulysses 2": (lambda: predict(one, Layout(), call), lambda told: predict(two, Layout(ulysses_degree=2), call)),
-        "Ring 2": (lambda: predict(one, Layout(), call), lambda told: predict(two, Layout(ring_degree=2), call)),
+        "Ulysses 2": (lambda: predict(one, Layout(), call), lambda _: predict(two, Layout(ulysses_degree=2), call)),
+        "Ring 2": (lambda: predict(one, Layout(), call), lambda _: predict(two, Layout(ring_degree=2), call)),
         f"data 2, {IMAGES} images": (lambda: predict(one, Layout(), batch),
-                                     lambda told: predict(two, Layout(data_degree=2), batch)),
+                                     lambda _: predict(two, Layout(data_degree=2), batch)),
         f"PipeFusion 2, {PATCHES} patches": (lambda: run(one, spec, call, options.steps, Method(Layout())),
-                                             lambda told: in_stages(two, told)),
-        f"decode {options.pixels} px": (lambda: decode(one), lambda told: decode(two))}
+                                             lambda given: in_stages(two, given)),
+        f"decode {options.pixels} px": (lambda: decode(one), lambda _: decode(two))}
     seconds: dict[str, dict[str, list]] = {name: {"alone": [], "equal": [], "by speed": []} for name in jobs}
     for round_ in range(options.rounds + 1):                   # the first one loads and warms up
         for name, (alone, together) in jobs.items():
-            for way, told in (("alone", ()), ("equal", ()), ("by speed", speeds)):
-                two.workers.speeds = told
+            for way, given in (("alone", ()), ("equal", ()), ("by speed", speeds)):
+                two.workers.divide_by(given)
                 started_s = time.perf_counter()
-                alone() if way == "alone" else together(told)
+                alone() if way == "alone" else together(given)
                 seconds[name][way].append(time.perf_counter() - started_s)
         print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
     return {name: {way: statistics.median(times[1:]) for way, times in ways.items()} for name, ways in seconds.items()}

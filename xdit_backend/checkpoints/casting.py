@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .packed import unpacked
+from . import kitchen
+from .layers import Layer
+from .packed import SCALED, unpacked
 
 
 class Casts:
@@ -53,10 +55,11 @@ class Casts:
         return cast
 
 
-def cast_at_use(model, dtype, casts):
+def cast_at_use(model, dtype, casts, fast=False):
     """Let every module compute in `dtype` with parameters that are held in other types, and go on holding them so.
 
-    casts: the model's Casts. What the hooks evaluate once a step is cast once.
+    casts: the model's Casts. What the hooks evaluate once a step is cast once. fast: multiply an nn.Linear that is held
+    in float8_e4m3fn as it is, with inputs that are rounded to that, where the device can.
     """
     for module in model.modules():
         names = [name for name, parameter in module.named_parameters(recurse=False)
@@ -64,14 +67,23 @@ def cast_at_use(model, dtype, casts):
         if names:
             module.forward = (_linear(module, casts) if type(module) is nn.Linear
                               else _casting(module, names, dtype, casts))
+        if fast and type(module) is nn.Linear and module.weight.dtype == torch.float8_e4m3fn and names:
+            module.forward = _in_own_type(module, Layer("float8_e4m3fn", tuple(module.weight.shape), {}, 0), casts,
+                                          module.forward)
 
 
 def unpack_at_use(model, packed, casts):
-    """Let the nn.Linear whose weights are packed (packed.packed_weights) unpack them where they are used."""
+    """Let the nn.Linear whose weights are packed (packed.packed_weights) unpack them where they are used, or multiply
+    them as they are."""
     for name, how in packed.items():
         module = model.get_submodule(name.removesuffix(".weight"))
-        if not module.weight.is_meta:
-            module.forward = _linear(module, casts, functools.partial(_unpacked, module, how.type))
+        if module.weight.is_meta:
+            continue
+        module.forward = _linear(module, casts, functools.partial(_unpacked, module, how))
+        if how.layer is not None:
+            for buffer, tensor in kitchen.in_tiles(how.layer, _beside(module, how.layer)).items():
+                setattr(module, buffer, tensor)
+            module.forward = _in_own_type(module, how.layer, casts, module.forward)
 
 
 def add_at_use(linear, up=None, down=None):
@@ -81,13 +93,44 @@ def add_at_use(linear, up=None, down=None):
     linear.register_buffer("weight_down", down, persistent=False)
 
 
-def _unpacked(module, type_, weight, dtype):
+def _in_own_type(module, layer, casts, forward):
+    """The forward of a layer of ComfyUI's quantised files: multiplied in its own type where the device does so, else
+    unpacked by `forward`."""
+    multiplies = kitchen.multiplies(layer, module.weight.device)
+    if multiplies:
+        kitchen.choose_backends()
+
+    @functools.wraps(forward)
+    def linear(tensor):
+        smoothing = getattr(module, "pre_quant_scale", None)
+        if smoothing is not None:
+            tensor = tensor * smoothing.to(tensor.dtype)
+        # changed, in plain numbers; or no tokens
+        if not multiplies or module.weight.dtype.itemsize > 1 or tensor.numel() == 0:
+            return forward(tensor)
+        bias = None if module.bias is None else casts.of(module.bias, tensor.dtype)
+        result = kitchen.product(layer, module.weight, _beside(module, layer), tensor, bias)
+        up = getattr(module, "weight_up", None)
+        if up is None:
+            return result
+        return result + F.linear(F.linear(tensor, module.weight_down.to(tensor.dtype)), up.to(tensor.dtype))
+    return linear
+
+
+def _beside(module, layer):
+    return {name: getattr(module, name) for name in layer.beside}
+
+
+def _unpacked(module, how, weight, dtype):
     if weight.dtype.itemsize > 1:                              # a changed weight, in plain numbers
         return weight.to(dtype)
-    scale, up = (getattr(module, name, None) for name in ("weight_scale", "weight_up"))
-    if up is None:
-        return unpacked(weight, type_, scale, dtype)
-    return torch.addmm(unpacked(weight, type_, scale, torch.float32), up, module.weight_down).to(dtype)
+
+    def numbers(dtype):
+        if how.layer is not None and how.type not in SCALED:
+            return kitchen.unpacked(how.layer, weight, _beside(module, how.layer), dtype)
+        return unpacked(weight, how.type, getattr(module, "weight_scale", None), dtype)
+    up = getattr(module, "weight_up", None)
+    return numbers(dtype) if up is None else torch.addmm(numbers(torch.float32), up, module.weight_down).to(dtype)
 
 
 def _linear(module, casts, cast_to=torch.Tensor.to):

@@ -5,7 +5,6 @@ Made by open_checkpoint on the host, by open_spec on each rank.
 """
 
 import hashlib
-import math
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,12 +14,12 @@ from ..protocol.errors import CheckpointError
 from ..protocol.specs import ModelSpec
 from ..vocabulary.family import Family
 from ..vocabulary.unet import publishers_names
-from . import gguf
-from .folder import Folder, read_folder
+from . import gguf, kitchen
+from .folder import Folder, extra_parts, read_folder
+from .layers import Layer, layers_of
 from .meta_model import meta_model
 from .recognise import class_name, recognise
 from .safetensors_header import read_safetensors
-from .scaled import scales_of
 from .transformer import metadata_of, model_config
 
 # ComfyUI saves some under model.model.
@@ -41,15 +40,15 @@ class Checkpoint:
     prefix: str                            # of the diffusion model's tensors in the file
     files: tuple[str, ...]                 # that hold its tensors
     shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]                 # safetensors' own names, e.g. "BF16"; or GGUF's
+    # safetensors' own names, e.g. "BF16"; or GGUF's; or a format of ComfyUI's, such as "nvfp4"
+    dtypes: dict[str, str]
     metadata: dict[str, str]
     folder_config: dict | None = None      # config.json of a transformer's folder; None of files and U-Nets
     folder: Folder | None = None           # all that is read of a diffusers folder
     # (file, name there) -> name here; None for a tensor that is left out
     renamed: dict[tuple[str, str], str | None] = field(default_factory=dict)
     other_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)            # of an all-in-one checkpoint
-    # scaled weight -> (the tensor that is its scale, how many numbers that has)
-    scales: dict[str, tuple[str, int]] = field(default_factory=dict)
+    layers: dict[str, Layer] = field(default_factory=dict)     # the weights of ComfyUI's quantised layers
     stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # GGUF: (first byte, stored shape)
     recognised: Family | None = None       # where another process has recognised it
 
@@ -89,10 +88,11 @@ class Checkpoint:
         """What the file's metadata says of the model; of a folder, what its config.json says, in the same words."""
         return metadata_of(self)
 
-    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", weights_memory=0):
-        """The ModelSpec of this model. Its name changes with the files, and with what else it says."""
-        how = storage_dtype, compute_dtype, stages, tensor_degree, quantisation, weights_memory
-        return ModelSpec(f"{self.name}-{state_of(self.files)}{_digest(how)}", self.family.name, self.path, *how)
+    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", fast=False,
+             weights_memory=0):
+        """The ModelSpec of this model. Its name changes with the files, dtypes and degrees."""
+        form = storage_dtype, compute_dtype, stages, tensor_degree, quantisation, fast, weights_memory
+        return ModelSpec(f"{self.name}-{state_of(self.files)}{_digest(form)}", self.family.name, self.path, *form)
 
     def check_is(self, spec):
         """Raise CheckpointError where the files have changed since the ModelSpec was made."""
@@ -111,12 +111,12 @@ class Checkpoint:
     @property
     def is_packed(self):
         """Are some tensors stored quantised?"""
-        return bool(self.scales or self.stored)
+        return bool(self.layers or self.stored)
 
     @property
     def quantised(self):
         """Names of the weights that are stored quantised."""
-        return self.scales.keys() | {name for name in self.stored if self.dtypes[name] in gguf.QUANTISED}
+        return self.layers.keys() | {name for name in self.stored if self.dtypes[name] in gguf.QUANTISED}
 
 
 def open_checkpoint(path):
@@ -132,24 +132,18 @@ def open_checkpoint(path):
     prefix = _prefix(tensors)
     ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
     shapes, dtypes = {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()}
-    scales, marks = scales_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path),
+    layers, marks = layers_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path),
                               prefix)
+    kitchen.check(layers.values(), os.path.basename(path))
+    shapes |= {name: layer.shape for name, layer in layers.items()}
+    dtypes |= {name: layer.type for name, layer in layers.items()}
     names = publishers_names(shapes) if IN_UNET in shapes and not marks else {key: key for key in shapes}
     return Checkpoint(str(path), prefix, (str(path),),
                       {names[key]: shape for key, shape in shapes.items() if key not in marks},
                   {names[key]: dtype for key, dtype in dtypes.items() if key not in marks}, metadata,
                   renamed={(str(path), prefix + key): name for key, name in names.items() if name != key},
                   other_tensors={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
-                  scales={key: (scale, math.prod(shapes[scale])) for key, scale in scales.items()})
-
-
-def files_of(path):
-    """The files that are read of a model: itself, or those of a diffusers folder.
-    Raises CheckpointError where a folder is none."""
-    if not os.path.isdir(path):
-        return [str(path)]
-    folder = folder_of(path)
-    return [*map(str, folder.config_files), *map(str, folder.files)]
+                  layers={names[key]: layer for key, layer in layers.items()})
 
 
 def state_of(files):
@@ -183,20 +177,8 @@ def _read_gguf(path):
                   stored={key: stored[prefix + key] for key in ours})
 
 
-def folder_of(path):
-    """The Folder at a path, with the parts that a family reads beside its model.
-    Raises CheckpointError where it is none."""
-    return read_folder(path, tuple(_extra_parts()))
-
-
-def _extra_parts():
-    """{a part of a folder that belongs to a family's model:
-    a function of a tensor's name there -> its name here, or None}"""
-    return {part: name_of for family in FAMILIES.values() for part, name_of in family.extra_parts.items()}
-
-
 def _read_folder(path):
-    names, folder = _extra_parts(), folder_of(path)
+    names, folder = extra_parts(), read_folder(path)
     is_unet, renamed, tensors = class_name(folder.config) == UNET, {}, {}
     for file in map(str, folder.files):
         read = read_safetensors(file)[0]

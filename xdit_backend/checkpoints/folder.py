@@ -2,10 +2,12 @@
 For checkpoint.py and other machines."""
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..models import FAMILIES
 from ..protocol.errors import CheckpointError
 
 PARTS = ("transformer", "unet")
@@ -27,11 +29,25 @@ class Folder:
     config_files: tuple[Path, ...]         # all JSON files that were read
 
 
-def read_folder(folder, extra_parts=()):
-    """Read a diffusers folder, or the part of one that holds a diffusion model.
+def files_of(path):
+    """The files that are read of a model: itself, or those of a diffusers folder.
+    Raises CheckpointError where a folder is none."""
+    if not os.path.isdir(path):
+        return [str(path)]
+    folder = read_folder(path)
+    return [*map(str, folder.config_files), *map(str, folder.files)]
 
-    extra_parts: names of other parts that belong to the model, where the folder has them. Raises CheckpointError where
-    it is no such folder, or incomplete.
+
+def extra_parts():
+    """{a part of a folder that belongs to a family's model, beside PARTS: (name of a tensor there) -> its name in the
+    checkpoint, or None}"""
+    return {part: name_of for family in FAMILIES.values() for part, name_of in family.extra_parts.items()}
+
+
+def read_folder(folder):
+    """Read a diffusers folder, or the part of one that holds a diffusion model, with its extra parts.
+
+    Raises CheckpointError where it is no such folder, or incomplete.
     """
     folder = Path(folder)
     own = next((folder / part for part in PARTS if (folder / part).is_dir()), folder)
@@ -42,7 +58,7 @@ def read_folder(folder, extra_parts=()):
     files = _weights(own, folder.name)
     root = folder.parent if own == folder and (folder.parent / OTHER_CONFIGS["model_index"]).is_file() else folder
     other_configs = {name: root / path for name, path in OTHER_CONFIGS.items() if (root / path).is_file()}
-    parts = {part: root / part / "config.json" for part in extra_parts if (root / part / "config.json").is_file()}
+    parts = {part: root / part / "config.json" for part in extra_parts() if (root / part / "config.json").is_file()}
     for part in parts:
         files += _weights(root / part, folder.name)
     return Folder(read_json(config), files, {name: read_json(path) for name, path in other_configs.items()},

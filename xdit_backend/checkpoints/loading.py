@@ -19,7 +19,7 @@ from .host_copies import HostCopies
 from .offloading import OffloadedBlocks
 from .packed import packed_weights, set_packed_parameters
 from .quantise import quantised
-from .reading import read_file, read_plain, read_scales
+from .reading import read_beside, read_file, read_plain
 from .shares import narrow, tensor_splits
 from .transformer import build, held
 
@@ -137,7 +137,7 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     _move(loaded, addresses_of(maps), to_quantise, on_progress, offloaded)
     narrow(model, loaded.splits, spec.tensor_degree, tensor_rank)
     if spec.storage_dtype != spec.compute_dtype:
-        cast_at_use(model, getattr(torch, spec.compute_dtype), loaded.casts)
+        cast_at_use(model, getattr(torch, spec.compute_dtype), loaded.casts, spec.fast)
     unpack_at_use(model, packed, loaded.casts)
     if offloaded:
         loaded.offloaded = _offloaded(loaded, offloaded)
@@ -165,14 +165,11 @@ def _converted(tensors, checkpoint, packed):
     packed = {name: how for name, how in packed.items() if how.is_in_file}
     converted = checkpoint.under_diffusers_names(
         read_plain(checkpoint, tensors, {how.source for how in packed.values()}))
-    scales = read_scales(checkpoint, tensors) if checkpoint.scales else {}
+    beside = read_beside(checkpoint, tensors)
     for name, how in packed.items():
         converted[name] = how.take(tensors[how.source])
-        if how.num_scales:
-            scale = scales[how.source]
-            # A tensor of its own for each part of a fused weight: a module's buffers are told apart by what they are.
-            converted[f"{name.removesuffix('weight')}weight_scale"] = (
-                scale.view_as(scale) if how.num_scales == 1 else how.take(scale))
+        converted |= {f"{name.removesuffix('weight')}{what}": tensor
+                      for what, tensor in how.take_beside(beside.get(how.source)).items()}
     return converted
 
 

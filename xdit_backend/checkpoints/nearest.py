@@ -2,7 +2,7 @@
 
 from ..models import FAMILIES
 
-MAX_LACKED, MIN_FOUND = 2, 3               # of a family's tensors: what a near file may lack, and what it has to have
+MAX_MISSING, MIN_FOUND = 2, 3              # of a family's tensors: what a near file may lack, and what it has to have
 # of a tensor that is not there, so that what else a family asks for can be seen
 A_SHAPE = (64, 64)
 # of rules that are asked about a file of another kind
@@ -25,11 +25,11 @@ class _RecordedShapes(dict):
 
     def __init__(self, shapes):
         super().__init__(shapes)
-        self.found, self.lacked, self.prefixes = [], [], set()
+        self.found, self.missing, self.prefixes = [], [], set()
 
     def __contains__(self, name):
         there = super().__contains__(name)
-        (self.found if there else self.lacked).append(name)
+        (self.found if there else self.missing).append(name)
         return there
 
     def get(self, name, default=None):
@@ -62,28 +62,29 @@ def _compared(family, shapes):
     """(how far, the family, what differs), or None: with the tensors added that its rules ask for,
     a near file is of the family."""
     prefixes = {list_.file_prefix for list_ in family.blocks}
-    lacked = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in shapes)]
-    while len(lacked) <= MAX_LACKED:
-        recorded, known = _RecordedShapes(shapes | dict.fromkeys(lacked, A_SHAPE)), False
+    missing = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in shapes)]
+    while len(missing) <= MAX_MISSING:
+        recorded, known = _RecordedShapes(shapes | dict.fromkeys(missing, A_SHAPE)), False
         try:
             known = family.recognise(recorded)
             if known:
                 family.config(recorded)
         except NOT_THERE as error:
             if isinstance(error, KeyError):
-                lacked.append(error.args[0])
+                missing.append(error.args[0])
                 continue
-        missed = next((name for name in recorded.lacked if not any(other.startswith(name) for other in shapes)), None)
-        if known or missed is None:
+        unmatched = next((name for name in recorded.missing
+                          if not any(other.startswith(name) for other in shapes)), None)
+        if known or unmatched is None:
             break
-        lacked.append(missed)
-    difference = f"it lacks {' and '.join(lacked)}" if lacked else _shape_that_differs(family, shapes, recorded.found)
-    found = {*recorded.found, *prefixes} - {*lacked}
-    if len(lacked) > MAX_LACKED or len(found) < MIN_FOUND or difference is None or lacked and not known:
+        missing.append(unmatched)
+    difference = f"it lacks {' and '.join(missing)}" if missing else _shape_that_differs(family, shapes, recorded.found)
+    found = {*recorded.found, *prefixes} - {*missing}
+    if len(missing) > MAX_MISSING or len(found) < MIN_FOUND or difference is None or missing and not known:
         return None
     parts = {name.split(".")[0] for name in (*found, *recorded.prefixes)}
-    strange = {name.split(".")[0] for name in shapes} - parts
-    return (max(1, len(lacked)), not lacked, len(strange), -len(found)), family, difference
+    unknown = {name.split(".")[0] for name in shapes} - parts
+    return (max(1, len(missing)), not missing, len(unknown), -len(found)), family, difference
 
 
 def _shape_that_differs(family, shapes, found):

@@ -6,10 +6,11 @@ from dataclasses import replace
 import torch
 
 from ..forecast.cost import Job, Net
+from ..forecast.memory import Live
 from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..vocabulary.family import Family
-from .shares import is_splittable, tensor_splits
-from .transformer import block_bytes, build, held_bytes
+from .shares import possible_splits
+from .transformer import block_bytes, block_sizes, build, held_bytes
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
 
@@ -34,8 +35,14 @@ def net_of(family: Family, config, spec=None, model=None):
     net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
               key_heads=family.num_key_heads(model.config) or heads, skips=bool(family.plan.skips(num_blocks)),
-              text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks))
-    return net if spec is None else _held_as(net, model, family, spec)
+              text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks),
+              live=Live(**family.live) if family.live else None)
+    if spec is None:
+        return net
+    weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
+    return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize, weight_bytes=float(weights),
+                   outside_bytes=float(weights - sum(of_blocks)), block_bytes=tuple(map(float, of_blocks)),
+                   block_costs=tuple(size * share for size, share in block_sizes(model, family)))
 
 
 def job_of(family, net, shape, conditioning, steps, branches=1):
@@ -48,7 +55,7 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
 
 
 def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
-    """Bytes that a rank tells the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any
+    """Bytes that a rank sends the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any
     device.
 
     shape: rows and columns of the latent; 0 where it has too few rows for all ranks.
@@ -76,18 +83,13 @@ def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
 def _sums(model, plan, joint, num_blocks):
     """What tensor ranks add up in a block. Where text runs beside the image,
     one feed-forward is the image's and the other the text's."""
-    if not is_splittable(model, plan):
+    splits = possible_splits(model, plan)
+    if not splits:
         return Net.sums
-    of_blocks = collections.Counter(name.rpartition(".")[0] for name in summed_modules(tensor_splits(model, plan))
+    of_blocks = collections.Counter(name.rpartition(".")[0] for name in summed_modules(splits)
                                     if name.partition(".")[0] in {
                                         name for list_ in plan.blocks for name in list_.names})
     return sum(min(2, count) if joint else count for count in of_blocks.values()) / num_blocks
-
-
-def _held_as(net, model, family, spec):
-    weights = held_bytes(model, family, spec)
-    return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize, weight_bytes=float(weights),
-                   outside_bytes=float(weights - sum(block_bytes(model, family, spec))))
 
 
 def _matrix_elements(block, once):

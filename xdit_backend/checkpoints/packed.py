@@ -6,12 +6,13 @@ conversion moves whole rows, so running it on row numbers shows where the bytes 
 loader, and by the host to count bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from . import gguf, quantise
+from .layers import Layer
 
 # others are blocks, in uint8
 SCALED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "INT8": torch.int8}
@@ -24,15 +25,16 @@ class Packed:
     """One matrix of a model, as a file holds it, or as it is held when it was quantised.
 
     source: name of the file's tensor. runs: the rows of it that these are, (first, last + 1) in order. type: the
-    header's, or one of quantise.PACKAGES. num_scales: 0 for none, 1 of the matrix, or as many as rows. num_columns: in
-    what is held.
+    header's, a format of ComfyUI's, or one of quantise.PACKAGES. num_columns: in what is held. beside: {buffer of the
+    module: (shape, dtype)} of what is held beside it. layer: how the file says it is held; None where it says nothing.
     """
 
     source: str
     runs: tuple[tuple[int, int], ...]
     type: str
-    num_scales: int
     num_columns: int
+    beside: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    layer: Layer | None = None
 
     @property
     def num_rows(self):
@@ -47,6 +49,25 @@ class Packed:
         """These rows of a tensor of the file, a view where they follow one another."""
         pieces = [tensor[start:stop] for start, stop in self.runs]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def take_beside(self, tensors):
+        """{buffer: what it holds} of the tensors beside the file's tensor; None: they are on the meta device.
+
+        What all rows share is a tensor of its own for each part of a fused weight, since a module's buffers are told
+        apart by what they are.
+        """
+        if tensors is None:
+            return {name: torch.empty(shape, dtype=dtype, device="meta")
+                    for name, (shape, dtype) in self.beside.items()}
+        return {name: self.take(tensor) if name == "weight_scale" and self.layer.num_scales != 1
+                else tensor.view_as(tensor) for name, tensor in tensors.items()}
+
+    @property
+    def block(self):
+        """(numbers, columns as held) that cannot be cut apart; (1, 1) where any can be."""
+        if self.layer is not None:
+            return self.layer.block
+        return (1, 1) if self.type in SCALED else block_of(self.type)
 
 
 def packed_weights(checkpoint, model, quantisation=""):
@@ -67,7 +88,7 @@ def packed_weights(checkpoint, model, quantisation=""):
         type_, exact = None, set()
         quantised = {name for name in checkpoint.quantised
                      if len(checkpoint.shapes[name]) == 2 and checkpoint.dtypes[name] not in gguf.UNPACKED
-                     and (name in checkpoint.scales or checkpoint.stored[name][1] == checkpoint.shapes[name])}
+                     and (name in checkpoint.layers or checkpoint.stored[name][1] == checkpoint.shapes[name])}
     if not quantised:
         return {}
     numbers, starts, first = {}, {}, 0
@@ -87,7 +108,7 @@ def packed_weights(checkpoint, model, quantisation=""):
             found[name] = sources[0], _runs(rows - starts[sources[0]])
         else:
             elsewhere |= set(sources)
-    return {name: Packed(source, runs, type_ or checkpoint.dtypes[source], *_sizes(checkpoint, source, runs, type_))
+    return {name: _packed(checkpoint, source, runs, type_)
             for name, (source, runs) in found.items() if source not in elsewhere}
 
 
@@ -98,13 +119,13 @@ def set_packed_parameters(model, packed):
     """
     for name, how in packed.items():
         linear = model.get_submodule(name.removesuffix(".weight"))
-        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=SCALED.get(how.type, torch.uint8),
-                                                 device="meta"),
+        held = how.layer.how.held if how.layer else SCALED.get(how.type, torch.uint8)
+        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=held, device="meta"),
                                      requires_grad=False)
-        if how.type not in SCALED:
-            linear.weight_block = block_of(how.type)
-        if how.num_scales:
-            linear.register_buffer("weight_scale", torch.empty(how.num_scales, 1, device="meta"))
+        linear.weight_block = how.block
+        linear.rounds_inputs = how.layer is not None and how.layer.rounds_inputs
+        for buffer, (shape, dtype) in how.beside.items():
+            linear.register_buffer(buffer, torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def block_of(type_):
@@ -127,15 +148,16 @@ def unpacked(tensor, type_, scale, dtype):
     return torch.mul(numbers, scale, out=numbers)
 
 
-def _sizes(checkpoint, source, runs, type_):
-    """(scales, columns) of rows of a tensor of the file. type_: to which it is quantised; None: it is as it is."""
+def _packed(checkpoint, source, runs, type_):
+    """The Packed of rows of a tensor of the file. type_: to which it is quantised; None: it is as it is."""
     columns, rows = checkpoint.shapes[source][1], sum(stop - start for start, stop in runs)
+    if type_ is None and source in checkpoint.layers:
+        layer = checkpoint.layers[source]
+        return Packed(source, runs, layer.type, layer.stored_shape[1], layer.beside_as_held(rows), layer)
     if type_ in SCALED:
-        return rows, columns
-    if type_ is None and source in checkpoint.scales:
-        return (1 if checkpoint.scales[source][1] == 1 else rows), columns
+        return Packed(source, runs, type_, columns, {"weight_scale": ((rows, 1), torch.float32)})
     numbers, num_bytes = block_of(type_ or checkpoint.dtypes[source])
-    return 0, columns // numbers * num_bytes
+    return Packed(source, runs, type_ or checkpoint.dtypes[source], columns // numbers * num_bytes)
 
 
 def _runs(rows):

@@ -1,5 +1,5 @@
-"""Weights that are quantised when they are loaded: to int8 by torchao, to nf4 by bitsandbytes. Their numbers, in
-tensors of our own layout.
+"""Weights that are quantised when they are loaded: to int8 by torchao, or by comfy-kitchen where that is not installed,
+and to nf4 by bitsandbytes. Their numbers, in tensors of our own layout.
 
 Called by the loader where a weight is on its device, by packed.py where it is used, and by the host.
 """
@@ -13,25 +13,45 @@ from torch import nn
 from ..protocol.errors import CheckpointError, ConfigError
 
 TYPES = {"int8": "INT8", "nf4": "NF4"}     # by the names of weight_dtype
-PACKAGES = {"INT8": "torchao", "NF4": "bitsandbytes"}          # who makes a type; no file has these
+# who makes a type, the first that is installed; no file has these types. ComfyUI brings comfy-kitchen.
+PACKAGES = {"INT8": ("torchao", "comfy_kitchen"), "NF4": ("bitsandbytes",)}
 # numbers and bytes of a block of NF4: 32 with two levels each, then their factor in float32
 BLOCK = 64, 36
 
 
 def is_installed(type_):
-    """Is the package that makes this type installed?"""
-    return importlib.util.find_spec(PACKAGES[type_]) is not None
+    """Is a package that makes this type installed?"""
+    return maker(type_) is not None
 
 
-def check_package(type_):
-    """Raise ConfigError where the package that makes this type is not installed."""
-    if not is_installed(type_):
-        raise ConfigError(_what_to_install(type_))
+def maker(type_):
+    """The package that makes this type here; None where none is installed."""
+    return next((name for name in PACKAGES[type_] if importlib.util.find_spec(name) is not None), None)
+
+
+def quantisation_of(weight_dtype, checkpoint):
+    """A key of TYPES where linear layers of a checkpoint are to be quantised when they are loaded, else "".
+
+    Raises ConfigError where they are quantised already, or the package for it is missing."""
+    if weight_dtype not in TYPES:
+        return ""
+    if checkpoint.quantised:
+        types = sorted({checkpoint.dtypes[name] for name in checkpoint.quantised})
+        raise ConfigError(f"weight_dtype {weight_dtype} would quantise {checkpoint.name} a second time: its weights "
+                          f"are {' and '.join(types)} already. Set weight_dtype to default, which leaves them so, or "
+                          f"use the bf16 or fp16 file of the same model.")
+    if not is_installed(TYPES[weight_dtype]):
+        raise ConfigError(_what_to_install(TYPES[weight_dtype]))
+    return weight_dtype
 
 
 def quantised(weight, type_):
     """(numbers, scales) of a matrix in float32, on its device. INT8: int8 (rows, columns), float32 (rows, 1). NF4:
     blocks, uint8 (rows, columns / 64 * 36), and no scales."""
+    if type_ == "INT8" and maker(type_) == "comfy_kitchen":
+        library = _library("comfy_kitchen.tensor", type_)
+        numbers, params = library.TensorWiseINT8Layout.quantize(weight, per_channel=True)
+        return numbers, params.scale.view(-1, 1)
     if type_ == "INT8":
         library = _library("torchao.quantization", type_)
         linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
@@ -63,6 +83,7 @@ def _library(module, type_):
 
 def _what_to_install(type_):
     name = next(name for name, of_name in TYPES.items() if of_name == type_)
-    return (f"weight_dtype {name} needs the package {PACKAGES[type_]}, which this Python does not have, or not for "
-            f"its PyTorch. Install with: python -m pip install -U {PACKAGES[type_]} (with ComfyUI's Python), and "
+    packages = [package.replace("_", "-") for package in PACKAGES[type_]]
+    return (f"weight_dtype {name} needs the package {' or '.join(packages)}, which this Python does not have, or not "
+            f"for its PyTorch. Install with: python -m pip install -U {packages[-1]} (with ComfyUI's Python), and "
             f"restart ComfyUI; or choose another weight_dtype.")

@@ -3,8 +3,11 @@ Called by the loader on each rank."""
 
 import torch
 
+from . import kitchen
 from .gguf import read_tensors
-from .packed import unpacked
+from .packed import SCALED, unpacked
+
+META = torch.empty(0, device="meta")
 
 
 def read_file(checkpoint, wanted):
@@ -18,25 +21,38 @@ def read_file(checkpoint, wanted):
             for name in file.keys():  # noqa: SIM118
                 short = checkpoint.name_of(name, path)
                 if short is not None:
-                    tensors[short] = (file.get_tensor(name) if wanted(short)
-                                      else torch.empty(checkpoint.shapes[short], device="meta"))
+                    layer = checkpoint.layers.get(short)
+                    tensor = (file.get_tensor(name) if wanted(short) else
+                              torch.empty(layer.stored_shape if layer else checkpoint.shapes[short],
+                                          dtype=layer and layer.how.held, device="meta"))
+                    tensors[short] = layer.weight(tensor) if layer else tensor
     return tensors
 
 
-def read_scales(checkpoint, tensors):
-    """{name of a scaled weight: its scale, (1, 1) or (rows, 1)}; on the meta device for a weight that is there."""
+def read_beside(checkpoint, tensors):
+    """{name of a weight of ComfyUI's quantised layers: {what it is: tensor} of what stands beside it, as held of all
+    its rows}. Nothing of weights that are on the meta device."""
     from safetensors import safe_open
+    if not checkpoint.layers:
+        return {}
     with safe_open(checkpoint.files[0], "pt") as file:
-        return {name: (torch.empty(count, device="meta") if tensors[name].is_meta
-                       else file.get_tensor(checkpoint.prefix + scale)
-                       ).to(torch.float32).view(-1, 1) for name, (scale, count) in checkpoint.scales.items()}
+        return {name: layer.by_rows({what: file.get_tensor(checkpoint.prefix + there)
+                                     for what, there in layer.beside.items()})
+                for name, layer in checkpoint.layers.items() if not tensors[name].is_meta}
 
 
 def read_plain(checkpoint, tensors, without=()):
     """These tensors of a file as plain numbers, but for those of the names `without`, which are on the meta device."""
-    scales, plain = read_scales(checkpoint, tensors) if checkpoint.scales else {}, dict(tensors)
+    unpacking = {name: tensor for name, tensor in tensors.items()
+                 if name in checkpoint.quantised and name not in without and not tensor.is_meta}
+    beside, plain = read_beside(checkpoint, {**dict.fromkeys(checkpoint.layers, META), **unpacking}), dict(tensors)
     for name in checkpoint.quantised | set(without):
-        shape, tensor = checkpoint.shapes[name], tensors[name]
-        plain[name] = torch.empty(shape, device="meta") if name in without or tensor.is_meta else \
-            unpacked(tensor, checkpoint.dtypes[name], scales.get(name), torch.float32).view(shape)
+        if name not in unpacking:
+            plain[name] = torch.empty(checkpoint.shapes[name], device="meta")
+        elif name in beside and checkpoint.layers[name].type not in SCALED:
+            layer = checkpoint.layers[name]
+            plain[name] = kitchen.unpacked(layer, tensors[name], kitchen.in_tiles(layer, beside[name]), torch.float32)
+        else:
+            plain[name] = unpacked(tensors[name], checkpoint.dtypes[name], beside.get(name, {}).get("weight_scale"),
+                                   torch.float32).view(checkpoint.shapes[name])
     return plain

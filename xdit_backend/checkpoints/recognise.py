@@ -1,10 +1,16 @@
 """Which family a checkpoint belongs to, by its tensors or by a folder's config.json; and where it belongs to none, what
 kind of file it is. Called by checkpoint.py."""
 
-from ..models import FAMILIES, supported
+from ..models import FAMILIES
 from ..protocol.errors import CheckpointError
 from ..vocabulary.family import Family
 from .nearest import NOT_THERE, nearest
+
+
+def article(name):
+    """ "a" or "an", as a model's name is spoken."""
+    return "an" if name.startswith(("A", "E", "I", "O", "SD", "LTX")) else "a"
+
 
 # models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
 NOT_RUN = {".audio_patch_proj.": "MiniMax H3", ".genre_embedder.": "ACE-Step", ".embed_image_indicator.": "Ideogram 4",
@@ -20,7 +26,7 @@ BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
 # looked through in this order, for files that are no model of a family
 OTHERS = (
     ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
-    *(((mark,), f"a {name} model, which xDiT does not run") for mark, name in NOT_RUN.items()),
+    *(((mark,), f"{article(name)} {name} model, which xDiT does not run") for mark, name in NOT_RUN.items()),
     *(((mark,), f"a model of {name}, for which diffusers has no transformer")
       for mark, name in NOT_IN_DIFFUSERS.items()),
     ((".backbone.stem.", ".detector.backbone.", ".refinenet1."),
@@ -36,6 +42,7 @@ OTHERS = (
     (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv.", "per_channel_statistics.",
       "taesd_decoder."),
      "a VAE: load it with Load VAE"))
+LISTED = "docs/models.md lists what xDiT runs."
 ELSEWHERE = "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU."
 OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
                  "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"),)
@@ -55,19 +62,17 @@ def recognise(checkpoint) -> Family:
             # Where what it would look at is not there, outline() names it.
             reason = _apply_rule(family.refuse, checkpoint.shapes, checkpoint.other_tensors)
             if reason:
-                raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")
+                raise CheckpointError(f"{name} is {article(family.name)} {family.name} model, but {reason}.")
             return family
     if checkpoint.folder is not None:
-        raise CheckpointError(f"{name} is the folder of a U-Net of a kind that xDiT does not run. It runs "
-                              f"{supported()}.")
+        raise CheckpointError(f"{name} is the folder of a U-Net of a kind that xDiT does not run. {LISTED}")
     _refuse_others(name, checkpoint.shapes, OTHERS)
     near = nearest(checkpoint.shapes)
     if near:
-        raise CheckpointError(f"{name} is nearly a {near[0].name} model, but {near[1]}. Download it again, or choose "
-                              f"another file. xDiT runs {supported()}.")
+        raise CheckpointError(f"{name} is nearly {article(near[0].name)} {near[0].name} model, but {near[1]}. Download "
+                              f"it again, or choose another file. {LISTED}")
     _refuse_others(name, checkpoint.shapes, OF_DIFFUSERS)
-    raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. {ELSEWHERE} xDiT runs {supported()}, from "
-                          f".safetensors and .gguf files in ComfyUI's or the publisher's format.")
+    raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. {ELSEWHERE} {LISTED}")
 
 
 def _apply_rule(rule, *arguments):
@@ -82,7 +87,7 @@ def _refuse_others(name, shapes, others):
     for marks, what in others:
         if any(mark in f".{key}" for key in shapes for mark in marks):
             raise CheckpointError(f"{name} is {what}." if ": " in what
-                                  else f"{name} is {what}. {ELSEWHERE} xDiT runs {supported()}.")
+                                  else f"{name} is {what}. {ELSEWHERE} {LISTED}")
 
 
 def _family_of_folder(name, folder):
@@ -92,7 +97,7 @@ def _family_of_folder(name, folder):
                                                    if not callable(rule[1])]
     of_class = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
     if not of_class:
-        raise CheckpointError(f"{name} is {_describe_class(class_name(config))}. xDiT runs {supported()}.")
+        raise CheckpointError(f"{name} is {_describe_class(class_name(config))}. {LISTED}")
     return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family))
                + len(folder.extra_parts.keys() & family.extra_parts.keys()))
 

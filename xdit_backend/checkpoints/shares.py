@@ -85,6 +85,7 @@ def tensor_splits(model, plan, degree=1):
     for name in (*(name for list_ in plan.blocks for name in list_.names), *plan.unstaged_blocks):
         for index, block in enumerate(model.get_submodule(name)):
             splits |= {f"{name}.{index}.{path}": split for path, split in _block_splits(block, plan).items()}
+    _check_products(model, splits, degree)
     _check_stored(splits, degree)
     return splits
 
@@ -108,12 +109,23 @@ def _check_stored(splits, degree):
                            f"in bf16, fp16, fp8{', int8 or Q8_0' if fits(degree, SMALLEST_BLOCK) else ' or int8'}.")
 
 
-def is_splittable(model, plan, degree=1):
-    """Can layers of this model be split by this degree? As tensor_splits, which says why not."""
+def _check_products(model, splits, degree):
+    """Refuse to share out the inputs of a layer that rounds each token's by the largest of them all."""
+    for name, split in splits.items() if degree > 1 else ():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "weight" and split.how == "rows" and getattr(model.get_submodule(path), "rounds_inputs", False):
+            raise UnsupportedError(f"tensor_degree={degree} cannot share out {name}: its products round each token's "
+                                   f"inputs by the largest of them, and each device would have some of them only. Use "
+                                   f"tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or "
+                                   f"ring_degree, or the bf16, fp16, fp8, mxfp8 or nvfp4 file of the same model.")
+
+
+def possible_splits(model, plan, degree=1):
+    """As tensor_splits; {} where layers of this model cannot be split by this degree."""
     try:
-        return bool(tensor_splits(model, plan, degree))
+        return tensor_splits(model, plan, degree)
     except UnsupportedError:
-        return False
+        return {}
 
 
 def _block_splits(block, plan):
@@ -121,10 +133,8 @@ def _block_splits(block, plan):
     for path, module in block.named_modules():
         if isinstance(module, torch.nn.Linear) and path not in plan.unsplit:
             how, parts = _how(block, path), _parts(block, path, module)
-            scale = getattr(module, "weight_scale", None)
-            if scale is not None and len(scale) > 1 and how != "rows":         # one of each row of a matrix, in float8
-                splits[f"{path}.weight_scale"] = Split(how, 0, parts)
             splits[f"{path}.weight"] = Split(how, int(how == "rows"), parts, getattr(module, "weight_block", (1, 1)))
+            splits |= {f"{path}.{name}": split for name, split in _beside(module, how, parts).items()}
             if module.bias is not None:
                 splits[f"{path}.bias"] = Split("first") if how == "rows" else Split(how, 0, parts)
         elif is_attention(module):
@@ -137,6 +147,18 @@ def _block_splits(block, plan):
                     if "RMSNorm" not in type(norm).__name__:
                         raise _unknown(block, f"{path}.{name}")
                     splits[f"{path}.{name}.weight"] = Split("norm", 0, (weight.shape[0],))
+    return splits
+
+
+def _beside(linear, how, parts):
+    """{buffer: Split} of what a quantised layer holds beside its weight. What all rows share is whole on each rank."""
+    scale, splits = getattr(linear, "weight_scale", None), {}
+    if scale is not None and len(scale) > 1 and how != "rows":                 # of each row, or of the blocks of each
+        splits["weight_scale"] = Split(how, 0, parts)
+    elif scale is not None and scale.dtype == torch.uint8 and how == "rows":               # a byte for each block
+        splits["weight_scale"] = Split(how, 1, parts, (linear.in_features // scale.shape[1], 1))
+    if getattr(linear, "pre_quant_scale", None) is not None and how == "rows":
+        splits["pre_quant_scale"] = Split(how, 0, parts)
     return splits
 
 

@@ -9,6 +9,8 @@ import json
 import torch
 
 from ..protocol.errors import CheckpointError
+from .layers import BESIDE
+from .shares import tensor_splits
 
 
 def model_config(checkpoint):
@@ -60,13 +62,13 @@ def build(family, config):
     return model
 
 
-def held_bytes(model, family, spec, splits={}):
-    """Bytes that a rank with all blocks holds of parameters and buffers. The model may be on the meta device.
-
-    splits: of spec.tensor_degree's, whose first rank, which has most, is asked about.
-    """
+def held_bytes(model, family, spec):
+    """Bytes that a rank with all blocks holds of parameters and buffers: the first of tensor ranks, which has most.
+    The model may be on the meta device."""
+    tensors = held(model, family, spec)
+    splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
     return round(sum(tensor.numel() * dtype.itemsize * (splits[name].share(spec.tensor_degree) if name in splits else 1)
-                     for name, tensor, dtype in held(model, family, spec)))
+                     for name, tensor, dtype in tensors))
 
 
 def block_bytes(model, family, spec):
@@ -91,7 +93,7 @@ def held(model, family, spec):
     """[(name, tensor, the dtype in which a rank holds it)] of all parameters and buffers."""
     storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
     exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
-    scales = {name for name, _ in model.named_buffers() if name.endswith(".weight_scale")}
+    beside = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in BESIDE}
     # which the model makes, and no file holds
     tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
 
@@ -100,7 +102,7 @@ def held(model, family, spec):
         # rotary tables stay as they were made
         if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin", "inv_freq"}:
             return tensor.dtype
-        if name in scales or f"{name}_scale" in scales:        # as the file has it
+        if name in beside or f"{name}_scale" in beside:        # as the file has it
             return tensor.dtype
         if storage != compute:                                 # cast where they are used
             return compute if name in tables or parts & set(family.keep_in_compute_dtype) else storage

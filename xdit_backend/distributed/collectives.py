@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-SHORT_S = 2e-4                 # a wait that is not worth telling
+SHORT_S = 2e-4                 # a wait that is not worth recording
 
 
 class Traffic:
@@ -78,7 +78,7 @@ def start_all_to_all(pieces, receive_shapes, group, traffic, joined=None):
     """all_to_all in the background: returns a function that waits for it and returns what arrived."""
     rank = dist.get_rank(group)
     send = torch.cat([piece.reshape(-1) for piece in pieces]) if joined is None else joined.view(-1)
-    home, send = send.device, on_wire(send, group)
+    device, send = send.device, on_wire(send, group)
     receive_sizes = [torch.Size(shape).numel() for shape in receive_shapes]
     receive = send.new_empty(sum(receive_sizes))
     traffic.count(send.numel() - pieces[rank].numel(), send)
@@ -88,7 +88,7 @@ def start_all_to_all(pieces, receive_shapes, group, traffic, joined=None):
     def wait(sent=send):                       # gloo needs what is sent to live until then
         with traffic.waiting(receive):
             work.wait()
-        return [part.view(shape) for part, shape in zip(receive.to(home).split(receive_sizes), receive_shapes)]
+        return [part.view(shape) for part, shape in zip(receive.to(device).split(receive_sizes), receive_shapes)]
     return wait
 
 
@@ -145,14 +145,14 @@ def start_all_reduce(tensors, group, traffic):
     joined = tensors[0].contiguous() if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
     if not joined.numel():                                     # text, after the first patch
         return lambda: tensors
-    home, joined, ranks = joined.device, on_wire(joined, group), dist.get_world_size(group)
+    device, joined, ranks = joined.device, on_wire(joined, group), dist.get_world_size(group)
     traffic.count(2 * (ranks - 1) * joined.numel() // ranks, joined)
     work = dist.all_reduce(joined, group=group, async_op=True)
 
     def wait():
         with traffic.waiting(joined):
             work.wait()
-        pieces = joined.to(home).view(-1).split([tensor.numel() for tensor in tensors])
+        pieces = joined.to(device).view(-1).split([tensor.numel() for tensor in tensors])
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
     return wait
 
@@ -167,7 +167,7 @@ class RingExchange:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         following = dist.get_global_rank(group, (rank + 1) % size)
         preceding = dist.get_global_rank(group, (rank - 1) % size)
-        self._home, self._sent = tensor.device, on_wire(tensor.contiguous(), group)
+        self._device, self._sent = tensor.device, on_wire(tensor.contiguous(), group)
         self._received = self._sent.new_empty(receive_shape)
         traffic.count(self._sent.numel(), self._sent)
         self._traffic = traffic
@@ -179,7 +179,7 @@ class RingExchange:
         with self._traffic.waiting(self._received):
             for work in self._work:
                 work.wait()
-        return self._received.to(self._home)
+        return self._received.to(self._device)
 
 
 def on_wire(tensor, group):

@@ -33,32 +33,32 @@ class Slot:
 
 
 class Exchange:
-    """What the ranks last told each other, layer by layer, for the calls of one conditioning. Dropped with it, after
+    """What the ranks last sent each other, layer by layer, for the calls of one conditioning. Dropped with it, after
     drain().
 
-    Each call of the model is synchronous (everything told is used at once) or stale (what the last call told is used,
-    and what this one tells arrives for the next). share() is called for the same layers, in the same order, in every
+    Each call of the model is synchronous (everything sent is used at once) or stale (what the last call sent is used,
+    and what this one sends arrives for the next). share() is called for the same layers, in the same order, in every
     call and on every rank. Consecutive layers lie in buckets, (ranks, bytes): as soon as the layers of one have run,
     its own row goes to all other ranks in one all-gather, which is waited for where the next call comes to it. Buckets
     stay where they are in memory.
 
     forecast: how far what drifts goes on as it went between the last two calls, docs/algorithms.md section 2.9. A
     bucket then has two sides, of the last call and of the one before, which change places: layer by layer the older is
-    overwritten with what both lead to, and read; when the bucket's layers have run, what this call tells arrives there.
+    overwritten with what both lead to, and read; when the bucket's layers have run, what this call sends arrives there.
     """
 
     def __init__(self, group, num_ranks, rank, bucket_bytes=BUCKET_BYTES, forecast=0.0):
         self.group, self.num_ranks, self.rank, self._forecast = group, num_ranks, rank, forecast
         self.once = {}                         # layer -> (which images, output), of layers that read the text alone
         self.layers, self.shares = {}, {}      # layer -> displaced.StaleSplit, and what those share
-        self.derived = {}                      # by them in this call, of what the last one told
+        self.derived = {}                      # by them in this call, of what the last one sent
         self.is_stale, self.norms = False, "corrected"         # of the call at hand
         self._bucket_bytes = bucket_bytes
         self._slots, self._buckets, self._works = {}, [], {}   # of a bucket: its sides
         self._last, self._next = 0, 0          # which side is of the last call, and which is for the call at hand
         # of the last two calls that were kept; of the forecast of the call at hand
         self._times, self._weight = (), 1.0
-        self._first_call = None                # layer -> what a first call has told, until there are buckets
+        self._first_call = None                # layer -> what a first call has sent, until there are buckets
         self._leaving = []                     # [(Slot, tensor)] of the bucket at hand
         self._publishes, self._traffic = True, Traffic()
 
@@ -81,16 +81,17 @@ class Exchange:
         return [tuple(side.data_ptr() for side in sides) for sides in self._buckets]
 
     @contextmanager
-    def call(self, traffic, is_stale, keeps=True, norms="corrected", time=0.0):
-        """One call of the model runs under this. keeps: what it tells is for the next call, too. norms: of
-        displaced_modes.Mode. time: what the model is told of its noise; calls at one time overwrite each other.
+    def call(self, traffic, is_stale, publishes=True, norms="corrected", time=0.0):
+        """One call of the model runs under this. publishes: what it sends is for the next call, too. norms: of
+        displaced_modes.Mode. time: the model's timestep; calls at one time overwrite each other.
 
-        A stale call that keeps nothing leaves what the last one that did has told.
+        A stale call that publishes nothing leaves what the last one that did has sent.
         """
-        assert self.is_filled or not is_stale, "nothing was told yet"
-        self.is_stale, self.norms, self._publishes, self._traffic, self.derived = is_stale, norms, keeps, traffic, {}
-        self._first_call = {} if keeps and not self.is_filled else None
-        turns = keeps and self._forecast > 0 and time not in self._times[:1]
+        assert self.is_filled or not is_stale, "nothing was sent yet"
+        self.is_stale, self.norms, self._publishes = is_stale, norms, publishes
+        self._traffic, self.derived = traffic, {}
+        self._first_call = {} if publishes and not self.is_filled else None
+        turns = publishes and self._forecast > 0 and time not in self._times[:1]
         self._next = 1 - self._last if turns and self.is_filled else self._last
         self._weight = forecast_weight(self._forecast, time, *self._times) if turns and len(self._times) == 2 else 1.0
         try:
@@ -122,13 +123,13 @@ class Exchange:
         known = slot.sides[self._last]
         if not drifts or self._weight == 1.0:
             return list(known)
-        foretold = slot.sides[self._next]
-        for rank, (older, last) in enumerate(zip(foretold, known)):
+        extrapolated = slot.sides[self._next]
+        for rank, (older, last) in enumerate(zip(extrapolated, known)):
             if rank != self.rank:
                 older.lerp_(last, self._weight)
-        return list(foretold)
+        return list(extrapolated)
 
-    def alike(self, key):
+    def same_shaped(self, key):
         """{layer: every rank's tensor, of the last call} of all layers in the same bucket whose tensors have the same
         shape."""
         slot = self._slots[key]

@@ -38,7 +38,7 @@ class Mesh:
     tensor_group: object = None
     before_group: object = None            # this rank and the one in the stage before
     after_group: object = None             # this rank and the one in the stage after
-    data_speeds: tuple[int, ...] = ()      # of the ranks of these axes, relative, see `paced`; (): alike
+    data_speeds: tuple[int, ...] = ()      # of the ranks of these axes, relative, see `with_speeds`; (): alike
     sequence_speeds: tuple[int, ...] = ()
     ulysses_speeds: tuple[int, ...] = ()
 
@@ -93,7 +93,7 @@ def wait_timeout_s():
 
 def group_timeout():
     """The time-out that every group is made with, since torch's own for NCCL is ten minutes,
-    for each group that is not told."""
+    for each group that is not given one."""
     return datetime.timedelta(seconds=max(MIN_GROUP_TIMEOUT_S, wait_timeout_s()))
 
 

@@ -286,15 +286,15 @@ def start_borrowing(x, wanted, split):
     nothing = x.narrow(split.dim, 0, 0)
     if all(overlap(*want, *own) == want for want, own in zip(wanted, held)):
         return lambda: [nothing] * len(held)
-    lent, borrowed_shapes = [], []
+    sent, receive_shapes = [], []
     for rank in range(len(held)):
         first, end = overlap(*wanted[rank], *held[split.rank])
-        lent.append(nothing if rank == split.rank else x.narrow(split.dim, max(first - split.start, 0), end - first))
+        sent.append(nothing if rank == split.rank else x.narrow(split.dim, max(first - split.start, 0), end - first))
         first, end = overlap(*wanted[split.rank], *held[rank])
         shape = list(x.shape)
         shape[split.dim] = 0 if rank == split.rank else end - first
-        borrowed_shapes.append(shape)
-    return start_all_to_all(lent, borrowed_shapes, split.group, split.traffic)
+        receive_shapes.append(shape)
+    return start_all_to_all(sent, receive_shapes, split.group, split.traffic)
 
 
 def overlap(first, end, other_first, other_end):

@@ -109,7 +109,7 @@ class Group:
 
 
 def busiest(net, job, degrees, machine):
-    """The Group that takes longest, where the ranks' shares are as parallel.mesh.paced has them."""
+    """The Group that takes longest, where the ranks' shares are as distributed.mesh.with_speeds has them."""
     of_replica, stages, tensor = degrees.devices // degrees.data, degrees.pipefusion, degrees.tensor
     if machine.is_uniform:
         device, images = machine.devices[0], math.ceil(job.images / degrees.data)
@@ -155,8 +155,8 @@ def fits_stages(net, degrees, needed, memory_bytes):
     beside = needed.activations + net.outside_bytes
     if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
         return needed.total <= USABLE_MEMORY * min(memory_bytes)
-    rooms = [USABLE_MEMORY * size - beside for size in memory_bytes]
-    return min(rooms) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(rooms)
+    free_bytes = [USABLE_MEMORY * size - beside for size in memory_bytes]
+    return min(free_bytes) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(free_bytes)
 
 
 def speeds_of(devices):

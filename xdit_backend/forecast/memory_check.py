@@ -39,7 +39,7 @@ class Latents:
 
 
 @dataclass(frozen=True)
-class Remedies:
+class Hints:
     """What else may fit. spread: texts of how it would on more devices. lighter(): {other weight_dtype: weight_bytes
     with it}. other_settings: {another setting: Latents.needed with it}."""
 
@@ -48,7 +48,7 @@ class Remedies:
     other_settings: dict[str, Callable] = field(default_factory=dict)
 
 
-def check_memory(what, ranks, remedies, latents=None):
+def check_memory(what, ranks, hints, latents=None):
     """Raise ConfigError where a device is too small for what its ranks need.
 
     what: is to run, for a person. latents: None: the weights alone are looked at.
@@ -60,7 +60,7 @@ def check_memory(what, ranks, remedies, latents=None):
     parts = {"weights": held.weights, "keys and values": held.keys_values, "activations": held.activations}
     text = ", ".join(f"{part / 1e9:.3g} GB of {name}" for name, part in parts.items() if part)
     would = [*(_latents_that_fit(ranks, latents) if latents is not None else ()),
-             *_settings_that_fit(ranks, remedies, latents, fullest.device)]
+             *_settings_that_fit(ranks, hints, latents, fullest.device)]
     raise ConfigError(f"{what} needs about {held.total / 1e9:.3g} GB on {fullest.device} ({text}), and that has "
                       f"{fullest.has / 1e9:.3g} GB. "
                       + (f"It would fit with {'; or '.join(would)}." if would else "Use more devices, or larger ones."))
@@ -108,15 +108,15 @@ def _latents_that_fit(ranks, latents):
         yield f"at most {width} x {height} pixels instead of {columns * pixels[1]} x {rows * pixels[0]}"
 
 
-def _settings_that_fit(ranks, remedies, latents, device):
+def _settings_that_fit(ranks, hints, latents, device):
     """With which other settings it would fit, for a person. device: the fullest."""
-    for text, needed in remedies.other_settings.items():
+    for text, needed in hints.other_settings.items():
         if _fits(ranks, replace(latents, needed=needed)):
             yield text
     if device != HOST:
-        yield from remedies.spread
+        yield from hints.spread
     types = [f"{name} ({sum(size for size, on in zip(sizes, ranks.devices) if on == device) / 1e9:.3g} GB of weights)"
-             for name, sizes in remedies.lighter().items() if _fits(replace(ranks, weight_bytes=sizes), latents)]
+             for name, sizes in hints.lighter().items() if _fits(replace(ranks, weight_bytes=sizes), latents)]
     if types:
         yield f"weight_dtype {' or '.join(types)}"
 

@@ -5,7 +5,7 @@ from .choice import is_worth_it
 
 METHODS = {"cfg": "CFG", "data": "data", "pipefusion": "PipeFusion", "displaced": "DistriFusion", "ring": "Ring",
            "ulysses": "Ulysses", "tensor": "tensor"}
-REASONS = {"compute": "devices are busy, and more of them help",
+REASONS = {"compute": "the devices compute nearly all of the time",
            "link": "devices wait for transfers {share:.0%} of the time",
            "launch": "there is little to compute: starting kernels takes {share:.0%} of the time",
            "warm-up": "few steps: whole steps and empty slots take {share:.0%} of the time",
@@ -25,35 +25,35 @@ def layout_words(one):
     return f"{text}, {one.degrees.num_patches} patches" if one.degrees.num_patches else text
 
 
-def plan_words(chosen, one, ordered, measured_s=None, off=NEW):
+def plan_words(chosen, one, ordered, measured_s=(None, None), off=NEW):
     """What the node says of a run's Forecasts: the chosen one, that of one device (None: it does not fit there), and
     all.
 
-    measured_s: of such a run before, where there was one. off: by how much forecasts of this family on these cards may
-    be off.
+    measured_s: of such a run before, and of one on a single device, where there were. off: by how much forecasts of
+    this family on these cards may be off.
     """
     text = f"Plan: {layout_words(chosen)}, "
     if chosen.working == 1:
         text += f"about {seconds_words(chosen.seconds)}: one device is as fast"
     elif one is None:
         text += f"about {seconds_words(chosen.seconds)}: one device has too little memory"
-    elif measured_s is not None:
-        text += (f"{measured_words(one, measured_s)} ({seconds_words(measured_s)} instead of "
-                 f"{seconds_words(one.seconds)})")
+    elif measured_s[0] is not None:
+        text += f"{seconds_words(measured_s[0])} the last time{measured_words(*measured_s)}"
     elif is_worth_it(chosen, one):
         faster = one.seconds / chosen.seconds
         text += (f"about {faster:.1f}x as fast as one device ({faster * (1 - off):.1f}x to {faster * (1 + off):.1f}x, "
                  f"{seconds_words(chosen.seconds)} instead of {seconds_words(one.seconds)})")
     else:
         text += f"about {seconds_words(chosen.seconds)}: one device is about as fast"
-    text += f", {chosen.memory.total / 1e9:.2g} GB a card"
+    text += f". Memory: {chosen.memory.total / 1e9:.2g} GB a card"
     second = next((other for other in ordered if layout_words(other) != layout_words(chosen)), None)
-    return text + (f". Second: {layout_words(second)}, {seconds_words(second.seconds)}" if second else "")
+    return text + (f". Next best: {layout_words(second)} in {seconds_words(second.seconds)}" if second else "")
 
 
-def measured_words(one, measured_s):
-    """one: the Forecast of one device."""
-    return f"measured {one.seconds / measured_s:.1f}x as fast as one device's forecast"
+def measured_words(measured_s, one_s):
+    """What was measured beside what was measured on one device; "" where that is not known. A forecast is no measure:
+    it is off by most in runs of seconds."""
+    return f" ({one_s / measured_s:.1f}x as fast as one device)" if one_s else ""
 
 
 def weights_words(stay_bytes, come_bytes, chosen, num_steps):

@@ -1,13 +1,20 @@
 """Where all parallel methods meet: attention of one forward on one rank, by the method of its layout. Called by
 transformer.py."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 
 from ..distributed.masks import gathered_mask
 from ..parallel.displaced import displaced_attention
+from ..parallel.nag import apply_nag
 from ..parallel.pipefusion import patch_attention
 from ..parallel.usp import Attention, usp_attention
+from ..protocol.errors import UnsupportedError
+from .own_code import OwnCode, functional
+from .places import Place, one_key_per_group
 
 
 @dataclass(frozen=True)
@@ -17,7 +24,83 @@ class AttentionLayer:
     key: tuple                             # (block, name and number of the attention)
     streams: tuple[str, ...]               # of the queries
     key_streams: tuple[str, ...]           # of keys and values; mostly the same
-    sdpa: Callable                         # torch's scaled_dot_product_attention
+
+
+@dataclass
+class RunningAttention:
+    """The attention module that a forward is in."""
+
+    module: torch.nn.Module
+    place: Place
+    name: str
+    streams: tuple[str, ...]
+    key_streams: tuple[str, ...]
+    num_calls: int = 0                     # of attention, so far
+
+    def refuse_uncalled(self):
+        """Raises UnsupportedError where each rank has attended to its own tokens only."""
+        if not self.num_calls:
+            raise UnsupportedError(f"The attention {self.name} of block {self.place.index} did not call PyTorch's "
+                                   f"scaled_dot_product_attention, where parallel methods take its place. Unset what "
+                                   f"chooses another attention for diffusers in the workers, or use one device.")
+
+
+class AttentionFunctions:
+    """What the code of a model's attentions finds by the names of torch's and diffusers' attention.
+
+    running() -> the ForwardContext that runs, if any. needs_text: of the model's plan.
+    """
+
+    def __init__(self, running, needs_text):
+        self._running, self._needs_text = running, needs_text
+        self.own_code = OwnCode(F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
+                                dispatch_attention_fn=self.dispatch_attention_fn)
+
+    def scaled_dot_product_attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
+                                     **options):
+        """As torch's, (B, N, T, H). Within a hooked attention: of this rank's queries, by the method of the forward."""
+        context = self._running()
+        if context is None or context.attention is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if attn_mask is not None or is_causal:
+            raise UnsupportedError("This model masks its self-attention in a way that sequence parallelism and "
+                                   "PipeFusion do not support yet. Use cfg_degree instead.")
+        return self._attend(query, key, value, context, options.get("scale"))
+
+    def dispatch_attention_fn(self, query, key, value, **options):
+        """As diffusers', (B, T, N, H)."""
+        context = self._running()
+        if context is None or context.attention is None:
+            return dispatch_attention_fn(query, key, value, **options)
+        backend = options.get("backend") or _AttentionBackendRegistry.get_active_backend()[0]
+        if AttentionBackendName(backend) != AttentionBackendName.NATIVE:
+            context.attention.refuse_uncalled()
+        mask, is_causal, scale = options.get("attn_mask"), options.get("is_causal", False), options.get("scale")
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal,
+                                                 scale=scale).transpose(1, 2)
+
+    def _attend(self, query, key, value, context, scale):
+        now = context.attention
+        now.num_calls += 1
+        key, value = one_key_per_group(now.module, query, key), one_key_per_group(now.module, query, value)
+        query, padding = self.without_placeholders(query, now.streams, context)
+        key, value = (self.without_placeholders(each, now.key_streams, context)[0] for each in (key, value))
+        layer = AttentionLayer((now.place.index, now.name, now.num_calls), now.streams, now.key_streams)
+        out = attend(query, key, value, context, layer, scale)
+        for nag in context.guided:
+            apply_nag(out, nag, (1, 3), context.tokens.image_slice(now.streams), True, context.mesh, context.traffic)
+        return out if padding is None else F.pad(out, padding)
+
+    def without_placeholders(self, tensor_BNTH, streams, context):
+        """The tensor without tokens that stand in for streams, and how to pad the output to have them again."""
+        where = [index for index, stream in enumerate(streams)
+                 if context.attention.place.has_placeholder((stream,), context.tokens, self._needs_text)]
+        if not where:
+            return tensor_BNTH, None
+        assert where in ([0], [len(streams) - 1]), "a stand-in is the first or the last token"
+        start = int(where == [0])
+        return tensor_BNTH.narrow(2, start, tensor_BNTH.shape[2] - 1), (0, 0, start, 1 - start)
 
 
 def attend(query, key, value, context, layer, scale):
@@ -27,10 +110,9 @@ def attend(query, key, value, context, layer, scale):
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
     # what no later patch brings anew, the first attends to alone
     if context.key_values is not None and "image" in (*streams, *key_streams):
-        attention = Attention(sizes, key_sizes, None, scale, layer.sdpa)
-        return patch_attention(query, key, value, attention, context, layer)
+        return patch_attention(query, key, value, Attention(sizes, key_sizes, None, scale), context, layer)
     mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
-    attention = Attention(sizes, key_sizes, mask, scale, layer.sdpa)
+    attention = Attention(sizes, key_sizes, mask, scale)
     if context.exchange is not None:
         return displaced_attention(query, key, value, attention, context, layer.key)
     return usp_attention(query, key, value, attention, context.mesh, context.traffic)

@@ -45,11 +45,11 @@ class ForwardContext:
     rows: ImageRows | None = None          # of the patch
     key_values: KeyValues | None = None    # None: nothing is kept, attention is over this forward's tokens
     cached_blocks: range = range(0)
-    step: tuple = ()                       # what tells this step of the run from others: its timesteps
+    step: tuple = ()                       # what identifies this step of the run: its timesteps
     forecast: float = 0.0                  # how far stale keys and values go on as they went before; 0: not at all
     first_image: int = 0                   # of the batch that key_values holds
     num_images: int = 1
-    exchange: Exchange | None = None       # with displaced_degree: what other ranks have told
+    exchange: Exchange | None = None       # with displaced_degree: what other ranks have sent
     # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
     bands: tuple[int, ...] | None = None
     yield_turn: Callable = lambda: None    # called while this forward's sums travel: another's turn
@@ -58,6 +58,8 @@ class ForwardContext:
     precomputed: dict = field(default_factory=dict)  # tensor.py's: what was made for layers that have not asked yet
     receive_message: Callable | None = None  # () -> the message of the stage before, for stages after the first
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
+    cuts: dict = field(default_factory=dict)           # of what every block gets anew: this rank's part; hooks fill it
+    attention: Any = None                  # hooks.attention.RunningAttention, while in an attention that ranks share
     # stream -> (B, T), which tokens may be attended to; hooks fill it
     masks: dict = field(default_factory=dict)
     # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
@@ -75,11 +77,17 @@ class ForwardContext:
                 and not self.guided)
 
     @property
+    def shares_attention(self):
+        """Is attention anything but torch's own, over this rank's tokens?"""
+        return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.masks)
+                or bool(self.guided))
+
+    @property
     def opens(self):
         """Does this forward bring the first tokens of a step, and with them the text?"""
         return opens_step(self.patch)
 
-    def keeps(self, block):
+    def caches(self, block):
         return self.key_values is not None and block in self.cached_blocks
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..distributed.collectives import all_gather, all_reduce
+from .regions import has_placeholder
 
 
 class StageEnd(Exception):
@@ -33,6 +34,10 @@ class Place:
         outputs = tuple(shards[streams] for streams in self.list_.returns)
         return outputs if len(outputs) > 1 else outputs[0]
 
+    def has_placeholder(self, streams, tokens, needs_text):
+        """Has the block's tensor of these streams a token that stands in for them?"""
+        return streams in self.list_.streams.values() and has_placeholder(streams, tokens, needs_text)
+
 
 def _transposed(forward, place):
     """A block's forward whose hidden states are (T, B, C), of one whose are (B, T, C), or the other way round."""
@@ -51,7 +56,7 @@ def _inside(block, path):
     return functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
 
 
-def _one_key_per_group(module, query_BNTH, key_BNTH):
+def one_key_per_group(module, query_BNTH, key_BNTH):
     """Grouped queries: the keys (or values) before the module repeated them for the queries of each group."""
     to_q, to_k = getattr(module, "to_q", None), getattr(module, "to_k", None)
     if to_q is None or to_k is None or key_BNTH.shape[1] != query_BNTH.shape[1]:

@@ -10,17 +10,13 @@ import inspect
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 
-from ..autoencoders.family import replaced
 from ..distributed.masks import read_mask
-from ..parallel.nag import apply_nag
 from ..parallel.tensor import install_tensor_hooks
 from ..partition import check_shards
-from ..protocol.errors import UnsupportedError
 from . import regions
-from .attention import AttentionLayer, attend
-from .places import Place, StageEnd, _inside, _one_key_per_group, _transposed, summed, with_halos
+from .attention import AttentionFunctions, RunningAttention
+from .places import Place, StageEnd, _inside, _transposed, summed, with_halos
 from .turns import take_turns
 
 
@@ -31,10 +27,15 @@ class Hooks:
         """splits: of the weights, where the model holds a rank's share of them (checkpoints/shares.py). offloaded: the
         blocks whose weights come from host memory (checkpoints/offloading.py), if there are such."""
         self.plan, self._offloaded = plan, offloaded
-        self._model, self._context, self._cuts = model, None, {}
+        self._model, self._context = model, None
+        self._attention = AttentionFunctions(lambda: self._context, plan.needs_text)
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they cut twice"
         model._has_hooks = True
+        for block, list_ in blocks:
+            for name in list_.attention | plan.cross_attention:
+                if (module := _inside(block, name)) is not None:
+                    self._attention.own_code.place(module)
         if splits:
             install_tensor_hooks(model, plan, splits, self._running)
         self.num_blocks = len(blocks)
@@ -126,16 +127,16 @@ class Hooks:
         return [*self._places[block - 1].list_.returns, *[("image",)] * len(self._skips_over(block))]
 
     @contextmanager
-    def serving(self, context, cuts=None):
-        """The model's forward runs as the context says while under this. cuts: a dict, kept for where it goes on."""
+    def serving(self, context):
+        """The model's forward runs as the context says while under this."""
         tokens = context.tokens
         check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree,
                      "rows of tokens" if self.plan.rows else "tokens")
-        self._context, self._cuts = context, {} if cuts is None else cuts
+        self._context = context
         try:
             yield
         finally:
-            self._context, self._cuts = None, {}
+            self._context = None
 
     def _skips_over(self, block):
         """Earlier blocks whose outputs are skips for this block or later ones."""
@@ -235,33 +236,29 @@ class Hooks:
                 else regions.join(shard, streams, context.tokens, context.mesh, context.traffic, wanted)
                 for streams, shard in shards.items()}
 
-    def _has_placeholder(self, streams, context, place):
-        return streams in place.list_.streams.values() and regions.has_placeholder(streams, context.tokens,
-                                                                                   self.plan.needs_text)
-
     def _cut_once(self, context, place, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
         def cut(tensor, each):
             if (each.ndim not in (None, tensor.ndim)
                     or tensor.shape[each.dim] == 1 != sum(map(context.tokens.held, each.streams))):
                 return tensor
-            if self._has_placeholder(each.streams, context, place):
+            if place.has_placeholder(each.streams, context.tokens, self.plan.needs_text):
                 return tensor.narrow(each.dim, 0, 1)
             return context.tokens.take(tensor, each.dim, each.streams)
 
         key = id(value), id(argument)
-        if key not in self._cuts:
+        if key not in context.cuts:
             if isinstance(value, (tuple, list)):
                 arguments = argument if isinstance(argument, tuple) else (argument,) * len(value)
                 result = tuple(cut(tensor, each) for tensor, each in zip(value, arguments))
             else:
                 result = cut(value, argument)
-            self._cuts[key] = (value, result)                  # `value` is kept, so that its id stays its own
-        return self._cuts[key][1]
+            context.cuts[key] = (value, result)                  # `value` is kept, so that its id stays its own
+        return context.cuts[key][1]
 
     def _read_once(self, context, mask, streams):
-        if id(mask) not in self._cuts:
-            self._cuts[id(mask)] = mask
+        if id(mask) not in context.cuts:
+            context.cuts[id(mask)] = mask
             context.masks.update(read_mask(mask, streams, context.tokens))
 
     # --- modules whose output is known, or to be had otherwise ---
@@ -303,46 +300,14 @@ class Hooks:
 
     def _hook_attention(self, module, forward, place, name, streams, key_streams):
         """streams: of the queries. key_streams: of keys and values; mostly the same."""
-        sdpa = F.scaled_dot_product_attention
-
         @functools.wraps(forward)
-        def scoped(*args, **kwargs):
-            context, num_calls = self._context, 0
-            if context is None or (context.mesh.sequence_degree == 1 and context.key_values is None
-                                   and not context.masks and not context.guided):
+        def hooked(*args, **kwargs):
+            context = self._context
+            if context is None or not context.shares_attention:
                 return forward(*args, **kwargs)
-
-            def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
-                nonlocal num_calls
-                if attn_mask is not None or is_causal:
-                    raise UnsupportedError("This model masks its self-attention in a way that sequence parallelism "
-                                           "and PipeFusion do not support yet. Use cfg_degree instead.")
-                num_calls += 1
-                key, value = _one_key_per_group(module, query, key), _one_key_per_group(module, query, value)
-                query, pad = self._without_placeholders(context, place, streams, query)
-                key, value = (self._without_placeholders(context, place, key_streams, each)[0] for each in (key, value))
-                layer = AttentionLayer((place.index, name, num_calls), streams, key_streams, sdpa)
-                out = attend(query, key, value, context, layer, options.get("scale"))
-                for nag in context.guided:
-                    apply_nag(out, nag, (1, 3), context.tokens.image_slice(streams), True, context.mesh,
-                              context.traffic)
-                return out if pad is None else F.pad(out, pad)
-
-            with replaced(F, scaled_dot_product_attention=attention):
-                output = forward(*args, **kwargs)
-            if num_calls == 0:                                 # each rank would have attended to its own tokens only
-                raise UnsupportedError(f"The attention {name} of block {place.index} did not call PyTorch's "
-                                       f"scaled_dot_product_attention, where parallel methods take its place. Unset "
-                                       f"what chooses another attention for diffusers in the workers, or use one "
-                                       f"device.")
+            context.attention = running = RunningAttention(module, place, name, streams, key_streams)
+            output = forward(*args, **kwargs)
+            context.attention = None
+            running.refuse_uncalled()
             return output
-        return scoped
-
-    def _without_placeholders(self, context, place, streams, tensor_BNTH):
-        """The tensor without tokens that stand in for streams, and how to pad the output to have them again."""
-        where = [index for index, stream in enumerate(streams) if self._has_placeholder((stream,), context, place)]
-        if not where:
-            return tensor_BNTH, None
-        assert where in ([0], [len(streams) - 1]), "a stand-in is the first or the last token"
-        start = int(where == [0])
-        return tensor_BNTH.narrow(2, start, tensor_BNTH.shape[2] - 1), (0, 0, start, 1 - start)
+        return hooked

@@ -4,21 +4,16 @@ import collections
 import functools
 import math
 
-import torch.nn.functional as F
 from greenlet import getcurrent, greenlet
-
-from ..autoencoders.family import replaced
 
 
 def take_turns(forwards, contexts, serving, by_block):
     """What these forwards return; each goes on until its context's yield_turn is called.
 
-    A forward may yield in the midst of its own attention, so what it puts in the place of torch's attention, and its
-    tokens, are its own. serving(context, cuts): Hooks.serving. by_block: all run a block before one runs the next.
+    serving(context): Hooks.serving. by_block: all run a block before one runs the next.
     """
     outputs, host = {}, getcurrent()
     tasks = [greenlet(forward) for forward in forwards]
-    attentions, cuts = [F.scaled_dot_product_attention for _ in tasks], [{} for _ in tasks]
     last = [-1] * len(tasks)                                   # block that each has run
 
     def end_block(own, block):
@@ -35,10 +30,8 @@ def take_turns(forwards, contexts, serving, by_block):
     try:
         while waiting:
             index = waiting.popleft()
-            with (serving(contexts[index], cuts[index]),
-                  replaced(F, scaled_dot_product_attention=attentions[index])):
+            with serving(contexts[index]):
                 answer = tasks[index].switch()
-                attentions[index] = F.scaled_dot_product_attention
             if tasks[index].dead:
                 outputs[index], last[index] = answer, math.inf
             else:

@@ -2,27 +2,32 @@
 exchange.
 
 As transformer.py for transformers. Installed once on a loaded model, as its UNetPlan says. diffusers' own, unmodified
-forward runs; while a convolution, a norm or an attention does, torch's function for it works on rows (rows.py).
-docs/algorithms.md section 9.
+forward runs; its convolutions, norms and self-attentions work on rows (rows.py). docs/algorithms.md section 9.
 """
 
 import functools
 import re
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor2_0
 
-# The originals, bound before they are replaced.
-from torch.nn.functional import pad, scaled_dot_product_attention
-
-from ..autoencoders.family import replaced
 from ..distributed.norm_rows import group_norm_rows
 from ..distributed.rows import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, keys_and_values
 from ..parallel.nag import apply_nag
 from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
+from .own_code import OwnCode, functional
+
+
+@dataclass(frozen=True)
+class RunningSelfAttention:
+    """The self-attention that a forward is in."""
+
+    split: StaleSplit | None               # of its image, over the ranks; None: all here
+    operation: str | None                  # what it does instead, see specs.Branch
 
 
 class UNetHooks:
@@ -31,32 +36,27 @@ class UNetHooks:
     num_blocks = 0
 
     def __init__(self, model, plan):
-        self.plan, self._model, self._context, self._attend = plan, model, None, scaled_dot_product_attention
+        self.plan, self._model, self._context = plan, model, None
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they would ask each other"
         model._has_hooks = True
         self.num_levels = plan.num_levels(model.config)
         self.counts = {"convolution": 0, "group norm": 0, "self-attention": 0, "of text": 0}
+        own_code = OwnCode(F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
         for name, module in model.named_modules():
             level = level_of(name, self.num_levels)
             if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
-                assert (module.dilation == (1, 1)
-                        and module.padding_mode == "zeros"), f"{name}: no U-Net of a family has such a convolution"
-                function = self._first_convolution if name == plan.first else self._convolution
-                self._place(module, "convolution", functools.partial(self._hooked, "conv2d", function, name, level))
+                self._place_convolution(name, module, level)
             elif isinstance(module, torch.nn.GroupNorm):
-                self._place(module, "group norm",
-                            functools.partial(self._hooked, "group_norm", self._group_norm, name, level))
+                self.counts["group norm"] += 1
+                module.forward = self._hook_norm(module, module.forward, name, level)
             elif name.endswith(f".{plan.self_attention}"):
+                self.counts["self-attention"] += 1
                 self._check_attention(name, module)
-                plain = module.forward
-                self._place(module, "self-attention", functools.partial(
-                    self._hooked, "scaled_dot_product_attention", self._attention, name, level))
-                if name.startswith("mid_block."):
-                    number = re.search(r"transformer_blocks\.(\d+)\.", name)[1]
-                    module.forward = self._hook_middle(plain, module.forward, f"middle.0.{number}")
-                module.forward = self._hook_guided(module.forward)
+                own_code.place(module)
+                module.forward = self._hook_self_attention(module.forward, name, level)
             elif name.endswith(tuple(f".{path}" for path in plan.of_text)):
-                self._place(module, "of text", functools.partial(self._once, name))
+                self.counts["of text"] += 1
+                module.forward = self._hook_of_text(module.forward, name)
         self._install_control(model, plan.skips(model.config))
 
     def run(self, context):
@@ -70,15 +70,29 @@ class UNetHooks:
         finally:
             self._context = None
 
-    def _place(self, module, kind, hook):
-        self.counts[kind] += 1
-        forward = module.forward
+    def _place_convolution(self, name, module, level):
+        assert module.dilation == (1, 1) and module.padding_mode == "zeros", f"{name}: no U-Net of a family has such"
+        self.counts["convolution"] += 1
+        convolve, run = module._conv_forward, self._first_convolution if name == self.plan.first else self._convolution
 
-        @functools.wraps(forward)
-        def hooked(*args, **kwargs):
-            alone = self._context is None or self._context.bands is None
-            return forward(*args, **kwargs) if alone else hook(forward, *args, **kwargs)
-        module.forward = hooked
+        def of_rows(input, weight, bias):
+            if not self._is_split:
+                return convolve(input, weight, bias)
+            convolution = Convolution(weight, bias, module.stride, module.padding, module.dilation, module.groups)
+            return run(self._split(name, level), input, convolution)
+        module._conv_forward = of_rows
+
+    @property
+    def _is_split(self):
+        return self._context is not None and self._context.bands is not None
+
+    def _split(self, name, level):
+        """The rows of a layer's image on each rank, for the run."""
+        context, layers = self._context, self._context.exchange.layers
+        if name not in layers:
+            layers[name] = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic,
+                                      exchange=context.exchange, key=name)
+        return layers[name]
 
     def _install_control(self, model, skips):
         """Where ComfyUI's model adds what a ControlNet gives: to the output of each block on the way down and of the
@@ -108,38 +122,72 @@ class UNetHooks:
                  for place in control}
         return {place: added[:, :, slice(*bands[place])] for place, added in control.items()}
 
-    def _hook_middle(self, plain, forward, name):
-        """A self-attention of the middle, which may have to give its values, or to tell its scores.
-        plain: its forward without hooks."""
+    def _hook_norm(self, module, forward, name, level):
         @functools.wraps(forward)
-        def hooked(*args, **kwargs):
-            context, operation = self._context, None
-            if context is not None:                            # that of one block counts before that of all
-                operation = context.operations.get(name) or context.operations.get("middle.0")
-            if operation == "values":
-                with replaced(F, scaled_dot_product_attention=lambda query, key, value, **options: value):
-                    return plain(*args, **kwargs)
-            if operation == "scores":
-                with replaced(self, _attend=self._scored), replaced(F, scaled_dot_product_attention=self._scored):
-                    return forward(*args, **kwargs)
-            return forward(*args, **kwargs)
+        def hooked(input):
+            if not self._is_split:
+                return forward(input)
+            weight, bias = (each if each is None else each.to(input.dtype) for each in (module.weight, module.bias))
+            return group_norm_rows(input, module.num_groups, weight, bias, module.eps, self._split(name, level))
         return hooked
 
-    def _scored(self, query, key, value, **options):
-        """torch's attention, which also tells what share of it each key gets from this rank's queries."""
-        shares = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
-        rank = 0 if self._context.bands is None else self._context.exchange.rank
-        self._context.scores[rank].copy_(shares.mean(1).sum(1))
-        return scaled_dot_product_attention(query, key, value, **options)
+    def _hook_self_attention(self, forward, name, level):
+        """Those of the middle may have to give their values, or to tell their scores."""
+        number = re.search(r"transformer_blocks\.(\d+)\.", name)
+        # that of one block counts before that of all
+        places = (f"middle.0.{number[1]}", "middle.0") if name.startswith("mid_block.") else ()
 
-    def _hook_guided(self, forward):
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
+            context = self._context
+            if context is None:
+                return forward(*args, **kwargs)
+            operation = next((context.operations[place] for place in places if place in context.operations), None)
+            split = self._split(name, level) if self._is_split else None
+            if split is not None or operation is not None:
+                context.attention = RunningSelfAttention(split, operation)
             output = forward(*args, **kwargs)
-            for nag in () if self._context is None else self._context.guided:
+            context.attention = None
+            for nag in context.guided:
                 apply_nag(output, nag, -1)
             return output
         return hooked
+
+    def _scaled_dot_product_attention(self, query, key, value, attn_mask=None, **options):
+        """As torch's, (B, N, T, H). Within a hooked attention: of this rank's queries to the keys of all rows."""
+        running = None if self._context is None else self._context.attention
+        if running is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+        if running.operation == "values":
+            return value
+        if running.split is not None:
+            if attn_mask is not None or options.get("is_causal"):
+                raise UnsupportedError("This model masks its self-attention, which displaced_degree does not support. "
+                                       "Use cfg_degree.")
+            split, width = running.split, key.shape[2] // running.split.size
+            key, value = keys_and_values(key, value, [size * width for size in split.sizes], split.exchange, split.key)
+        if running.operation == "scores":
+            self._write_scores(query, key)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+
+    def _write_scores(self, query, key):
+        """What share of it each key gets from this rank's queries."""
+        shares = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
+        rank = 0 if self._context.bands is None else self._context.exchange.rank
+        self._context.scores[rank].copy_(shares.mean(1).sum(1))
+
+    def _hook_of_text(self, forward, name):
+        @functools.wraps(forward)
+        def hooked(*args, **kwargs):
+            return self._once(name, forward, *args, **kwargs) if self._is_split else forward(*args, **kwargs)
+        return hooked
+
+    def _once(self, name, forward, *args, **kwargs):
+        """What reads the text alone is the same in all calls with one conditioning, for the same images."""
+        once, images = self._context.exchange.once, (self._context.first_image, args[0].shape[0])
+        if name not in once or once[name][0] != images:
+            once[name] = images, forward(*args, **kwargs)
+        return once[name][1]
 
     def _hook_control(self, forward, place):
         @functools.wraps(forward)
@@ -164,45 +212,14 @@ class UNetHooks:
             return tensor_BCHW
         return (tensor_BCHW + context.control.take(place)).to(tensor_BCHW.dtype)
 
-    def _hooked(self, torch_name, function, name, level, forward, *args, **kwargs):
-        """Run a module while torch's function works on this rank's rows."""
-        context, layers = self._context, self._context.exchange.layers
-        if name not in layers:
-            layers[name] = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic,
-                                      exchange=context.exchange, key=name)
-        with replaced(F, **{torch_name: functools.partial(function, layers[name])}):
-            return forward(*args, **kwargs)
-
-    def _first_convolution(self, split, input, *arguments):
+    def _first_convolution(self, split, input, convolution):
         """Of the latent, which every rank has whole."""
-        convolution = Convolution(*arguments)
         kernel, _, padding = convolution.reach(-2)
         above, low, high, below = input_rows(split.start, split.start + split.size, split.num_rows, kernel, 1, padding)
-        return convolution.run(pad(input[:, :, low:high], (0, 0, above, below)), {-2: 0})
+        return convolution.run(F.pad(input[:, :, low:high], (0, 0, above, below)), {-2: 0})
 
-    def _convolution(self, split, input, *arguments):
-        convolution = Convolution(*arguments)
+    def _convolution(self, split, input, convolution):
         return convolution.run(split.around(input, *convolution.reach(-2)), {-2: 0})
-
-    def _group_norm(self, split, input, num_groups, weight=None, bias=None, eps=1e-5):
-        return group_norm_rows(input, num_groups, weight, bias, eps, split)
-
-    def _attention(self, split, query, key, value, attn_mask=None, **options):
-        if attn_mask is not None or options.get("is_causal"):
-            raise UnsupportedError("This model masks its self-attention, which displaced_degree does not support. Use "
-                                   "cfg_degree.")
-        width = key.shape[2] // split.size
-        every = keys_and_values(key, value, [size * width for size in split.sizes], split.exchange, split.key)
-        return self._attend(query, *every, **options)
-
-    def _once(self, name, forward, *args, **kwargs):
-        """What reads the text alone is the same in all calls with one conditioning, for the same images."""
-        context = self._context
-        images = context.first_image, args[0].shape[0]
-        known = context.exchange.once.get(name)
-        if known is None or known[0] != images:
-            known = context.exchange.once[name] = images, forward(*args, **kwargs)
-        return known[1]
 
     def _check_attention(self, name, module):
         if not isinstance(module.processor, AttnProcessor2_0):

@@ -7,7 +7,7 @@ import torch
 
 from ..forecast.decoding import Work
 from ..protocol import messages, specs
-from .workers import Held
+from .workers import Loaded
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Autoencoders:
     """Of the group of these Workers."""
 
     def __init__(self, workers):
-        self._workers, self.held = workers, Held(workers)
+        self._workers, self.loaded = workers, Loaded(workers)
         # rank -> measurements of the last decode or encode, by name
         self.last_numbers = {}
 
     @property
     def names(self):
         """The VAEs the running group holds."""
-        return self.held.names
+        return self.loaded.names
 
     def decode(self, vae, latent, picture_shape, measure_memory=False, num_ranks=0, first_rank=0):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
@@ -53,14 +53,14 @@ class Autoencoders:
     def load(self, vae):
         """Make sure that every worker holds the Autoencoder."""
         group = self._workers.group
-        if vae.name not in self.held:
+        if vae.name not in self.loaded:
             segments = group.segments.share_all(vae.weights())
             spec = specs.AutoencoderSpec(vae.name, vae.dtype, segments, vae.settings)
-            self.held.now[vae.name] = spec
+            self.loaded.by_name[vae.name] = spec
             try:
                 self._workers.request(lambda request: messages.LoadAutoencoder(request, spec), segments.values(), group)
             except BaseException:                              # some ranks may hold it
-                self.held.forget(vae.name)
+                self.loaded.forget(vae.name)
                 raise
 
     def _transform(self, command, name, tensor, shape, **options):

@@ -1,4 +1,4 @@
-"""Calls of a model as the bridge makes them, how they reach the workers, and the tickets of those on their way.
+"""Calls of a model as the bridge makes them, how they reach the workers, and the handles of those on their way.
 Used by the client."""
 
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ WHOLE = ForwardPass()                      # nothing is kept of it
 
 
 @dataclass(frozen=True, eq=False)
-class Ticket:
+class CallHandle:
     """Calls that are on their way."""
 
     group: WorkerGroup
@@ -70,7 +70,8 @@ class Ticket:
 def share_call(call, name, num_channels, store, segments):
     """Put a call into shared memory; what is made there is added to `segments`. name: of its conditioning.
 
-    Returns (the specs.Branch, its prediction, which the workers write, and what else they write: Ticket.extra_outputs).
+    Returns (the specs.Branch, its prediction, which the workers write, and what else they write: extra_outputs of a
+    CallHandle).
     """
     def create(shape):
         segment, view = store.create(shape, torch.float32)

@@ -26,22 +26,22 @@ class Changes:
     in the file."""
 
     def __init__(self):
-        self._wanted, self._in_effect = {}, {}
+        self._requested, self._in_effect = {}, {}
         # name of a model -> {number: those that a run has left}, which may be kept
         self._left, self._num_versions = {}, 0
 
-    def want(self, model, changes):
-        self._wanted[model] = changes
+    def request(self, model, changes):
+        self._requested[model] = changes
 
-    def wanted(self, model):
-        return self._wanted.get(model, {})
+    def requested(self, model):
+        return self._requested.get(model, {})
 
     def forget(self, model):
         """No changes are requested any more."""
-        self._wanted.pop(model, None)
+        self._requested.pop(model, None)
 
     def are_in_effect(self, model):
-        return self._in_effect.get(model, {}) == self.wanted(model)
+        return self._in_effect.get(model, {}) == self.requested(model)
 
     def take_effect(self, model, changes):
         """The workers have made these changes."""
@@ -53,7 +53,7 @@ class Changes:
 
     def pending(self, model):
         """What turns the weights in effect into those requested."""
-        before, wanted = self._in_effect.get(model, {}), self.wanted(model)
+        before, wanted = self._in_effect.get(model, {}), self.requested(model)
         back = {name: Change((), change.num_bytes, _as_in_the_file) for name, change in before.items()
                 if name not in wanted}
         return back | {name: change for name, change in wanted.items() if before.get(name) != change}
@@ -70,7 +70,7 @@ class Changes:
 
     def left(self, model):
         """The number of the requested version, where a run has left it before; else None."""
-        return _number_of(self.wanted(model), self._left.get(model, {}))
+        return _number_of(self.requested(model), self._left.get(model, {}))
 
     def end_runs(self):
         """No run is under way that could go back to an earlier version."""

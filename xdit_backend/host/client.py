@@ -12,7 +12,7 @@ from ..partition import last_stage_ranks
 from ..protocol import messages
 from ..protocol.errors import WorkerDiedError, XDiTError
 from .autoencoders import Autoencoders
-from .calls import WHOLE, Ticket, share_call
+from .calls import WHOLE, CallHandle, share_call
 from .conditionings import Conditionings
 from .models import Models
 from .workers import Workers
@@ -21,13 +21,13 @@ from .workers import Workers
 class Client:
     """A worker group and what it holds. Starts the group when it is first needed, and again after it died."""
 
-    def __init__(self, devices, machines=None, forkserver=None):
-        """machines, forkserver: WorkerGroup's."""
+    def __init__(self, devices, machines=None, forkserver=None, on_phase=lambda phase: None, check=lambda: None):
+        """machines, forkserver, on_phase, check: WorkerGroup's."""
         # whose conditioning -> Conditionings; named since the start
         self._runs, self._num_conditionings = {}, 0
-        self.workers = Workers(devices, machines, forkserver)
+        self.workers = Workers(devices, machines, forkserver, on_phase, check)
         self.models, self.autoencoders = Models(self.workers, self._runs), Autoencoders(self.workers)
-        self.step = ""                                         # that is computed now, for a person: "step 7 of 20"
+        self._step = ""                                        # see begin_step
 
     @property
     def devices(self):
@@ -42,6 +42,10 @@ class Client:
     def running(self):
         return self.workers.running
 
+    def begin_step(self, step):
+        """From now on calls are of this step, which errors name: "step 7 of 20"."""
+        self._step = step
+
     def close(self):
         """End the worker group."""
         self.workers.close()
@@ -50,17 +54,17 @@ class Client:
 
     def holds(self, name):
         """Does the running group hold this model or VAE?"""
-        return name in self.models.held or name in self.autoencoders.held
+        return name in self.models.loaded or name in self.autoencoders.loaded
 
     def drop(self, name):
         """Give a model's or VAE's memory back on every worker."""
-        self.models.held.drop(name)
-        self.autoencoders.held.drop(name)
+        self.models.loaded.drop(name)
+        self.autoencoders.loaded.drop(name)
 
     def forget(self, name):
         """As drop, but waits for nothing, and starts no workers where they have ended. From any thread."""
         self.models.forget(name)
-        self.autoencoders.held.forget(name)
+        self.autoencoders.loaded.forget(name)
 
     # --- predictions, and the conditioning of runs ---
 
@@ -72,7 +76,7 @@ class Client:
         return self.wait([self.submit(spec, layout, num_channels, calls, run=run)])[1]
 
     def submit(self, spec, layout, num_channels, calls, forward=WHOLE, run=None):
-        """Send calls to the workers and wait for nothing; returns a ticket for `wait`.
+        """Send calls to the workers and wait for nothing; returns a handle for `wait`.
 
         Calls are worked on in the order they are submitted. run: see `name_conditioning`. Raises WorkerDiedError where
         a patch or a name needs what a group kept that has ended since.
@@ -92,23 +96,23 @@ class Client:
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
                                              speeds=self.workers.speeds),
-            segments, last_stage_ranks(layout, len(self.devices)), self.step)
-        return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(extra_outputs))
+            segments, last_stage_ranks(layout, len(self.devices)), self._step)
+        return CallHandle(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(extra_outputs))
 
-    def wait(self, tickets):
-        """Wait for the first of these tickets, all of one run; returns (the ticket, its predictions).
+    def wait(self, handles):
+        """Wait for the first of these handles, all of one run; returns (the handle, its predictions).
         Raises as WorkerGroup.wait."""
         try:
-            request, _ = tickets[0].group.wait([ticket.request for ticket in tickets], self.workers.on_phase,
+            request, _ = handles[0].group.wait([handle.request for handle in handles], self.workers.on_phase,
                                                self.workers.check)
         except XDiTError:
-            if any(ticket.in_stages for ticket in tickets):    # a stage may wait for what another never sent
+            if any(handle.in_stages for handle in handles):    # a stage may wait for what another never sent
                 self.close()
             raise
-        ticket = next(ticket for ticket in tickets if ticket.request == request)
-        for written, wanted in ticket.extra_outputs:
+        handle = next(handle for handle in handles if handle.request == request)
+        for written, wanted in handle.extra_outputs:
             wanted.copy_(written)
-        return ticket, list(ticket.predictions)
+        return handle, list(handle.predictions)
 
     def name_conditioning(self, tensors, run=None):
         """The name under which the workers hold these tensors for a run; sends them if they do not.
@@ -120,18 +124,18 @@ class Client:
         return self._name(tensors, run, self.group)
 
     def _name(self, tensors, run, group):
-        held = self._runs.get(run)
-        if held is None or held.group is not group:
-            held = self._runs[run] = Conditionings(group)
-        name = held.find(tensors)
+        conditionings = self._runs.get(run)
+        if conditionings is None or conditionings.group is not group:
+            conditionings = self._runs[run] = Conditionings(group)
+        name = conditionings.find(tensors)
         if name is None:
             self._num_conditionings += 1
             name = f"conditioning-{self._num_conditionings}"
             segments = group.segments.share_all(tensors)
-            held.keep(name, tensors)
+            conditionings.keep(name, tensors)
             self.workers.request(lambda request: messages.Conditioning(request, name, segments), segments.values(),
                                  group)
-            self._forget(group, held.drop_surplus())
+            self._forget(group, conditionings.drop_surplus())
         return name
 
     def _check_kept(self, run):
@@ -144,9 +148,9 @@ class Client:
 
         Called between runs, also after one that failed.
         """
-        held = self._runs.pop(run, None)
-        if held is not None:
-            self._forget(held.group, held.drop_all())
+        conditionings = self._runs.pop(run, None)
+        if conditionings is not None:
+            self._forget(conditionings.group, conditionings.drop_all())
         if not self._runs:
             self.models.changes.end_runs()
 
@@ -184,21 +188,21 @@ class Client:
         """{rank: the memory that the running group's rank last reported}; available also while it works."""
         return dict(self.workers.current.memory) if self.running else {}
 
-    def peek(self, since_s=-1.0):
+    def report_if_idle(self, since_s=-1.0):
         """{rank: Done} of ReportMemory where the workers run and are idle; else None. Starts nothing, and keeps nobody
         waiting."""
         group = self.workers.current
         try:
             return group and group.ask_if_idle(lambda request: messages.ReportMemory(request, since_s))
-        except XDiTError:                                      # they have ended: who needs them next is told
+        except XDiTError:                                      # they have ended: whoever needs them next gets the error
             return None
 
-    def catch_up(self, patience_s, since_s=-1.0):
+    def catch_up(self, timeout_s, since_s=-1.0):
         """Wait until the workers have done all that they were asked, but no longer than this, since a cancelled step
         may take its time. Returns {rank: Done}, with the spans from since_s on, or {} where it takes longer."""
         if not self.running:
             return {}
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + timeout_s
 
         def check():
             if time.monotonic() > deadline_s:

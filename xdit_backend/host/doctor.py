@@ -63,10 +63,10 @@ def versions():
 
 def machine():
     import psutil
-    room, limit = available_memory()
+    available, limit = available_memory()
     total = psutil.virtual_memory().total
     of = f" of the machine's {gigabytes(total)}" if limit < total else ""
-    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(limit)}{of}, {gigabytes(room)} available",
+    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(limit)}{of}, {gigabytes(available)} available",
              f"swap {gigabytes(psutil.swap_memory().total)}"]
     if os.path.isdir("/dev/shm"):
         total, _, free = shutil.disk_usage("/dev/shm")
@@ -116,7 +116,7 @@ def workers(names):
     return [f"start on {', '.join(names)} in {time.monotonic() - started_s:.1f} s, and answer",
             f"are programs of their own: {group.why_not_forked}" if group.why_not_forked
             else "are forked from one process",
-            *group.remarks,
+            *group.warnings,
             *(f"rank {rank} ({names[rank]}): {gigabytes(done.numbers['free_bytes'])} free"
               for rank, done in sorted(memory.items()))]
 

@@ -21,7 +21,7 @@ from ..protocol.errors import WorkerStartError
 from .starting import HELP, StartMonitor, exit_words
 
 POLL_S = 0.02
-PATIENCE_S = 10                            # for it to end what it has started, and itself
+TIMEOUT_S = 10                             # for it to end what it has started, and itself
 MAX_BYTES = 2 ** 16                        # of an answer
 NUM_LINES = 15                             # of its output, where it fails
 # What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read
@@ -37,7 +37,33 @@ class _Server:
     process: subprocess.Popen
     channel: socket.socket
     output: IO[bytes]                      # what it prints
-    why_not: str | None = None             # why it does not fork, or ""; None: it has not said yet
+    _why_not: str | None = None            # None: it has not said yet
+
+    def why_not(self, check):
+        """Why it does not fork, or "", as it says once its libraries are loaded. check() may raise to give up."""
+        if self._why_not is None:
+            self._why_not = self.answer(check)["why_not"]
+        return self._why_not
+
+    def answer(self, check=lambda: None):
+        """What it says next. Raises WorkerStartError where it ends, or gives no sign of life."""
+        signs, who = StartMonitor(self.process.pid, 1), "The process that workers are forked from"
+        what_next = f"Queue the prompt again to start another. {HELP} Its last lines:"
+        while not select.select([self.channel], [], [], POLL_S)[0]:
+            check()
+            if (found := signs.silent((), timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
+                raise WorkerStartError(f"{who} {found[1]}. {what_next}\n{self._last_lines()}")
+        with suppress(ConnectionResetError):
+            if body := self.channel.recv(MAX_BYTES):
+                return json.loads(body)
+        code = self.process.wait(TIMEOUT_S)
+        raise WorkerStartError(f"{who} ended while loading its libraries{exit_words(code)}. "
+                               f"{what_next}\n{self._last_lines()}")
+
+    def _last_lines(self):
+        self.output.seek(0)
+        lines = self.output.read()[-MAX_BYTES:].decode(errors="replace").splitlines()[-NUM_LINES:]
+        return "\n".join(lines) or "(none)"
 
 
 class Forkserver:
@@ -70,14 +96,13 @@ class Forkserver:
             early = self.prepare(environment, package_folder)
             server = self._servers[early]
             try:
-                if server.why_not is None:
-                    server.why_not = _answer(server, check)["why_not"]
+                why_not = server.why_not(check)
                 request = {"arguments": arguments, "environment": environment, "folder": str(folder)}
                 with suppress(BrokenPipeError):                # it has ended, as its answer will tell
                     socket.send_fds(server.channel, [json.dumps(request).encode()], [output.fileno()])
-                return Torchrun(_answer(server, lambda: None)["pid"]), server.why_not
+                return Torchrun(server.answer()["pid"]), why_not
             except WorkerStartError:
-                self._end(early, patience_s=0)
+                self._end(early, timeout_s=0)
                 raise
 
     def close(self):
@@ -86,12 +111,12 @@ class Forkserver:
             for early in list(self._servers):
                 self._end(early)
 
-    def _end(self, early, patience_s=PATIENCE_S):
+    def _end(self, early, timeout_s=TIMEOUT_S):
         server = self._servers.pop(early)
         server.channel.close()
         server.output.close()
         try:
-            server.process.wait(patience_s)
+            server.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             server.process.kill()
             server.process.wait()
@@ -109,28 +134,6 @@ def _start_server(environment, package_folder):
     return _Server(server, ours, output)
 
 
-def _answer(server, check):
-    """What the forkserver says next. Raises WorkerStartError where it ends, or gives no sign of life."""
-    signs, who = StartMonitor(server.process.pid, 1), "The process that workers are forked from"
-    what_next = f"Queue the prompt again to start another. {HELP} Its last lines:"
-    while not select.select([server.channel], [], [], POLL_S)[0]:
-        check()
-        if (found := signs.silent((), timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
-            raise WorkerStartError(f"{who} {found[1]}. {what_next}\n{_last_lines(server)}")
-    with suppress(ConnectionResetError):
-        if body := server.channel.recv(MAX_BYTES):
-            return json.loads(body)
-    code = server.process.wait(PATIENCE_S)
-    raise WorkerStartError(f"{who} ended while loading its libraries{exit_words(code)}. "
-                           f"{what_next}\n{_last_lines(server)}")
-
-
-def _last_lines(server):
-    server.output.seek(0)
-    lines = server.output.read()[-MAX_BYTES:].decode(errors="replace").splitlines()[-NUM_LINES:]
-    return "\n".join(lines) or "(none)"
-
-
 class Torchrun(psutil.Process):
     """A group's torchrun, which is the forkserver's child."""
 
@@ -141,9 +144,9 @@ class Torchrun(psutil.Process):
         except psutil.NoSuchProcess:
             return True
 
-    def wait_ended(self, patience_s):
+    def wait_ended(self, timeout_s):
         """Wait for so many seconds at most; has it ended?"""
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + timeout_s
         while not self.has_ended and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
         return self.has_ended

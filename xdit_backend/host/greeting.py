@@ -19,7 +19,7 @@ from .traces import Traces
 # of workers that get on, however slowly; who does not is noticed sooner
 START_TIMEOUT_S = 1800
 # from the first worker that cannot start until all have said or shown why
-SETTLE_S = 8
+FAILURES_S = 8
 LINK_TIMEOUT_S = 60                                # of a short transfer, once all have begun
 JOIN_TIMEOUT_S = 600                               # of joining all ranks, for which NCCL reads a gigabyte of libraries
 # a worker that says nothing for so long then is what fails, not its links
@@ -88,9 +88,9 @@ class Greeting:
         if time.monotonic() > self._deadline_s:
             raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. {HELP} {traces.where()}Their "
                                    f"last lines:\n{traces.last_lines()}")
-        over = [doing for doing, limit_s in ((JOINING, JOIN_TIMEOUT_S), (TRYING_LINKS, LINK_TIMEOUT_S))
-                if len(self._begun[doing]) == len(devices)
-                and time.monotonic() - max(self._begun[doing].values()) > limit_s]
+        over = [activity for activity, limit_s in ((JOINING, JOIN_TIMEOUT_S), (TRYING_LINKS, LINK_TIMEOUT_S))
+                if len(self._begun[activity]) == len(devices)
+                and time.monotonic() - max(self._begun[activity].values()) > limit_s]
         has_tried = TRYING_LINKS in over or (bool(over) and not self._begun[TRYING_LINKS])
         silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
         found = self._signs.silent(late, min(QUIET_S, silence_s) if has_tried else silence_s)
@@ -138,7 +138,7 @@ class Greeting:
         all_came = len(self._greeted) == len(self._group_start.devices)
         all_failed = len(self._silent) == len(self._failures) or self._group_start.traces.first_ended()
         is_known = has_ended or (all_came and all_failed)
-        is_over = time.monotonic() - self._failed_s > SETTLE_S
+        is_over = time.monotonic() - self._failed_s > FAILURES_S
         if (is_known and not others) or any(not message.by_links for message in self._failures) or is_over:
             raise self._why()
 

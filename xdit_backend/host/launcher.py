@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerStartError, XDiTError
-from ..protocol.messages import Abandon, Done, Heartbeat, Phase
+from ..protocol.messages import Abort, Done, Heartbeat, Phase
 from . import preflight
 from .forkserver import Forkserver
 from .greeting import Greeting
@@ -43,9 +43,9 @@ def _alone(method):
 class WorkerGroup:
     """A running worker group. Its methods may be called by several threads; one that waits keeps the others waiting.
 
-    Construction blocks until every worker is ready. on_phase(Phase) tells what workers do meanwhile; check() is called
+    Construction blocks until every worker is ready. on_phase(Phase) shows what workers do meanwhile; check() is called
     often while waiting and may raise to give up, as ComfyUI's cancel does. num_fallbacks: how many ways to join the
-    workers are known not to work (preflight.detours); what the group came to is in the field of that name.
+    workers are known not to work (preflight.fallbacks); what the group came to is in the field of that name.
     machines: the machines.listener.Listener where other machines join; None: nothing listens, and all devices are here.
     forkserver: the host's Forkserver; None: one of its own, which ends with the group.
     Raises WorkerStartError when a worker cannot come up, with what is missing, or the workers' last lines of output.
@@ -66,17 +66,17 @@ class WorkerGroup:
         self.totals = {}
         self.memory = {}                                       # rank -> what it last said of its memory, by name
         self._resources = None
-        # when it was last given or did work, other than telling of itself
+        # when it was last given or did work, other than reporting its memory
         self._used_s = time.monotonic()
         self._ended_by = ""                                    # what ended the group, where it was not the host
         self._close_at_exit = closing(self)
-        self.remarks = []                                      # what a person should know of how it runs
+        self.warnings = []                                     # what a person should know of how it runs
         self.num_fallbacks = num_fallbacks                     # ways around links that failed
         started_s = time.monotonic()
         self._start(on_phase, check)
-        for remark in self.remarks:
-            log.warning("%s", remark)
-            on_phase(Phase(0, remark))
+        for warning in self.warnings:
+            log.warning("%s", warning)
+            on_phase(Phase(0, warning))
         log.info("worker group ready: %s in %.1f s%s", ",".join(self.devices), time.monotonic() - started_s,
                  self.why_not_forked and f", not forked: {self.why_not_forked}")
 
@@ -140,11 +140,11 @@ class WorkerGroup:
             self._lock.release()
 
     @_alone
-    def post(self, make_command, segments=(), answering=None, doing=""):
+    def post(self, make_command, segments=(), answering=None, activity=""):
         """Send make_command(request number) to every rank and wait for nothing; returns the request number.
 
         `segments` belong to the command and are removed when every rank has answered it. answering: the ranks whose
-        answers complete it for `wait`; None: all, (): nobody will wait. doing: "step 7 of 20", for a person.
+        answers complete it for `wait`; None: all, (): nobody will wait. activity: "step 7 of 20", for a person.
         """
         number = self._requests.next_number()
         with self.segments.removed_on_failure() as unsent:
@@ -152,8 +152,8 @@ class WorkerGroup:
             command = make_command(number)
         self._watch.command_sent(self._resources.channels)
         answering = self._resources.channels if answering is None else answering
-        request = self._requests.add(number, command, self._resources.channels, answering, segments, doing)
-        self._used_s = time.monotonic() if request.doing else self._used_s
+        request = self._requests.add(number, command, self._resources.channels, answering, segments, activity)
+        self._used_s = time.monotonic() if request.activity else self._used_s
         for rank, channel in list(self._resources.channels.items()):
             try:
                 channel.send(command)
@@ -166,7 +166,7 @@ class WorkerGroup:
         """Wait until one of the requests of these numbers is complete; returns (its number, {rank: Done}).
 
         Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
-        WorkerDiedError, also when the group has ended. When check() raises, the answers are abandoned: workers finish
+        WorkerDiedError, also when the group has ended. When check() raises, the answers are aborted: workers finish
         the commands, but leave loading, decoding and encoding soon, and take the next.
         """
         try:
@@ -181,14 +181,13 @@ class WorkerGroup:
                 try:
                     check()
                 except BaseException:
-                    self._abandon(numbers)
+                    self._abort(numbers)
                     raise
                 self._receive(on_phase)
         finally:
             # the complete one; all, when nobody will come back for them
-            for number in numbers:
-                self._requests[number].claimed = True
-            self._requests.settle(self.segments)
+            self._requests.claim(numbers)
+            self._requests.remove_answered(self.segments)
 
     def receive_pending(self):
         """Take in answers that nobody waits for, as of a model that was dropped. Keeps nobody waiting."""
@@ -199,7 +198,7 @@ class WorkerGroup:
                 with suppress(ChannelClosedError):             # it is noticed by who needs the workers next
                     while channel.raw.poll():
                         self._take(rank, channel.receive(), lambda phase: None)
-            self._requests.settle(self.segments)
+            self._requests.remove_answered(self.segments)
         finally:
             self._lock.release()
 
@@ -215,12 +214,12 @@ class WorkerGroup:
             raise WorkerDiedError(f"The workers have ended{self._ended_by}. Queue the prompt again to start a new "
                                   f"group.")
 
-    def _abandon(self, numbers):
+    def _abort(self, numbers):
         for number in numbers:
             request = self._requests[number]
             for rank in request.unanswered if request.can_stop else ():
                 with suppress(ChannelClosedError):             # it is noticed by who needs the workers next
-                    self._resources.channels[rank].send(Abandon(number))
+                    self._resources.channels[rank].send(Abort(number))
 
     def _receive(self, on_phase):
         """Take in what workers have said, waiting a moment for it."""
@@ -249,7 +248,7 @@ class WorkerGroup:
             return
         if (request := self._requests.answer(rank, message)) is None:
             return
-        self._used_s = time.monotonic() if request.doing else self._used_s
+        self._used_s = time.monotonic() if request.activity else self._used_s
         if isinstance(message, Done):
             if "reserved_bytes" in message.numbers:
                 self.memory[rank] = message.numbers
@@ -279,19 +278,19 @@ class WorkerGroup:
                     raise refused_by_the_system(error) from error
                 raise
         raise WorkerStartError(f"{', '.join(self.devices)} cannot exchange tensors: {failed[-1]} "
-                               f"{preflight.advice(ways)}{HELP}")
+                               f"{preflight.hint(ways)}{HELP}")
 
     def _try_to_start(self, off, variables, failed, on_phase, check):
         """Start, with something switched off by environment variables. failed: how the attempts before went."""
         self._resources = resources = GroupResources(self.devices)
         atexit.register(self._close_at_exit)
         resources.take_machines(self._machines, on_phase, check)
-        self.remarks = [preflight.remark(self.devices, off, variables, failed)] if off else []
+        self.warnings = [preflight.warning(self.devices, off, variables, failed)] if off else []
         self._greet(self._launch(variables, check), on_phase, check)
 
     def _launch(self, variables, check):
         """Start torchrun here and on other machines; returns the GroupStart whose workers come up."""
-        self.remarks += self._resources.remarks()
+        self.warnings += self._resources.warnings()
         interface = self._machines.interface if self._resources.sessions else ""
         return self._resources.launch(self._forkserver, interface, variables, self._has_fallbacks, check)
 
@@ -333,9 +332,9 @@ class WorkerGroup:
         if found is not None:
             self._give_up(*found)
 
-    def _lost(self, rank, doing=""):
-        """A worker's connection is gone: end the group. doing: what the worker did, beside unanswered requests."""
-        self._give_up(*self._resources.lost(rank, lambda of: doing or self._watch.doing(of) or ""))
+    def _lost(self, rank, activity=""):
+        """A worker's connection is gone: end the group. activity: what the worker did, beside unanswered requests."""
+        self._give_up(*self._resources.lost(rank, lambda of: activity or self._watch.activity(of) or ""))
 
     def _give_up(self, rank, what):
         """End the group for what became of a rank."""

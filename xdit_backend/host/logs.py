@@ -28,12 +28,12 @@ except ImportError:                                            # Windows, where 
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
-KEPT = 8                                   # folders of groups, those that run included
+MAX_FOLDERS = 8                            # folders of groups, those that run included
 MAX_BYTES = 2 ** 20                        # of errors.log
 MIN_BYTES = 2 ** 12                        # below this a disk takes no line more
 TORCHRUN, ERRORS = "torchrun.log", "errors.log"
 NAME = re.compile(r"\d{8}-\d{6}-xdit-\d+-[0-9a-f]+")
-NUM_TOLD, MAX_LINES = 5, 20                # errors that the doctor tells, and lines of each
+MAX_ERRORS, MAX_LINES = 5, 20              # errors that the doctor prints, and lines of each
 MACHINES = "machines-{}.txt"               # of a process, by its number
 QUOTED = re.compile(r"""(["'])~?/(?:[^"'\n]*/)?([^"'/\n]*)\1""")
 PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
@@ -59,14 +59,14 @@ def make(name, otherwise):
     return folder
 
 
-def tell_machines(lines):
+def note_machines(lines):
     """Have the doctor know this of other machines, for as long as this process runs;
     no lines: there is nothing more to say."""
     try:
-        told = _own_place() / MACHINES.format(os.getpid())
-        told.unlink(missing_ok=True)
+        path = _own_place() / MACHINES.format(os.getpid())
+        path.unlink(missing_ok=True)
         if lines:
-            with open(told, "x", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write("\n".join(lines))
     except OSError as error:
         log.warning("the doctor will not know of other machines: %s", error)
@@ -86,7 +86,7 @@ def machines():
 
 
 def start(folder):
-    """The open file for what torchrun prints, which tells that the group runs for as long as torchrun holds it."""
+    """The open file for what torchrun prints, locked for as long as torchrun runs, which shows that the group does."""
     file = open(folder / TORCHRUN, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
     # file systems without locks, where no folder is taken for an old one
     with suppress(OSError):
@@ -114,12 +114,12 @@ def note(folder, error):
 def last_errors():
     """Lines that tell of the last errors of the groups whose folders are there, the newest first,
     with nothing private."""
-    told = []
+    errors = []
     for folder in reversed(_folders()):
         with suppress(OSError):
-            told += reversed((folder / ERRORS).read_text(encoding="utf-8", errors="replace").strip().split("\n\n"))
+            errors += reversed((folder / ERRORS).read_text(encoding="utf-8", errors="replace").strip().split("\n\n"))
     lines = []
-    for error in told[:NUM_TOLD]:
+    for error in errors[:MAX_ERRORS]:
         first, *others = without_private(error).splitlines() or [""]
         lines += [first, *(f"  {line}" for line in others[-MAX_LINES:])]
     return lines
@@ -161,7 +161,7 @@ def _folders():
 
 def _forget_old(new):
     """new: not old, whatever the clock says."""
-    for folder in _folders()[:-KEPT]:
+    for folder in _folders()[:-MAX_FOLDERS]:
         if folder == new:
             continue
         try:

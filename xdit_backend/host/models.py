@@ -9,8 +9,8 @@ from ..protocol import messages
 from ..protocol.devices import machines_of
 from ..protocol.errors import XDiTError
 from .changes import Changes, batches
-from .residence import Residence
-from .workers import Held
+from .model_memory import ModelMemory
+from .workers import Loaded
 
 
 class Models:
@@ -18,19 +18,19 @@ class Models:
     which may go back to weights."""
 
     def __init__(self, workers, runs):
-        self._workers, self._runs, self.held = workers, runs, Held(workers)        # the last: name -> Residence
+        self._workers, self._runs, self.loaded = workers, runs, Loaded(workers)    # the last: name -> ModelMemory
         self.changes = Changes()                               # of the models' weights
 
     @property
     def names(self):
         """The models the running group holds."""
-        return self.held.names
+        return self.loaded.names
 
     def forget(self, name):
         """A model is dropped, or not known to be whole any more: have the workers drop it. Waits for nothing.
         From any thread."""
         self.changes.forget(name)
-        self.held.forget(name)
+        self.loaded.forget(name)
 
     def load(self, spec, changes=None):
         """Make sure that every worker holds the model, on its device, with these changes.
@@ -38,8 +38,8 @@ class Models:
         changes: {name of a tensor in the model's file: Change}, the others are as in the file; None: those of the last
         time.
         """
-        residence = self.residence(spec.name)
-        if residence is None:
+        model_memory = self.memory(spec.name)
+        if model_memory is None:
             self.changes.loaded(spec.name)
             self._workers.group.find_file(spec.path, self._workers.on_phase, self._workers.check)
             try:
@@ -48,12 +48,12 @@ class Models:
             except BaseException:                              # some ranks may hold it, and others not
                 self._workers.post_drop(spec.name)
                 raise
-            self.held.now[spec.name] = Residence.from_answers(spec, done)
-        elif any(residence.parked_bytes):
-            residence.parked(self._workers.request(lambda request: messages.RestoreModel(request, spec.name),
+            self.loaded.by_name[spec.name] = ModelMemory.from_answers(spec, done)
+        elif any(model_memory.parked_bytes):
+            model_memory.update(self._workers.request(lambda request: messages.RestoreModel(request, spec.name),
                                                    group=self._workers.holding))
         if changes is not None:
-            self.changes.want(spec.name, changes)
+            self.changes.request(spec.name, changes)
         if not self.changes.are_in_effect(spec.name):
             self._change(spec)
 
@@ -73,7 +73,7 @@ class Models:
 
         In a run, they keep what they leave as far as there is room, and what they have kept is not made again.
         """
-        pending, wanted = self.changes.pending(spec.name), self.changes.wanted(spec.name)
+        pending, wanted = self.changes.pending(spec.name), self.changes.requested(spec.name)
         version = num_sent = 0
         try:
             if self._runs:
@@ -86,7 +86,7 @@ class Models:
                 self._send_changes(spec, batch, version, num_sent == len(batch))
         except BaseException:
             self.forget(spec.name)                             # some are changed, and some are not
-            self.changes.want(spec.name, wanted)
+            self.changes.request(spec.name, wanted)
             raise
         self.changes.take_effect(spec.name, wanted)
 
@@ -98,7 +98,7 @@ class Models:
             return False
         done = self._workers.request(lambda request: messages.ReturnWeights(request, spec.name, version, left),
                                      group=self._workers.holding)
-        self.held.now[spec.name] = Residence.from_answers(spec, done)
+        self.loaded.by_name[spec.name] = ModelMemory.from_answers(spec, done)
         return all(each.numbers["kept"] for each in done.values())
 
     def _send_changes(self, spec, batch, version, begins):
@@ -111,11 +111,11 @@ class Models:
             changes = {name: change.make(share) for name, change in batch.items()}
         done = self._workers.request(lambda request: messages.ChangeWeights(
             request, spec.name, changes, version, begins), segments, group)
-        self.held.now[spec.name] = Residence.from_answers(spec, done)
+        self.loaded.by_name[spec.name] = ModelMemory.from_answers(spec, done)
 
-    def residence(self, name):
+    def memory(self, name):
         """Where the running group holds a model; None where it does not."""
-        return self.held.now.get(name) if self._workers.running else None
+        return self.loaded.by_name.get(name) if self._workers.running else None
 
     def park(self, name, spare_bytes, device=None, num_bytes=math.inf):
         """Move weights of a model to host memory, until `device` has num_bytes more free; None: every device.
@@ -124,28 +124,28 @@ class Models:
         machines, the model is dropped instead. Returns the bytes that came free on these devices. load brings the
         weights back.
         """
-        residence = self.residence(name)
-        if residence is None:
+        model_memory = self.memory(name)
+        if model_memory is None:
             return 0
         ranks = [rank for rank, own in enumerate(self._workers.devices) if device in (None, own)]
-        before = residence.parked_bytes
-        targets = residence.targets(ranks, num_bytes)
+        before = model_memory.parked_bytes
+        targets = model_memory.targets(ranks, num_bytes)
         if targets == before:
             return 0
         is_here = not machines_of(self._workers.devices)                # memory for what is parked is of one machine
-        segments = self._reserve(residence.needed_bytes(targets), spare_bytes) if is_here else None
+        segments = self._reserve(model_memory.needed_bytes(targets), spare_bytes) if is_here else None
         if segments is None:
-            self.held.drop(name)
-            return sum(residence.weight_bytes[rank] - before[rank] for rank in ranks)
+            self.loaded.drop(name)
+            return sum(model_memory.weight_bytes[rank] - before[rank] for rank in ranks)
         # not to be given up halfway: ranks write what others will read
         try:
-            residence.parked(
+            model_memory.update(
                 self._workers.group.request(lambda request: messages.ParkModel(request, name, targets, segments),
                                             self._workers.on_phase, segments=segments))
         except XDiTError:
             self.forget(name)
             raise
-        return sum(residence.parked_bytes[rank] - before[rank] for rank in ranks)
+        return sum(model_memory.parked_bytes[rank] - before[rank] for rank in ranks)
 
     def _reserve(self, sizes, spare_bytes):
         """Segments of these sizes in memory; None where there is no room for them."""

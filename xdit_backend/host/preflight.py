@@ -23,7 +23,7 @@ WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes 
 LISTENER_BYTES = 2 ** 16                   # in shared memory, for what is there beside tensors
 # without room for so many bytes of tensors between host and workers, nothing can run
 SEGMENT_BYTES = 2 ** 26
-ROOMY_BYTES = 2 ** 28                      # below this in shared memory, tensors will go through files on disk
+MIN_FREE_BYTES = 2 ** 28                   # below this in shared memory, tensors will go through files on disk
 
 # What is switched off for the next attempt where a transfer between ranks fails, and the variables by which.
 # NCCL's documentation, "Troubleshooting": PCI access control services and IOMMUs redirect peer-to-peer traffic, which
@@ -32,13 +32,13 @@ FALLBACKS = (("", {}),
            ("peer-to-peer copies", {"NCCL_P2P_DISABLE": "1"}),
            ("peer-to-peer copies and shared memory between the devices",
             {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
-ADVICE = ("Broken peer-to-peer copies come of PCI access control (ACS) or an IOMMU: switch them off in the BIOS, or, "
+HINT = ("Broken peer-to-peer copies come of PCI access control (ACS) or an IOMMU: switch them off in the BIOS, or, "
           "in a virtual machine, ask its host to. In a container give /dev/shm room (--shm-size=2g) and memory that "
           "may be locked (--ulimit memlock=-1).")
 
 
 def check(devices, folders):
-    """Refuse to start workers that could not run: WorkerStartError says what is missing. Returns remarks on what is
+    """Refuse to start workers that could not run: WorkerStartError says what is missing. Returns warnings on what is
     only slow.
 
     folders: (in shared memory, on disk), where tensors between the host and its workers will be.
@@ -87,11 +87,11 @@ def num_cuda_devices():
 
 def check_memory(num_workers):
     """Is there host memory for the workers' own libraries? In a container its limit counts."""
-    room, limit = available_memory()
+    available, limit = available_memory()
     needed = num_workers * WORKER_BYTES
-    if room < needed:
+    if available < needed:
         raise WorkerStartError(f"{num_workers} workers need at least {gigabytes(needed)} of host memory before they "
-                               f"hold a model, and {gigabytes(room)} of {gigabytes(limit)} are free. Close other "
+                               f"hold a model, and {gigabytes(available)} of {gigabytes(limit)} are free. Close other "
                                f"programs, use \"Unload Models\" in ComfyUI's menu, or give the container or WSL2 "
                                f"more memory.")
 
@@ -106,7 +106,7 @@ def check_shared_memory(memory_folder, disk_folder):
                                f"which has {gigabytes(free)} free, or {Path(disk_folder).parent}, which has "
                                f"{gigabytes(disk_free)}; at least {gigabytes(SEGMENT_BYTES)} are needed. Free some "
                                f"space. In Docker, --shm-size=2g gives /dev/shm more.")
-    if free < ROOMY_BYTES and str(memory_folder).startswith("/dev/shm"):
+    if free < MIN_FREE_BYTES and str(memory_folder).startswith("/dev/shm"):
         return [f"/dev/shm has {gigabytes(free)} free: what does not fit goes through files on disk, which is slower. "
                 f"In Docker, --shm-size=2g gives it more."]
     return []
@@ -124,16 +124,16 @@ def fallbacks(devices, environment=os.environ):
             if not variables or any(environment.get(name) != value for name, value in variables.items())]
 
 
-def remark(devices, off, variables, failed):
+def warning(devices, off, variables, failed):
     """What to tell a person of workers that run with something switched off. failed: how the attempts with it went."""
     why = f" With them, {' '.join(failed)}" if failed else ""
     settings = " ".join(f"{name}={value}" for name, value in variables.items())
-    return (f"{off[0].upper()}{off[1:]} are off between {', '.join(devices)}, which may be slower.{why} {ADVICE} To "
+    return (f"{off[0].upper()}{off[1:]} are off between {', '.join(devices)}, which may be slower.{why} {HINT} To "
             f"have ComfyUI start so without trying them, set {settings} in its environment.")
 
 
-def advice(ways):
+def hint(ways):
     """What to try where no way worked."""
     if len(ways) == 1:
         return ""
-    return f"It was tried with {' and with '.join(f'{off} off' for off, _ in ways if off)} too. {ADVICE} "
+    return f"It was tried with {' and with '.join(f'{off} off' for off, _ in ways if off)} too. {HINT} "

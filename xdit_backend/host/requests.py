@@ -11,9 +11,9 @@ from .shortage import shortage_words
 from .starting import HELP
 
 # What workers do, for a person
-DOING = {"LoadModel": "loading a model", "Predict": "computing a step", "ParkModel": "moving weights to host memory",
-         "RestoreModel": "bringing weights back", "LoadAutoencoder": "loading a VAE", "Decode": "decoding",
-         "Encode": "encoding", "Probe": "measuring"}
+ACTIVITIES = {"LoadModel": "loading a model", "Predict": "computing a step",
+              "ParkModel": "moving weights to host memory", "RestoreModel": "bringing weights back",
+              "LoadAutoencoder": "loading a VAE", "Decode": "decoding", "Encode": "encoding", "Probe": "measuring"}
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Request:
     segments: list
     claimed: bool                                  # will nobody wait for it any more?
     can_stop: bool = False                         # do ranks leave it when nobody waits for it any more?
-    doing: str = ""                                # with a space before it, for a sentence
+    activity: str = ""                             # with a space before it, for a sentence
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
     failed_s: float = 0.0
@@ -54,7 +54,7 @@ class Request:
         if failure.numbers:                                    # torch's own words, which say less, are in the log
             words = f"memory ran out: {shortage_words(failure.numbers, num_ranks)} {HELP}"
         return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with "
-                                 f"{failure.kind}{self.doing}: {words} {where}".rstrip())
+                                 f"{failure.kind}{self.activity}: {words} {where}".rstrip())
 
 
 class Requests:
@@ -73,13 +73,13 @@ class Requests:
         self._last += 1
         return self._last
 
-    def add(self, number, command, ranks, answering, segments, doing):
-        """A command goes to these ranks. answering: whose answers complete it. doing: "step 7 of 20".
+    def add(self, number, command, ranks, answering, segments, activity):
+        """A command goes to these ranks. answering: whose answers complete it. activity: "step 7 of 20".
         Returns the Request."""
-        doing = DOING.get(type(command).__name__, "") + (doing and f" ({doing})")
+        activity = ACTIVITIES.get(type(command).__name__, "") + (activity and f" ({activity})")
         self._open[number] = Request(set(ranks), set(answering), list(segments), claimed=not answering,
                                      can_stop=isinstance(command, (LoadModel, Decode, Encode)),
-                                     doing=f" while {doing}" if doing else "")
+                                     activity=f" while {activity}" if activity else "")
         return self._open[number]
 
     def answer(self, rank, message):
@@ -109,8 +109,13 @@ class Requests:
         """Will nobody wait for any of them?"""
         return all(request.claimed for request in self)
 
-    def settle(self, store):
-        """Remove the segments of what every rank has answered from this SegmentStore, and forget what was taken."""
+    def claim(self, numbers):
+        """Nobody will wait for these any more."""
+        for number in numbers:
+            self._open[number].claimed = True
+
+    def remove_answered(self, store):
+        """Remove the segments of what every rank has answered from this SegmentStore, and what was claimed of it."""
         for number, request in list(self._open.items()):
             if not request.unanswered:
                 while request.segments:

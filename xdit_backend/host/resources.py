@@ -82,7 +82,7 @@ class GroupResources:
         return GroupStart(self.devices, own, self.process, self.channel_listener, at_once, self.sessions, self.traces,
                           has_fallbacks)
 
-    def remarks(self):
+    def warnings(self):
         """What is looked at here before torchrun starts (preflight.check), for a person."""
         own = [device for device in self.devices if not machine_of(device)]
         return preflight.check(own, (self.segments.folder, self.segments.overflow_folder))
@@ -94,8 +94,8 @@ class GroupResources:
             with suppress(ChannelClosedError):
                 channel.send(Stop())
         if self.process is not None:
-            patience_s = 3 if len(self.channels) == len(self.devices) else 0
-            end_torchrun(self.process, self.workers.values(), None if is_broken else patience_s)
+            timeout_s = 3 if len(self.channels) == len(self.devices) else 0
+            end_torchrun(self.process, self.workers.values(), None if is_broken else timeout_s)
         for connection in (*self.channels.values(), *self.sessions.values(),
                            *([self.channel_listener] if self.channel_listener else [])):
             connection.close()
@@ -104,15 +104,16 @@ class GroupResources:
         self.process = self.channel_listener = self._store = None
         self._finalizer()
 
-    def lost(self, rank, doing):
+    def lost(self, rank, activity):
         """(rank, what became of it) where a worker's connection is gone.
-        doing: (rank) -> what it is at, for a sentence."""
+        activity: (rank) -> what it is at, for a sentence."""
         session = self.traces.session_of(rank)
         if session is not None:
             name, ended = session.name, session.ended or "it closed the connection"
             ranks = ", ".join(str(other) for other, device in enumerate(self.devices) if machine_of(device) == name)
-            return self.traces.rank_of(name), (f"was lost with its machine, {name} (all of rank {ranks}){doing(rank)}: "
-                                               f"{ended.rstrip('. ')}. {name} joins again by itself when it can")
+            return self.traces.rank_of(name), (f"was lost with its machine, {name} (all of rank {ranks})"
+                                               f"{activity(rank)}: {ended.rstrip('. ')}. {name} joins again by itself "
+                                               f"when it can")
         worker = self.workers.get(rank)
         # torchrun notices within a tenth of a second, then ends the others
         for _ in range(50):
@@ -121,10 +122,10 @@ class GroupResources:
             time.sleep(0.1)
         else:
             if worker is not None and worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
-                return rank, f"takes or sends half a message{doing(rank)}: it was stopped, or hung, and is ended"
+                return rank, f"takes or sends half a message{activity(rank)}: it was stopped, or hung, and is ended"
         # torchrun has ended the others then, whose connections may close before
         rank, code = self.traces.first_ended() or (rank, None)
-        return rank, f"died{exit_words(code)}{doing(rank)}"
+        return rank, f"died{exit_words(code)}{activity(rank)}"
 
 
 def refused_by_the_system(error):

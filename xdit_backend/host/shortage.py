@@ -8,7 +8,7 @@ HOLDERS = {"weight_bytes": "weights", "cast_bytes": "weights held a second time 
            "exchange_bytes": "other devices' rows", "conditioning_bytes": "conditioning",
            "activation_bytes": "activations", "other_bytes": "other programs and libraries"}
 # What weights in 16 bits come to in other values of weight_dtype, as a share: a byte a number; 36 bytes for 64 numbers.
-OF_16_BITS = {"fp8_e4m3fn": 0.5, "int8, with the package torchao": 0.5, "nf4, with the package bitsandbytes": 36 / 128}
+OF_16_BITS = {"fp8_e4m3fn": 0.5, "int8": 0.5, "nf4, with the package bitsandbytes": 36 / 128}
 MIN_BYTES = 2 ** 20                        # less than that is not worth a word
 
 
@@ -32,26 +32,26 @@ def shortage_words(numbers, num_ranks):
 def _remedies(numbers, num_ranks):
     taken = sum(numbers.get(key, 0)
                 for key in ("key_value_bytes", "exchange_bytes", "conditioning_bytes", "activation_bytes"))
-    room, needed = taken + numbers.get("free_bytes", 0), taken + numbers.get("asked_bytes", 0)
-    remedies = []
-    if taken >= MIN_BYTES and room < needed:
-        share = room / needed
-        devices = max(num_ranks + 1, math.ceil(num_ranks * needed / room))
-        remedies.append(f"Use a smaller latent or batch: at most {share:.0%} of these pixels (each side times "
+    available, needed = taken + numbers.get("free_bytes", 0), taken + numbers.get("asked_bytes", 0)
+    hints = []
+    if taken >= MIN_BYTES and available < needed:
+        share = available / needed
+        devices = max(num_ranks + 1, math.ceil(num_ranks * needed / available))
+        hints.append(f"Use a smaller latent or batch: at most {share:.0%} of these pixels (each side times "
                         f"{math.sqrt(share):.2f}), frames or images fit beside the weights")
-        remedies.append(f"or at least {devices} devices with ulysses_degree or ring_degree")
+        hints.append(f"or at least {devices} devices with ulysses_degree or ring_degree")
     else:
-        remedies.append("Use a smaller latent, or more devices")
+        hints.append("Use a smaller latent, or more devices")
     if (weights := numbers.get("weight_bytes", 0)) >= MIN_BYTES:
         lacking = numbers.get("asked_bytes", 0) - numbers.get("free_bytes", 0)
         types = [f"{name} ({gigabytes(weights * share)})" for name, share in OF_16_BITS.items()
                  if weights * (1 - share) >= lacking]
         if types:
-            remedies.append(f"in place of weights in 16 bits, weight_dtype {' or '.join(types)}")
-        remedies.append("pipefusion_degree or tensor_degree, which spread the weights over the devices")
+            hints.append(f"in place of weights in 16 bits, weight_dtype {' or '.join(types)}")
+        hints.append("pipefusion_degree or tensor_degree, which spread the weights over the devices")
     if (others := numbers.get("other_bytes", 0)) >= 2 ** 30:
-        remedies.append(f"close what else is on the device ({gigabytes(others)}; nvidia-smi shows it)")
-    return "; ".join(remedies) + "."
+        hints.append(f"close what else is on the device ({gigabytes(others)}; nvidia-smi shows it)")
+    return "; ".join(hints) + "."
 
 
 def gigabytes(num_bytes):

@@ -15,13 +15,13 @@ import psutil
 from ..protocol.messages import JOINING, TRYING_LINKS
 
 HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
-LOOK_S = 1.0                               # from look to look
+POLL_S = 1.0                               # from one check to the next
 AWAY_S = 5.0                               # for so long this process did not look: it was stopped itself
-# a worker's name where it was forked (worker/rank.py); else its environment tells
+# a worker's name where it was forked (worker/rank.py); else it is in its environment
 FORKED = re.compile(r"xdit rank (\d+)")
 TORCHRUN = -1                              # stands for it beside the ranks
 # After what it has said last; else it prepares its device.
-DOING = {None: "loading its libraries", JOINING: JOINING, TRYING_LINKS: TRYING_LINKS}
+ACTIVITIES = {None: "loading its libraries", JOINING: JOINING, TRYING_LINKS: TRYING_LINKS}
 
 
 class StartMonitor:
@@ -29,10 +29,10 @@ class StartMonitor:
     here."""
 
     def __init__(self, torchrun, num_own):
-        self._torchrun, self._num_own, self._looked_s = torchrun, num_own, time.monotonic()
+        self._torchrun, self._num_own, self._polled_s = torchrun, num_own, time.monotonic()
         # rank, or TORCHRUN -> what the system counted at the last look
         self._counts = {}
-        self._since_s = {TORCHRUN: self._looked_s}             # rank, or TORCHRUN -> when it last gave a sign
+        self._since_s = {TORCHRUN: self._polled_s}             # rank, or TORCHRUN -> when it last gave a sign
         self._phases = {}                                      # rank -> the text of its last Phase
 
     def record_sign(self, rank, text=None):
@@ -45,21 +45,21 @@ class StartMonitor:
         """Which of these ranks has given no sign for so long, or is torchrun it, and what it did:
         (rank or TORCHRUN, words), else None."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > AWAY_S:
+        if now_s - self._polled_s > AWAY_S:
             self._since_s = dict.fromkeys(self._since_s, now_s)
-        if now_s - self._looked_s >= LOOK_S:
-            self._looked_s = now_s
-            self._look()
+        if now_s - self._polled_s >= POLL_S:
+            self._polled_s = now_s
+            self._poll()
         late = [rank for rank in (*ranks, TORCHRUN) if now_s - self._since_s.get(rank, now_s) > limit_s]
         if not late:
             return None
         rank = min(late, key=self._since_s.get)
-        doing = "starting the workers" if rank == TORCHRUN else DOING.get(self._phases.get(rank),
-                                                                          "preparing its device")
-        return rank, (f"has given no sign of life for {now_s - self._since_s[rank]:.0f} s while {doing}: it was "
+        activity = ("starting the workers" if rank == TORCHRUN
+                    else ACTIVITIES.get(self._phases.get(rank), "preparing its device"))
+        return rank, (f"has given no sign of life for {now_s - self._since_s[rank]:.0f} s while {activity}: it was "
                       f"stopped, or hung, and is ended")
 
-    def _look(self):
+    def _poll(self):
         with suppress(psutil.Error):                           # torchrun has ended, as others notice
             torchrun = psutil.Process(self._torchrun)
             ranks = ranks_of(torchrun)

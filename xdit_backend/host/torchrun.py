@@ -107,17 +107,17 @@ def environment_of(devices, num_own=0, interface=""):
     return environment
 
 
-def end_torchrun(process, workers, patience_s):
+def end_torchrun(process, workers, timeout_s):
     """Wait for torchrun and its workers to end, then make them: first the workers, which torchrun still waits for.
 
-    patience_s: None: make them at once, with no time to end in good order.
+    timeout_s: None: make them at once, with no time to end in good order.
     """
-    for kill in (None, signal.SIGTERM, signal.SIGKILL)[0 if patience_s is not None else 2:]:
+    for kill in (None, signal.SIGTERM, signal.SIGKILL)[0 if timeout_s is not None else 2:]:
         if kill is not None:
             _kill(children(process.pid))                       # one that hangs or is stopped takes no other signal
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, kill)
-        if process.wait_ended(patience_s if kill is None else 5):
+        if process.wait_ended(timeout_s if kill is None else 5):
             break
     _kill(workers)                                             # those of a torchrun that was killed
 

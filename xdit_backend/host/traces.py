@@ -30,7 +30,7 @@ class Traces:
         return None if found is None or found[0] >= len(self._devices) else found
 
     def rank_of(self, machine):
-        """The rank on another machine that ended first, as that told, or its first one."""
+        """The rank on another machine that ended first, as that machine reported, or its first one."""
         ranks = [rank for rank, device in enumerate(self._devices) if machine_of(device) == machine]
         return next((rank for rank in ranks if self._sessions[machine].last_lines(rank)), ranks[0])
 

@@ -19,7 +19,7 @@ class Watch:
 
     def command_sent(self, ranks):
         """A command goes to these ranks. Those that were idle until now had no reason to say anything."""
-        self._last_sign_s |= {rank: time.monotonic() for rank in ranks if self.doing(rank) is None}
+        self._last_sign_s |= {rank: time.monotonic() for rank in ranks if self.activity(rank) is None}
 
     def listening_begins(self, ranks):
         """Somebody is about to listen to these ranks. Time in which nobody listened does not count as silence."""
@@ -46,24 +46,24 @@ class Watch:
         else:
             self._phases.pop(rank, None)
 
-    def doing(self, rank):
+    def activity(self, rank):
         """What a rank does for the first request it owes an answer to, "" where that has no name;
         None where it owes none."""
         request = self._requests.first_unanswered(rank)
         if request is None:
             return None
-        phase = self._phases.get(rank) if request.doing else None
+        phase = self._phases.get(rank) if request.activity else None
         if phase is None or not phase.total:
-            return request.doing
-        return f"{request.doing}, {phase.text} {phase.done} of {phase.total}"
+            return request.activity
+        return f"{request.activity}, {phase.text} {phase.done} of {phase.total}"
 
     def silent(self, ranks, limit_s):
         """(rank, what became of it) of one that is at a command and has given no sign for long:
         it is stopped, or hangs; else None."""
         for rank in ranks:
             silent_s = self._last_listened_s - self._last_sign_s.get(rank, self._last_listened_s)
-            if silent_s > limit_s and (doing := self.doing(rank)) is not None:
-                return (rank, f"has given no sign of life for {silent_s:.0f} s{doing}: it was stopped, or hung, and "
+            if silent_s > limit_s and (activity := self.activity(rank)) is not None:
+                return (rank, f"has given no sign of life for {silent_s:.0f} s{activity}: it was stopped, or hung, and "
                               f"is ended")
         return None
 
@@ -74,11 +74,11 @@ class Watch:
         A rank that computes, however slowly, says that it does not wait; those that wait for it are not stuck. called:
         (rank) -> words.
         """
-        busy = [rank for rank in ranks if self.doing(rank) is not None]
+        busy = [rank for rank in ranks if self.activity(rank) is not None]
         heartbeats = [self._heartbeats[rank] for rank in busy if rank in self._heartbeats
                       and self._heartbeats[rank][0][-1]]
         stuck_s = min((self._last_listened_s - since_s for _, since_s in heartbeats), default=0.0)
         if len(heartbeats) < len(busy) or stuck_s <= limit_s:
             return None
-        return busy[0], (f"hangs{self.doing(busy[0])}: {' and '.join(map(name_of, busy))} waited for other ranks, and "
-                         f"nothing has come for {stuck_s:.0f} s. An exchange was lost, and the group is ended")
+        return busy[0], (f"hangs{self.activity(busy[0])}: {' and '.join(map(name_of, busy))} waited for other ranks, "
+                         f"and nothing has come for {stuck_s:.0f} s. An exchange was lost, and the group is ended")

@@ -12,15 +12,13 @@ from .launcher import WorkerGroup
 class Workers:
     """The group of these devices. machines, forkserver: WorkerGroup's.
 
-    on_phase(Phase) and check() are WorkerGroup's too; they may be replaced at any time. speeds: of each device,
-    relative, see mesh.paced; the same for all calls of a run. (): alike.
+    on_phase(Phase) and check() are WorkerGroup's too, of all that the workers are asked.
     """
 
-    def __init__(self, devices, machines=None, forkserver=None):
+    def __init__(self, devices, machines=None, forkserver=None, on_phase=lambda phase: None, check=lambda: None):
         self.devices, self._machines, self._forkserver = tuple(devices), machines, forkserver
-        self.on_phase = lambda phase: None
-        self.check = lambda: None
-        self.speeds = ()
+        self.on_phase, self.check = on_phase, check
+        self.speeds: tuple[float, ...] = ()                    # see divide_by
         self.current = None                                    # the last group that was started, and not closed since
         self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
         self._num_fallbacks = 0                                # ways to join these workers that did not work before
@@ -72,6 +70,11 @@ class Workers:
         group.receive_pending()
         return group.idle_s
 
+    def divide_by(self, speeds):
+        """From now on, divide work by these speeds of the devices, relative, see mesh.with_speeds; (): all alike.
+        All calls of a run need the same."""
+        self.speeds = tuple(speeds)
+
     def request(self, make_command, segments=(), group=None):
         """{rank: Done} of a command, see WorkerGroup.request.
         group: None: the running one, which is started where there is none."""
@@ -79,7 +82,7 @@ class Workers:
 
     def post_drop(self, name):
         """Have the workers drop a model or VAE, where they run; waits for nothing. From any thread."""
-        # who needs the workers next will be told, or start new ones
+        # whoever needs the workers next gets the error, or starts new ones
         with suppress(WorkerDiedError):
             if self.running:
                 self.current.post(lambda request: messages.DropModel(request, name), answering=())
@@ -91,14 +94,14 @@ class Workers:
         self.current = None
 
 
-class Held:
+class Loaded:
     """What the running group holds, by name. Of a group that has ended nothing is."""
 
     def __init__(self, workers):
         self._workers, self._of, self._held = workers, None, {}
 
     @property
-    def now(self):
+    def by_name(self):
         """{name: what is known of it}, to be changed."""
         if self._of is not self._workers.current:
             self._of, self._held = self._workers.current, {}
@@ -106,19 +109,19 @@ class Held:
 
     @property
     def names(self):
-        return sorted(self.now) if self._workers.running else []
+        return sorted(self.by_name) if self._workers.running else []
 
     def __contains__(self, name):
-        return self._workers.running and name in self.now
+        return self._workers.running and name in self.by_name
 
     def drop(self, name):
         """Give its memory back on every worker."""
         if name in self:
-            self.now.pop(name, None)
+            self.by_name.pop(name, None)
             self._workers.request(lambda request: messages.DropModel(request, name))
 
     def forget(self, name):
         """As drop, but waits for nothing. From any thread."""
         if name in self:
-            self.now.pop(name, None)
+            self.by_name.pop(name, None)
             self._workers.post_drop(name)

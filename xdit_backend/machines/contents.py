@@ -5,7 +5,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from ..checkpoints.checkpoint import files_of
+from ..checkpoints.folder import files_of
 from ..protocol.errors import CheckpointError
 
 READ_BYTES = 2 ** 24

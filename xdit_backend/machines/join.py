@@ -84,23 +84,23 @@ def main(options):
 
 def _keep_joining(address, key, name, folders, sessions, forkserver):
     """Join, and join again. sessions: where those are put that may have something to end."""
-    contents, told = Contents(), ""
+    contents, last_words = Contents(), ""
     while True:
         session = Joined(address, key, name, folders, contents, forkserver)
         sessions[:] = [*(each for each in sessions if not each.is_over), session]
         try:
             session.join()
             say(f"{name} has joined {address[0]}:{address[1]}, and waits for work. Keep this running.")
-            told = ""
+            last_words = ""
             # and then joins once more: another group may want devices here too
             session.wait_until_used()
         except (OSError, ChannelClosedError) as error:
             session.close()
             words = (f"{address[0]}:{address[1]} cannot be reached ({error}). Is ComfyUI running there? Trying again "
                      f"until it can.")
-            if words != told:
+            if words != last_words:
                 say(words)
-            told = words
+            last_words = words
             time.sleep(RETRY_S)
 
 
@@ -196,10 +196,10 @@ class Joined:
         try:
             self._workers = Workers(start, own, self)
         except (XDiTError, OSError) as error:
-            self.tell_ended(own[0] if own else 0, str(error), "")
+            self.report_end(own[0] if own else 0, str(error), "")
         self._used.set()
 
-    def tell_ended(self, rank, reason, lines):
+    def report_end(self, rank, reason, lines):
         """Tell the host why there will be no workers here, or no more, and end the session."""
         if not self._over.is_set():
             say(f"rank {rank}: {reason}")
@@ -210,7 +210,7 @@ class Joined:
     def interface(self):
         return interface_of(self._commands.raw.getsockname()[0])
 
-    def carry_store(self, accepted):
+    def relay_store(self, accepted):
         """Connect one of the processes here with torch's store on the host."""
         try:
             link, _ = self._connect(Hello("store", self._session))
@@ -226,14 +226,14 @@ class Joined:
         name = Path(find.path.rstrip("/")).name
         last_s = 0.0
 
-        def told(done, total):
+        def on_progress(done, total):
             nonlocal last_s
             if time.monotonic() - last_s > 1:
                 last_s = time.monotonic()
                 self.replies.send(Searching(done, total))
         with contextlib.suppress(ChannelClosedError):
             try:
-                path = self._contents.find(name, find.content, self._folders, told)
+                path = self._contents.find(name, find.content, self._folders, on_progress)
                 if path is None:
                     raise XDiTError(self._why_missing(name))
                 self._found[find.path] = path, state_of(open_checkpoint(path).files)

@@ -17,7 +17,7 @@ from ..protocol.segments import DTYPES, SegmentStore
 from . import tensors
 
 POLL_S = 0.2
-NUM_LINES = 15                             # of a worker's output that the host is told where it ends
+NUM_LINES = 15                             # of a worker's output that the host gets where it ends
 
 
 def say(text):
@@ -40,11 +40,11 @@ class Workers:
             devices = [own_name(start.devices[rank]) for rank in ranks]
             if not devices:
                 raise WorkerStartError("none of the devices is of this machine")
-            for remark in preflight.check(devices, (self.segments.folder, self.segments.overflow_folder)):
-                say(remark)
+            for warning in preflight.check(devices, (self.segments.folder, self.segments.overflow_folder)):
+                say(warning)
             self._channel_listener = ChannelListener(self.segments.folder)
             self._store = socket.create_server(("127.0.0.1", 0))
-            threading.Thread(target=self._carry_stores, daemon=True).start()
+            threading.Thread(target=self._relay_stores, daemon=True).start()
             self._process, _ = start_torchrun(
                 session.forkserver, self.segments,
                 Node(start.devices, len(ranks), start.node, start.num_nodes, session.interface()),
@@ -62,7 +62,7 @@ class Workers:
             self._store.close()
         if self._process is not None:
             workers = children(self._process.pid)
-            end_torchrun(self._process, workers, patience_s=3)
+            end_torchrun(self._process, workers, timeout_s=3)
         for channel in list(self._channels.values()):
             channel.end()
         if self._channel_listener is not None:
@@ -73,7 +73,7 @@ class Workers:
 
     def give(self, rank, command):
         """Pass a command on to a rank, with the tensors here in the place of those of the host."""
-        if isinstance(command, (messages.Abandon, messages.Stop)):
+        if isinstance(command, (messages.Abort, messages.Stop)):
             self._is_stopping |= isinstance(command, messages.Stop)
             self._channels[rank].send(command)
             return
@@ -86,8 +86,8 @@ class Workers:
     def fill(self, link, piece):
         """Take in bytes of a tensor that a command to come reads."""
         with self._lock:
-            twin = self._local_segments[piece.path]
-        tensors.receive(link, piece, twin)
+            copy = self._local_segments[piece.path]
+        tensors.receive(link, piece, copy)
 
     def make(self, segment):
         """Make room for a tensor of a command to come."""
@@ -117,17 +117,17 @@ class Workers:
             if unheard and (found := signs.silent(unheard, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
                 rank, who = ((unheard[0], "torchrun") if found[0] == TORCHRUN
                              else (found[0], f"the worker of rank {found[0]}"))
-                self._session.tell_ended(rank, f"there, {who} {found[1]}", self._last_lines(rank))
+                self._session.report_end(rank, f"there, {who} {found[1]}", self._last_lines(rank))
                 return
 
     def _failed(self, rank):
-        """A worker here has ended: say which one was the first, and how. One that was told to stop needs no word."""
+        """A worker here has ended: say which one was the first, and how. One that was stopped needs no word."""
         if self._is_stopping:
             return
         found = first_ended(self.segments)
         place, code = found if found is not None and found[0] < len(self._ranks) else (self._ranks.index(rank), None)
         rank = self._ranks[place]
-        self._session.tell_ended(rank, f"the worker of rank {rank} ended there{exit_words(code)}",
+        self._session.report_end(rank, f"the worker of rank {rank} ended there{exit_words(code)}",
                                  self._last_lines(rank))
 
     def _last_lines(self, rank):
@@ -156,7 +156,7 @@ class Workers:
             if not self._is_over.is_set():
                 self._failed(rank if rank is not None else self._ranks[0])
         except (XDiTError, OSError) as error:
-            self._session.tell_ended(rank if rank is not None else self._ranks[0], str(error), "")
+            self._session.report_end(rank if rank is not None else self._ranks[0], str(error), "")
 
     def _answer(self, rank, message):
         """Pass an answer on, and before it what is there by now of the command's results:
@@ -167,8 +167,8 @@ class Workers:
             results = [] if waiting is None else [(path, waiting.segments[path]) for path in waiting.results]
         if isinstance(message, messages.Done):
             message = self._session.of_host(message)
-            for path, twin in results:
-                tensors.send(replies, path, twin)
+            for path, copy in results:
+                tensors.send(replies, path, copy)
         replies.send(message, rank)
         with self._lock:
             if waiting is not None:
@@ -178,11 +178,11 @@ class Workers:
                         self.segments.remove(self._local_segments.pop(path))
                     del self._open[message.request]
 
-    def _carry_stores(self):
+    def _relay_stores(self):
         """Connect the processes here that come with torch's store on the host."""
         while not self._is_over.is_set():
             try:
                 accepted, _ = self._store.accept()
             except OSError:
                 return
-            threading.Thread(target=self._session.carry_store, args=(accepted,), daemon=True).start()
+            threading.Thread(target=self._session.relay_store, args=(accepted,), daemon=True).start()

@@ -28,7 +28,7 @@ from ..protocol.segments import Segment
 from ..protocol.strict import STRICT, Degree, Natural, Printable, Rank
 from .keys import SECRET_BYTES
 
-PORT = 29431                               # where the host listens, unless it is told another
+PORT = 29431                               # where the host listens, unless another is given
 PIECE_BYTES = 2 ** 20                      # of a tensor that travels at a time; between two, other messages pass
 # that have to be on their way within the time of silence: a slow link is no lost one
 SEND_BYTES = 2 ** 16
@@ -157,7 +157,7 @@ def welcome(connected, context, secret):
 def connect(address, key):
     """The joining side's: a Link to the host at (address, port), which has shown the certificate of the key.
 
-    Raises ConfigError where another answers, before it is told anything; OSError where none does.
+    Raises ConfigError where another answers, before anything is sent to it; OSError where none does.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -93,9 +93,9 @@ class Listener:
         self._server.close()
         for session in list(self._sessions):
             session.close("ComfyUI has ended")
-        self._tell()
+        self._note_machines()
 
-    def _tell(self):
+    def _note_machines(self):
         """Have the doctor know which machines there are."""
         with self._lock:
             self._absent |= {session.name: f"not there: {session.ended}" for session in self._sessions if session.ended}
@@ -104,10 +104,10 @@ class Listener:
                 if session.is_open:                            # a machine in use waits beside it for another group
                     cards = "; ".join(f"{device} {card}, {gigabytes(num_bytes)}"
                                       for device, (card, num_bytes) in session.cards.items())
-                    is_used = session.store_port is not None or lines_of.get(session.name, "").startswith("in use")
+                    is_used = session.is_used or lines_of.get(session.name, "").startswith("in use")
                     lines_of[session.name] = f"{'in use' if is_used else 'joined'}: {cards}"
                     self._absent.pop(session.name, None)
-            logs.tell_machines([] if self._is_over.is_set()
+            logs.note_machines([] if self._is_over.is_set()
                                else [f"{name} {words}" for name, words in sorted(lines_of.items())])
 
     def _wait(self, name, on_phase, check, takes):
@@ -115,28 +115,28 @@ class Listener:
             with self._lock:
                 self._sessions = [session for session in self._sessions if session.is_open or not session.ended]
                 free = [session for session in self._sessions if session.name == name and session.is_open
-                        and session.store_port is None]
+                        and not session.is_used]
                 if takes and free:
                     # in use; the newest, since the host may not know yet that others are lost
-                    free[-1].store_port = 0
+                    free[-1].reserve()
                 return free[-1] if free else None
 
         session = found()
         if session is None:
-            patience_s = timeouts.seconds("XDIT_JOIN_TIMEOUT_S")
+            timeout_s = timeouts.seconds("XDIT_JOIN_TIMEOUT_S")
             words = f"waiting for {name} to join. There, in the folder of the xDiT nodes, run: {self.command(name)}"
             log.warning("%s", words)
             on_phase(words)
-            session = wait_for(found, time.monotonic() + patience_s, check)
+            session = wait_for(found, time.monotonic() + timeout_s, check)
         if session is None:
             others = f" Joined are: {', '.join(self.joined())}." if self.joined() else ""
             raise WorkerStartError(
-                f"{name} has not joined after {patience_s:.0f} s.{others} On that machine, in the folder of the xDiT "
+                f"{name} has not joined after {timeout_s:.0f} s.{others} On that machine, in the folder of the xDiT "
                 f"nodes (it needs them, the same versions of {' and '.join(COMPARED)}, and the model files, but not "
                 f"ComfyUI), run:\n{self.command(name)}\nWhen it says that it has joined, queue the prompt again. If "
                 f"it cannot connect, let port {self.port} through this machine's firewall. Or leave {name} out of "
                 f"devices in xDiT Parallel Config.")
-        self._tell()
+        self._note_machines()
         return session
 
     # --- who comes ---
@@ -187,11 +187,11 @@ class Listener:
             reason = version_differences(hello.versions, versions())
             if reason:
                 self._absent[hello.name] = f"refused: {reason}"
-                self._tell()
+                self._note_machines()
                 link.send(Refused(reason))
                 link.close()
                 return
-            session = Session(hello.name, secrets.token_hex(16), hello.cards, link, self._tell)
+            session = Session(hello.name, secrets.token_hex(16), hello.cards, link, self._note_machines)
             link.send(Welcome(session.token, time.perf_counter()))
             with self._lock:
                 self._sessions.append(session)
@@ -205,10 +205,10 @@ class Listener:
         link.send(Welcome(session.token, time.perf_counter()))
         if hello.purpose == "replies":
             session.answer_over(link)
-            self._tell()
+            self._note_machines()
             log.info("%s has joined", session.name)
         else:
-            session.carry_store(link)
+            session.relay_store(link)
 
 
 def read_address(text):

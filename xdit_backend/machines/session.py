@@ -10,7 +10,7 @@ import time
 from ..protocol.channel import pair
 from ..protocol.devices import machine_of
 from ..protocol.errors import ChannelClosedError, CheckpointError, XDiTError
-from ..protocol.messages import Abandon, Done, Failed, Stop
+from ..protocol.messages import Abort, Done, Failed, Stop
 from . import tensors
 from .links import (
     MACHINE,
@@ -38,7 +38,7 @@ class Session:
     """One machine, which takes commands over one link and answers over another.
 
     name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. on_end(): called when it has
-    ended. store_port: of torch's store on the host, once the session has started.
+    ended. store_port: of torch's store on the host, once the session has started; 0 before that, in use.
     """
 
     def __init__(self, name, token, cards, commands, on_end=lambda: None):
@@ -67,23 +67,31 @@ class Session:
         threading.Thread(target=ping, args=(self._commands, self._is_over), daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, devices, node, num_nodes, store_port, patience_s, variables):
+    @property
+    def is_used(self):
+        return self.store_port is not None
+
+    def reserve(self):
+        """A group is to start on it: no other may."""
+        self.store_port = 0
+
+    def start(self, devices, node, num_nodes, store_port, timeout_s, variables):
         """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its
         name.
 
-        variables: of preflight.detours.
+        variables: of preflight.fallbacks.
         """
         self.store_port = store_port
         ranks = [rank for rank, device in enumerate(devices) if machine_of(device) == self.name]
         channels = {}
         for rank in ranks:
-            channels[rank], self._inner[rank] = pair(patience_s)
+            channels[rank], self._inner[rank] = pair(timeout_s)
         self._commands.send(Start(tuple(devices), node, num_nodes, dict(variables)))
         for rank in ranks:
             threading.Thread(target=self._pass_on, args=(rank,), daemon=True).start()
         return channels
 
-    def carry_store(self, link):
+    def relay_store(self, link):
         """Pass on what one of its processes and torch's store say to each other, until one of them ends."""
         self._stores.append(link)
         exchange(link, socket.create_connection(("127.0.0.1", self.store_port)))
@@ -110,7 +118,7 @@ class Session:
                 return
 
     def last_lines(self, rank):
-        """What it printed last where a rank of it ended; "" where it told nothing."""
+        """What it printed last where a rank of it ended; "" where it printed nothing."""
         return self._lines.get(rank, "")
 
     def close(self, why="the group was ended"):
@@ -133,7 +141,7 @@ class Session:
             while True:
                 command = self._inner[rank].receive()
                 with self._lock:
-                    if not isinstance(command, (Abandon, Stop)) and command.request not in self._open:
+                    if not isinstance(command, (Abort, Stop)) and command.request not in self._open:
                         self._fill(command)
                     self._commands.send(command, rank)
         except ChannelClosedError as error:

@@ -1,4 +1,4 @@
-"""Tensors of commands on another machine: each segment has a twin there, which is filled before the command, and
+"""Tensors of commands on another machine: each segment has a copy there, which is filled before the command, and
 results come back.
 
 A segment begins as zeros on every machine, and each of its elements is written by the ranks of one, or alike by

@@ -31,7 +31,7 @@ def is_cosmos(shapes):
 
 
 def _scale(shapes):
-    """How much longer frames, rows and columns are than those that the positions were made for, as ComfyUI tells it."""
+    """How much longer frames, rows and columns are than what the positions were made for, as ComfyUI computes it."""
     width, pixels = shapes["x_embedder.proj.1.weight"]
     if pixels // 4 - 1 == 16:
         return (1.0, 4.0, 4.0)

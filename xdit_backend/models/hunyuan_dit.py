@@ -48,7 +48,7 @@ def _texts(call):
 
 def _sizes(call):
     """(B, 6): height and width of the picture, of what is to be drawn, and where it begins.
-    Versions before 1.2 are told."""
+    Versions before 1.2 take them."""
     sizes = given("image_meta_size")(call)
     return call.latent.new_zeros(len(call.latent), 6) if sizes is None else sizes.contiguous()
 

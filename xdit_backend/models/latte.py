@@ -23,7 +23,7 @@ def _amend(model, config):
     """A block over places calls the one over frames that comes after it, so that hidden states between blocks are
     always (B * F, T, C).
 
-    diffusers' forward is told to leave those out.
+    diffusers' forward is made to leave those out.
     """
     seen = []                                                  # frames of the latent of this call
 

@@ -29,7 +29,7 @@ KEYS = table(
 
 
 def _scale(shapes):
-    """How many times 512 pixels the model's own size is, as a table of positions in the file tells it; else None."""
+    """How many times 512 pixels the model's own size is, from the table of positions in the file; else None."""
     return math.isqrt(shapes["pos_embed"][1]) * 2 // 64 if "pos_embed" in shapes else None
 
 

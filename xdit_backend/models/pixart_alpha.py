@@ -1,4 +1,4 @@
-"""PixArt-Alpha of 1024 pixels: PixArt-Sigma's model, which is told the picture's size and shape as well."""
+"""PixArt-Alpha of 1024 pixels: PixArt-Sigma's model, with the picture's size and shape as further conditioning."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from ..vocabulary.family import Tiny
 from ..vocabulary.keys import table
 from .pixart import PIXART
 
-TOLD = {"use_additional_conditions": True}
+CONDITIONS = {"use_additional_conditions": True}
 KEYS = table(*((rf"^{ours}_embedder\.mlp\.{place}\.", f"adaln_single.emb.{theirs}_embedder.linear_{number}.")
                for ours, theirs in (("csize", "resolution"), ("ar", "aspect_ratio"))
                for place, number in ((0, 1), (2, 2))))
@@ -32,9 +32,9 @@ def _sizes(call):
 PIXART_ALPHA = dataclasses.replace(
     PIXART, name="PixArt-Alpha", title="PixArt-Alpha",
     recognise=has("t_block.1.weight", "y_embedder.y_proj.fc1.weight", "ar_embedder."),
-    config=config_of(**PIXART.config.rules | TOLD),
+    config=config_of(**PIXART.config.rules | CONDITIONS),
     convert=lambda tensors, config: PIXART.convert(KEYS(tensors, config), config),
     conditioning=PIXART.conditioning | {"c_size": None, "c_ar": None}, ignored=(),
     arguments=PIXART.arguments | {"added_cond_kwargs": _sizes},
-    tiny=Tiny(PIXART.tiny.config | TOLD | {"attention_head_dim": 12, "cross_attention_dim": 48}, PIXART.tiny.native,
-              PIXART.tiny.arguments | {"micro_condition": True}, detected="PixArtAlpha"))
+    tiny=Tiny(PIXART.tiny.config | CONDITIONS | {"attention_head_dim": 12, "cross_attention_dim": 48},
+              PIXART.tiny.native, PIXART.tiny.arguments | {"micro_condition": True}, detected="PixArtAlpha"))

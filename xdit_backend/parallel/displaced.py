@@ -32,28 +32,28 @@ class StaleSplit(RowSplit):
         """The rows that this rank's part of a convolution reads, with zeros for its Padding beyond the image, in one
         copy.
 
-        x: (B, C, H, W), this rank's rows. A rank tells all others the rows that any of them reads.
+        x: (B, C, H, W), this rank's rows. A rank sends all others the rows that any of them reads.
         """
         if not self._read:
             self._read.append(self._reading(x, kernel, stride, padding))
         runs, shapes, pieces = self._read[0]
-        told = torch.cat([x[:, :, first:end] for first, end in runs], 2)
-        known = self.exchange.share(self.key, told, shapes)
+        sent = torch.cat([x[:, :, first:end] for first, end in runs], 2)
+        known = self.exchange.share(self.key, sent, shapes)
         known[self.rank] = x
         return torch.cat([zeros if rank is None else known[rank][:, :, first:end]
                           for rank, first, end, zeros in pieces], 2)
 
     def _reading(self, x, kernel, stride, padding):
-        """(runs of this rank's rows that others read, shapes of what each rank tells, pieces of what this rank reads).
+        """(runs of this rank's rows that others read, shapes of what each rank sends, pieces of what this rank reads).
 
-        A piece: (rank, first and end of the rows of what it tells; of x for this rank, None), or (None, 0, 0, rows of
+        A piece: (rank, first and end of the rows of what it sends; of x for this rank, None), or (None, 0, 0, rows of
         zeros).
         """
         held, own = list(zip(self.starts, self.starts[1:])), self.rank
         firsts = output_starts(self.starts, kernel, stride, padding)
         reads = [input_rows(first, end, self.num_rows, kernel, stride, padding)
                  for first, end in zip(firsts, firsts[1:])]
-        lent = [sorted({row for other, (_, low, high, _) in enumerate(reads) if other != rank
+        sent = [sorted({row for other, (_, low, high, _) in enumerate(reads) if other != rank
                         for row in range(*overlap(low, high, *rows))})
                 for rank, rows in enumerate(held)]
         above, low, high, below = reads[own]
@@ -61,12 +61,12 @@ class StaleSplit(RowSplit):
         for rank, rows in enumerate(held):
             first, end = overlap(low, high, *rows)
             if first < end:
-                start = held[rank][0] if rank == own else first - lent[rank].index(first)
+                start = held[rank][0] if rank == own else first - sent[rank].index(first)
                 pieces.append((rank, first - start, end - start, None))
         zeros = [x.new_zeros(_with_size(x.shape, 2, count)) for count in (above, below)]
         pieces = [(None, 0, 0, zeros[0])] * bool(above) + pieces + [(None, 0, 0, zeros[1])] * bool(below)
-        return _runs([row - self.start for row in lent[own]]), [
-            _with_size(x.shape, 2, len(rows)) for rows in lent], pieces
+        return _runs([row - self.start for row in sent[own]]), [
+            _with_size(x.shape, 2, len(rows)) for rows in sent], pieces
 
     def shares(self, like):
         """As RowSplit's, of all layers of a level: CUDA waits for such a copy."""
@@ -93,11 +93,12 @@ class StaleSplit(RowSplit):
         """See correction_of; found at once for all norms that arrive together: many small steps would cost more."""
         exchange = self.exchange
         if self.key not in exchange.derived:
-            alike = exchange.alike(self.key)
-            known = torch.stack([part for parts in alike.values() for part in parts]).view(len(alike), -1, *like.shape)
-            shares = torch.stack([exchange.layers[key].shares(like) for key in alike])
+            layers = exchange.same_shaped(self.key)
+            known = torch.stack([part for parts in layers.values() for part in parts])
+            known = known.view(len(layers), -1, *like.shape)
+            shares = torch.stack([exchange.layers[key].shares(like) for key in layers])
             found = correction_of(image_moments(known.movedim(1, 0), shares.T).movedim(1, 0), known[:, self.rank])
-            exchange.derived.update(zip(alike, zip(*found)))
+            exchange.derived.update(zip(layers, zip(*found)))
         return exchange.derived[self.key]
 
 
@@ -142,7 +143,7 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key):
     exchange has them.
 
     Ulysses and Ring share out a rank's part of the tokens further; its keys and values are replicated along the ring
-    axis, which then tells all of them. attention: a usp.Attention. key: (block, name and number of the attention).
+    axis, which then sends all of them. attention: a usp.Attention. key: (block, name and number of the attention).
     Returns like q.
     """
     mesh, traffic, exchange = context.mesh, context.traffic, context.exchange

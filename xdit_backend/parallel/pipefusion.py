@@ -35,7 +35,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, key_sizes or sizes, mesh, traffic)
     pieces = context.tokens.pieces(layer.key_streams)
-    if context.keeps(layer.key[0]):
+    if context.caches(layer.key[0]):
         k_BNTH, v_BNTH = context.key_values.update(layer.key, k_BNTH, v_BNTH, context, layer.key_streams)
         pieces = pieces if context.patch is None else _cached_pieces(context, layer.key_streams, k_BNTH.shape[2])
     if not any(sizes):                                         # this patch only brings keys for the next step's first
@@ -59,7 +59,7 @@ class Link:
     Each pair of neighbours talks in one direction only, in the order of the host's commands, so a receive can be posted
     long before its tensor is sent, and the transfer runs beside compute. Of a message that all tensor ranks of a stage
     have, each sends its part to its like in the stage after, where they put it together. Sent tensors are kept until
-    they are gone; gloo tells that only to those who wait, so the sender waits for what it sent MAX_SENT messages ago,
+    they are gone; gloo reports that only to those who wait, so the sender waits for what it sent MAX_SENT messages ago,
     which has long arrived.
     """
 

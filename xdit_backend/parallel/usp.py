@@ -6,7 +6,6 @@ PipeFusion and displaced patches take the same Attention, and begin and end as i
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +25,11 @@ class Attention:
     # (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank; None: all
     mask: torch.Tensor | None = None
     scale: float | None = None             # of queries times keys; None: torch's
-    sdpa: Callable = F.scaled_dot_product_attention            # as torch's; used where no merge is needed
 
     def whole(self, q_BNTH, k_BNTH, v_BNTH, mask):
         """Plain attention to keys that are all here."""
-        return self.sdpa(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask, scale=self.scale)
+        return F.scaled_dot_product_attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask,
+                                              scale=self.scale)
 
 
 def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):

@@ -226,7 +226,7 @@ def _frame_convolution(split, causal, pieces):
 class _RowFunctions:
     """What takes the place of torch.nn.functional's functions while rows are decoded or encoded.
 
-    Only one dim is split, and an autoencoder scales both alike: the size of a tensor's other dim tells its scale and
+    Only one dim is split, and an autoencoder scales both alike: the size of a tensor's other dim gives its scale and
     with it the rows each rank holds.
     """
 

@@ -19,7 +19,7 @@ from ..protocol.errors import ConfigError
 from .vae import Pieces, decode_rows, encode_rows, num_parts, split_dim
 
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
-ROOMY = 1.5                    # so much, and what convolutions take beside their output need not be kept small
+HEADROOM = 1.5                 # so much, and what convolutions take beside their output need not be kept small
 MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
 MIN_ROWS = 2                   # of the latent: an image of one row cannot be padded by reflection
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
@@ -166,7 +166,7 @@ class RowPlanner:
         num_ranks = self.num_working(shape, scale, ranks.count)
         speeds = speeds[:num_ranks]
         whole = self._need(shape, scale, num_ranks, True, speeds)
-        if whole.peak_bytes * ROOMY <= free_bytes:
+        if whole.peak_bytes * HEADROOM <= free_bytes:
             return None, whole.num_convolutions, speeds
         need = self._need(shape, scale, num_ranks, False, speeds)
         if need.peak_bytes * MARGIN > free_bytes and speeds:
@@ -186,7 +186,7 @@ class RowPlanner:
     def unblocked_bytes(self, shape, scale, num_ranks):
         """Bytes with which these ranks need not compute convolutions in blocks."""
         return int(self._need([1, *shape[1:]], scale, self.num_working(shape, scale, num_ranks), True).peak_bytes
-                   * ROOMY)
+                   * HEADROOM)
 
     def work(self, shape, scale):
         """See work_of; of one item of a batch."""
@@ -218,10 +218,10 @@ def _does_not_fit(meta_vae, shape, scale, num_ranks, need, free_bytes):
     half_rows = -(-rows // (2 * num_ranks))
     row_bytes = (needed_bytes - half.peak_bytes * MARGIN) / max(1, own_rows - half_rows)
     rows_that_fit = own_rows - (needed_bytes - free_bytes) / row_bytes if row_bytes > 0 else 0
-    remedy = f"Use {-(-rows // int(rows_that_fit))} devices like these, a smaller picture" if rows_that_fit >= 1 else \
+    hint = f"Use {-(-rows // int(rows_that_fit))} devices like these, a smaller picture" if rows_that_fit >= 1 else \
         "Use a smaller picture"
     return (f"{what}{frames} needs {needed_bytes / 2**30:.1f} GB on each of {num_ranks} devices, and "
-            f"{free_bytes / 2**30:.1f} GB are free. {remedy}, or VAE {'Decode' if scale == 1 else 'Encode'} (Tiled).")
+            f"{free_bytes / 2**30:.1f} GB are free. {hint}, or VAE {'Decode' if scale == 1 else 'Encode'} (Tiled).")
 
 
 def _least(free_bytes, ranks, device):

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 # of a message; the largest ones name the tensors of a VAE
 MAX_BYTES = 2 ** 24
 KEY_FILE, ADDRESS_FILE = "key", "address"
-HANDSHAKE_S, PATIENCE_S = 5.0, 60.0
+HANDSHAKE_S, TIMEOUT_S = 5.0, 60.0
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
 
     def end(self):
-        """End it from any thread: who waits at either end is told that the other is gone."""
+        """End it from any thread: who waits at either end gets an error: the other is gone."""
         with suppress(OSError), socket.socket(fileno=os.dup(self.raw.fileno())) as connected:
             connected.shutdown(socket.SHUT_RDWR)
 
@@ -73,13 +73,13 @@ class Channel:
 class ChannelListener:
     """The host's end: listens in the group's private folder and lets in who holds the group's key.
 
-    patience_s: how long a Channel of it waits for the rest of a message, or for room to send one; then its other end
+    timeout_s: how long a Channel of it waits for the rest of a message, or for room to send one; then its other end
     counts as gone.
     """
 
-    def __init__(self, folder, patience_s=PATIENCE_S):
+    def __init__(self, folder, timeout_s=TIMEOUT_S):
         folder = Path(folder)
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._key = secrets.token_bytes(32)
         key_file = folder / KEY_FILE
         key_file.touch(mode=0o600)
@@ -104,7 +104,7 @@ class ChannelListener:
             connection.deliver_challenge(raw, self._key)
             connection.answer_challenge(raw, self._key)
             with socket.socket(fileno=os.dup(raw.fileno())) as accepted:
-                _limit(accepted, self._patience_s)
+                _limit(accepted, self._timeout_s)
         except (multiprocessing.AuthenticationError, EOFError, OSError):
             raw.close()
             return None
@@ -114,12 +114,12 @@ class ChannelListener:
         self._socket.close()
 
 
-def pair(patience_s=PATIENCE_S):
+def pair(timeout_s=TIMEOUT_S):
     """Two Channels of this process, each the other end of the other."""
     ends = connection.Pipe()
     for raw in ends:
         with socket.socket(fileno=os.dup(raw.fileno())) as connected:
-            _limit(connected, patience_s)
+            _limit(connected, timeout_s)
     return Channel(ends[0]), Channel(ends[1])
 
 

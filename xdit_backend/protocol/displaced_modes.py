@@ -11,11 +11,11 @@ class Mode:
 
     norms: str = "corrected"
     is_stale: bool = True
-    keeps: bool = True                     # are later calls told what this one has?
+    publishes: bool = True                 # are later calls sent what this one has?
 
 
 MODES = {"corrected_async_gn": Mode(), "stale_gn": Mode("stale"), "sync_gn": Mode("once"), "separate_gn": Mode("own"),
-         "no_sync": Mode("own", keeps=False), "full_sync": Mode(is_stale=False)}
+         "no_sync": Mode("own", publishes=False), "full_sync": Mode(is_stale=False)}
 AUTO = "auto"                              # chosen_for
 ROWS_FOR_CORRECTION = 4
 

@@ -66,7 +66,7 @@ class ParkModel:
     request: Natural
     name: str
     targets: list[Natural]         # for each rank: bytes of its weights that are to be in host memory alone
-    # for each part of the model (partition.holders): memory for what has no place there yet
+    # for each part of the model (partition.ranks_by_part): memory for what has no place there yet
     segments: list[Segment]
 
 
@@ -187,7 +187,7 @@ class GiveBack:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Abandon:
+class Abort:
     """Nobody waits for this LoadModel (a DropModel follows), Decode or Encode any more.
     It overtakes the commands before it."""
 
@@ -248,7 +248,7 @@ class Span:
     """What a rank did for a while. Times are those of time.perf_counter, which the processes of a machine share."""
 
     # "whole" or "patch" of a step; "wait" for the stage before, or for "weights" from host memory; "exchange" with
-    # others; "decode", "encode"
+    # others; "decode", "encode"; "measure"
     kind: str
     start_s: float
     end_s: float
@@ -280,7 +280,7 @@ class Failed:
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning,
     Predict, LoadAutoencoder,
-    Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abandon, Stop, Ready, StartFailed, Phase, Heartbeat, Done,
+    Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abort, Stop, Ready, StartFailed, Phase, Heartbeat, Done,
                                           Failed)}
 
 

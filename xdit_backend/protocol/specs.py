@@ -22,7 +22,7 @@ class Stages:
     num_blocks: tuple[Natural, ...] = ()       # blocks of each stage; (): balanced by cost
     every_block: bool = False      # hold all blocks on every rank, so that warm-up can run by sequence parallelism
     offload: bool = False          # keep stale keys and values in host memory
-    # of each rank, relative, as measured; (): told by what the devices say of themselves
+    # of each rank, relative, as measured; (): from what the devices say of themselves
     speeds: tuple[Speed, ...] = ()
 
 
@@ -39,12 +39,14 @@ class ModelSpec:
     tensor_degree: Degree = 1      # ranks that share each layer; neighbours
     # of linear layers, when they are loaded; storage_dtype is of the rest
     quantisation: Literal["", "int8", "nf4"] = ""
+    # are linear layers that are held in float8_e4m3fn multiplied so, where the device can?
+    fast: bool = False
     # bytes of each device that its weights may take, where those of some blocks come from host memory in every step;
     # 0: all are on the devices
     weights_memory: Natural = 0
     # of those, bytes that each part of the model needs in host memory for weights that the file has otherwise
     host_bytes: Natural = 0
-    # checkpoints.header.state_of the files, where they are another machine's; "": the name tells it
+    # checkpoints.checkpoint.state_of the files, where they are another machine's; "": it is in the name
     state: str = ""
 
 
@@ -127,7 +129,7 @@ class Branch:
     # what a ControlNet adds, by models.plan.Family.control_shapes
     control: dict[str, Segment] = dataclasses.field(default_factory=dict)
     # block, as ComfyUI's patches call it -> what instead: it is passed by; its self-attention gives its values,
-    # whatever the queries; or it also tells `scores`
+    # whatever the queries; or it also returns `scores`
     operations: dict[str, Literal["skip", "values", "scores"]] = dataclasses.field(default_factory=dict)
     # (ranks of the displaced axis, B, keys), where an operation asks for them: the share of attention that each pixel
     # gets, of all heads on average, from each rank's queries together

@@ -164,7 +164,7 @@ class PerFrame(Unpacked):
 class Packed(Unpacked):
     """Latents that travel as tokens (B, T, C * pixels of a token), those of reference latents after the image's.
 
-    method, step: how references are placed where a workflow does not say; see references.places.
+    method, step: how references are placed where a workflow does not say; see references.reference_positions.
     """
 
     method: str = "index"

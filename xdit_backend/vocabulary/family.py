@@ -117,7 +117,9 @@ class Family:
     # the part. The forward then returns a tuple.
     parts: dict[str, Callable] = field(default_factory=dict)
     # (latents, times, config) -> (the first part, its timestep, {conditioning: tensor of this call alone})
-    parted: Callable | None = None
+    split_parts: Callable | None = None
+    # what lives at once of its published model, as forecast.memory.Live has it; {}: as of most
+    live: dict[str, float] = field(default_factory=dict)
     # --- sizes: functions of the config ---
     num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, which shares out no tokens
     num_key_heads: Callable = lambda config: None                          # None: as many as num_heads

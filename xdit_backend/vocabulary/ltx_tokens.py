@@ -1,5 +1,5 @@
-"""What LTX-Video and LTX-2 have alike: how their files are told, and the video's tokens with their places and times,
-guides among them."""
+"""What LTX-Video and LTX-2 have in common: how their files are recognised, and the video's tokens with their places and
+times, guides among them."""
 
 import torch
 

@@ -1,8 +1,8 @@
 """Positions of a patch: modules of diffusers that derive positions from a latent's shape, asked for some rows of it.
 
 A family's plan names one of these for each such module. Everything else in a forward treats a patch as a smaller
-latent. The hooks call them with the module, its own forward, the rows (parallel/context.ImageRows), the tokens of the
-forward (parallel/tokens.Tokens) and the call's arguments.
+latent. The hooks call them with the module, its own forward, the rows (hooks/context.ImageRows), the tokens of the
+forward (distributed/tokens.Tokens) and the call's arguments.
 """
 
 from collections.abc import Callable

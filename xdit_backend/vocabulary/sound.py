@@ -37,7 +37,7 @@ RULES = {
     **dict.fromkeys(("cross_attn_mod", "audio_cross_attn_mod"), has("prompt_adaln_single.linear.weight"))}
 
 
-def parted(latents, times, config):
+def split_parts(latents, times, config):
     """The video, its timestep, and of this call: the sound, (B, C, T, F), its times, and the latest time of each."""
     video, *sounds = latents
     channels = config["audio_in_channels"] // FREQUENCIES

@@ -35,7 +35,7 @@ OF_LEVEL = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsampler
 
 @dataclass(frozen=True)
 class Architecture:
-    """What tells the U-Nets of a family from those of another.
+    """What distinguishes the U-Nets of a family from those of another.
 
     context_widths: of the text that its files may take. num_heads(width of a level): heads of its attention. labelled:
     is there a vector beside the text?

@@ -70,7 +70,7 @@ class Autoencoders:
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
                 self._staging.to_host(
                     pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
-        self._tell("decode", start, traffic)
+        self._record("decode", start, traffic)
         return {"sent_bytes": traffic.sent_bytes, "num_exchanges": traffic.num_exchanges,
                 "busy_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s,
                 "peak_bytes": live.peak_bytes}
@@ -90,9 +90,9 @@ class Autoencoders:
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
 
-        self._tell("encode", start, traffic)
+        self._record("encode", start, traffic)
 
-    def _tell(self, kind, start, traffic):
+    def _record(self, kind, start, traffic):
         self._timeline.add(kind, start, self._clock.mark())
         for pair in traffic.waits if self._device.type == "cpu" else ():
             self._timeline.add("exchange", *pair)

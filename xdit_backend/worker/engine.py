@@ -20,25 +20,25 @@ from .models import Models
 from .predictions import Predictions
 from .timeline import Timeline
 
-HELD = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
-KEPT = 0.5                                 # of unused memory, that versions of weights may take
-TAKE_MEMORY = (messages.LoadModel, messages.ChangeWeights, messages.ReturnWeights, messages.RestoreModel,
+MEMORY_PARTS = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
+VERSIONS_SHARE = 0.5                       # of unused memory, that versions of weights may take
+ALLOCATING = (messages.LoadModel, messages.ChangeWeights, messages.ReturnWeights, messages.RestoreModel,
                messages.LoadAutoencoder)
-ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)       # in torch's words
+TRIED_TO_ALLOCATE = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)  # in torch's words
 UNITS = {"bytes": 1, "KiB": 2 ** 10, "MiB": 2 ** 20, "GiB": 2 ** 30}
 
 
-class Abandoned(Exception):
+class Aborted(Exception):
     """Nobody waits for the command at hand any more."""
 
 
 class Engine:
     """All state of one rank. Nothing outlives a command but what a command asked to keep."""
 
-    def __init__(self, rank, device, report_phase, abandoned=frozenset()):
+    def __init__(self, rank, device, report_phase, aborted=frozenset()):
         self.rank, self.device = rank, device
         # requests that nobody waits for, which another thread may add to
-        self._abandoned = abandoned
+        self._aborted = aborted
         world_size = dist.get_world_size()
         staging = StagingBuffers(device)
         self._models = Models(rank, world_size, device, staging, report_phase)
@@ -50,7 +50,7 @@ class Engine:
             messages.LoadModel: self._load,
             messages.DropModel: self._drop,
             messages.ChangeWeights: lambda command, traffic:
-            self._models.change(command, KEPT * self._predictions.unused_bytes),
+            self._models.change(command, VERSIONS_SHARE * self._predictions.unused_bytes),
             messages.ReturnWeights: lambda command, traffic: self._models.go_back(command),
             messages.ParkModel: self._park,
             messages.RestoreModel: lambda command, traffic: self._models.restore(command),
@@ -66,20 +66,20 @@ class Engine:
             messages.GiveBack: lambda command, traffic: self.memory.give_back(),
         }
 
-    def carry_out(self, command):
+    def execute(self, command):
         """Carry out one command; returns measurements by name, or None."""
         self.request, self.traffic = command.request, Traffic()
-        settles = isinstance(command, TAKE_MEMORY) and not self._predictions.num_conditionings
+        empties_cache = isinstance(command, ALLOCATING) and not self._predictions.num_conditionings
         # it may have what runs have left; what they take then counts from there
-        if settles:
+        if empties_cache:
             self.memory.give_back()
         try:
             with torch.inference_mode():
                 return self._handlers[type(command)](command, self.traffic)
-        except Abandoned:
+        except Aborted:
             return None
         finally:
-            if settles:
+            if empties_cache:
                 self.memory.give_back()
 
     def prefetch(self, command):
@@ -96,7 +96,7 @@ class Engine:
         return self._predictions.links
 
     def spans_for(self, command):
-        """What a command asks to be told of this rank's time."""
+        """The spans of this rank's time that a command asks for."""
         asked = isinstance(command, messages.ReportMemory) and command.since_s >= 0
         return self._timeline.since(command.since_s) if asked else []
 
@@ -104,10 +104,10 @@ class Engine:
         return self._models.load(command.spec, partial(self._check, command), command.segments)
 
     def _check(self, command, agreed=lambda asked: asked):
-        """Raise Abandoned where nobody waits for a command any more.
+        """Raise Aborted where nobody waits for a command any more.
         agreed(asked): does any of the ranks that leave it together ask to?"""
-        if agreed(command.request in self._abandoned):
-            raise Abandoned
+        if agreed(command.request in self._aborted):
+            raise Aborted
 
     def _keep_conditioning(self, command, traffic):
         if not self._predictions.num_conditionings:            # a run begins
@@ -157,12 +157,12 @@ class Engine:
         Waits for nothing: an exchange may be under way."""
         if not is_shortage(error):
             return {}
-        numbers, asked = self._memory(), ASKED.search(str(error))
-        if asked is not None:
-            numbers["asked_bytes"] = float(asked[1]) * UNITS[asked[2]]
+        numbers, match = self._memory(), TRIED_TO_ALLOCATE.search(str(error))
+        if match is not None:
+            numbers["asked_bytes"] = float(match[1]) * UNITS[match[2]]
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            held = sum(value for name, value in numbers.items() if name in HELD)
+            held = sum(value for name, value in numbers.items() if name in MEMORY_PARTS)
             numbers |= {"total_bytes": total, "other_bytes": total - free - torch.cuda.memory_reserved(self.device),
                         "activation_bytes": max(0, numbers["allocated_bytes"] - held)}
         return numbers

@@ -25,7 +25,7 @@ from ..autoencoders import FAMILIES as VAES
 from ..models import FAMILIES
 from . import rank, torchrun
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15      # linux/prctl.h
+PR_SET_PDEATHSIG = 1                       # linux/prctl.h
 MAX_BYTES = 2 ** 20                        # of one request
 
 
@@ -36,7 +36,7 @@ def main():
     channel.send(json.dumps({"why_not": why_not}).encode())
     started = {}                                               # process number -> Popen, or None of what was forked
     while os.getppid() == host:
-        if not select.select([channel], [], [], torchrun.LOOK_S)[0]:
+        if not select.select([channel], [], [], torchrun.POLL_S)[0]:
             _forget_ended(started)
             continue
         body, files, _, _ = socket.recv_fds(channel, MAX_BYTES, 1)
@@ -96,7 +96,7 @@ def _fork(arguments, environment, folder, output, channel):
     try:
         channel.close()
         os.setsid()
-        name_process("xdit torchrun")
+        rank.name_process("xdit torchrun")
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -125,12 +125,6 @@ def _forget_ended(started):
     for pid in list(started):
         if os.waitpid(pid, os.WNOHANG)[0]:
             del started[pid]
-
-
-def name_process(name):
-    """Have the system show this process by a name of at most 15 letters:
-    what was forked has the arguments of what it is forked from."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 if __name__ == "__main__":

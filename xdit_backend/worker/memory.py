@@ -18,7 +18,7 @@ from ..host_memory import available_memory
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"                           # proc(5): the peak of the resident set starts anew
 IDLE_S = 60.0                              # without a run, until a worker gives back what the last one has freed
-KEPT = 0.25                                # of the memory that is unused, that a worker may keep until then
+CACHE_SHARE = 0.25                         # of the memory that is unused, that a worker may keep until then
 
 
 class Memory:
@@ -30,7 +30,7 @@ class Memory:
     def __init__(self, device):
         self._device, self._start = device, {}
         # was memory given back since the last run began? when it is to be
-        self._is_settled, self._until_s = True, math.inf
+        self._is_emptied, self._until_s = True, math.inf
 
     def begin_run(self):
         """From now on the peak is that of another run; where memory was kept for it,
@@ -38,8 +38,8 @@ class Memory:
         if self._device.type == "cuda":
             self._start = {"allocated": torch.cuda.memory_allocated(self._device)}
             torch.cuda.reset_peak_memory_stats(self._device)
-        elif self._is_settled and STATUS.exists():
-            self._start, self._is_settled = _status(), False
+        elif self._is_emptied and STATUS.exists():
+            self._start, self._is_emptied = _status(), False
             try:
                 CLEAR.write_text(RESET_PEAK)
             except OSError:                                    # not allowed here: the peak is that of all runs
@@ -49,19 +49,19 @@ class Memory:
     def end_run(self, unused_bytes):
         """A run has ended, or a decode or encode: its memory is kept for a while, or given back.
         unused_bytes: see Predictions."""
-        if not self._is_worth_keeping(unused_bytes):
+        if not self._is_worth_caching(unused_bytes):
             self.give_back()
         else:
             self._until_s = time.monotonic() + IDLE_S
 
-    def _is_worth_keeping(self, unused_bytes):
+    def _is_worth_caching(self, unused_bytes):
         if self._device.type == "cuda":
-            kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            return 0 < kept <= KEPT * unused_bytes
-        return not self._is_settled and _status()["RssAnon"] - self._start["RssAnon"] <= KEPT * unused_bytes
+            cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            return 0 < cached <= CACHE_SHARE * unused_bytes
+        return not self._is_emptied and _status()["RssAnon"] - self._start["RssAnon"] <= CACHE_SHARE * unused_bytes
 
     @property
-    def patience_s(self):
+    def idle_timeout_s(self):
         """Seconds after which memory is to be given back if nothing but questions comes until then;
         None: there is none to give."""
         return None if self._until_s == math.inf else max(0.0, self._until_s - time.monotonic())
@@ -75,7 +75,7 @@ class Memory:
             torch.cuda.empty_cache()
             given_bytes = before - torch.cuda.memory_reserved(self._device)
         return_freed_memory()
-        self._is_settled, self._until_s = True, math.inf
+        self._is_emptied, self._until_s = True, math.inf
         return {"given_bytes": given_bytes}
 
     def report(self):

@@ -32,8 +32,9 @@ class Predictions:
     """What this rank keeps between predictions: conditioning, keys and values, groups and links of layouts,
     posted receives."""
 
-    def __init__(self, models, world_size, device, staging, timeline):
-        self._models, self._world_size, self._device = models, world_size, device
+    def __init__(self, models, world_size, device, staging, timeline, map_segment=map_segment):
+        """map_segment(segment) -> the tensor that a command means by it."""
+        self._models, self._world_size, self._device, self._map = models, world_size, device, map_segment
         self._conditioning, self._key_values, self._exchanges = {}, {}, {}
         self._meshes, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
@@ -71,7 +72,7 @@ class Predictions:
         if not self._conditioning:                             # a run begins
             self._most_kept_bytes = 0
         self._conditioning[command.name] = {
-            name: self._staging.to_device(map_segment(segment)) for name, segment in command.tensors.items()}
+            name: self._staging.to_device(self._map(segment)) for name, segment in command.tensors.items()}
 
     def drop_conditioning(self, command, traffic):
         self._most_kept_bytes = max(self._most_kept_bytes, self._kept_bytes)
@@ -117,7 +118,7 @@ class Predictions:
                         for part, latent in zip(parts, latents)]
             if handles:
                 contexts[0].receive_message = partial(self._receive, link, handles.pop(0), traffic, waits)
-            with nullcontext() if exchange is None else _call(exchange, command, parts[0].branch, traffic):
+            with nullcontext() if exchange is None else self._call(exchange, command, parts[0].branch, traffic):
                 results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
             for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
                 if message is None:
@@ -129,7 +130,7 @@ class Predictions:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
         clock.add(start, end, waits + weight_waits)
-        self._tell(command, start, end, {"wait": waits, "weights": weight_waits}, traffic)
+        self._record(command, start, end, {"wait": waits, "weights": weight_waits}, traffic)
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
 
     def _receive(self, link, handle, traffic, waits):
@@ -144,18 +145,18 @@ class Predictions:
         mesh, (branch, first, last) = context.mesh, part
         if context.bands is not None:
             band, next_band = context.bands[context.exchange.rank:][:2]
-            rows = map_segment(branch.prediction)[first:last].narrow(2, band, next_band - band)
+            rows = self._map(branch.prediction)[first:last].narrow(2, band, next_band - band)
             self._staging.to_host(family.prediction(output, latent), rows)
         elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
-            self._staging.to_host(family.prediction(output, latent), map_segment(branch.prediction)[first:last])
+            self._staging.to_host(family.prediction(output, latent), self._map(branch.prediction)[first:last])
             for name, prediction in family.part_predictions(output).items():
                 if name in branch.parts:
-                    self._staging.to_host(prediction, map_segment(branch.parts[name])[first:last])
+                    self._staging.to_host(prediction, self._map(branch.parts[name])[first:last])
 
-    def _tell(self, command, start, end, waits, traffic):
+    def _record(self, command, start, end, waits, traffic):
         """Put a step, and what it waited for, into the timeline. waits: {kind: pairs of marks}.
-        Exchanges over NCCL are the device's own work, and not told apart."""
-        step = {"time": map_segment(command.branches[0].timestep).flatten()[0].item(),
+        Exchanges over NCCL are the device's own work, and not counted apart."""
+        step = {"time": self._map(command.branches[0].timestep).flatten()[0].item(),
                 "first_row": command.patch.start if command.patch else 0}
         self._timeline.add("patch" if command.patch else "whole", start, end, **step)
         for kind, pairs in (*waits.items(), ("exchange", traffic.waits if self._device.type == "cpu" else ())):
@@ -178,7 +179,7 @@ class Predictions:
         """A part's latents on the device. Of stages after the first, which use only the shape, zeros."""
         branch, first, last = part
         if mesh.ranks["pipefusion"] == 0:
-            return on_device(map_segment(branch.latent)[first:last], self._device).to(loaded.dtype)
+            return on_device(self._map(branch.latent)[first:last], self._device).to(loaded.dtype)
         return torch.zeros((last - first, *branch.latent.shape[1:]), dtype=loaded.dtype, device=self._device)
 
     def _parts(self, command, mesh):
@@ -202,7 +203,7 @@ class Predictions:
             return None
         if conditioning in self._exchanges and (command.keep or command.stale):
             return self._exchanges[conditioning]
-        forecast = command.forecast if MODES[command.displaced_mode].keeps else 0.0        # what is frozen goes nowhere
+        forecast = command.forecast if MODES[command.displaced_mode].publishes else 0.0    # what is frozen goes nowhere
         exchange = Exchange(mesh.displaced_group, mesh.degrees["displaced"], mesh.ranks["displaced"], forecast=forecast)
         if command.keep:
             self._exchanges[conditioning] = exchange
@@ -214,7 +215,7 @@ class Predictions:
         conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         call_conditioning = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
-                  for name, tensor in _call_conditioning(branch).items()}
+                  for name, tensor in self._call_conditioning(branch).items()}
         conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.parts else tensor
                          for name, tensor in call_conditioning.items()}
         keeping = {} if exchange is None else {"exchange": exchange, "first_image": first}
@@ -223,13 +224,24 @@ class Predictions:
             keeping = {"key_values": self._kept(loaded, branch.conditioning), "forecast": command.forecast,
                        "first_image": first - start, "num_images": size}
         # one tensor for many places is one map
-        maps = {segment.path: map_segment(segment) for segment in branch.control.values()}
+        maps = {segment.path: self._map(segment) for segment in branch.control.values()}
         added = {place: maps[segment.path] for place, segment in branch.control.items()}
         control = {place: tensor[rows] if tensor.shape[0] == batch else tensor for place, tensor in added.items()}
-        scores = None if branch.scores is None else map_segment(branch.scores)[:, rows]
-        return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch,
+        scores = None if branch.scores is None else self._map(branch.scores)[:, rows]
+        return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
                               **keeping)
+
+    def _call(self, exchange, command, branch, traffic):
+        """One call of a model, as the command's mode has the ranks tell each other."""
+        mode = MODES[command.displaced_mode]
+        is_stale = command.stale and mode.is_stale
+        return exchange.call(traffic, is_stale, command.keep and (mode.publishes or not is_stale), mode.norms,
+                             self._map(branch.timestep).max().item())
+
+    def _call_conditioning(self, branch):
+        """Conditioning of one call alone, in host memory."""
+        return {name: self._map(segment) for name, segment in branch.call_conditioning.items()}
 
     def _kept(self, loaded, conditioning):
         """The cached keys and values of a conditioning, made when they are first needed."""
@@ -251,7 +263,7 @@ class Predictions:
         for branch, first, last in self._parts(command, mesh)[len(handles):]:
             shape = (last - first, *branch.latent.shape[1:])
             size = loaded.received_size(mesh, shape,
-                                        self._conditioning[branch.conditioning] | _call_conditioning(branch),
+                                        self._conditioning[branch.conditioning] | self._call_conditioning(branch),
                                         command.patch)
             handles.append(link.post_receive(size, loaded.dtype))
 
@@ -279,19 +291,6 @@ def _own_images(batch, mesh):
     """(first, number) of the images of a batch that this rank's data group has."""
     sizes = shard_sizes(batch, mesh.degrees["data"], mesh.data_speeds)
     return sum(sizes[:mesh.ranks["data"]]), sizes[mesh.ranks["data"]]
-
-
-def _call(exchange, command, branch, traffic):
-    """One call of a model, as the command's mode has the ranks tell each other."""
-    mode = MODES[command.displaced_mode]
-    is_stale = command.stale and mode.is_stale
-    return exchange.call(traffic, is_stale, command.keep and (mode.keeps or not is_stale), mode.norms,
-                         map_segment(branch.timestep).max().item())
-
-
-def _call_conditioning(branch):
-    """Conditioning of one call alone, in host memory."""
-    return {name: map_segment(segment) for name, segment in branch.call_conditioning.items()}
 
 
 def _as_input(tensor, dtype):

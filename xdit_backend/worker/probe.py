@@ -34,7 +34,7 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     """{what: seconds or bytes a second}; see forecast/probed.py for the names. A collective: every rank of the world
     calls it.
 
-    report(text, done, total) tells a person. per_machine: config.devices_per_machine.
+    report(text, done, total) shows progress. per_machine: config.devices_per_machine.
     """
     watch = Stopwatch(rank, world_size, device, dtype)
     numbers = {}

@@ -1,6 +1,7 @@
 """One rank's process, whichever way it came to be: a program of its own (__main__),
 or forked with its libraries (forkserver.py)."""
 
+import ctypes
 import gc
 import logging
 import os
@@ -10,6 +11,7 @@ import sys
 from .output import take_over
 
 TORCHRUN_HANDLES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+PR_SET_NAME = 15                           # linux/prctl.h
 
 
 def run(folder, devices, port, log_folder):
@@ -26,7 +28,6 @@ def run(folder, devices, port, log_folder):
 
 def run_forked(folder, devices, port, log_folder):
     """As `run`, in a process that was forked from torchrun's: puts back what that has set for itself."""
-    from .forkserver import name_process
     name_process(f"xdit rank {os.environ['RANK']}")
     for number in TORCHRUN_HANDLES:
         signal.signal(number, signal.SIG_DFL)
@@ -36,6 +37,12 @@ def run_forked(folder, devices, port, log_folder):
     tempfile.tempdir = None
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which its libraries read when they were imported
     run(folder, devices, port, log_folder)
+
+
+def name_process(name):
+    """Have the system show this process by a name of at most 15 letters:
+    what was forked has the arguments of what it is forked from."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def import_libraries():

@@ -20,8 +20,8 @@ class Residency:
     """The weights of a model on this rank. Those parked are always the first so many, in the order of the model's
     modules.
 
-    files: {id of a weight: its home in the checkpoint file}, where it has one. bring(tensor) copies from host memory to
-    the device, fetch(tensor, target) back. offloaded: checkpoints.offloading.OffloadedBlocks, if some are.
+    files: {id of a weight: its map of the checkpoint file}, where it has one. to_device(tensor) copies from host
+    memory to the device, to_host(tensor, target) back. offloaded: checkpoints.offloading.OffloadedBlocks, if some are.
     """
 
     def __init__(self, model, files, to_device, to_host, offloaded=None):
@@ -39,7 +39,7 @@ class Residency:
 
     @property
     def numbers(self):
-        """What the host keeps account of: see host/residence.py."""
+        """What the host keeps account of: see host/model_memory.py."""
         return {"weight_bytes": self._sums[-1] + self._buffer_bytes, "unmapped_bytes": self._unmapped_bytes,
                 "largest_bytes": self._largest_bytes, "parked_bytes": self.parked_bytes,
                 "offloaded_bytes": 0 if self._offloaded is None else self._offloaded.host_bytes}

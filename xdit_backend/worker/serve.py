@@ -19,7 +19,7 @@ from ..distributed.mesh import backend_for, group_options, group_timeout
 from ..protocol.channel import connect
 from ..protocol.devices import own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
-from ..protocol.messages import JOINING, TRYING_LINKS, Abandon, Done, Failed, Heartbeat, Phase, Ready, StartFailed, Stop
+from ..protocol.messages import JOINING, TRYING_LINKS, Abort, Done, Failed, Heartbeat, Phase, Ready, StartFailed, Stop
 from ..protocol.segments import discard, folders_of
 from .engine import Engine
 from .output import keep_small
@@ -36,9 +36,9 @@ def serve(folder, rank, devices, store_port, log_file):
     log_file: what is printed."""
     channel = connect(folder)
     channel.send(Phase(rank, "starting workers"))
-    commands, busy, ready, abandoned = queue.SimpleQueue(), threading.Event(), threading.Event(), set()
+    commands, busy, ready, aborted = queue.SimpleQueue(), threading.Event(), threading.Event(), set()
     threading.Thread(target=_heartbeat_until, args=(ready, channel, rank), daemon=True).start()
-    threading.Thread(target=_read, args=(channel, commands, abandoned, folder), daemon=True).start()
+    threading.Thread(target=_read, args=(channel, commands, aborted, folder), daemon=True).start()
     device = torch.device(own_name(devices[rank]))
     torch.set_grad_enabled(False)
     try:
@@ -51,7 +51,7 @@ def serve(folder, rank, devices, store_port, log_file):
         threading.Event().wait()
     # the libraries' objects stay: what is dropped is found sooner without them
     gc.freeze()
-    engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), abandoned)
+    engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), aborted)
     ready.set()
     channel.send(Ready(rank, os.getpid(), devices[rank]))
     threading.Thread(target=_heartbeat, args=(channel, engine, busy, log_file), daemon=True).start()
@@ -67,7 +67,7 @@ def serve(folder, rank, devices, store_port, log_file):
             break
         busy.set()
         try:
-            numbers = engine.carry_out(command)
+            numbers = engine.execute(command)
             reply = Done(command.request, rank, numbers or {}, engine.spans_for(command))
         except Exception as error:                             # one road for failure: it reaches the node by name
             log.exception("command %s failed", type(command).__name__)
@@ -102,7 +102,7 @@ def _next(commands, memory):
     memory that runs have left is given back meanwhile."""
     while True:
         try:
-            return commands.get(timeout=memory.patience_s)
+            return commands.get(timeout=memory.idle_timeout_s)
         except queue.Empty:
             memory.give_back()
 
@@ -139,13 +139,13 @@ def _heartbeat(channel, engine, busy, log_file):
         pass                                                   # _read ends the process
 
 
-def _read(channel, commands, abandoned, folder):
+def _read(channel, commands, aborted, folder):
     """Pass commands on; when the host is gone, end this process whatever it is doing, and leave no file behind."""
     try:
         while True:
             command = channel.receive()
-            if isinstance(command, Abandon):
-                abandoned.add(command.request)
+            if isinstance(command, Abort):
+                aborted.add(command.request)
                 continue
             commands.put(command)
             if isinstance(command, Stop):

@@ -18,7 +18,7 @@ import threading
 
 import psutil
 
-LOOK_S = 0.5
+POLL_S = 0.5
 WORKERS_S = 2.0                # which workers have to notice, and to remove the files of the group
 
 
@@ -55,15 +55,15 @@ def end_with_the_parent(parent):
     parent: its process number."""
     while os.getppid() == parent:
         # not sys.stdin, whose lock a process that ends would wait for
-        if select.select([0], [], [], LOOK_S)[0] and not os.read(0, 1):
+        if select.select([0], [], [], POLL_S)[0] and not os.read(0, 1):
             break
     end_children(WORKERS_S)
     os._exit(1)
 
 
-def end_children(patience_s):
+def end_children(timeout_s):
     """Kill every process below this one that does not end by itself in so long."""
-    _, running = psutil.wait_procs(psutil.Process().children(recursive=True), patience_s)
+    _, running = psutil.wait_procs(psutil.Process().children(recursive=True), timeout_s)
     for process in running:
         process.kill()
 

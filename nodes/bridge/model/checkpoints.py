@@ -4,7 +4,8 @@ Asked by shell.py, and by the page before it converts a workflow."""
 import threading
 from collections import OrderedDict
 
-from ....xdit_backend.checkpoints.checkpoint import files_of, open_checkpoint, state_of
+from ....xdit_backend.checkpoints.checkpoint import open_checkpoint, state_of
+from ....xdit_backend.checkpoints.folder import files_of
 
 MAX_OPEN = 4                               # headers take megabytes; a MODEL keeps its own Checkpoint in any case
 
@@ -22,10 +23,10 @@ class Checkpoints:
         try:
             state = fingerprint(path)
         except OSError:
-            return open_checkpoint(path)                       # which says what is wrong
+            state = None                                       # open_checkpoint says what is wrong
         with self._lock:
             known, checkpoint = self._open.pop(path, (None, None))
-            if known != state:
+            if state is None or known != state:
                 checkpoint = open_checkpoint(path)
             self._open[path] = state, checkpoint
             while len(self._open) > MAX_OPEN:
@@ -35,7 +36,8 @@ class Checkpoints:
 
 def fingerprint(path):
     """What changes where other files take the place of a file's, or of a diffusers folder's."""
-    return state_of(files_of(path))
+    files = files_of(path)
+    return state_of(files)
 
 
 CHECKPOINTS = Checkpoints()

@@ -1,7 +1,7 @@
 """The weights of a shell as its file holds them, under ComfyUI's names. For nodes that save or merge a MODEL; see
 patcher.py.
 
-And the few tensors whose values ComfyUI looks at when it makes a model; see shell.py.
+And the few tensors whose values ComfyUI looks at when it makes a model; see detection.py.
 """
 
 import torch

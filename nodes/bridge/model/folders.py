@@ -1,11 +1,10 @@
-"""Tensors of a diffusers folder under ComfyUI's names. Used by shell.py and file_weights.py.
+"""Tensors of a diffusers folder under ComfyUI's names. Used by detection.py and file_weights.py.
 
 This inverts a family's conversion: ComfyUI's class says which names there are, and running the conversion on row
 numbers shows which tensor and row each comes from.
 """
 
 import importlib
-import re
 from contextlib import suppress
 
 import torch
@@ -14,14 +13,8 @@ import comfy.latent_formats
 import comfy.model_detection
 import comfy.ops
 import comfy.supported_models
-from comfy.model_base import ModelType
 
 from ....xdit_backend.protocol.errors import CheckpointError
-
-# what ComfyUI samples U-Nets by, in the words of diffusers' schedulers
-DISCRETE = {"prediction_type": ("epsilon", "v_prediction"), "beta_schedule": ("scaled_linear",),
-            "beta_start": (0.00085,), "beta_end": (0.012,), "num_train_timesteps": (1000,), "trained_betas": (None,)}
-CONTINUOUS = {"prediction_type": ("epsilon", "v_prediction")}
 
 INSTEAD = "Use the file of this model in ComfyUI's format."
 
@@ -80,36 +73,6 @@ def refuse_undetectable(tensors, checkpoint):
                 and _plain(value) != _plain(config[key])):
             raise CheckpointError(f"{name} is a {family.name} model with {key} = {config[key]!r}, which ComfyUI could "
                                   f"not tell from its tensors: it would take it for {value!r}. {INSTEAD}")
-
-
-def apply_scheduler_config(model_config, checkpoint):
-    """Have ComfyUI sample the U-Net of a folder as its scheduler's config says; single files say it by their tensors.
-
-    Returns the ModelType, or None where the folder has no scheduler. Raises CheckpointError for a scheduler that
-    ComfyUI does not have.
-    """
-    config = checkpoint.folder and checkpoint.folder_config is None and checkpoint.folder.other_configs.get("scheduler")
-    if not config:
-        return None
-    scheduler, settings = str(config.get("_class_name")), model_config.sampling_settings
-    is_edm = "EDM" in scheduler and isinstance(model_config, comfy.supported_models.SDXL)
-    for key, values in (CONTINUOUS if is_edm else DISCRETE).items():
-        if config.get(key, values[0]) not in values or not is_edm and re.search("EDM|Flow", scheduler):
-            raise CheckpointError(f"{checkpoint.name} is sampled as its scheduler_config.json says ({scheduler}, "
-                                  f"{key} = {config.get(key)!r}), and ComfyUI samples such models otherwise. Use "
-                                  f"another model.")
-    is_velocity = config.get("prediction_type") == "v_prediction"
-    if is_edm:
-        settings |= {"sigma_data": 1.0 if is_velocity else 0.5, "sigma_max": config.get("sigma_max", 80.0),
-                     "sigma_min": config.get("sigma_min", 0.002)}
-        type_ = ModelType.V_PREDICTION_EDM if is_velocity else ModelType.EDM
-        if not is_velocity:                                    # Playground 2.5, whose latents ComfyUI knows
-            model_config.latent_format = comfy.latent_formats.SDXL_Playground_2_5()
-    else:
-        settings["zsnr"] = bool(config.get("rescale_betas_zero_snr"))
-        type_ = ModelType.V_PREDICTION if is_velocity else ModelType.EPS
-    model_config.model_type = lambda state_dict, prefix="": type_
-    return type_
 
 
 def _plain(value):

@@ -1,5 +1,5 @@
 """A plain BaseModel of ComfyUI's for a family that it has no model of, as the family's file describes it.
-Made by shell.py."""
+Made by detection.py."""
 
 import torch
 

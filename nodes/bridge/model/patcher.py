@@ -26,7 +26,7 @@ class ShellPatcher(RemotePatcher):
         refuse_patcher(self, runs=True)                        # ComfyUI's callbacks have been called by now
 
     def load(self, *args, **kwargs):
-        self.remote.changes, self.remote.changes_uuid = changes_of(self), self.patches_uuid
+        self.remote.use_changes(changes_of(self), self.patches_uuid)
         super().load(*args, **kwargs)
 
     def partially_load(self, *args, **kwargs):
@@ -117,9 +117,9 @@ class ShellPatcher(RemotePatcher):
     def patch_hooks(self, hooks):
         if hooks != self.current_hooks:
             early = tuple(PREFIX + name for name in self.remote.family.text_prefixes)
-            self.remote.changes = changes_of(self, {key: patches
-                                                    for key, patches in self.get_combined_hook_patches(hooks).items()
-                                                    if not key.startswith(early)})
+            self.remote.use_changes(changes_of(self, {key: patches for key, patches
+                                                      in self.get_combined_hook_patches(hooks).items()
+                                                      if not key.startswith(early)}))
             self.current_hooks = hooks
 
     def unpatch_hooks(self, whitelist_keys_set=None):

@@ -43,9 +43,9 @@ def changes_of(patcher, hooked={}):
     checkpoint, found, weight_of = file_of(patcher)
     # the last: name in the file -> [(weight with rows of it, rows as of places)]
     device, changes, within = patcher.load_device, {}, {}
-    lasting = effective_patches(patcher)
+    effective = effective_patches(patcher)
     # hooks reach buffers too, and parameters beside submodules
-    for key in lasting | hooked:
+    for key in effective | hooked:
         if not found.get(key.removeprefix(PREFIX)) or not key.startswith(PREFIX):
             raise UnsupportedError(f"A LoRA or another node changes {key}, which the file of this MODEL does not "
                                    f"have. Remove it, or use Load Diffusion Model.")
@@ -53,7 +53,7 @@ def changes_of(patcher, hooked={}):
         for name, rows in sources:
             within.setdefault(name, []).append((PREFIX + weight, rows))
     for name, parts in within.items():
-        patches = {key: (lasting.get(key, ()), hooked.get(key, ())) for key, _ in parts}
+        patches = {key: (effective.get(key, ()), hooked.get(key, ())) for key, _ in parts}
         if not any(some for both in patches.values() for some in both):
             continue
         key, rows = next((key, rows) for key, rows in parts if any(patches[key]))
@@ -117,20 +117,20 @@ def effective_patches(patcher):
 def patched(key, patches, weight, dtype, device, sum_dtype=None):
     """The weight as ComfyUI's ModelPatcher changes it, in the type that it holds it in. weight: not written to.
 
-    sum_dtype: in which it is changed; None: as lasting patches are.
+    sum_dtype: in which it is changed; None: as effective patches are.
     """
     weight = weight.to(dtype)
     copy = comfy.model_management.cast_to_device(weight, device, sum_dtype
                                                  or comfy.model_management.lora_compute_dtype(device), copy=True)
-    with _complaints() as complaints:
+    with _logged_warnings() as logged:
         try:
             result = comfy.lora.calculate_weight(patches, copy, key)
         except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:            # of shapes
-            raise _misfit(key, error) from error
-    if complaints or result.shape != weight.shape:
-        why = (complaints[0] if complaints
+            raise _mismatch(key, error) from error
+    if logged or result.shape != weight.shape:
+        why = (logged[0] if logged
                else f"it would make its shape {list(result.shape)} instead of {list(weight.shape)}")
-        raise _misfit(key, why)
+        raise _mismatch(key, why)
     return comfy.float.stochastic_rounding(result, dtype, seed=comfy.utils.string_to_seed(key))
 
 
@@ -153,14 +153,14 @@ def _terms(key, patches, held, share):
     for strength, what, _, offset, _ in patches:
         up, down, alpha, *_ = what.weights
         if min(up.ndim, down.ndim) < 2 or not len(down):
-            raise _misfit(key, f"its factors have the shapes {list(up.shape)} and {list(down.shape)}")
+            raise _mismatch(key, f"its factors have the shapes {list(up.shape)} and {list(down.shape)}")
         shape = list(held.shape)
         if offset is not None:
             shape[offset[0]] = offset[2]
         given = [up.shape[0], down[0].numel()]
         if (up.shape[1:].numel() != down.shape[0] or given != [shape[0], torch.Size(shape[1:]).numel()]
                 or offset is not None and sum(offset[1:]) > held.shape[offset[0]]):
-            raise _misfit(key, f"it is for a weight of {given[0]} x {given[1]}, and this one is "
+            raise _mismatch(key, f"it is for a weight of {given[0]} x {given[1]}, and this one is "
                                f"{' x '.join(map(str, shape))}")
         scale = strength * (1.0 if alpha is None else alpha / down.shape[0])
         terms.append(specs.LowRank(share(up), share(down), float(scale), None if offset is None else tuple(offset)))
@@ -186,23 +186,23 @@ def _sent(parts, share):
     return specs.Change(share(tensor), ())
 
 
-def _misfit(key, why):
+def _mismatch(key, why):
     return UnsupportedError(f"A LoRA or another weight patch does not fit {key}: {why}. It was made for another "
                             f"model: use one that was made for this one.")
 
 
 @contextlib.contextmanager
-def _complaints():
+def _logged_warnings():
     """What ComfyUI logs instead of raising, where a patch does not fit."""
-    complaints = []
+    logged = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: complaints.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     root = logging.getLogger()
     level = root.level
     root.addHandler(handler)
     root.setLevel(min(level, logging.WARNING))                 # ComfyUI's --verbose may leave warnings out
     try:
-        yield complaints
+        yield logged
     finally:
         root.setLevel(level)
         root.removeHandler(handler)

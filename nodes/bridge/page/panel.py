@@ -28,7 +28,7 @@ def state():
     if not GROUPS.runs.is_running:
         for client in GROUPS.clients:
             if client.workers.state == "idle":
-                GROUPS.runs.collect(client, client.peek)
+                GROUPS.runs.collect(client, client.report_if_idle)
     return {"devices": _devices(), "groups": [_group(client) for client in GROUPS.clients],
             "run": _run(GROUPS.runs.last), "phase": GROUPS.runs.phase, "residency": vars(_residency())}
 
@@ -108,9 +108,9 @@ def _ranks(device):
 def _cuda_device(name):
     ranks, own, weights = _ranks(name), 0, 0
     for client in GROUPS.clients:
-        for residence in filter(None, map(client.models.residence, client.models.names)):
-            weights += sum(held - parked for device, held, parked
-                           in zip(client.devices, residence.weight_bytes, residence.parked_bytes) if device == name)
+        for model_memory in filter(None, map(client.models.memory, client.models.names)):
+            weights += sum(held - parked for device, held, parked in zip(
+                client.devices, model_memory.weight_bytes, model_memory.parked_bytes) if device == name)
     if torch.cuda.is_initialized():
         own = torch.cuda.memory_reserved(torch.device(name))
     total = memory_of(name)
@@ -132,12 +132,12 @@ def _host():
     (available, limit), ranks = available_memory(), _ranks("cpu")
     mapped = unmapped = parked = 0
     for client in GROUPS.clients:
-        for residence in filter(None, map(client.models.residence, client.models.names)):
-            for part in residence.parts:                       # ranks that hold the same weights
-                held, most = residence.weight_bytes[part[0]], max(residence.parked_bytes[rank] for rank in part)
-                parked += most + residence.offloaded_bytes[part[0]]
+        for model_memory in filter(None, map(client.models.memory, client.models.names)):
+            for part in model_memory.parts:                       # ranks that hold the same weights
+                held, most = model_memory.weight_bytes[part[0]], max(model_memory.parked_bytes[rank] for rank in part)
+                parked += most + model_memory.offloaded_bytes[part[0]]
                 if "cpu" in client.devices:
-                    own = residence.unmapped_bytes[part[0]]
+                    own = model_memory.unmapped_bytes[part[0]]
                     mapped += (held - own) * (held - most) // max(1, held)
                     unmapped += own * len(part) * (held - most) // max(1, held)
     kept = _sum(ranks, "most_kept_bytes")
@@ -162,9 +162,9 @@ def _sum(ranks, name):
 # --- groups and the run ---
 
 def _group(client):
-    models = [{"name": name, "weights": residence.weight_bytes, "parked": residence.parked_bytes,
-               "offloaded": residence.offloaded_bytes}
-              for name in client.models.names if (residence := client.models.residence(name)) is not None]
+    models = [{"name": name, "weights": model_memory.weight_bytes, "parked": model_memory.parked_bytes,
+               "offloaded": model_memory.offloaded_bytes}
+              for name in client.models.names if (model_memory := client.models.memory(name)) is not None]
     return {"devices": list(client.devices), "state": client.workers.state, "models": models,
             "vaes": len(client.autoencoders.names)}
 
@@ -182,9 +182,9 @@ def _run(run):
     run.update_from_remote()
     plan = run.plan and {"chosen": _forecast(run.plan.chosen), "one": _forecast(run.plan.one), "second": next(
         (_forecast(other) for other in run.plan.ordered if other.degrees != run.plan.chosen.degrees), None)}
-    return {"number": run.number, "file": run.file, "devices": list(run.devices), "state": run.state,
-            "error": run.error, "how": run.how,
-            "mode": run.mode, "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
+    return {"number": run.number, "prompt": run.prompt, "file": run.file, "devices": list(run.devices),
+            "state": run.state, "error": run.error, "how": run.how, "why_no_plan": run.why_no_plan,
+            "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
             "a_step": round(run.seconds_per_step, 4), "plan": plan}
 
 

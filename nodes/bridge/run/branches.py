@@ -81,7 +81,7 @@ def answer(model_calls):
     """The predictions for calls of one model, at most MAX_BRANCHES of them."""
     first = model_calls[0]
     together = first.num_branches != MAX_BRANCHES or first.call.guided
-    if len(model_calls) == 1 and not together and first.remote.runs_branches_apart():
+    if len(model_calls) == 1 and not together and first.remote.runs_branches_separately():
         return [torch.cat(first.remote.predict(first, first.halves()))]
     return first.remote.predict(first, [model_call.call for model_call in model_calls])
 

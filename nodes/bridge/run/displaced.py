@@ -16,7 +16,7 @@ from .staleness import Staleness
 
 
 class DisplacedRun:
-    """One run, and the conditioning for which the workers keep what they told each other.
+    """One run, and the conditioning for which the workers keep what they sent each other.
 
     setup: a setup.Setup. schedule: its sigmas. shape: of its whole latent. Raises ConfigError where that has too few
     rows for the ranks.
@@ -56,10 +56,10 @@ class DisplacedRun:
         layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
         forward = ForwardPass(keep=keep, forecast=self._config.forecast_keys_values, stale=stale,
                               displaced_mode=self._mode)
-        ticket = self._client.submit(self._spec, layout, self._num_channels, requests, forward, run=self)
+        handle = self._client.submit(self._spec, layout, self._num_channels, requests, forward, run=self)
         if keep:
             self._staleness.hold(names)
-        return self._client.wait([ticket])[1]
+        return self._client.wait([handle])[1]
 
 
 def _rows_at_last_level(family, config, degree, shape):

@@ -12,7 +12,7 @@ from .step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
-MISSED = 0.25                              # by how much a run's time may differ from its forecast and not be logged
+MAX_DEVIATION = 0.25                       # by how much a run's time may differ from its forecast and not be logged
 
 
 class Forecasts:
@@ -37,14 +37,12 @@ class Forecasts:
         self._plans.clear()
 
     def look(self, job, may_measure):
-        """The Plan of a run. None where nothing can be forecast: one device, manual degrees, stages, U-Nets, families
-        whose ranks share no tokens, or devices that are not measured.
+        """The Plan of a run. None where nothing can be forecast, as why_none says.
 
         Devices are measured once, before the first run that is long enough to be worth it.
         """
         setup = self._setup
-        is_planned = setup.net is not None and setup.shares_tokens and setup.config.mode == "auto"
-        if not is_planned or len(setup.devices) < 2 or setup.spec.stages is not None:
+        if self.why_none != "unmeasured":
             return None
         if job not in self._plans:
             may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
@@ -55,13 +53,26 @@ class Forecasts:
             self._cards = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[job]
 
+    @property
+    def why_none(self):
+        """The case in which a run of this MODEL has no Plan: "manual" degrees, "one" device, "stages", a "unet" (or
+        another whose devices share no tokens), or devices that are "unmeasured" so far."""
+        setup = self._setup
+        cases = {"manual": setup.config.mode == "manual", "one": len(setup.devices) < 2,
+                 "stages": setup.spec.stages is not None, "unet": setup.net is None or not setup.shares_tokens}
+        return next((case for case, applies in cases.items() if applies), "unmeasured")
+
     def words(self):
         """What this run is forecast to take, and why it has its layout, for a person; "" without a plan."""
         if self.plan is None:
             return ""
         plan, known = self.plan, (self._setup.family.name, self._cards[0]) in GROUPS.calibrations()
         return ". " + plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered,
-                                 self._measured.get((self.timed.job, plan.chosen.degrees)), KNOWN if known else NEW)
+                                 self._measured_s(plan), KNOWN if known else NEW)
+
+    def _measured_s(self, plan):
+        """Seconds of the last such run by this Plan's layout, and on one device; None where there was none."""
+        return tuple(self._measured.get((self.timed.job, one.degrees)) for one in (plan.chosen, plan.one))
 
     def compare(self, how, elapsed_s):
         """What a run took beside its forecast, for a person; "" without a forecast. A forecast that missed by far is
@@ -71,15 +82,15 @@ class Forecasts:
         """
         if self.plan is None:
             return ""
-        chosen, one, timed, family = self.plan.chosen, self.plan.one, self.timed, self._setup.family.name
+        chosen, timed, family = self.plan.chosen, self.timed, self._setup.family.name
         forecast_s, measured_s = chosen.seconds, timed.seconds or elapsed_s
         if timed.seconds:
             self._measured[timed.job, chosen.degrees] = timed.seconds
-        if abs(measured_s / forecast_s - 1) > MISSED:
+        if abs(measured_s / forecast_s - 1) > MAX_DEVIATION:
             log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", how, forecast_s, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
         if timed.seconds and chosen.is_independent and len(set(self._cards)) == 1:
             known = GROUPS.calibrations().get((family, self._cards[0]), Calibration())
             GROUPS.record_run(family, self._cards[0], known.factor * measured_s / forecast_s)
-        measured = f"; {measured_words(one, measured_s)}" if timed.seconds and chosen.working > 1 else ""
-        return f" (forecast: {seconds_words(forecast_s)}{measured})"
+        measured = measured_words(*self._measured_s(self.plan)) if timed.seconds and chosen.working > 1 else ""
+        return f"{measured} (forecast: {seconds_words(forecast_s)})"

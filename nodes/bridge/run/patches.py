@@ -85,8 +85,8 @@ class PatchwiseSampler:
         self._remote, self._run, self._model, self._x = remote, run, model, x
         self._extra_args, self._callback = extra_args, callback
         self._noise = SharedNoise(x, run.dim, [(patch.start, rows) for patch, rows in run.patches])
-        self._shown = {}                       # step -> {patch: what its sampler told the callback}
-        # of each patch what it told last; of all, the last step; when that was
+        self._shown = {}                       # step -> {patch: what its sampler gave the callback}
+        # of each patch what it gave last; of all, the last step; when that was
         self._newest, self._done, self._last_shown_s = {}, None, 0.0
         self._waiting, self._in_flight, self._outputs = {}, {}, {}
         # of the calls that the first patch has sent and the last has not
@@ -117,8 +117,8 @@ class PatchwiseSampler:
         off."""
         run = self._run
         if self._in_flight:
-            ticket, predictions = run.wait(list(self._in_flight))
-            self._resume(self._in_flight.pop(ticket), predictions)
+            handle, predictions = run.wait(list(self._in_flight))
+            self._resume(self._in_flight.pop(handle), predictions)
             return
         asked = [self._waiting.pop(index) for index in range(len(self._tasks))]
         if len({tuple(request.name for request in requests) for requests in asked}) > 1:
@@ -132,7 +132,7 @@ class PatchwiseSampler:
 
     def _resume(self, index, value):
         """Let a patch go on until it asks for its next prediction, and send that off at once where it may go."""
-        self._noise.patch = index
+        self._noise.begin_turn(index)
         answer = self._tasks[index].switch(value)
         if self._tasks[index].dead:
             self._outputs[index] = answer
@@ -173,11 +173,11 @@ class PatchwiseSampler:
         shown[index] = self._newest[index] = state
         if len(shown) == len(self._tasks):
             self._done = self._shown.pop(state["i"])[index]
-            self._tell(shown)
+            self._call_back(shown)
         elif self._done is not None and time.monotonic() - self._last_shown_s > SHOWN_S:
-            self._tell(self._newest)
+            self._call_back(self._newest)
 
-    def _tell(self, shown):
+    def _call_back(self, shown):
         whole = {key: torch.cat([shown[patch][key] for patch in range(len(self._tasks))], self._run.dim)
                  for key in ("x", "denoised")}
         self._callback({**self._done, **whole})
@@ -189,7 +189,7 @@ class SharedNoise:
 
     def __init__(self, x, dim, cuts):
         self._x, self._dim, self._cuts = x, dim, cuts
-        self.patch = 0                         # the patch that runs now
+        self._patch = 0                        # the patch that runs now
         self._made = [0] * len(cuts)           # noise samplers made by each patch
         self._samplers = []
 
@@ -205,8 +205,12 @@ class SharedNoise:
             for name, original in originals.items():
                 setattr(k_sampling, name, original)
 
+    def begin_turn(self, patch):
+        """This patch runs until the next turn begins."""
+        self._patch = patch
+
     def _make(self, make, x, *args, **kwargs):
-        patch = self.patch
+        patch = self._patch
         number = self._made[patch]
         self._made[patch] += 1
         if number == len(self._samplers):

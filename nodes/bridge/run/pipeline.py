@@ -33,7 +33,7 @@ class PipelineRun:
         self.dim = self.patches[0][0].dim
         # rows that the model adds to have whole tokens
         self._padding = -shape[self.dim] % self._patch_size[self.dim - 2]
-        self._padded = set()                                   # tickets of patches with these rows
+        self._padded = set()                                   # handles of patches with these rows
         self._staleness = Staleness(schedule, config.warmup_steps, is_cold=True)
 
     def end(self):
@@ -80,8 +80,8 @@ class PipelineRun:
         forward = ForwardPass(keep=keep, by_image=by_image, forecast=self._config.forecast_keys_values)
         predictions = []
         for batch in batches:
-            ticket = self._client.submit(self._spec, layout, self._num_channels, batch, forward, run=self)
-            predictions += self._client.wait([ticket])[1]
+            handle = self._client.submit(self._spec, layout, self._num_channels, batch, forward, run=self)
+            predictions += self._client.wait([handle])[1]
         if keep:
             self._staleness.hold(self._keepers(requests))
         return predictions
@@ -96,7 +96,7 @@ class PipelineRun:
         return [request.latent.narrow(self.dim, 0, self._padding).clone() for request in requests]
 
     def submit_patch(self, requests, index, first_rows):
-        """Send named requests for patch `index`; returns a ticket for `wait`.
+        """Send named requests for patch `index`; returns a handle for `wait`.
         first_rows: of the whole latents of these requests."""
         is_last = index == len(self.patches) - 1
         if is_last:
@@ -106,18 +106,18 @@ class PipelineRun:
             requests = [dataclasses.replace(request, latent=torch.cat([request.latent, rows], self.dim))
                         for request, rows in zip(requests, first_rows)]
         forward = ForwardPass(self.patches[index][0], forecast=self._config.forecast_keys_values)
-        ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, forward, run=self)
+        handle = self._client.submit(self._spec, self._layout, self._num_channels, requests, forward, run=self)
         if is_padded:
-            self._padded.add(ticket)
-        return ticket
+            self._padded.add(handle)
+        return handle
 
-    def wait(self, tickets):
-        """The first of these tickets to be ready, and its predictions."""
-        ticket, predictions = self._client.wait(tickets)
-        if ticket in self._padded:
-            self._padded.remove(ticket)
+    def wait(self, handles):
+        """The first of these handles to be ready, and its predictions."""
+        handle, predictions = self._client.wait(handles)
+        if handle in self._padded:
+            self._padded.remove(handle)
             predictions = [part.narrow(self.dim, 0, part.shape[self.dim] - self._padding) for part in predictions]
-        return ticket, predictions
+        return handle, predictions
 
     def predict(self, requests, sigma, whole_reason=None):
         """Evaluate requests for whole latents, whole or patch by patch. The stages are empty when it returns."""
@@ -127,13 +127,13 @@ class PipelineRun:
         if apart or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
             return self.predict_whole(requests, patches_follow=not apart)
         first_rows = self.first_rows(requests)
-        tickets = [self.submit_patch([self._rows_of(request, patch, rows) for request in requests], index, first_rows)
+        handles = [self.submit_patch([self._rows_of(request, patch, rows) for request in requests], index, first_rows)
                    for index, (patch, rows) in enumerate(self.patches)]
         pieces = {}
-        while len(pieces) < len(tickets):
-            ticket, predictions = self.wait([ticket for ticket in tickets if ticket not in pieces])
-            pieces[ticket] = predictions
-        return [torch.cat([pieces[ticket][index] for ticket in tickets], self.dim) for index in range(len(requests))]
+        while len(pieces) < len(handles):
+            handle, predictions = self.wait([handle for handle in handles if handle not in pieces])
+            pieces[handle] = predictions
+        return [torch.cat([pieces[handle][index] for handle in handles], self.dim) for index in range(len(requests))]
 
     def _rows_of(self, request, patch, rows):
         """A request for a whole latent as one for a patch."""

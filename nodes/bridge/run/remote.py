@@ -22,7 +22,7 @@ from .displaced import DisplacedRun
 from .forecasts import Forecasts
 from .pipeline import PipelineRun
 
-PATIENCE_S = 0.5                           # to wait for the workers' memory when a run ends
+MEMORY_TIMEOUT_S = 0.5                     # to wait for the workers' memory when a run ends
 
 
 class RemoteModel:
@@ -40,15 +40,14 @@ class RemoteModel:
         self.config, self.devices = setup.config, setup.devices
         self.load_device = load_device
         self.modules, self.weight_sources = {}, None           # see attach
-        self._looked_at = set()                                # noise levels of this run at which modules were compared
+        self._checked_sigmas = set()                           # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
-        self._run_bytes = 0                                    # that ComfyUI was told a rank needs for a run
+        self._run_bytes = 0                                    # that a rank needs for a run, as reported to ComfyUI
         self._most_run_bytes = 0.0                             # the most it has asked about since the last run
         # how this run is split, in a person's words; None before it
         self.how = None
         self._pipeline = self._schedule = None
-        # of the file's weights, see Models.load; whose patches those are
-        self.changes, self.changes_uuid = {}, None
+        self.changes, self.changes_uuid = {}, None             # see use_changes
 
     def attach(self, modules, weight_sources):
         """The shell's diffusion model is made. modules: as it was made, of modules.remember_modules, to compare with.
@@ -74,6 +73,13 @@ class RemoteModel:
         if self.spec.name != before.name:
             GROUPS.release(self.devices, before.name, base_model)
 
+    def use_changes(self, changes, uuid=None):
+        """From the next call on, the workers have these changes of the file's weights, see Models.load.
+
+        uuid: of the patches that they are; None: hooks change those of the MODEL for a while.
+        """
+        self.changes, self.changes_uuid = changes, uuid or self.changes_uuid
+
     # --- what placement.py asks ---
 
     def load(self, base_model):
@@ -82,21 +88,21 @@ class RemoteModel:
         client = GROUPS.client(self.devices)
         missing = {device: self.bytes_on(device) - self.loaded_on(device) for device in set(self.devices)}
         GROUPS.load_model(client, self.spec, base_model, missing, self.changes)
-        residence = client.models.residence(self.spec.name)
-        self.memory.weight_bytes, self.memory.offloaded_bytes = residence.weight_bytes, residence.offloaded_bytes
+        loaded = client.models.memory(self.spec.name)
+        self.memory.update(loaded.weight_bytes, loaded.offloaded_bytes)
 
     @property
     def is_loaded(self):
-        residence = self._residence()
-        return residence is not None and not any(residence.parked_bytes)
+        model_memory = self._model_memory()
+        return model_memory is not None and not any(model_memory.parked_bytes)
 
     def bytes_on(self, device):
         return self.memory.weights_on(device)
 
     def loaded_on(self, device):
-        residence = self._residence()
-        return 0 if residence is None else self.bytes_on(device) - sum(
-            parked for parked, name in zip(residence.parked_bytes, self.devices) if name == str(device))
+        model_memory = self._model_memory()
+        return 0 if model_memory is None else self.bytes_on(device) - sum(
+            parked for parked, name in zip(model_memory.parked_bytes, self.devices) if name == str(device))
 
     def memory_required(self, of_one_device, input_shape, cond_shapes={}):
         """The answer to ComfyUI's BaseModel.memory_required: bytes that a run takes beside weights, on load_device.
@@ -135,9 +141,9 @@ class RemoteModel:
         if client is not None:
             client.models.park(self.spec.name, parking_bytes())
 
-    def _residence(self):
+    def _model_memory(self):
         client = GROUPS.client_if(self.devices)
-        return None if client is None else client.models.residence(self.spec.name)
+        return None if client is None else client.models.memory(self.spec.name)
 
     def _client(self):
         """The Client whose workers hold this MODEL. Another MODEL of the same file may have changed its weights."""
@@ -148,14 +154,14 @@ class RemoteModel:
     # --- a run ---
 
     def end_run(self):
-        self._looked_at.clear()
+        self._checked_sigmas.clear()
         self.how, self._most_run_bytes = None, 0.0
         self.forecasts.end()
         self.memory.end_run()
         client = self._forget_conditioning()
         if client is not None:
             # ComfyUI is to see the memory that the workers give back now
-            GROUPS.runs.collect(client, lambda since_s: client.catch_up(PATIENCE_S, since_s))
+            GROUPS.runs.collect(client, lambda since_s: client.catch_up(MEMORY_TIMEOUT_S, since_s))
 
     def forward(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
         """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32. Of a latent
@@ -183,13 +189,13 @@ class RemoteModel:
         call_conditioning, parts = {}, {}
         if self.family.parts and isinstance(x, list):
             parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.parts, x[1:])}
-            x, timestep, call_conditioning = self.family.parted(x, timestep, self.setup.transformer_config)
+            x, timestep, call_conditioning = self.family.split_parts(x, timestep, self.setup.transformer_config)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
         self._refuse_changed_modules(schedule, sigma)
         check_latent(self.setup, x, self._taken_channels)
         # whatever is not finite is so from a run's first noise level on
-        begins = self._looked_at == {sigma}
+        begins = self._checked_sigmas == {sigma}
         if begins:
             check_finite((x, *call_conditioning.values()), "The latent",
                          "Look at what made it: another sampler, or an encode in half precision.")
@@ -211,15 +217,15 @@ class RemoteModel:
                          f"too small for it: try another weight_dtype in Load xDiT Model, without LoRA.")
         prediction = prediction.to(x.device)
         if scores is not None:
-            scores.tell(x.device)
+            scores.write(x.device)
         return [prediction, *(part.to(x.device) for part in parts.values())] if parts else prediction
 
-    def runs_branches_apart(self):
+    def runs_branches_separately(self):
         """Are two branches two calls for the workers, and not one of twice the batch?"""
-        return self.keeps_calls or self.setup.layout(2).cfg_degree > 1
+        return self.uses_cache or self.setup.layout(2).cfg_degree > 1
 
     @property
-    def keeps_calls(self):
+    def uses_cache(self):
         """Do calls of a run use what earlier ones have cached on the workers?"""
         return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 
@@ -234,7 +240,7 @@ class RemoteModel:
 
     def predict(self, model_call, calls):
         """The predictions for one or two calls of this model, which are all calls of this step at this time."""
-        GROUPS.client(self.devices).step = _step_of(model_call)
+        GROUPS.client(self.devices).begin_step(_step_of(model_call))
         try:
             return self._predict(model_call, calls)
         finally:
@@ -260,7 +266,7 @@ class RemoteModel:
         if together:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")
-        self._show(how + self.config.idle, self.forecasts.words)
+        self._show(how + _spare(layout.data_degree, latent.shape[0]) + self.config.idle, self.forecasts.words)
         return self.forecasts.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
@@ -301,9 +307,9 @@ class RemoteModel:
 
     def _refuse_changed_modules(self, schedule, sigma):
         """Refuse modules that nodes have changed for the time of a call. Checked once for each noise level of a run."""
-        if schedule is None or sigma not in self._looked_at:
+        if schedule is None or sigma not in self._checked_sigmas:
             refuse_changed_modules(self.modules[""][0], self.modules)
-            self._looked_at.add(sigma)
+            self._checked_sigmas.add(sigma)
 
     def _forget_conditioning(self):
         """Have the workers drop the conditioning of the run, and what they cache with it. Returns the Client, if there
@@ -326,8 +332,16 @@ class RemoteModel:
             self.how = how
 
     def _weights_words(self):
-        plan, timed = self.forecasts.plan, self.forecasts.timed
-        return self.memory.words(None if plan is None else plan.chosen, 1 if timed is None else timed.job.steps)
+        plan = self.forecasts.plan
+        return self.memory.words(*((None, 1) if plan is None else (plan.chosen, self.forecasts.timed.job.steps)))
+
+
+def _spare(data_degree, num_images):
+    """What a person is told where some devices get no image; "" where all have one."""
+    if num_images >= data_degree:
+        return ""
+    return (f" ({data_degree - num_images} of data_degree={data_degree} have no image: set batch_size to {data_degree}"
+            f" in the node of the empty latent, or use another degree)")
 
 
 def _step_of(model_call):

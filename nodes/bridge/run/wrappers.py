@@ -30,14 +30,14 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
     if remote is None:
         return original(model, conds, x, timestep, model_options)
     refuse_model_options(model_options)
-    if remote.keeps_calls:                                     # the reason travels with the calls
+    if remote.uses_cache:                                      # the reason travels with the calls
         from . import patches
         conds = patches.cut_conditioning(remote, conds)
         options = {**model_options["transformer_options"], WHOLE: why_whole(conds, model_options)}
         model_options = {**model_options, "transformer_options": options}
     # each call with weights of its own
     hooked = any(entry.get("hooks") is not None for cond in conds if cond for entry in cond)
-    if (sum(bool(cond) for cond in conds) < 2 or hooked or not remote.runs_branches_apart()
+    if (sum(bool(cond) for cond in conds) < 2 or hooked or not remote.runs_branches_separately()
             or why_one_call(model, model_options)):
         return original(model, conds, x, timestep, model_options)
     return branches.run_branches(original, model, conds, x, timestep, model_options)
@@ -53,7 +53,7 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     started_s, num_steps = time.perf_counter(), len(sigmas) - 1
     try:
         with (GROUPS.runs.sampling(remote, num_steps) as run,
-              _keeping_calls(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.keeps_calls
+              _sampler_context(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.uses_cache
               else nullcontext()):
             if arguments:                                      # ComfyUI's callback is the first of them
                 arguments = (GROUPS.counting(run, arguments[0]), *arguments[1:])
@@ -69,7 +69,7 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     return result
 
 
-def _keeping_calls(remote, sampler, guider, model_options):
+def _sampler_context(remote, sampler, guider, model_options):
     """The contexts that the sampler runs in: with stages the patchwise sampler, where Parallel Sampler asks for it."""
     from . import patches
     options = model_options["transformer_options"]

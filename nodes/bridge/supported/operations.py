@@ -90,7 +90,7 @@ class Scores:
         _, *sizes = family.control_shapes(config, shape)["middle.0"]
         self.buffer = torch.zeros(displaced_degree, shape[0], torch.Size(sizes).numel())
 
-    def tell(self, device):
+    def write(self, device):
         """Write the workers' scores to the node's own variable. The node expects (images x heads, queries, keys), of
         which it uses a mean over heads and a sum over queries; these are computed already."""
         size = self.buffer.shape[1] // len(self._parts)

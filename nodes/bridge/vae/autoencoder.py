@@ -103,7 +103,7 @@ def _show_done(done, started_s, client, num_ranks):
     devices = "1 device" if count == 1 else f"{count} devices"
     if num_ranks < count:
         devices = f"{num_ranks} of {devices}, by forecast as fast as all"
-    GROUPS.runs.collect(client, client.peek)
+    GROUPS.runs.collect(client, client.report_if_idle)
     show_text(f"{done} in {time.perf_counter() - started_s:.1f} s on {devices}")
 
 

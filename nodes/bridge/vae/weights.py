@@ -24,22 +24,22 @@ def half_of(vae, prefixes, settings, client):
     settings: see AutoencoderSpec."""
     halves = HALVES.setdefault(vae.first_stage_model, {})
     half = halves.get((prefixes, client.devices))
-    if half is None:
-        half = halves[prefixes, client.devices] = VaeHalf(vae, prefixes, settings, client.devices)
-    half.client = client
+    if half is None or half.client is not client:
+        half = halves[prefixes, client.devices] = VaeHalf(vae, prefixes, settings, client)
     return half
 
 
 class VaeHalf:
     """The decoder or encoder of a VAE on the workers of a group. RemotePatcher asks it for what it tells ComfyUI."""
 
-    def __init__(self, vae, prefixes, settings, devices):
+    def __init__(self, vae, prefixes, settings, client):
         self.name = f"vae-{uuid.uuid4().hex[:8]}"
-        self.dtype, self.settings, self.client = dtype_name(vae.vae_dtype), settings, None
-        self._model, self._prefixes, self._devices = weakref.ref(vae.first_stage_model), prefixes, devices
+        self.dtype, self.settings, self.client = dtype_name(vae.vae_dtype), settings, client
+        self._model, self._prefixes = weakref.ref(vae.first_stage_model), prefixes
         meta_vae = MetaTensors(self, vae.vae_dtype)
         self._num_bytes = sum(tensor.nbytes for tensor in meta_vae.buffers())
-        self._patcher = RemotePatcher(meta_vae, load_device_of(devices), comfy.model_management.unet_offload_device())
+        self._patcher = RemotePatcher(meta_vae, load_device_of(client.devices),
+                                      comfy.model_management.unet_offload_device())
 
     def weights(self):
         """The tensors, where the VAE object has them."""
@@ -55,13 +55,13 @@ class VaeHalf:
         """
         comfy.model_management.load_models_gpu([self._patcher])
         count, first = self._choose_ranks(shape, scale, machine_for)
-        sharing = self._devices[first:first + count].count(str(self._patcher.load_device))
+        sharing = self.client.devices[first:first + count].count(str(self._patcher.load_device))
         needed_bytes = self.client.autoencoders.estimate(self.name, shape, scale, count) * sharing
         comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes)
         return count, first
 
     def _choose_ranks(self, shape, scale, machine_for):
-        most = len(self._devices)
+        most = len(self.client.devices)
         if most == 1:
             return 1, 0
         work = self.client.autoencoders.work_of(self.name, shape, scale)
@@ -74,7 +74,7 @@ class VaeHalf:
                     (most, 0))
 
     def _num_workers(self, device):
-        return self._devices.count(str(device))
+        return self.client.devices.count(str(device))
 
     # --- what placement.py asks ---
 

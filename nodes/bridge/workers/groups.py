@@ -114,10 +114,9 @@ class Groups:
             if not self._is_watched:
                 self._is_watched = True
                 watch(self)
-            client = Client(devices, self.listener() if machines_of(devices) else None, self._forkserver)
-            client.workers.on_phase = self._show_phase
-            client.workers.check = comfy.model_management.throw_exception_if_processing_interrupted
-            client.workers.speeds = self._speeds.get(devices, ())
+            client = Client(devices, self.listener() if machines_of(devices) else None, self._forkserver,
+                            self._show_phase, comfy.model_management.throw_exception_if_processing_interrupted)
+            client.workers.divide_by(self._speeds.get(devices, ()))
         self._clients[devices] = client
         return client
 
@@ -186,7 +185,9 @@ class Groups:
         return devices
 
     def _measure(self, devices, dtype):
-        machine = measurements.measure(self.client(devices), dtype, self.card_of)
+        client = self.client(devices)
+        with self.runs.measuring(devices):
+            machine = measurements.measure(client, dtype, self.card_of)
         measurements.store_machine(_measured_folder(), devices, dtype, machine, self.card_of)
         return machine
 
@@ -229,7 +230,7 @@ class Groups:
         self._machines[devices, dtype] = machine
         self._speeds[devices] = () if machine is None else speeds_of(machine.devices)
         if devices in self._clients:
-            self._clients[devices].workers.speeds = self._speeds[devices]
+            self._clients[devices].workers.divide_by(self._speeds[devices])
 
     def client_for_decode(self, config):
         """The running group that was used last, or where none runs one for the config's devices."""
@@ -300,7 +301,7 @@ class Groups:
         """A sampler's callback that also counts the steps of a Run, and shows on the node now and then how long the
         rest will take."""
         def counted(step, denoised, x, total):
-            words, self.runs.phase = run.count(step + 1), {}   # what came before the steps is over
+            words = self.runs.count(run, step + 1)
             if words:
                 show_text(words)
             if callback is not None:

@@ -41,7 +41,7 @@ def _watch(reference):
             if any(client.running for client in groups.clients) and not _is_prompt_running():
                 apply_idle_setting(groups, chosen_idle())
         except XDiTError as error:
-            # of a setting: said once; of workers: who needs them next is told
+            # of a setting: logged once; of workers: whoever needs them next gets the error
             if str(error) != logged:
                 log.warning("%s", error)
             logged = str(error)

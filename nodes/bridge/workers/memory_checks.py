@@ -9,16 +9,14 @@ import torch
 
 from ....xdit_backend.forecast.choice import USABLE_MEMORY
 from ....xdit_backend.forecast.cost import Job
-from ....xdit_backend.forecast.memory import Memory, rank_memory, working_share
-from ....xdit_backend.forecast.memory_check import DeviceMemory, Latents, Remedies, check_memory
+from ....xdit_backend.forecast.memory import Memory, rank_memory, rank_weights, working_share
+from ....xdit_backend.forecast.memory_check import DeviceMemory, Hints, Latents, check_memory
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
     describe_layout,
     memory_settings,
-    rank_bytes,
-    stages_that_fit,
-    tensor_degree_that_fits,
+    spread_that_fits,
 )
 from ....xdit_backend.forecast.words import weights_words
 from ....xdit_backend.host_memory import available_memory
@@ -44,6 +42,10 @@ class MemoryCheck:
         self.weight_bytes = self._of_ranks(self._plan.device_bytes)
         self.offloaded_bytes = self._of_ranks(self._plan.offloaded_bytes)
         self._checked = set()                                  # what of this run has been found to fit
+
+    def update(self, weight_bytes, offloaded_bytes):
+        """The workers have loaded the model. Of each rank: what it holds, and what comes from host memory."""
+        self.weight_bytes, self.offloaded_bytes = weight_bytes, offloaded_bytes
 
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
@@ -124,12 +126,12 @@ class MemoryCheck:
                               f"{math.ceil(self._least_bytes / 1e7) / 100} GB of each device. Give at least so many "
                               f'GB, or set weights_memory to "auto".')
         held = (self._of_ranks(self._least_bytes) if given is None and self._may_offload else self.weight_bytes)
-        remedies = self._spread(Job(1, 0, 1))
+        hints = self._spread(Job(1, 0, 1))
         if given == 0 and self._may_offload and self._least_bytes <= self._room:
-            remedies.insert(0, 'weights_memory "auto", with which weights come from host memory')
+            hints.insert(0, 'weights_memory "auto", with which weights come from host memory')
         check_memory(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(held)),
-                     Remedies(remedies, self._lighter))
+                     Hints(hints, self._lighter))
 
     def check_run(self, shape, conditioning, num_images, branches, layout):
         """Refuse a run that cannot fit, once for all its calls.
@@ -162,12 +164,13 @@ class MemoryCheck:
         check_memory(f"This run ({describe_layout(layout)})",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
                                   available_memory()[0]),
-                     Remedies(self._spread(job(num_images, sizes)), self._lighter, other_settings),
+                     Hints(self._spread(job(num_images, sizes)), self._lighter, other_settings),
                      Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:]))
         self._checked.add(key)
 
     def _of_ranks(self, weight_bytes):
-        return [rank_bytes(weight_bytes, self._setup.spec.stages)] * len(self._setup.devices)
+        setup = self._setup
+        return rank_weights(weight_bytes, setup.net, setup.spec.stages, setup.device_bytes)
 
     def _of_rank(self, job, degrees, config):
         return rank_memory(self._setup.net, job, degrees, memory_settings(config, self._setup.spec.stages))
@@ -188,16 +191,7 @@ class MemoryCheck:
         """On how many devices the model would fit, for a person: [text]; exactly, where only exact methods are
         allowed."""
         setup = self._setup
-        config, net, refused, device_bytes = setup.config, setup.net, setup.family.refused, min(setup.device_bytes)
-        if net is None:
-            return []
-        if config.approximate == "allowed" and "pipefusion" not in refused:
-            name, degree = "pipefusion_degree", stages_that_fit(config, net, job, device_bytes)
-        elif "tensor" in refused:
-            return []
-        else:
-            name, degree = "tensor_degree", tensor_degree_that_fits(net, job, device_bytes)
-        return [f"{name}={degree} on as many devices like these"] if degree else []
+        return spread_that_fits(setup.config, setup.net, setup.family.refused, job, min(setup.device_bytes))
 
 
 def has_own_memory(device):

@@ -9,6 +9,8 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from comfy_execution.utils import get_executing_context
+
 from ....xdit_backend.protocol.messages import Span
 
 SHOWN_S = 1.0                              # from one line on the node to the next
@@ -35,7 +37,8 @@ class Run:
     shown_s: float = 0.0
     how: str = ""
     dtype: str = ""
-    mode: str = ""
+    why_no_plan: str = ""                  # as Forecasts.why_none says
+    prompt: str = ""                       # ComfyUI's id of the prompt that it is of
     plan: object = None
     spans: dict[tuple, list[Span]] = field(default_factory=dict)       # (devices, rank) -> what it did
     asked_s: dict[tuple, float] = field(default_factory=dict)          # devices -> until when that was asked for
@@ -61,6 +64,13 @@ class Run:
         self.shown_s = now
         return (f"step {self.step} of {self.num_steps}, {self.seconds_per_step:.2f} s a step, "
                 f"{(self.num_steps - self.step) * self.seconds_per_step:.0f} s left, {self.how}")
+
+    def end(self, error=None):
+        """It is over. error: what has ended it before its last step."""
+        self.state = "done" if error is None else _state_after(error)
+        self.error = str(error) if self.state == "failed" else ""
+        self.update_from_remote()
+        self.remote, self.ended_s = None, time.perf_counter()
 
     @property
     def ended_words(self):
@@ -91,18 +101,25 @@ class Runs:
     def sampling(self, remote, num_steps):
         """In this context a run of a RemoteModel is going on."""
         self._number += 1
+        context = get_executing_context()
         self.last = run = Run(self._number, os.path.basename(remote.spec.path), tuple(remote.devices), num_steps,
-                              time.perf_counter(), remote, dtype=remote.spec.compute_dtype, mode=remote.config.mode)
+                              time.perf_counter(), remote, dtype=remote.spec.compute_dtype,
+                              why_no_plan=remote.forecasts.why_none,
+                              prompt="" if context is None else context.prompt_id)
         try:
             yield run
-            run.state = "done"
         except BaseException as error:
-            run.state = _state_after(error)
-            run.error = "" if run.state == "cancelled" else str(error)
+            run.end(error)
             raise
+        else:
+            run.end()
         finally:
-            run.update_from_remote()
-            run.remote, run.ended_s, self.phase = None, time.perf_counter(), {}
+            self.phase = {}
+
+    def count(self, run, step):
+        """So many steps of a run are done. Returns what the node is to show, see Run.count."""
+        self.phase = {}                                        # what came before the steps is over
+        return run.count(step)
 
     def vae(self, devices):
         """A decode or encode begins. It belongs to the run before it; where there is none, it is one itself."""
@@ -110,6 +127,16 @@ class Runs:
             self._number += 1
             now = time.perf_counter()
             self.last = Run(self._number, "", tuple(devices), 0, now, state="done", ended_s=now)
+
+    @contextmanager
+    def measuring(self, devices):
+        """In this context the devices are measured. Where a run waits for that, its picture of the time shows it."""
+        run, began_s = self.last if self.is_running else None, time.perf_counter()
+        try:
+            yield
+        finally:
+            for rank in range(len(devices)) if run is not None else ():
+                run.spans.setdefault((tuple(devices), rank), []).append(Span("measure", began_s, time.perf_counter()))
 
     def given_up(self, error):
         """What the node shows in place of the phase that this error has ended."""

@@ -1,6 +1,6 @@
 """Where the ranks of a group hold a model's weights, as they have reported: on their devices, or parked in host memory.
 
-The client keeps a Residence for each model that its workers hold.
+The client keeps a ModelMemory for each model that its workers hold.
 """
 
 import math
@@ -10,7 +10,7 @@ from ..partition import ranks_by_part
 
 
 @dataclass
-class Residence:
+class ModelMemory:
     """Bytes of a model's weights on each rank of a group.
 
     weight_bytes: all that a rank holds on its device, with the buffers that others come through; offloaded_bytes: of
@@ -52,7 +52,7 @@ class Residence:
             needed.append(min(beyond, self.unmapped_bytes[first], self.weight_bytes[first] - written))
         return needed
 
-    def parked(self, done):
+    def update(self, done):
         """Take in the ranks' answers to ParkModel or RestoreModel."""
         self.parked_bytes = [int(done[rank].numbers["parked_bytes"]) for rank in sorted(done)]
         self.written_bytes = [max([written, *(self.parked_bytes[rank] for rank in part)])

@@ -1,0 +1,227 @@
+"""Files of ComfyUI's quantised formats, as its own quantiser writes them: our model equals ComfyUI's own of the same
+file, layer by layer to the bit, and holds what the file holds."""
+
+import functools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints.test_casting import native_model, native_prediction, ours
+from tests.comfy_quants import SMOOTHED, WRITTEN, save_comfy_quant
+from tests.tiers import by_default
+from tests.tiny_checkpoints import SHORT, families
+from tests.tolerances import close, relative_error, within
+from xdit_backend.checkpoints import kitchen
+from xdit_backend.checkpoints.changes import change_weights
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.loading import load_transformer
+from xdit_backend.checkpoints.packed import packed_weights
+from xdit_backend.checkpoints.transformer import held_bytes
+from xdit_backend.models import FAMILIES
+from xdit_backend.protocol.segments import SegmentStore
+from xdit_backend.protocol.specs import Change, LowRank
+
+CPU = torch.device("cpu")
+ROUNDING = "int8_tensorwise", "int8_per_row", "int8_convrot", "convrot_w4a4", "mixed"      # inputs, on any device
+FORMATS, KINDS = [*WRITTEN, "mixed"], ("sd3", "flux", "wan", "pixart", "sdxl")
+DEFAULT = {("sd3", "mixed"), ("sd3", "nvfp4"), ("flux", "mxfp8"), ("flux", "int8_convrot"), ("wan", "convrot_w4a4")}
+PACKED = "nvfp4", "convrot_w4a4", "mixed"  # two numbers a byte, by which ComfyUI does not recognise a U-Net
+WHOLE = [(kind, format_) for kind in KINDS for format_ in FORMATS
+         if (kind != "sdxl" or format_ not in PACKED)
+         and (kind == "sd3" or format_ in ("mixed", "int8_per_row") or (kind, format_) in DEFAULT)]
+LAYERS = sorted({("sd3", format_) for format_ in FORMATS} | DEFAULT | {
+    (SHORT.get(name, name.lower().replace(" ", "-")), "int8_per_row") for name, family in FAMILIES.items()
+    if not family.sampled})
+# into one by diffusers, and so unpacked when they are read
+JOINED = {"ovis-image": (".gate_proj.", ".up_proj.")}
+
+
+def moved(seed):
+    """A function: latent -> the same but for the sixth digit."""
+    return lambda latent: latent * (1 + 1e-6 * torch.randn(latent.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("case", by_default(DEFAULT.__contains__, WHOLE), ids="-".join)
+def test_a_prediction_equals_comfyuis(file_of, tmp_path, case):
+    """A product whose inputs are rounded makes steps of them: where one falls to the other side, all that follows does.
+    So ComfyUI's own prediction of a latent that differs in the sixth digit says how far off two can be."""
+    (kind, format_), path = case, tmp_path / "quantised.safetensors"
+    family = families()[kind]
+    save_comfy_quant(path, file_of(kind), format_)
+    with torch.inference_mode():
+        model = native_model(path, None)
+        want = native_prediction(model, path, family)
+        result, exact = (ours(file, family, "float32") for file in (path, file_of(kind)))
+        apart = max(relative_error(native_prediction(model, path, family, changed=moved(seed)), want)
+                    for seed in range(3 if format_ in ROUNDING else 0)) if format_ in ROUNDING else 0
+
+    within(relative_error(result, want), max(1e-4, 1.5 * apart))
+    assert relative_error(result, exact) > max(1e-3, apart)
+
+
+def check_layers(path, family, min_layers, joined=()):
+    """Each quantised layer of ours gives what ComfyUI's gives of the same inputs, to the bit."""
+    model, checkpoint = native_model(path, None), open_checkpoint(path)
+    seen = seen_of(model, lambda module: getattr(module, "quant_format", None) is not None)
+    with torch.inference_mode():
+        native_prediction(model, path, family)
+        own = load_transformer(checkpoint.spec("float32", "float32"), CPU).model
+        packed = packed_weights(checkpoint, checkpoint.meta_model())
+
+        assert {how.source for how in packed.values()} == {name for name in checkpoint.layers
+                                                           if not any(part in name for part in joined)}
+        assert len(seen) >= min_layers
+        check_same(own, packed, seen)
+
+
+def seen_of(model, is_chosen):
+    """{name of a layer of ComfyUI's model: (inputs, outputs)}, which is filled when the model runs."""
+    seen = {}
+
+    def see(name, module, inputs, output):
+        seen[name] = inputs[0].clone(), output.clone()
+
+    for name, module in model.diffusion_model.named_modules():
+        if is_chosen(module):
+            module.register_forward_hook(functools.partial(see, name))
+    return seen
+
+
+def check_same(own, packed, seen):
+    for name, how in packed.items():
+        layer = how.source.removesuffix(".weight")
+        if layer in seen:
+            tensor, output = seen[layer]
+            result = own.get_submodule(name.removesuffix(".weight"))(tensor)
+            assert torch.equal(result, how.take(output.movedim(-1, 0)).movedim(0, -1)), name
+
+
+@pytest.mark.parametrize("case", by_default(DEFAULT.__contains__, LAYERS), ids="-".join)
+def test_layers_equal_comfyuis_to_the_bit(file_of, tmp_path, case):
+    (kind, format_), path = case, tmp_path / "quantised.safetensors"
+    _, quantised = save_comfy_quant(path, file_of(kind), format_, more=SMOOTHED if format_ == "nvfp4" else None)
+
+    check_layers(path, families()[kind], len(quantised) * 2 // 3, JOINED.get(kind, ()))
+
+
+@pytest.fixture
+def with_cards(monkeypatch):
+    """Devices are taken for cards that multiply every format, here and in ComfyUI. What the CPU cannot multiply,
+    comfy-kitchen unpacks when the inputs have been rounded."""
+    import comfy.model_management
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this PyTorch lacks types of these products")
+    for type_ in ("fp8", "nvfp4", "mxfp8"):
+        monkeypatch.setattr(comfy.model_management, f"supports_{type_}_compute", lambda device=None: True)
+    monkeypatch.setattr(kitchen, "has_products", lambda layer, device: True)
+
+
+@pytest.mark.parametrize("format_", by_default({"float8_e4m3fn", "nvfp4"},
+                                               ["float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8"]))
+@pytest.mark.parametrize("more", [{}, SMOOTHED], ids=["", "smoothed"])
+def test_products_of_cards_equal_comfyuis_to_the_bit(file_of, tmp_path, monkeypatch, with_cards, format_, more):
+    """Of inputs that are rounded, by a scale of the file or without."""
+    path = tmp_path / "quantised.safetensors"
+    _, quantised = save_comfy_quant(path, file_of("sd3"), format_, more=more)
+
+    check_layers(path, families()["sd3"], len(quantised) * 2 // 3)
+    rounded = ours(path, families()["sd3"], "float32")
+    monkeypatch.setattr(kitchen, "has_products", lambda layer, device: False)
+    assert relative_error(rounded, ours(path, families()["sd3"], "float32")) > 1e-3
+
+
+def test_fast_float8_equals_comfyuis_to_the_bit(file_of, with_cards):
+    """Of a plain file, whose weights are rounded to float8 when they are loaded; as fp8_e4m3fn_fast says."""
+    import comfy.ops
+    import comfy.sd
+    checkpoint, path = open_checkpoint(file_of("sd3")), file_of("sd3")
+    options = {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True}
+    model = comfy.sd.load_diffusion_model(str(path), model_options=options).model
+    seen = seen_of(model, lambda module: isinstance(module, comfy.ops.fp8_ops.Linear))
+    with torch.inference_mode():
+        native_prediction(model, path, checkpoint.family)
+        own = load_transformer(checkpoint.spec("float8_e4m3fn", "float32", fast=True), CPU).model
+        slow = load_transformer(checkpoint.spec("float8_e4m3fn", "float32"), CPU).model
+
+        assert len(seen) > 30
+        check_same(own, packed_weights(checkpoint, checkpoint.meta_model(), "int8"), seen)
+        tensor, layer = torch.randn(5, 256), "transformer_blocks.0.attn.to_q"
+        assert relative_error(own.get_submodule(layer)(tensor), slow.get_submodule(layer)(tensor)) > 1e-3
+
+
+@pytest.mark.parametrize("format_", ["float8_e4m3fn", "mxfp8", "int8_per_row"])
+def test_layers_that_are_to_be_exact_are_as_comfyuis(file_of, tmp_path, with_cards, format_):
+    """ComfyUI unpacks them on cards too, but for int8, of which it does not heed the word."""
+    path = tmp_path / "quantised.safetensors"
+    save_comfy_quant(path, file_of("sd3"), format_, {"full_precision_matrix_mult": True})
+
+    check_layers(path, families()["sd3"], 20)
+    layers = open_checkpoint(path).layers.values()
+    assert {kitchen.multiplies(layer, CPU) for layer in layers} == {format_ == "int8_per_row"}
+
+
+def test_an_all_in_one_checkpoint_says_of_its_model_alone(file_of, tmp_path):
+    """In its metadata, beside what it says of a text encoder in the same way."""
+    path, whole = tmp_path / "quantised.safetensors", tmp_path / "all.safetensors"
+    save_comfy_quant(path, file_of("sd3"), "nvfp4")
+    prefix, tensors = "model.diffusion_model.", load_file(path)
+    marks = {name: tensors.pop(name) for name in list(tensors) if name.endswith(".comfy_quant")}
+    said = {prefix + name.removesuffix(".comfy_quant"): json.loads(mark.numpy().tobytes())
+            for name, mark in marks.items()}
+    others = {"text_encoders.t5xxl.fc.weight": torch.zeros(32, 32, dtype=torch.float8_e4m3fn),
+              "text_encoders.t5xxl.fc.weight_scale": torch.ones(())}
+    said["text_encoders.t5xxl.fc"] = {"format": "float8_e4m3fn"}
+    save_file({prefix + name: tensor for name, tensor in tensors.items()} | others, whole,
+              {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": said})})
+
+    assert open_checkpoint(whole).layers == open_checkpoint(path).layers
+    with torch.inference_mode():
+        close(*(ours(file, families()["sd3"], "float32") for file in (path, whole)), 1e-5)
+
+
+@pytest.mark.parametrize("format_", by_default({"nvfp4", "mixed"}, FORMATS))
+def test_a_rank_holds_what_the_file_holds(file_of, tmp_path, format_):
+    """But for what stands around a matrix of scales, and the scales of parts of fused weights."""
+    path = tmp_path / "quantised.safetensors"
+    save_comfy_quant(path, file_of("sd3"), format_)
+    checkpoint = open_checkpoint(path)
+    spec = checkpoint.spec("float32", "float32")
+
+    model = load_transformer(spec, CPU).model
+
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert held == held_bytes(checkpoint.meta_model(), checkpoint.family, spec)
+    in_file = sum(tensor.nbytes for name, tensor in load_file(path).items() if not name.endswith("comfy_quant"))
+    assert 0.99 < held / in_file < 1.01
+
+
+@pytest.fixture
+def store():
+    store = SegmentStore()
+    yield store
+    store.close()
+
+
+QKV = "joint_blocks.0.x_block.attn.qkv.weight"
+
+
+@pytest.mark.parametrize("format_", ["int8_convrot", "convrot_w4a4", "nvfp4"])
+def test_a_lora_is_added_beside_a_quantised_weight(file_of, store, tmp_path, format_):
+    """The product of the factors, of inputs that are not rounded; without it, every bit is as before."""
+    path = tmp_path / "quantised.safetensors"
+    save_comfy_quant(path, file_of("sd3"), format_)
+    loaded = load_transformer(open_checkpoint(path).spec("float32", "float32"), CPU)
+    linear, tensor = loaded.model.transformer_blocks[0].attn.to_k, torch.randn(5, 256)
+    before, up, down = linear(tensor), torch.randn(768, 2), torch.randn(2, 256)
+
+    change_weights(loaded, {QKV: Change(None, (LowRank(store.share(up), store.share(down), 0.5),), "float32",
+                                        "float32")})
+
+    close(linear(tensor) - before, 0.5 * tensor @ down.T @ up[256:512].T, 1e-5)
+    whole = torch.randn(768, 256)
+    change_weights(loaded, {QKV: Change(store.share(whole), ())})
+    close(linear(tensor) - linear.bias, tensor @ whole[256:512].T, 1e-5)
+    change_weights(loaded, {QKV: Change(None, ())})
+    assert torch.equal(linear(tensor), before)

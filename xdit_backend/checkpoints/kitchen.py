@@ -1,0 +1,126 @@
+"""The numbers of layers in ComfyUI's quantised formats, and products with them, by the package comfy-kitchen, as
+ComfyUI's own layers compute them (comfy.ops.mixed_precision_ops).
+
+Called by casting.py in every forward, by reading.py where a weight is unpacked once, and by checkpoint.py.
+"""
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+
+from ..protocol.errors import CheckpointError
+
+WITHOUT = ("float8_e4m3fn", "float8_e5m2")                     # which are unpacked where the package is not installed
+LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8Layout", "float8_e5m2": "TensorCoreFP8Layout",
+           "nvfp4": "TensorCoreNVFP4Layout", "mxfp8": "TensorCoreMXFP8Layout",
+           "int8_tensorwise": "TensorWiseINT8Layout", "convrot_w4a4": "TensorCoreConvRotW4A4Layout"}
+COMPUTED = (torch.float32, torch.float16, torch.bfloat16)      # types that the package's functions take
+
+
+def is_installed():
+    """Is comfy-kitchen installed?"""
+    return importlib.util.find_spec("comfy_kitchen") is not None
+
+
+def check(layers, file_name):
+    """Raise CheckpointError where these layers need the package and it is not installed, or is too old."""
+    needs = sorted({layer.format for layer in layers} - set(WITHOUT))
+    if not needs:
+        return
+    if "mxfp8" in needs and not hasattr(torch, "float8_e8m0fnu"):
+        raise CheckpointError(f"{file_name} holds weights in mxfp8, for which PyTorch 2.7 or newer is needed, and this "
+                              f"is {torch.__version__}. Use the bf16, fp8 or GGUF file of the same model.")
+    if is_installed():
+        import comfy_kitchen.tensor
+        needs = [format_ for format_ in needs if not hasattr(comfy_kitchen.tensor, LAYOUTS[format_])]
+    if needs:
+        raise CheckpointError(f"{file_name} holds weights in {' and '.join(needs)}, for which the package "
+                              f"comfy-kitchen is needed, in the version of ComfyUI's requirements. Install with: "
+                              f"python -m pip install -U comfy-kitchen (with ComfyUI's Python), and restart ComfyUI; "
+                              f"or use the bf16, fp8 or GGUF file of the same model.")
+
+
+def choose_backends():
+    """Have comfy-kitchen compute with what ComfyUI has it compute with: its CUDA kernels need CUDA 13, and those in
+    Triton are off."""
+    import comfy_kitchen
+    version = torch.version.cuda
+    if version is None or int(version.partition(".")[0]) < 13:
+        comfy_kitchen.disable_backend("cuda")
+    comfy_kitchen.disable_backend("triton")
+
+
+def multiplies(layer, device):
+    """Is the layer multiplied in its own type on this device, with inputs that are rounded to it? As
+    comfy.ops.pick_operations decides."""
+    return is_installed() and (layer.rounds_inputs or not layer.exact and has_products(layer, device))
+
+
+def has_products(layer, device):
+    """Has the device products of the layer's type, and this PyTorch too?"""
+    known = {"mxfp8": hasattr(F, "scaled_mm"), "nvfp4": hasattr(torch, "float4_e2m1fn_x2")}
+    return (device.type == "cuda" and torch.version.hip is None and known.get(layer.format, True)
+            and torch.cuda.get_device_capability(device) >= layer.how.capability)
+
+
+def in_tiles(layer, beside):
+    """{what it is: tensor} beside some rows of a layer's weight, with scales of blocks in the order in which products
+    read them: in tiles, which are filled up. The same where the layer has none."""
+    if not layer.how.block:
+        return beside
+    from comfy_kitchen.float_utils import to_blocked
+    return beside | {"weight_scale": to_blocked(beside["weight_scale"], flatten=False)}
+
+
+def unpacked(layer, weight, beside, dtype):
+    """The numbers of rows of a layer's weight, in `dtype`. beside: {what it is: tensor} of these rows, in tiles."""
+    within = dtype if dtype in COMPUTED else torch.float32
+    return quantised_tensor(layer, weight, beside, within).dequantize().to(dtype)
+
+
+def product(layer, weight, beside, tensor, bias):
+    """F.linear of a tensor and the weight, with inputs that are rounded. Arguments: as of `unpacked`."""
+    within = tensor.dtype if tensor.dtype in COMPUTED else torch.float32
+    rows, held = tensor.reshape(-1, tensor.shape[-1]).to(within), quantised_tensor(layer, weight, beside, within)
+    if not layer.rounds_inputs:                                # else the product itself does it
+        rows = _rounded(layer, rows, beside.get("input_scale"), weight.dtype)
+    result = F.linear(rows, held, None if bias is None else bias.to(within))
+    return result.view(*tensor.shape[:-1], len(weight)).to(tensor.dtype)
+
+
+def _rounded(layer, rows, scale, dtype):
+    """Inputs in the type of the weight, as comfy-kitchen's tensor. scale: of the file; None: float8 takes 1, and nvfp4
+    the largest of these numbers."""
+    import comfy_kitchen
+    from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+    name = LAYOUTS[layer.format]
+    if not layer.format.startswith("float8"):
+        options = {"scale": None if scale is None else scale.view(())} if layer.format == "nvfp4" else {}
+        return QuantizedTensor.from_float(rows, name, **options)
+    scale = torch.ones((), device=rows.device) if scale is None else scale.view(())
+    params = get_layout_class(name).Params(scale=scale, orig_dtype=rows.dtype, orig_shape=tuple(rows.shape))
+    return QuantizedTensor(comfy_kitchen.quantize_per_tensor_fp8(rows, scale, dtype), name, params)
+
+
+def quantised_tensor(layer, weight, beside, dtype):
+    """comfy-kitchen's tensor of a weight, whose numbers are of `dtype`."""
+    from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+    name, scale = LAYOUTS[layer.format], beside.get("weight_scale")
+    shape = len(weight), weight.shape[1] * layer.how.numbers
+    options = {}
+    if scale is None:                                          # of a weight that was rounded to float8 as it is
+        scale = torch.ones((), device=weight.device)
+    elif layer.format == "nvfp4":
+        options, scale = {"block_scale": scale.view(torch.float8_e4m3fn)}, beside["weight_scale_2"].view(())
+    elif layer.format == "mxfp8":
+        scale = scale.view(torch.float8_e8m0fnu)
+    elif layer.format == "convrot_w4a4":
+        weight, scale = weight.view(torch.int8), scale.view(-1)
+        options = {"convrot_groupsize": layer.rotated, "linear_dtype": layer.linear_dtype}
+    elif layer.rotated:
+        options = {"convrot": True, "convrot_groupsize": layer.rotated}
+    elif scale.numel() == 1:
+        scale = scale.view(())
+    return QuantizedTensor(weight, name, get_layout_class(name).Params(scale=scale, orig_dtype=dtype, orig_shape=shape,
+                                                                       **options))

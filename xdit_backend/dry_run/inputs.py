@@ -1,0 +1,59 @@
+"""Shapes of what ComfyUI hands to a model: latents and conditioning of a size in pixels. Used by bench size and by
+tests."""
+
+from ..vocabulary.sound import FREQUENCIES
+
+# tokens of what is read beside the text: of a picture by CLIP vision, of glyphs, of a class
+PICTURE_TOKENS, SOUNDS_A_FRAME = 257, 25 / 24
+
+
+def latent_shape(family, config, size, frames=1, batch=1):
+    """(B, C, H, W) or (B, C, F, H, W) of the latents that the model takes. size: (columns, rows) of pixels."""
+    of_frames, of_rows, of_columns = family.pixels(config)
+    sizes = [-(-size[1] // of_rows), -(-size[0] // of_columns)]
+    if len(family.patch_size(config)) == 3:
+        sizes.insert(0, (frames - 1) // of_frames + 1)
+    return (batch, family.taken_channels(config), *sizes)
+
+
+def conditioning_shapes(family, config, shape, tokens):
+    """({name: shape} of what stays for a run, {name: shape} of what belongs to one call). shape: of the latents.
+    tokens: of text. Pictures to start from and references are left out."""
+    batch, found = shape[0], {}
+    for name, width in family.conditioning.items():
+        special = _special(name, config, shape, width)
+        if special is not None:
+            found |= special
+        elif name == "context":
+            found[name] = (batch, tokens, config[width])
+        elif width is not None and config.get(width) is not None and name not in ("clip_fea", "txt_byt5"):
+            found[name] = (batch, config[width])
+    if "guidance" in family.conditioning and config.get("guidance_embeds"):
+        found["guidance"] = (batch,)
+    if not family.parts:
+        return found, {}
+    sounds = round(shape[2] * 8 * SOUNDS_A_FRAME)
+    return found, {"audio": (batch, config["audio_in_channels"] // FREQUENCIES, sounds, FREQUENCIES),
+                   "audio_times": (batch,), "most_times": (1, 2)}
+
+
+def _special(name, config, shape, width):
+    """Of conditioning that has a rule of its own: {name: shape}; None of other."""
+    batch = shape[0]
+    if name == "clip_fea" and config.get(width) is not None and config.get("added_kv_proj_dim"):
+        return {name: (batch, config.get("pos_embed_seq_len") or PICTURE_TOKENS, config[width])}
+    if name == "vace_context":
+        return {name: (batch, 1, config["vace_in_channels"], *shape[2:])}
+    if name == "vace_strength":
+        return {"vace_strength.0": (1,)}
+    if name == "encoder_hidden_states_llama3":
+        return {name: (batch, max(config["llama_layers"]) + 1, 128, config[width])}
+    if name == "encoder_hidden_states_t5":
+        return {name: (batch, config["text_len_t5"], config[width])}
+    if name.startswith("text_embedding_mask"):
+        return {name: (batch, config["text_len_t5" if name.endswith("t5") else "text_len"])}
+    if name in ("t5xxl_ids", "t5xxl_weights"):
+        return {name: (batch, 256) if name == "t5xxl_ids" else (batch, 256, 1)}
+    if name == "ofs":
+        return {name: (1,)} if config.get("ofs_embed_dim") else {}
+    return {} if name == "guidance" or name.endswith("attention_mask") else None

@@ -1,0 +1,132 @@
+"""The published models that are counted by their names: what diffusers' class is given, a usual latent and text, and a
+checkpoint of each that nobody has to have. Used by bench size and by tests.
+
+The numbers of a config that are not here are the defaults of diffusers' class, which are those of the model that it was
+written for: of Flux.1 dev, Flux.2 dev, Qwen-Image, Z-Image, Wan 2.1 14B, HunyuanVideo 1.5 and LTX-2. SD3.5's and SDXL's
+are those of their publishers' config.json.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass, field
+
+import torch
+
+from ..checkpoints.layers import FORMATS, Layer
+from ..checkpoints.packed import block_of
+from ..checkpoints.transformer import build
+from ..models import FAMILIES
+from ..protocol.specs import ModelSpec
+from ..vocabulary.family import Family
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published model. frames: of the picture or video that is usual. tokens: of text. branches: of guidance, 1 where
+    it is built in. given: what diffusers' class has no such default of."""
+
+    family: str
+    size: tuple[int, int] = (1024, 1024)   # columns and rows of pixels
+    frames: int = 1
+    tokens: int = 512
+    branches: int = 2
+    given: dict = field(default_factory=dict)
+
+    @property
+    def config(self):
+        """Arguments of diffusers' class, all of them."""
+        import diffusers
+        family = FAMILIES[self.family]
+        parameters = inspect.signature(getattr(diffusers, family.transformer).__init__).parameters
+        settings = {f"_{name}": values[0] for name, values in family.settings.items()}
+        return {name: parameter.default for name, parameter in parameters.items() if name != "self"} | settings | {
+            name: rule for name, rule in family.config.rules.items() if not callable(rule)} | self.given
+
+    def checkpoint(self, name, type_="BF16"):
+        """The Unwritten of it. type_: of its weights."""
+        return Unwritten(name, FAMILIES[self.family], self.config, type_)
+
+
+WAN_14B = {"text_dim": 4096, "ffn_dim": 13824, "num_layers": 40}
+SDXL_BASE = {
+    "sample_size": 128, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 2048, "layers_per_block": 2,
+    "block_out_channels": (320, 640, 1280), "attention_head_dim": (5, 10, 20), "use_linear_projection": True,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10), "class_embed_type": "projection",
+    "projection_class_embeddings_input_dim": 2816}
+PUBLISHED = {
+    "flux.1-dev": Published("Flux.1", branches=1, given={"guidance_embeds": True}),
+    "flux.2-dev": Published("Flux.2", branches=1),
+    "qwen-image": Published("Qwen-Image", (1328, 1328), tokens=128),
+    "z-image": Published("Z-Image", branches=1, tokens=128),
+    "sd3.5-large": Published("SD3", tokens=333, given={
+        "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
+        "qk_norm": "rms_norm"}),
+    "sdxl": Published("SDXL", tokens=77, given=SDXL_BASE),
+    "wan2.1-14b-480p": Published("Wan", (832, 480), 81, given=WAN_14B),
+    "wan2.1-14b-720p": Published("Wan", (1280, 720), 81, given=WAN_14B),
+    "wan2.2-i2v-14b-480p": Published("Wan", (832, 480), 81, given=WAN_14B | {"in_channels": 36}),
+    "wan2.2-i2v-14b-720p": Published("Wan", (1280, 720), 81, given=WAN_14B | {"in_channels": 36}),
+    "hunyuanvideo-1.5": Published("HunyuanVideo 1.5", (1280, 720), 121, tokens=1000),
+    "ltx-2": Published("LTX-2", (1280, 704), 121, tokens=1024, given={
+        "use_prompt_embeddings": True, "_text_width": 7680}),
+}
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """A checkpoint of a published model that is in no file: what is asked of a checkpoints.Checkpoint to count it.
+
+    type_: of its weights, as safetensors or GGUF call it, or a format of ComfyUI's (checkpoints/layers.py). Of GGUF's
+    types and ComfyUI's formats all nn.Linear that can be are of it, and the rest is BF16. Names are diffusers'.
+    """
+
+    name: str
+    family: Family
+    config: dict
+    type_: str = "BF16"
+
+    folder_config = property(lambda self: self.config)
+
+    @functools.cached_property
+    def tensors(self):
+        """{name: shape} of the model."""
+        from accelerate import init_empty_weights
+        with init_empty_weights():
+            model = build(self.family, self.config)
+        linear = {f"{name}.weight" for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+        return {name: (tuple(tensor.shape), name in linear) for name, tensor in model.state_dict().items()}
+
+    shapes = property(lambda self: {name: shape for name, (shape, _) in self.tensors.items()})
+    quantised = property(lambda self: {name for name, type_ in self.dtypes.items()
+                                       if type_ not in ("BF16", "F32", "F16")})
+
+    @property
+    def dtypes(self):
+        if self.type_ == "BF16" or self.layers:
+            return {name: self.layers[name].type if name in self.layers else "BF16" for name in self.tensors}
+        numbers = block_of(self.type_)[0]
+        return {name: self.type_ if linear and shape[1] % numbers == 0 else "BF16"
+                for name, (shape, linear) in self.tensors.items()}
+
+    @functools.cached_property
+    def layers(self):
+        if self.type_ not in FORMATS:
+            return {}
+        how = FORMATS[self.type_]
+        layers = {name: Layer(self.type_, shape, {what: f"{name.removesuffix('weight')}{what}" for what in how.scales},
+                              num_scales=0 if how.block else 1)
+                  for name, (shape, linear) in self.tensors.items() if linear}
+        return {name: layer for name, layer in layers.items() if layer.shape[1] % layer.block[0] == 0}
+
+    @property
+    def stored(self):
+        return {} if self.layers else {name: (0, shape) for name, shape in self.shapes.items()}
+
+    def under_diffusers_names(self, tensors):
+        return tensors
+
+    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", fast=False):
+        return ModelSpec(self.name, self.family.name, "", storage_dtype, compute_dtype, stages, tensor_degree,
+                         quantisation, fast)

@@ -1,0 +1,286 @@
+"""One rank of a layout, counted: its share of a model's weights, pretended, and the workers' own commands run on it.
+Used by bench size and by tests.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from ..checkpoints.casting import cast_at_use, unpack_at_use
+from ..checkpoints.loading import Transformer
+from ..checkpoints.packed import packed_weights, set_packed_parameters
+from ..checkpoints.shares import narrow, tensor_splits
+from ..checkpoints.transformer import block_bytes, block_sizes, build, held, held_bytes
+from ..distributed.collectives import Traffic
+from ..forecast.planner import choose_num_patches, warmup_layout
+from ..hooks.transformer import Hooks
+from ..hooks.unet import UNetHooks
+from ..partition import cut_patches, split_stages, stage_blocks, stage_of
+from ..protocol import messages
+from ..protocol.segments import Segment, dtype_name
+from ..protocol.specs import Branch, Layout, ModelSpec
+from ..protocol.transfers import StagingBuffers
+from ..worker.models import Loaded
+from ..worker.predictions import Predictions
+from ..worker.timeline import Timeline
+from .device_work import DeviceWork
+from .pretended import CUDA, pretended_cuda, pretended_group
+
+SIGMAS = 0.9, 0.8                          # of the two steps; keys and values are forecast between unlike ones
+
+
+@dataclass(frozen=True)
+class Run:
+    """A step of sampling. shape: of the latents of one branch, (B, C, H, W) or (B, C, F, H, W). conditioning: {name:
+    shape, with its batch}; a name that ends in "mask" is of whole numbers. call_conditioning: the same, of each call
+    alone. branches: of guidance. num_patches: of PipeFusion;
+    0: two a stage. forecast: of keys and values, as
+    messages.Predict's."""
+
+    shape: tuple[int, ...]
+    conditioning: dict[str, tuple[int, ...]]
+    call_conditioning: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    branches: int = 1
+    num_patches: int = 0
+    forecast: float = 0.0
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a rank holds and does in a step after the first: of PipeFusion all of its patches, of displaced patches a
+    stale call. peak_bytes: beside weights, of both steps; kept_bytes of it are kept from step to step. sent_bytes: as
+    torch's process groups are told; told_bytes: as the workers report them."""
+
+    weight_bytes: int
+    kept_bytes: int
+    peak_bytes: int
+    flops: int
+    attention_flops: int
+    sent_bytes: int
+    told_bytes: int
+    num_exchanges: int
+    kernels: int
+    moved_bytes: int
+    waits: dict[str, int]
+    mixed: dict[str, int]
+    names: dict[str, int]
+
+
+class HostMemory:
+    """Segments that are tensors of this process."""
+
+    def __init__(self):
+        self._tensors = {}
+
+    def share(self, tensor):
+        path = str(len(self._tensors))
+        self._tensors[path] = tensor
+        return Segment(path, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+    def map(self, segment):
+        return self._tensors[segment.path]
+
+
+def count(checkpoint, spec, layout, rank, run, memory=()):
+    """The Counted of a rank under a Layout.
+
+    checkpoint: a Checkpoint, or published.Unwritten. spec: its ModelSpec, with the layout's stages and tensor_degree.
+    memory: bytes of each rank's device that its weights may take, for the split into stages; (): as many as wanted.
+    """
+    world_size = world_size_of(layout)
+    with pretended_group(rank, world_size):
+        model, packed = outline(checkpoint, spec)
+        blocks = own_blocks(model, checkpoint.family, spec, rank, memory)
+        work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1])
+        with pretended_cuda(), work:
+            loaded = load(checkpoint, spec, model, packed, (blocks, rank % spec.tensor_degree))
+            return _count(loaded, spec, layout, run, world_size, work)
+
+
+def world_size_of(layout):
+    """Ranks that work under a Layout."""
+    return math.prod(getattr(layout, each.name) for each in dataclasses.fields(Layout))
+
+
+def stage_ranks(checkpoint, spec, layout, memory=()):
+    """The first rank of a layout, the last, and the first of those that hold most weights. memory: as count's."""
+    last = world_size_of(layout) - 1
+    ranks = {0, last}
+    if spec.stages is not None and not spec.stages.every_block:
+        model, _ = outline(checkpoint, spec)
+        sizes = block_bytes(model, checkpoint.family, spec)
+        ranks.add(max(range(last + 1), key=lambda rank: sum(
+            sizes[block] for block in own_blocks(model, checkpoint.family, spec, rank, memory))))
+    return sorted(ranks)
+
+
+def outline(checkpoint, spec):
+    """(the model on the meta device, as its weights are held; its packed weights)."""
+    from accelerate import init_empty_weights
+    with init_empty_weights():
+        model = build(checkpoint.family, checkpoint.config)
+    model.eval().requires_grad_(False)
+    packed = packed_weights(checkpoint, model, spec.quantisation)
+    set_packed_parameters(model, packed)
+    return model, packed
+
+
+def own_blocks(model, family, spec, rank, memory=()):
+    """The blocks of a rank's stage; all, where there are none."""
+    sizes = block_sizes(model, family)
+    if spec.stages is None:
+        return range(len(sizes))
+    of_blocks = block_bytes(model, family, spec)
+    outside = held_bytes(model, family, spec) - sum(of_blocks)
+    counts = spec.stages.num_blocks or split_stages(
+        [size * share for size, share in sizes], spec.stages.pipefusion_degree,
+        sizes=[size / spec.tensor_degree for size in of_blocks],
+        limits=[min(memory[rank] for rank in range(len(memory)) if stage_of(rank, spec.stages) == stage) - outside
+                for stage in range(spec.stages.pipefusion_degree)] if memory else None)
+    return stage_blocks(counts, stage_of(rank, spec.stages))
+
+
+def load(checkpoint, spec, model, packed, part):
+    """A worker's Loaded, whose weights are on the pretended device. model, packed: of outline. part: (the blocks of the
+    rank's stage, its tensor rank)."""
+    (blocks, tensor_rank), family = part, checkpoint.family
+    splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
+    here = None if spec.stages is None or spec.stages.every_block else blocks
+    transformer = Transformer(model, checkpoint, spec, CUDA, tensor_rank, here, splits)
+    indices = block_indices(model, family)
+    for name, tensor, dtype in held(model, family, spec):
+        index = None if family.is_unet or name.startswith(family.plan.outside) else indices.get(block_path(name))
+        if here is not None and index is not None and index not in here:
+            continue                                           # of another stage: it stays on the meta device
+        own = splits[name].own(tensor, spec.tensor_degree, tensor_rank) if name in splits else tensor
+        owner, _, leaf = name.rpartition(".")
+        module, dtype = model.get_submodule(owner), tensor.dtype if name in packed else dtype
+        shape = tensor[:0].shape if own is None else own.shape
+        made = torch.empty(shape, dtype=dtype, device=CUDA)
+        if leaf in module._parameters:
+            module._parameters[leaf] = torch.nn.Parameter(made, requires_grad=False)
+        else:
+            module._buffers[leaf] = made
+    narrow(model, splits, spec.tensor_degree, tensor_rank)
+    if spec.storage_dtype != spec.compute_dtype:
+        cast_at_use(model, getattr(torch, spec.compute_dtype), transformer.casts)
+    unpack_at_use(model, packed, transformer.casts)
+    hooks = UNetHooks(model, family.plan) if family.is_unet else Hooks(model, family.plan, splits)
+    return Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks)
+
+
+def block_path(name):
+    """Path of the block that a weight would be in."""
+    return ".".join(name.split(".")[:2])
+
+
+def block_indices(model, family):
+    """{path of a block: its number over all of the plan's lists}."""
+    found, first = {}, 0
+    for list_ in family.blocks:
+        length = len(model.get_submodule(list_.name))
+        found |= {f"{name}.{number}": first + number for name in list_.names for number in range(length)}
+        first += length
+    return found
+
+
+def _count(loaded, spec, layout, run, world_size, work):
+    weight_bytes, memory = work.held_bytes, HostMemory()
+    work.start_over()
+    predictions = Predictions({spec.name: loaded}, world_size, CUDA, StagingBuffers(CUDA), Timeline(CUDA),
+                              map_segment=memory.map)
+    calls = _Calls(loaded, spec, layout, run, memory)
+    for command in calls.conditionings():
+        predictions.keep_conditioning(command, Traffic())
+    for command in calls.first_step():
+        predictions.predict(command, Traffic())
+    peak_bytes = work.peak_bytes
+    work.start_over()
+    traffic = Traffic()
+    for command in calls.next_step():
+        predictions.predict(command, traffic)
+    return Counted(weight_bytes, work.held_bytes - weight_bytes, max(peak_bytes, work.peak_bytes) - weight_bytes,
+                   work.flops, work.attention_flops, work.sent_bytes, traffic.sent_bytes, traffic.num_exchanges,
+                   work.kernels, work.moved_bytes, dict(work.waits), dict(work.mixed), dict(work.names))
+
+
+@dataclass
+class _Calls:
+    """The commands that a host gives for two steps of a run."""
+
+    loaded: Loaded
+    spec: ModelSpec
+    layout: Layout
+    run: Run
+    memory: HostMemory
+    num_requests: int = 0
+    sigma: float = 1.0
+
+    @property
+    def are_apart(self):
+        """Are branches calls of their own? Else they are one batch."""
+        return (self.layout.cfg_degree > 1 or self.layout.pipefusion_degree > 1 or self.layout.displaced_degree > 1
+                or self.run.branches == 1)
+
+    @property
+    def names(self):
+        return [f"conditioning-{index}" for index in range(self.run.branches if self.are_apart else 1)]
+
+    @property
+    def keeps(self):
+        return self.layout.pipefusion_degree > 1 or self.layout.displaced_degree > 1
+
+    def sized(self, shape):
+        """With both branches, where they are one batch."""
+        batch = self.run.shape[0]
+        times = 1 if self.are_apart else self.run.branches
+        return (batch * times, *shape[1:]) if shape and shape[0] == batch else shape
+
+    def conditionings(self):
+        dtype = self.loaded.dtype
+        for name in self.names:
+            tensors = {key: self.memory.share(torch.ones(self.sized(shape), dtype=torch.int64 if key.endswith("mask")
+                                                         else dtype))
+                       for key, shape in self.run.conditioning.items()}
+            yield messages.Conditioning(self._request(), name, tensors)
+
+    def first_step(self):
+        self.sigma = SIGMAS[0]
+        layout = self.layout if self.spec.stages is None else warmup_layout(self.layout, self.spec.stages)
+        yield self._predict(None, 0, keep=self.keeps, layout=layout)
+
+    def next_step(self):
+        self.sigma = SIGMAS[1]
+        if self.layout.pipefusion_degree == 1:
+            yield self._predict(None, 0, keep=self.keeps, stale=self.layout.displaced_degree > 1)
+            return
+        axes = self.loaded.family.latent.patch
+        count = choose_num_patches(self.run.num_patches, self.layout.pipefusion_degree, self.run.shape, axes,
+                                   self.layout.ring_degree * self.layout.ulysses_degree)
+        for patch, rows in cut_patches(self.run.shape, axes, count):
+            yield self._predict(patch, rows)
+
+    def _predict(self, patch, rows, layout=None, **fields):
+        shape = list(self.sized(self.run.shape))
+        if patch is not None:
+            shape[patch.dim] = rows
+        branches = [self._branch(name, shape) for name in self.names]
+        return messages.Predict(self._request(), self.spec.name, layout or self.layout, branches, patch,
+                                forecast=self.run.forecast if self.keeps else 0.0, **fields)
+
+    def _branch(self, name, shape):
+        latent = self.memory.share(torch.zeros(shape, dtype=torch.float32))
+        family, config = self.loaded.family, self.loaded.transformer.config
+        written = self.memory.share(torch.zeros(shape[0], family.num_channels(config), *shape[2:]))
+        timestep = self.memory.share(torch.full((shape[0],), self.sigma * family.time_scale))
+        here = {key: self.memory.share(torch.ones(self.sized(given))) for key, given in
+                self.run.call_conditioning.items()}
+        parts = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
+                 for key in family.parts or () if key in here}
+        return Branch(latent, timestep, name, written, call_conditioning=here, parts=parts)
+
+    def _request(self):
+        self.num_requests += 1
+        return self.num_requests

@@ -1,0 +1,50 @@
+"""A module's own code, in which names of torch's and diffusers' functions mean others. Used by attention.py, unet.py.
+
+What attends in a model is diffusers' code or our families', and runs as it is. It finds torch's attention by a name of
+its file, `F` or `dispatch_attention_fn`; on a model that has hooks the same code finds ours there. Nothing changes in
+torch, nor for another model.
+"""
+
+import functools
+import types
+
+import torch.nn.functional as F
+
+
+class OwnCode:
+    """What code of a model's modules finds by these names of its file."""
+
+    def __init__(self, **names):
+        """names: {name: what it means}. Of torch's functional, see `functional`."""
+        self._names, self._classes = names, {}
+
+    def place(self, module):
+        """Have a module's own forward, and its processor's __call__, find these names."""
+        processor, forward = getattr(module, "processor", None), module.forward
+        if isinstance(processor, types.FunctionType):
+            module.processor = self._renamed(processor)
+        elif processor is not None:
+            processor.__class__ = self._class_of(type(processor))
+        is_own = isinstance(forward, types.MethodType) and forward.__self__ is module
+        if is_own:                                             # its class's, or a family's
+            module.forward = types.MethodType(self._renamed(forward.__func__), module)
+
+    def _class_of(self, processor_class):
+        """A processor's class whose __call__ finds these names; one for all processors of the class."""
+        if processor_class not in self._classes:
+            call = {"__call__": self._renamed(processor_class.__call__)}
+            self._classes[processor_class] = type(processor_class.__name__, (processor_class,), call)
+        return self._classes[processor_class]
+
+    def _renamed(self, function):
+        """The same code in a file of these names."""
+        names = {name: ours for name, ours in self._names.items() if name in function.__code__.co_names}
+        same = types.FunctionType(function.__code__, function.__globals__ | names, function.__name__,
+                                  function.__defaults__, function.__closure__)
+        same.__kwdefaults__ = function.__kwdefaults__
+        return functools.update_wrapper(same, function) if names else function
+
+
+def functional(**functions):
+    """What stands for torch.nn.functional: all of its functions but these."""
+    return types.SimpleNamespace(**vars(F) | functions)
