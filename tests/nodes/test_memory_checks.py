@@ -107,7 +107,8 @@ def test_what_is_too_large_for_one_device_is_drawn_exactly_where_nothing_else_is
 def apart(comfyui, monkeypatch):
     """CPU workers stand for devices with memory of their own, none of which CUDA takes."""
     checks = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
-    for module in (checks, comfyui.shell):
+    spread = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.spread")
+    for module in (checks, spread):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
     monkeypatch.setattr(checks, "CONTEXT_BYTES", 0)
     return checks

@@ -114,11 +114,10 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     Without a probe PipeFusion, or tensor parallelism where nothing approximate is allowed, and the least degree.
     Where there are several machines, these, or equal parts of them, are stages, so that tokens are shared within one.
     Where the weights fit on each device, and nothing approximate is allowed or it is forecast to be as fast, machines
-    share branches and images.
-    Where no spread fits, and where a number of weights_memory is given, every rank has all blocks, and weights come
-    from host memory.
+    share branches and images. Where no spread fits, and where a number of weights_memory is given, every rank has all
+    blocks, and weights come from host memory.
     is_splittable(tensor_degree): can the file be? has_stages: can the family run in stages? branches: usual_branches.
-    has_own_memory: have the devices, beside the host's?
+    has_own_memory: have the devices?
     """
     if config.mode == "manual":
         return _manual_spread(config, net, devices)
@@ -134,15 +133,14 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     fit_split = [spread for spread in split
                  if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
     approximate = config.approximate == "allowed"
-    if not fit_staged and not fit_split and has_own_memory and config.weights_memory_bytes is None:
-        return EVERYWHERE
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
-        return ((staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
+        can_come = has_own_memory and config.weights_memory_bytes is None
+        return EVERYWHERE if can_come else ((staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
     fitting = fit_staged + fit_split if approximate else fit_split + fit_staged
-    if devices.machine is None:
-        return fitting[0]
-    can_come = config.weights_memory_bytes is None and all(device.host_bytes_s for device in devices.machine.devices)
-    return _fastest(config, net, devices, [*fitting, EVERYWHERE] if can_come else fitting)
+    if devices.machine is not None and config.weights_memory_bytes is None and all(
+            device.host_bytes_s for device in devices.machine.devices):
+        fitting.append(EVERYWHERE)
+    return fitting[0] if devices.machine is None or len(fitting) == 1 else _fastest(config, net, devices, fitting)
 
 
 def _manual_spread(config, net, devices):
@@ -276,10 +274,9 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
 
 def memory_settings(config, stages=None):
     """The MemorySettings of a ParallelConfig. stages: how the model is spread."""
-    given = config.weights_memory_bytes
-    return MemorySettings(config.cached_steps, stages is not None and stages.offload,
-                          stages is not None and config.warmup in ("auto", "micro_batches"),
-                          weights_memory=math.inf if given is None else given)
+    given, staged = config.weights_memory_bytes, stages is not None
+    return MemorySettings(config.cached_steps, staged and stages.offload,
+                          staged and config.warmup in ("auto", "micro_batches"), math.inf if given is None else given)
 
 
 def stages_that_fit(config, net, job, device_bytes):

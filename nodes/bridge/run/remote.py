@@ -65,8 +65,7 @@ class RemoteModel:
         before = self.spec
         if dtype != before.compute_dtype:
             self._set_up(dtype, before.weights_memory)
-        layout = self.setup.layout(1)
-        run_bytes = self._most_run_bytes or self.memory.forecast_of_run(USUAL_JOB, layout)
+        run_bytes = self._most_run_bytes or self.memory.forecast_of_run(USUAL_JOB, self.setup.layout(1))
         weights_memory = self.memory.weights_memory_beside(run_bytes)
         if weights_memory != self.spec.weights_memory:
             self._set_up(dtype, weights_memory)
@@ -88,8 +87,7 @@ class RemoteModel:
         client = GROUPS.client(self.devices)
         missing = {device: self.bytes_on(device) - self.loaded_on(device) for device in set(self.devices)}
         GROUPS.load_model(client, self.spec, base_model, missing, self.changes)
-        loaded = client.models.memory(self.spec.name)
-        self.memory.update(loaded.weight_bytes, loaded.offloaded_bytes)
+        self.memory.update(client.models.memory(self.spec.name))
 
     @property
     def is_loaded(self):
@@ -328,12 +326,9 @@ class RemoteModel:
     def _show(self, how, forecast=str):
         """Say on the node how the run is split. forecast: () -> what follows."""
         if how != self.how:
-            show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}{self._weights_words()}")
+            show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}"
+                      f"{self.memory.words(self.forecasts)}")
             self.how = how
-
-    def _weights_words(self):
-        plan = self.forecasts.plan
-        return self.memory.words(*((None, 1) if plan is None else (plan.chosen, self.forecasts.timed.job.steps)))
 
 
 def _spare(data_degree, num_images):

@@ -43,9 +43,9 @@ class MemoryCheck:
         self.offloaded_bytes = self._of_ranks(self._plan.offloaded_bytes)
         self._checked = set()                                  # what of this run has been found to fit
 
-    def update(self, weight_bytes, offloaded_bytes):
-        """The workers have loaded the model. Of each rank: what it holds, and what comes from host memory."""
-        self.weight_bytes, self.offloaded_bytes = weight_bytes, offloaded_bytes
+    def update(self, loaded):
+        """The workers have loaded the model. loaded: host.model_memory.ModelMemory."""
+        self.weight_bytes, self.offloaded_bytes = loaded.weight_bytes, loaded.offloaded_bytes
 
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
@@ -89,8 +89,10 @@ class MemoryCheck:
                               f"GB are free. Weights that the file has as they are used take none: set weight_dtype to "
                               f"default, or use a file of that type. Or close other programs.")
 
-    def words(self, chosen, num_steps):
-        """Where the weights are, for a person; "" where all are on the devices. chosen: the run's Forecast, or None."""
+    def words(self, forecasts):
+        """Where the weights are, for a person; "" where all are on the devices. forecasts: run.forecasts.Forecasts."""
+        plan, run = forecasts.plan, forecasts.timed
+        chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps)
         come, stay = max(self.offloaded_bytes), max(self.weight_bytes)
         # pages of the file that memory has no room for
         on_disk = come * len(ranks_by_part(len(self._setup.devices), self._setup.spec)) > available_memory()[1]
