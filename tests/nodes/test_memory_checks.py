@@ -133,8 +133,8 @@ def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host
 
 
 def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkeypatch):
-    """All weights are on the device for a small picture; for a larger one the workers load the model anew, and have some
-    come. Where not even that does, the run is refused."""
+    """All weights are on the device for a small picture; for a larger one the workers load the model anew, and have
+    some come. Where not even that does, the run is refused."""
     apart(comfyui, monkeypatch)
     wanted = [comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", steps=2,
                              latent=comfyui.latent("sd3", size=size)) for size in ((8, 8), (64, 64))]
