@@ -180,17 +180,23 @@ def compared(layout, path, storage, share, in_turn=False):
     return [compare(0, 1, *arguments)] if world_size == 1 else run_ranks(compare, world_size, *arguments)
 
 
-@pytest.mark.parametrize("layout", by_default(["one", "ulysses2"], LAYOUTS))
-@pytest.mark.parametrize("storage", ["float32", "float8_e4m3fn"])
-@pytest.mark.parametrize("name", SIZES)
-def test_weights_that_come_give_the_same_bits(name, storage, layout, folders):
+CASES = [(name, storage, layout) for layout in LAYOUTS
+         for name, storage in (("Flux.1", "float32"), ("Wan", "float8_e4m3fn"))]
+CASES += [("Wan", "float32", "one"), ("Flux.1", "float8_e4m3fn", "tensor2"), ("Flux.1", "float8_e4m3fn", "one")]
+
+
+@pytest.mark.parametrize("case", by_default(
+    [("Flux.1", "float32", "one"), ("Flux.1", "float8_e4m3fn", "one"), ("Wan", "float8_e4m3fn", "ulysses2")], CASES),
+    ids="-".join)
+def test_weights_that_come_give_the_same_bits(case, folders):
+    name, storage, layout = case
     path = folders(name, getattr(torch, storage))
     for share in (0.8, 0.1):
         for same, blocks, came, held in compared(LAYOUTS[layout], path, storage, share):
             assert same and blocks and came >= 2 * held
 
 
-@pytest.mark.parametrize("in_turn", [True, "one skips"])
+@pytest.mark.parametrize("in_turn", by_default(["one skips"], [True, "one skips"]))
 def test_two_branches_take_turns_and_weights_come_once_for_both(in_turn, folders):
     """Also where one of them passes several blocks by, which would be far ahead of the other."""
     for layout in ("one", "tensor2"):
@@ -198,12 +204,12 @@ def test_two_branches_take_turns_and_weights_come_once_for_both(in_turn, folders
             assert same and 2 * held <= came <= 2.5 * held     # two steps, and what was fetched ahead for a third
 
 
-@pytest.mark.parametrize("name", by_default(["Flux.1", "Wan"], [name for name in CONFIGS if name in FOLDERS]))
+@pytest.mark.parametrize("name", by_default(["Flux.1"], [name for name in CONFIGS if name in FOLDERS]))
 def test_no_family_uses_a_block_s_weights_outside_of_it(name, folders):
-    """All blocks that can come from host memory do, as numbers of two types."""
+    """All blocks that can come from host memory do; in float8, where a block's own parameters are cast when it runs."""
     path = folders(name)
     # of those two, a table of positions is no number that float8 can be computed with, whoever holds it
-    for storage in ("float32", *(["float8_e4m3fn"] if name not in ("DiT", "Latte") else [])):
+    for storage in ("float32",) if name in ("DiT", "Latte") else ("float8_e4m3fn",):
         results = []
         for share in (None, 0.0):
             loaded = loaded_of(path, storage, share)
@@ -245,7 +251,7 @@ def test_buffers_are_let_go_of_and_come_back_and_addresses_stay_meanwhile(folder
     assert all(torch.equal(*pair) for pair in zip(predictions(loaded), want))
 
 
-@pytest.mark.parametrize("storage", ["float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("storage", by_default(["float32"], ["float32", "float8_e4m3fn"]))
 def test_weights_that_come_change_with_a_lora_and_are_back_without_it(storage, folders):
     path, found, store = folders("Wan"), [], SegmentStore()
     try:

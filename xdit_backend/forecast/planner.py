@@ -116,8 +116,7 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     Where the weights fit on each device, and nothing approximate is allowed or it is forecast to be as fast, machines
     share branches and images. Where no spread fits, and where a number of weights_memory is given, every rank has all
     blocks, and weights come from host memory.
-    is_splittable(tensor_degree): can the file be? has_stages: can the family run in stages? branches: usual_branches.
-    has_own_memory: have the devices?
+    is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: usual ones.
     """
     if config.mode == "manual":
         return _manual_spread(config, net, devices)
@@ -276,7 +275,8 @@ def memory_settings(config, stages=None):
     """The MemorySettings of a ParallelConfig. stages: how the model is spread."""
     given, staged = config.weights_memory_bytes, stages is not None
     return MemorySettings(config.cached_steps, staged and stages.offload,
-                          staged and config.warmup in ("auto", "micro_batches"), math.inf if given is None else given)
+                          staged and config.warmup in ("auto", "micro_batches"),
+                          weights_memory=math.inf if given is None else given)
 
 
 def stages_that_fit(config, net, job, device_bytes):

@@ -43,7 +43,7 @@ class RemoteModel:
         self._checked_sigmas = set()                           # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._run_bytes = 0                                    # that a rank needs for a run, as reported to ComfyUI
-        self._most_run_bytes = 0.0                             # the most it has asked about since the last run
+        self._most_run_bytes = 0.0                             # forecast of the most it asked about since a run
         # how this run is split, in a person's words; None before it
         self.how = None
         self._pipeline = self._schedule = None
@@ -66,7 +66,7 @@ class RemoteModel:
         if dtype != before.compute_dtype:
             self._set_up(dtype, before.weights_memory)
         run_bytes = self._most_run_bytes or self.memory.forecast_of_run(USUAL_JOB, self.setup.layout(1))
-        weights_memory = self.memory.weights_memory_beside(run_bytes)
+        weights_memory = self.memory.weights_memory_beside(run_bytes, self._model_memory() is not None)
         if weights_memory != self.spec.weights_memory:
             self._set_up(dtype, weights_memory)
         if self.spec.name != before.name:
@@ -115,7 +115,7 @@ class RemoteModel:
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
         self._run_bytes = self.memory.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
-        self._most_run_bytes = max(self._most_run_bytes, self._run_bytes, self.memory.forecast_of_run(job, layout))
+        self._most_run_bytes = max(self._most_run_bytes, self.memory.forecast_of_run(job, layout))
         return self._run_bytes * self.devices.count(str(self.load_device))
 
     def free_memory_elsewhere(self):

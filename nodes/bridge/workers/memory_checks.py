@@ -62,22 +62,23 @@ class MemoryCheck:
         return activations + (0.0 if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
 
     def forecast_of_run(self, job, layout):
-        """The same by the forecast; 0 of a U-Net."""
+        """The same by the forecast, which ComfyUI's estimate may be several times of; 0 of a U-Net."""
         setup = self._setup
         if setup.net is None:
             return 0.0
         needed = self._of_rank(job, degrees_of(layout, setup.config, setup.spec.stages), setup.config)
         return needed.activations + needed.keys_values
 
-    def weights_memory_beside(self, run_bytes):
-        """What ModelSpec.weights_memory is to be for a run that takes so many bytes of a rank beside weights."""
+    def weights_memory_beside(self, run_bytes, is_held):
+        """What ModelSpec.weights_memory is to be for a run that takes so many bytes of a rank beside weights. is_held:
+        do the workers hold the model? Then what suits this run too stays as it is."""
         spec, given = self._setup.spec, self._setup.config.weights_memory_bytes
         if given is not None or not self._may_offload:
             return given or 0
         room = self._room - run_bytes
-        if self._plan.device_bytes <= room:                    # what is there already suits this run too
+        if is_held and self._plan.device_bytes <= room:
             return spec.weights_memory
-        return int(max(room, self._least_bytes))
+        return 0 if self._plan_of(math.inf).device_bytes <= room else int(max(room, self._least_bytes))
 
     def check_host(self):
         """Refuse weights that come from host memory and take a place there of their own, where there is none."""
