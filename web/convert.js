@@ -30,7 +30,7 @@ export const REFUSED = [
 // Nodes that stay when a model goes to the workers, and what is said of them.
 const STAY = {
   KSamplerAdvanced: "as_it_is", SamplerCustom: "as_it_is", SamplerCustomAdvanced: "as_it_is",
-  VAEDecodeTiled: "tiled", VAEEncodeTiled: "tiled", VAEEncodeForInpaint: "one_device",
+  VAEDecodeTiled: "tiled", VAEEncodeTiled: "tiled", VAEEncodeForInpaint: "on_one_device",
 };
 // Nodes that make conditioning for models that the workers do not run: a file that is not here can be told by them.
 const FOR_OTHERS = {

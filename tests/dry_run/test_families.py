@@ -5,6 +5,7 @@ is what torch is given, and no more kernels are launched than were."""
 import pytest
 
 from tests.dry_run.rows import ALLOWED_WAITS, LAYOUTS, counted, most_kernels, place_of, tiny, weights_of
+from xdit_backend.protocol.errors import UnsupportedError
 
 # Of each family one layout, in turn, so that all are among them; the others are for --all.
 ROWS = [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]]
@@ -28,3 +29,8 @@ def test_a_step_on_a_pretended_device(name, layout):
     check(row, name, layout)
     assert row.kernels > 100 and row.peak_bytes > row.kept_bytes > 0
     assert (row.sent_bytes > 0) == (layout not in ("one", "cfg2", "pipefusion2"))              # the last stage's rank
+
+
+def test_a_model_whose_shapes_depend_on_numbers_is_refused():
+    with pytest.raises(UnsupportedError, match="HiDream-I1 cannot be counted without a device"):
+        counted(tiny("HiDream-I1"), "one")

@@ -183,7 +183,7 @@ def _goes_to_cuda(kwargs):
 
 
 def line_at():
-    """The innermost line of the pack or of diffusers that runs: "file.py:12 function"."""
+    """The innermost line of the pack or of diffusers that runs: file, line and function."""
     frames = [frame for frame in traceback.extract_stack() if any(room in frame.filename for room in OURS)
               and os.path.dirname(frame.filename) != HERE]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} {frames[-1].name}" if frames else "elsewhere"

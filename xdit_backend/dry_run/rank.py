@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from ..checkpoints.casting import cast_at_use, unpack_at_use
 from ..checkpoints.loading import Transformer
@@ -19,6 +20,7 @@ from ..hooks.transformer import Hooks
 from ..hooks.unet import UNetHooks
 from ..partition import cut_patches, split_stages, stage_blocks, stage_of
 from ..protocol import messages
+from ..protocol.errors import UnsupportedError
 from ..protocol.segments import Segment, dtype_name
 from ..protocol.specs import Branch, Layout, ModelSpec
 from ..protocol.transfers import StagingBuffers
@@ -88,6 +90,7 @@ def count(checkpoint, spec, layout, rank, run, memory=()):
 
     checkpoint: a Checkpoint, or published.Unwritten. spec: its ModelSpec, with the layout's stages and tensor_degree.
     memory: bytes of each rank's device that its weights may take, for the split into stages; (): as many as wanted.
+    Raises UnsupportedError where shapes depend on numbers.
     """
     world_size = world_size_of(layout)
     with pretended_group(rank, world_size):
@@ -96,7 +99,12 @@ def count(checkpoint, spec, layout, rank, run, memory=()):
         work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1])
         with pretended_cuda(), work:
             loaded = load(checkpoint, spec, model, packed, (blocks, rank % spec.tensor_degree))
-            return _count(loaded, spec, layout, run, world_size, work)
+            try:
+                return _count(loaded, spec, layout, run, world_size, work)
+            except DynamicOutputShapeException as error:
+                raise UnsupportedError(f"{checkpoint.family.name} cannot be counted without a device: what its layers "
+                                       f"compute depends on numbers ({error}), such as which expert a token is sent "
+                                       f"to. Ask python -m xdit_backend plan for a forecast.") from error
 
 
 def world_size_of(layout):

@@ -1,0 +1,42 @@
+"""Weights in every type that is held, but for nf4, whose package unpacks them: a step neither waits for the device nor
+mixes devices, and they take their bytes."""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+
+from tests.dry_run.rows import counted, published
+from xdit_backend.checkpoints.gguf import PACKED, block_of
+
+# bits that a weight of a linear layer takes
+BITS = {"fp8_e4m3fn": 8, "float8_e4m3fn": 8, "int8": 8} | {
+    type_: 8 * block_of(type_)[1] / block_of(type_)[0] for type_ in PACKED}
+FEW = ("float8_e4m3fn", "Q8_0", "Q4_K", "IQ4_XS")
+ROWS = [*((type_, "one") for type_ in BITS), *((type_, "tensor2") for type_ in FEW)]
+
+
+def row_of(type_, layout):
+    """Flux.1 dev at its size, with two blocks of each kind, held in this type."""
+    checkpoint, run = published("flux.1-dev")
+    if type_ in (*PACKED, "float8_e4m3fn"):
+        checkpoint = dataclasses.replace(checkpoint, type_=type_)
+    return counted((checkpoint, run), layout, storage="float8_e4m3fn" if type_ == "fp8_e4m3fn" else "bfloat16",
+                   quantisation="int8" if type_ == "int8" else "")
+
+
+@functools.cache
+def plain_row(layout):
+    return counted(published("flux.1-dev"), layout)
+
+
+@pytest.mark.parametrize("type_, layout", [
+    pytest.param(*row, marks=[] if row in ROWS[:1] or row[0] in FEW and row[1] == "one" else pytest.mark.slow)
+    for row in ROWS])
+def test_a_step_with_weights_of_each_type(type_, layout):
+    row, plain = row_of(type_, layout), plain_row(layout)
+
+    assert row.mixed == {} and row.waits == {}
+    assert row.kernels > plain.kernels and row.flops == plain.flops and row.sent_bytes == plain.sent_bytes
+    assert math.isclose(row.weight_bytes / plain.weight_bytes, BITS[type_] / 16, rel_tol=0.02)
