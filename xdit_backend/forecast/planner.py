@@ -116,7 +116,7 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     Where the weights fit on each device, and nothing approximate is allowed or it is forecast to be as fast, machines
     share branches and images. Where no spread fits, and where a number of weights_memory is given, every rank has all
     blocks, and weights come from host memory.
-    is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: usual ones.
+    is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: usual
     """
     if config.mode == "manual":
         return _manual_spread(config, net, devices)
