@@ -105,9 +105,26 @@ def test_mark_and_button_go_as_soon_as_the_settings_fit(page):
     assert offered and page.problems == []
 
 
-def test_what_is_refused_is_told_in_the_place_of_the_run_before(page):
+def choose_language(page, language):
+    """The page reads its nodes anew for that, and then opens its graph again."""
+    page.evaluate("""language => {
+        app.graph.nodes[0].isOld = true;
+        return app.extensionManager.setting.set("Comfy.Locale", language);
+    }""", language)
+    page.wait_for_function("() => app.graph.nodes.length && !app.graph.nodes.some(node => node.isOld)",
+                           timeout=120_000)
+
+
+@pytest.fixture
+def chinese(page):
+    """The page in Chinese."""
+    choose_language(page, "zh")
+    yield
+    choose_language(page, "en")
+
+
+def test_what_is_refused_is_told_in_the_place_of_the_run_before(page, chinese):
     """On the nodes and in the panel; in Chinese where the page is."""
-    page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", "zh")
     open_demo(page, devices="cpu,cpu", mode="manual", ring_degree=3)
     page.evaluate("""() => app.graph.nodes.find(node => node.type === "XDiTParallelSampler")
         .addWidget("text", "$$node-text-preview", "20 steps in 9.0 s", () => null)""")
@@ -121,7 +138,6 @@ def test_what_is_refused_is_told_in_the_place_of_the_run_before(page):
         .widgets.find(widget => widget.name === "$$node-text-preview").value""")
     timeline = page.locator(".xdit-time").is_visible()
     page.locator(".xdit-tab-button").click()
-    page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", "en")
 
     assert panel == ("请把 mode 设为 auto，或例如 ulysses_degree 2：各并行度（ring_degree=3）的乘积为 3，"
                      "而有 2 个设备。")

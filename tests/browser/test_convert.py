@@ -126,8 +126,8 @@ def test_the_keys_convert_and_the_page_says_what_stays(page):
     before = page.evaluate(SERIALIZE)
 
     page.keyboard.press("Alt+Shift+G")
-    page.wait_for_function(
-        "() => document.querySelector('.p-toast')?.innerText.includes('QwenImageDiffsynthControlnet')")
+    page.wait_for_function("title => document.querySelector('.p-toast')?.innerText.includes(title)",
+                           arg="what Apply Qwen Image DiffSynth ControlNet does")
 
     assert page.evaluate(SERIALIZE) == before
     assert page.problems == []

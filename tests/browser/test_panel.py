@@ -270,7 +270,8 @@ def test_a_prompt_that_fails_before_it_samples_is_told_on_the_node_in_a_note_and
     page.wait_for_selector(".xdit-panel dl[data-state=failed]", timeout=120_000)
     shown = page.evaluate("""() => app.graph.nodes.flatMap(node => (node.widgets ?? [])
         .filter(widget => widget.name === "$$node-text-preview").map(widget => [node.type, widget.value]))""")
-    told, note = page.locator("[data-fact=run_error]").inner_text(), page.locator(".p-toast").inner_text()
+    told = page.locator("[data-fact=run_error]").inner_text()
+    note = page.locator(".p-toast-message-error").first.inner_text()
     timeline = page.locator(".xdit-time").is_visible()
     page.evaluate(values, ["auto", 1, 3])
 
