@@ -28,9 +28,10 @@ class XDiTLoadModel(io.ComfyNode):
                                f"file in models/diffusion_models; or a folder of models/diffusers."),
                 io.Combo.Input("weight_dtype", options=list(WEIGHT_DTYPES), default="default",
                                tooltip="How the weights are held. default: as ComfyUI's own loader would; what is "
-                               "quantised in a file stays so. fp8_e4m3fn halves the memory and changes the picture a "
-                               "little; int8 halves it, with a scale for each row, and nf4 takes a bit more than a "
-                               "quarter: layers are quantised when they are loaded (packages torchao, bitsandbytes)."),
+                               "quantised in a file stays so. fp8_e4m3fn and fp8_e5m2 halve the memory and change the "
+                               "picture a little; fp8_e4m3fn_fast also multiplies in that type, on cards that can. "
+                               "int8 halves it, with a scale for each row, and nf4 takes a bit more than a quarter: "
+                               "layers are quantised when they are loaded (nf4: with the package bitsandbytes)."),
                 Parallel.Input("parallel", optional=True,
                                tooltip="From xDiT Parallel Config. Not connected: all GPUs, split "
                                "chosen for each run."),

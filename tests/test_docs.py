@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import PICTURE, ROOT, draw, sources
+from xdit_backend.checkpoints.layers import FORMATS
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.timeouts import TIMEOUTS
 
@@ -145,6 +146,20 @@ def test_each_family_is_named(family):
 
     assert family.title in rows
     assert re.sub(r" ?\d+$", "", family.name.split()[0]) in README.partition("Models: ")[2].partition("\n")[0]
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_each_quantised_format_is_in_the_table(format_):
+    """With where it is multiplied, and whether layers of it can be shared out."""
+    how = FORMATS[format_]
+    row = next(line for line in MODELS.splitlines() if line.startswith(f"| `{format_}`"))
+    *_, multiplied, tensor = [cell.strip() for cell in row.strip("| ").split("|")]
+
+    assert multiplied == ("everywhere" if how.rounds_inputs
+                          else f"on cards of {how.capability[0]}.{how.capability[1]} and above")
+    assert tensor == ("refused" if how.rounds_inputs else f"yes, in blocks of {how.block}" if how.block else "yes")
+    for path in ("XDiTLoadModel.md", "XDiTLoadModel/zh.md"):
+        assert f"`{format_}`" in (ROOT / "web" / "docs" / path).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", ["XDiTParallelConfig.md", "XDiTParallelConfig/zh.md"])

@@ -79,6 +79,9 @@ def test_stages_respect_what_a_device_can_hold():
 
     assert split_stages([170] * 19 + [142] * 38, 2, sizes=sizes, limits=[6200, 6200]) == [18, 39]
     assert split_stages([1] * 4, 2, sizes=[10] * 4, limits=[5, 5]) == [2, 2]
+    # nothing fits: what lacks least, though its stages take unlike long
+    assert split_stages([1] * 4, 2, sizes=[30, 10, 10, 10], limits=[25, 25]) == [1, 3]
+    assert split_stages([1] * 4, 2, sizes=[10] * 4, limits=[30, 9]) == [3, 1]
 
 
 @pytest.mark.parametrize("shape, patch_size",

@@ -57,8 +57,9 @@ def split_stages(costs, num_stages, speeds=None, sizes=None, limits=None):
     """Cut blocks into contiguous stages so that the slowest stage is as fast as can be; returns blocks a stage.
 
     costs: of each block. speeds: of each stage's device, relative; all alike where None. sizes and limits: bytes of
-    each block, and what each stage's device can hold; where no split fits, they are ignored. Every stage gets a block.
-    Raises ConfigError for more stages than blocks.
+    each block, and what each stage's device can hold: what fits comes first, then what is fast; where no split fits,
+    the one that lacks least, in parts of what its devices hold. Every stage gets a block. Raises ConfigError for more
+    stages than blocks.
     """
     num_blocks = len(costs)
     if num_stages > num_blocks:
@@ -68,15 +69,16 @@ def split_stages(costs, num_stages, speeds=None, sizes=None, limits=None):
     size = _ranges(sizes or [0] * num_blocks)
     speeds, limits = speeds or [1.0] * num_stages, limits or [math.inf] * num_stages
 
-    def best_bounds(slowest, weigh):
-        """Boundaries with the least weigh-ed times, no stage slower than `slowest`; None where nothing fits."""
+    def best_bounds(slowest, weigh, most_full=1.0):
+        """Boundaries with the least weigh-ed times, no stage slower than `slowest` nor fuller than that; None where
+        there are none."""
         reached = {0: (0.0, (0,))}                             # blocks so far -> (weight, boundaries)
         for stage in range(num_stages):
             following = {}
             for start, (weight, bounds) in reached.items():
                 for stop in range(start + 1, num_blocks - (num_stages - stage - 1) + 1):
                     seconds = time(start, stop) / speeds[stage]
-                    if size(start, stop) > limits[stage] or seconds > slowest:
+                    if size(start, stop) > most_full * limits[stage] or seconds > slowest:
                         break
                     candidate = weigh(weight, seconds)
                     if stop not in following or candidate < following[stop][0]:
@@ -84,11 +86,31 @@ def split_stages(costs, num_stages, speeds=None, sizes=None, limits=None):
             reached = following
         return reached.get(num_blocks)
 
+    most_full = 1.0
     found = best_bounds(math.inf, max)
     if found is None:
-        return split_stages(costs, num_stages, speeds)
-    bounds = best_bounds(found[0], lambda weight, seconds: weight + seconds ** 2)[1]      # and as even as can be
+        most_full = _least_full(sizes, limits) * (1 + 1e-9)
+        found = best_bounds(math.inf, max, most_full)
+    # and as even as can be
+    bounds = best_bounds(found[0], lambda weight, seconds: weight + seconds ** 2, most_full)[1]
     return [stop - start for start, stop in zip(bounds, bounds[1:])]
+
+
+def _least_full(sizes, limits):
+    """How full the fullest stage is, in parts of its limit, where blocks are cut so that this is least."""
+    if min(limits) <= 0:
+        return math.inf
+    size, num_blocks = _ranges(sizes), len(sizes)
+    fullest = {0: 0.0}                                         # blocks so far -> the fullest stage
+    for stage, limit in enumerate(limits):
+        last_stop = num_blocks - (len(limits) - stage - 1)
+        reached: dict[int, float] = {}
+        for start, so_far in fullest.items():
+            for stop in range(start + 1, last_stop + 1):
+                full = max(so_far, size(start, stop) / limit)
+                reached[stop] = min(full, reached.get(stop, math.inf))
+        fullest = reached
+    return fullest[num_blocks]
 
 
 def _ranges(values):

@@ -55,7 +55,7 @@ def test_a_plan_says_what_is_chosen_what_it_takes_and_what_limits_it(flux, tmp_p
     for seconds, faster in rows.values():
         within(abs(seconds * faster / rows["one device"][0] - 1), 0.01)
     assert (re.search(r"^\* CFG 2 ", text, re.MULTILINE) and "Plan: CFG 2, about " in text
-            and "Why: devices are busy" in text)
+            and "Why: the devices compute nearly all" in text)
 
 
 @pytest.mark.parametrize("per_machine, exactly, expected", [

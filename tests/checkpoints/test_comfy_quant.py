@@ -2,15 +2,16 @@
 file, layer by layer to the bit, and holds what the file holds."""
 
 import functools
+import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints.test_casting import native_model, native_prediction, ours
 from tests.comfy_quants import SMOOTHED, WRITTEN, save_comfy_quant
 from tests.tiers import by_default
-from tests.tiny_checkpoints import families
+from tests.tiny_checkpoints import SHORT, families
 from tests.tolerances import close, relative_error, within
 from xdit_backend.checkpoints import kitchen
 from xdit_backend.checkpoints.changes import change_weights
@@ -18,6 +19,7 @@ from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.packed import packed_weights
 from xdit_backend.checkpoints.transformer import held_bytes
+from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.segments import SegmentStore
 from xdit_backend.protocol.specs import Change, LowRank
 
@@ -26,9 +28,14 @@ ROUNDING = "int8_tensorwise", "int8_per_row", "int8_convrot", "convrot_w4a4", "m
 FORMATS, KINDS = [*WRITTEN, "mixed"], ("sd3", "flux", "wan", "pixart", "sdxl")
 DEFAULT = {("sd3", "mixed"), ("sd3", "nvfp4"), ("flux", "mxfp8"), ("flux", "int8_convrot"), ("wan", "convrot_w4a4")}
 PACKED = "nvfp4", "convrot_w4a4", "mixed"  # two numbers a byte, by which ComfyUI does not recognise a U-Net
-CASES = [(kind, format_) for kind in KINDS for format_ in FORMATS if kind != "sdxl" or format_ not in PACKED]
-WHOLE = [(kind, format_) for kind, format_ in CASES if kind == "sd3" or format_ in ("mixed", "int8_per_row")
-         or (kind, format_) in DEFAULT]
+WHOLE = [(kind, format_) for kind in KINDS for format_ in FORMATS
+         if (kind != "sdxl" or format_ not in PACKED)
+         and (kind == "sd3" or format_ in ("mixed", "int8_per_row") or (kind, format_) in DEFAULT)]
+LAYERS = sorted({("sd3", format_) for format_ in FORMATS} | DEFAULT | {
+    (SHORT.get(name, name.lower().replace(" ", "-")), "int8_per_row") for name, family in FAMILIES.items()
+    if not family.sampled})
+# into one by diffusers, and so unpacked when they are read
+JOINED = {"ovis-image": (".gate_proj.", ".up_proj.")}
 
 
 def moved(seed):
@@ -54,7 +61,7 @@ def test_a_prediction_equals_comfyuis(file_of, tmp_path, case):
     assert relative_error(result, exact) > max(1e-3, apart)
 
 
-def check_layers(path, family, min_layers):
+def check_layers(path, family, min_layers, joined=()):
     """Each quantised layer of ours gives what ComfyUI's gives of the same inputs, to the bit."""
     model, checkpoint = native_model(path, None), open_checkpoint(path)
     seen = seen_of(model, lambda module: getattr(module, "quant_format", None) is not None)
@@ -63,7 +70,8 @@ def check_layers(path, family, min_layers):
         own = load_transformer(checkpoint.spec("float32", "float32"), CPU).model
         packed = packed_weights(checkpoint, checkpoint.meta_model())
 
-        assert {how.source for how in packed.values()} == checkpoint.layers.keys()
+        assert {how.source for how in packed.values()} == {name for name in checkpoint.layers
+                                                           if not any(part in name for part in joined)}
         assert len(seen) >= min_layers
         check_same(own, packed, seen)
 
@@ -90,12 +98,12 @@ def check_same(own, packed, seen):
             assert torch.equal(result, how.take(output.movedim(-1, 0)).movedim(0, -1)), name
 
 
-@pytest.mark.parametrize("case", by_default(DEFAULT.__contains__, CASES), ids="-".join)
+@pytest.mark.parametrize("case", by_default(DEFAULT.__contains__, LAYERS), ids="-".join)
 def test_layers_equal_comfyuis_to_the_bit(file_of, tmp_path, case):
     (kind, format_), path = case, tmp_path / "quantised.safetensors"
     _, quantised = save_comfy_quant(path, file_of(kind), format_, more=SMOOTHED if format_ == "nvfp4" else None)
 
-    check_layers(path, families()[kind], len(quantised) * 2 // 3)
+    check_layers(path, families()[kind], len(quantised) * 2 // 3, JOINED.get(kind, ()))
 
 
 @pytest.fixture
@@ -103,12 +111,15 @@ def with_cards(monkeypatch):
     """Devices are taken for cards that multiply every format, here and in ComfyUI. What the CPU cannot multiply,
     comfy-kitchen unpacks when the inputs have been rounded."""
     import comfy.model_management
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this PyTorch lacks types of these products")
     for type_ in ("fp8", "nvfp4", "mxfp8"):
         monkeypatch.setattr(comfy.model_management, f"supports_{type_}_compute", lambda device=None: True)
     monkeypatch.setattr(kitchen, "has_products", lambda layer, device: True)
 
 
-@pytest.mark.parametrize("format_", ["float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("format_", by_default({"float8_e4m3fn", "nvfp4"},
+                                               ["float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8"]))
 @pytest.mark.parametrize("more", [{}, SMOOTHED], ids=["", "smoothed"])
 def test_products_of_cards_equal_comfyuis_to_the_bit(file_of, tmp_path, monkeypatch, with_cards, format_, more):
     """Of inputs that are rounded, by a scale of the file or without."""
@@ -151,7 +162,26 @@ def test_layers_that_are_to_be_exact_are_as_comfyuis(file_of, tmp_path, with_car
     assert {kitchen.multiplies(layer, CPU) for layer in layers} == {format_ == "int8_per_row"}
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+def test_an_all_in_one_checkpoint_says_of_its_model_alone(file_of, tmp_path):
+    """In its metadata, beside what it says of a text encoder in the same way."""
+    path, whole = tmp_path / "quantised.safetensors", tmp_path / "all.safetensors"
+    save_comfy_quant(path, file_of("sd3"), "nvfp4")
+    prefix, tensors = "model.diffusion_model.", load_file(path)
+    marks = {name: tensors.pop(name) for name in list(tensors) if name.endswith(".comfy_quant")}
+    said = {prefix + name.removesuffix(".comfy_quant"): json.loads(mark.numpy().tobytes())
+            for name, mark in marks.items()}
+    others = {"text_encoders.t5xxl.fc.weight": torch.zeros(32, 32, dtype=torch.float8_e4m3fn),
+              "text_encoders.t5xxl.fc.weight_scale": torch.ones(())}
+    said["text_encoders.t5xxl.fc"] = {"format": "float8_e4m3fn"}
+    save_file({prefix + name: tensor for name, tensor in tensors.items()} | others, whole,
+              {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": said})})
+
+    assert open_checkpoint(whole).layers == open_checkpoint(path).layers
+    with torch.inference_mode():
+        close(*(ours(file, families()["sd3"], "float32") for file in (path, whole)), 1e-5)
+
+
+@pytest.mark.parametrize("format_", by_default({"nvfp4", "mixed"}, FORMATS))
 def test_a_rank_holds_what_the_file_holds(file_of, tmp_path, format_):
     """But for what stands around a matrix of scales, and the scales of parts of fused weights."""
     path = tmp_path / "quantised.safetensors"

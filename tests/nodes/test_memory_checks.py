@@ -3,12 +3,19 @@ that does run, and one more does not."""
 
 import importlib
 import re
+import types
 
 import pytest
 import torch
 
 from tests.nodes.test_pipefusion import EXACT
 from tests.tolerances import close, within
+from xdit_backend.__main__ import make_parser
+from xdit_backend.bench import fits, size
+from xdit_backend.checkpoints.net import job_of
+from xdit_backend.checkpoints.transformer import held_bytes
+from xdit_backend.forecast.choice import Machine
+from xdit_backend.forecast.cost import Device, Links
 
 
 def limited(comfyui, monkeypatch, num_bytes, kind, **degrees):
@@ -95,3 +102,31 @@ def test_what_is_too_large_for_one_device_is_drawn_exactly_where_nothing_else_is
 
     assert said[0].startswith("running on cpu, cpu: tensor 2"), said
     close(result, comfyui.reference("sd3", steps=3), EXACT)
+
+
+@pytest.mark.parametrize("layout_name, num_bytes", [
+    ("one", 16e9), ("pipefusion2", 12e9), ("tensor2", 8e9), ("displaced2", 16e9)])
+def test_bench_size_answers_as_the_node(comfyui, layout_name, num_bytes):
+    """Of Flux.1 dev, word for word: the refusal of its run."""
+    room = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
+    options = make_parser().parse_args(["bench", "size", "flux.1-dev", "--branches", "1"])
+    subject, layout = size.subject_of(options), size.parse_layout(layout_name)
+    machine = Machine((Device(1e14, 1e14, 1e12, memory_bytes=num_bytes),) * 2, Links())
+    family, stages, config = subject.checkpoint.family, subject.stages(layout, machine), fits.config_of(layout)
+    count = 1 if layout_name == "one" else 2
+    spec = subject.spec(stages, layout.tensor_degree)
+    setup = types.SimpleNamespace(
+        net=subject.net, family=family, config=config, spec=spec, transformer_config=subject.checkpoint.config,
+        devices=tuple(f"cuda:{index}" for index in range(count)), device_bytes=[num_bytes] * count,
+        job=lambda shape, *others: job_of(family, subject.net, shape, *others))
+    conditioning = {name: torch.empty(shape, device="meta") for name, shape in subject.run.conditioning.items()}
+    check = room.MemoryCheck(setup, held_bytes(subject.model, family, spec), None, dict)
+    with pytest.raises(comfyui.errors.ConfigError) as refused:
+        check.check_run(subject.run.shape, conditioning, 1, 1, layout)
+
+    def without_types(text):
+        return re.sub(r"; or weight_dtype .*\)\.$", ".", re.sub(r"[\d.]+ GB", digits, text))
+
+    def digits(match):                                         # what tensor ranks hold is known to a tenth of a percent
+        return f"{float(match[0].split()[0]):.2g} GB"
+    assert without_types(fits.answer(subject, layout, machine)) == without_types(str(refused.value))

@@ -1,25 +1,26 @@
 """Would a layout fit, in the words with which the nodes refuse a run before they load anything? Used by size.py."""
 
 import dataclasses
+import functools
 
 import torch
 
 from ..checkpoints.net import exchanged_bytes, job_of
+from ..checkpoints.quantise import TYPES, is_installed
 from ..checkpoints.transformer import held_bytes
 from ..config import ParallelConfig
-from ..forecast.memory import Memory, rank_memory, weight_bytes
+from ..dry_run.rank import outline
+from ..forecast.memory import Memory, rank_memory, rank_weights, weight_bytes
 from ..forecast.memory_check import DeviceMemory, Hints, Latents, check_memory
 from ..forecast.planner import (
     USUAL_JOB,
     degrees_of,
     describe_layout,
     memory_settings,
-    stages_that_fit,
-    tensor_degree_that_fits,
+    spread_that_fits,
 )
 from ..protocol.errors import ConfigError
-
-LIGHTER = {"fp8_e4m3fn": "float8_e4m3fn"}                      # of weight_dtype, by torch's names
+from .plan import WEIGHT_TYPES
 
 
 def config_of(layout, num_patches=0):
@@ -38,45 +39,41 @@ def answer(subject, layout, machine):
     def job(images, sizes):
         return job_of(family, net, (images, shape[1], *sizes), conditioning, USUAL_JOB.steps, subject.run.branches)
 
-    def needed(images, sizes):
+    def needed(images, sizes, kept=settings):
         if net is not None:
-            return rank_memory(net, job(images, sizes), degrees, settings)
+            return rank_memory(net, job(images, sizes), degrees, kept)
         own = -(-images // degrees.data) * -(-subject.run.branches // degrees.cfg)
         sent = 0 if degrees.displaced == 1 else exchanged_bytes(subject.model, sizes, degrees.displaced,
                                                                 getattr(torch, subject.compute), own)
-        return Memory(0.0, degrees.displaced * sent, 0.0)
+        return Memory(0.0, kept.cached_steps * degrees.displaced * sent, 0.0)
 
-    weights = held_bytes(subject.model, family, subject.spec()) if net is None else weight_bytes(net, degrees)
     names = [f"cuda:{index}" for index in range(degrees.devices)]
     devices = [device.memory_bytes for device in machine.devices[:degrees.devices]]
+    held = held_bytes(subject.model, family, subject.spec())
+    share = 1.0 if net is None else weight_bytes(net, dataclasses.replace(degrees, pipefusion=1)) / net.held_bytes
+    weights = rank_weights(round(held * share), net, stages, devices)
     latents = Latents(needed, shape[0], shape[2:], family.pixels(subject.checkpoint.config)[1:])
-    hints = Hints(() if net is None else _spread(subject, job(shape[0], shape[2:]), config, min(devices)),
-                  lambda: _lighter(subject, weights, len(devices)))
+    hints = Hints(
+        spread_that_fits(config, net, family.refused, None if net is None else job(shape[0], shape[2:]), min(devices)),
+        lambda: _lighter(subject, held, weights),
+        {"forecast_keys_values 0": functools.partial(needed, kept=dataclasses.replace(settings, cached_steps=1))}
+        if config.cached_steps > 1 else {})
     try:
-        check_memory(f"This run ({describe_layout(layout)})", DeviceMemory(names, devices, [weights] * len(devices)),
-                     hints, latents)
+        check_memory(f"This run ({describe_layout(layout)})", DeviceMemory(names, devices, weights), hints,
+                     latents)
     except ConfigError as error:
         return str(error)
     memory = needed(shape[0], shape[2:])
-    return f"fits: {(weights + memory.keys_values + memory.activations) / 1e9:.3g} GB of {min(devices) / 1e9:.3g}"
+    return f"fits: {(max(weights) + memory.keys_values + memory.activations) / 1e9:.3g} GB of {min(devices) / 1e9:.3g}"
 
 
-def _spread(subject, job, config, device_bytes):
-    """On how many devices it would fit, for a person: [text]."""
-    refused = subject.checkpoint.family.refused
-    ways = [] if "pipefusion" in refused else [("pipefusion_degree", stages_that_fit(config, subject.net, job,
-                                                                                     device_bytes))]
-    ways += [] if "tensor" in refused else [("tensor_degree", tensor_degree_that_fits(subject.net, job, device_bytes))]
-    return [f"{name}={degree} on as many devices like these" for name, degree in ways if degree]
-
-
-def _lighter(subject, weights, count):
-    """{weight_dtype in which a rank holds less: what each rank then holds}"""
-    held = held_bytes(subject.model, subject.checkpoint.family, subject.spec())
-    found = {}
-    for name, storage in LIGHTER.items():
-        spec = subject.checkpoint.spec(storage, "bfloat16")
-        size = held_bytes(subject.model, subject.checkpoint.family, spec)
+def _lighter(subject, held, weights):
+    """{weight_dtype in which a rank holds less: what each rank then holds}. held: bytes of all weights, as they are."""
+    checkpoint, found = subject.checkpoint, {}
+    for name in ("fp8_e4m3fn", *(name for name in TYPES if not checkpoint.quantised and is_installed(TYPES[name]))):
+        spec = checkpoint.spec("bfloat16" if name in TYPES else WEIGHT_TYPES[name], "bfloat16",
+                               quantisation=name if name in TYPES else "")
+        size = held_bytes(outline(checkpoint, spec)[0], checkpoint.family, spec)
         if size < held:
-            found[name] = [weights * size / held] * count
+            found[name] = [round(each * size / held) for each in weights]
     return found

@@ -28,6 +28,9 @@ def check(layers, file_name):
     needs = sorted({layer.format for layer in layers} - set(WITHOUT))
     if not needs:
         return
+    if "mxfp8" in needs and not hasattr(torch, "float8_e8m0fnu"):
+        raise CheckpointError(f"{file_name} holds weights in mxfp8, for which PyTorch 2.7 or newer is needed, and this "
+                              f"is {torch.__version__}. Use the bf16, fp8 or GGUF file of the same model.")
     if is_installed():
         import comfy_kitchen.tensor
         needs = [format_ for format_ in needs if not hasattr(comfy_kitchen.tensor, LAYOUTS[format_])]
@@ -55,10 +58,10 @@ def multiplies(layer, device):
 
 
 def has_products(layer, device):
-    """Has the device products of the layer's type?"""
-    return (device.type == "cuda" and torch.version.hip is None
-            and torch.cuda.get_device_capability(device) >= layer.how.capability
-            and (layer.format != "mxfp8" or hasattr(F, "scaled_mm")))
+    """Has the device products of the layer's type, and this PyTorch too?"""
+    known = {"mxfp8": hasattr(F, "scaled_mm"), "nvfp4": hasattr(torch, "float4_e2m1fn_x2")}
+    return (device.type == "cuda" and torch.version.hip is None and known.get(layer.format, True)
+            and torch.cuda.get_device_capability(device) >= layer.how.capability)
 
 
 def in_tiles(layer, beside):

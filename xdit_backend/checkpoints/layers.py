@@ -146,7 +146,8 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
             for name in beside if name.endswith(".scale_weight")}
     try:
         layers = json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {})
-        said |= {layer.removeprefix(prefix): _options(options) for layer, options in layers.items()}
+        said |= {layer.removeprefix(prefix): _options(options) for layer, options in layers.items()
+                 if layer.startswith(prefix)}                  # the others are of text encoders
         said |= {name.removesuffix(".comfy_quant"): _options(json.loads(read(name)))
                  for name in beside if name.endswith(".comfy_quant")}
     except (ValueError, AttributeError, TypeError) as error:

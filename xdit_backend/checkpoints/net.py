@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from ..forecast.cost import Job, Net
+from ..forecast.memory import Live
 from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..vocabulary.family import Family
 from .shares import possible_splits
@@ -34,7 +35,8 @@ def net_of(family: Family, config, spec=None, model=None):
     net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
               key_heads=family.num_key_heads(model.config) or heads, skips=bool(family.plan.skips(num_blocks)),
-              text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks))
+              text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks),
+              live=Live(**family.live) if family.live else None)
     if spec is None:
         return net
     weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)

@@ -1,11 +1,13 @@
 """What code asks of a CUDA device, counted at torch's operators. Used by rank.py on pretended devices, and by tests."""
 
 import collections
+import math
 import os
 import traceback
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,7 +20,8 @@ NO_KERNELS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "sl
               "new_empty", "empty_like", "empty_strided"}
 READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
 # of READS, those that hand the host a number, which a pretended device does not have
-ANSWERED = {"_local_scalar_dense": 1, "equal": True, "is_nonzero": True}
+ANSWERED = {"_local_scalar_dense", "equal", "is_nonzero"}
+NEGATIONS = {"bitwise_not", "logical_not"}
 ATTENTIONS = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
               "_scaled_dot_product_cudnn_attention"}
 BY_PLACES = {"index", "index_put", "index_put_"}          # which read a mask to know how many places it has
@@ -32,14 +35,17 @@ class DeviceWork(TorchDispatchMode):
 
     `held_bytes` are those of the tensors that live, `peak_bytes` the most of them since `start_over`. Not counted are
     workspaces that an operator uses inside, and what allocators lose. `flops` are of matrix products, convolutions and
-    attention, `attention_flops` those of attention among them. `waits`: each line at which the host waits for the
+    attention, `attention_flops` those of attention among them. `sent_bytes` are what exchanges send, as their process
+    groups say. `waits`: each line at which the host waits for the
     device, which are readings of its numbers and copies that are not asynchronous. `mixed`: each line at which an
     operator is given tensors on unlike devices. Both are {text: how often}.
     """
 
-    def __init__(self, others=()):
-        """others: tensors whose bytes are not counted among those held, such as weights."""
+    def __init__(self, others=(), answer=1):
+        """others: tensors whose bytes are not counted among those held, such as weights. answer: what the host is told
+        where it reads a number of a pretended device, such as how many tokens of a text are not masked."""
         super().__init__()
+        self._answer = answer
         self.held_bytes = 0
         self._num_users, self._users = collections.Counter(), {}
         self._others = {tensor.untyped_storage()._cdata for tensor in others}
@@ -47,7 +53,7 @@ class DeviceWork(TorchDispatchMode):
 
     def start_over(self):
         """Count from here on; what is held stays so."""
-        self.kernels = self.moved_bytes = self.flops = self.attention_flops = 0
+        self.kernels = self.moved_bytes = self.flops = self.attention_flops = self.sent_bytes = 0
         self.peak_bytes = self.held_bytes
         self.waits, self.mixed = collections.Counter(), collections.Counter()
         self.names = collections.Counter()                     # of the operators that are kernels
@@ -62,7 +68,7 @@ class DeviceWork(TorchDispatchMode):
         if reads and any(tensor.is_cuda for tensor in given):
             self.waits[f"{name} at {line_at()}"] += 1
             if name in ANSWERED:
-                return ANSWERED[name]
+                return self._answer
             func, args, kwargs = _as_if_all_were_true(func, args, kwargs)
         made = self._run(func, args, kwargs, given)
         outputs = tensors_in(made)
@@ -70,8 +76,12 @@ class DeviceWork(TorchDispatchMode):
             self._note_copy(given, outputs, kwargs.get("non_blocking") or (name == "copy_" and args[2:] and args[2]))
         if name not in NO_KERNELS and func.namespace != "c10d" and any(tensor.is_cuda for tensor in outputs):
             self._note_kernel(func, args, kwargs, made, [*given, *outputs])
+        if func.namespace == "c10d":
+            self.sent_bytes += sent_bytes(name, args)
         for tensor in outputs:
             self._hold(tensor)
+            if name in NEGATIONS:                              # of what is taken to be true everywhere
+                tensor.is_false = True
         return made
 
     def _run(self, func, args, kwargs, given):
@@ -83,7 +93,8 @@ class DeviceWork(TorchDispatchMode):
         devices = " and ".join(sorted({str(tensor.device) for tensor in given}))
         self.mixed[f"{func.overloadpacket.__name__} of {devices} at {line_at()}"] += 1
         cuda = next(tensor.device for tensor in given if tensor.is_cuda)
-        return func(*tree_map(lambda leaf: leaf.to(cuda) if torch.is_tensor(leaf) else leaf, args), **kwargs)
+        there = tree_map(lambda leaf: torch.empty_like(leaf, device=cuda) if torch.is_tensor(leaf) else leaf, args)
+        return func(*there, **kwargs)
 
     def _note_copy(self, given, outputs, is_asynchronous):
         if not is_asynchronous and given[-1].numel() and {tensor.is_cuda for tensor in (*given, *outputs)} == {True,
@@ -123,6 +134,21 @@ class DeviceWork(TorchDispatchMode):
             self.held_bytes -= size
 
 
+def sent_bytes(name, args):
+    """What a rank sends in one of torch's exchanges, by the group that it is given."""
+    group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject)
+                 and arg._type().qualified_name().endswith("ProcessGroup"))
+    if name == "alltoall_base_":
+        _, given, _, _, parts = args[:5]
+        return (sum(parts) - parts[group.rank()]) * math.prod(given.shape[1:]) * given.element_size()
+    given = tensors_in(args)[-1]
+    if name in ("_allgather_base_", "allgather_"):
+        return given.nbytes * (group.size() - 1)
+    if name == "allreduce_":
+        return 2 * (group.size() - 1) * given.numel() // group.size() * given.element_size()
+    return given.nbytes if name == "send" else 0
+
+
 def tensors_in(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
@@ -143,8 +169,11 @@ def _as_if_all_were_true(func, args, kwargs):
         return func, args, kwargs
     places = []
     for place in args[1]:
-        places += ([torch.empty(place.numel(), dtype=torch.int64, device=place.device)] * place.ndim if _is_mask(place)
-                   else [place])
+        if _is_mask(place):
+            count = 0 if hasattr(place, "is_false") else place.numel()
+            places += [torch.empty(count, dtype=torch.int64, device=place.device)] * place.ndim
+        else:
+            places.append(place)
     return func, (args[0], places, *args[2:]), kwargs
 
 

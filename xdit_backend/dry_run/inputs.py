@@ -41,7 +41,7 @@ def _special(name, config, shape, width):
     """Of conditioning that has a rule of its own: {name: shape}; None of other."""
     batch = shape[0]
     if name == "clip_fea" and config.get(width) is not None and config.get("added_kv_proj_dim"):
-        return {name: (batch, PICTURE_TOKENS, config[width])}
+        return {name: (batch, config.get("pos_embed_seq_len") or PICTURE_TOKENS, config[width])}
     if name == "vace_context":
         return {name: (batch, 1, config["vace_in_channels"], *shape[2:])}
     if name == "vace_strength":

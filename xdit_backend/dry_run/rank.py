@@ -12,7 +12,7 @@ from ..checkpoints.casting import cast_at_use, unpack_at_use
 from ..checkpoints.loading import Transformer
 from ..checkpoints.packed import packed_weights, set_packed_parameters
 from ..checkpoints.shares import narrow, tensor_splits
-from ..checkpoints.transformer import block_bytes, block_sizes, build, held
+from ..checkpoints.transformer import block_bytes, block_sizes, build, held, held_bytes
 from ..distributed.collectives import Traffic
 from ..forecast.planner import choose_num_patches, warmup_layout
 from ..hooks.transformer import Hooks
@@ -50,7 +50,8 @@ class Run:
 @dataclass(frozen=True)
 class Counted:
     """What a rank holds and does in a step after the first: of PipeFusion all of its patches, of displaced patches a
-    stale call. peak_bytes: beside weights, of both steps; kept_bytes of it are kept from step to step."""
+    stale call. peak_bytes: beside weights, of both steps; kept_bytes of it are kept from step to step. sent_bytes: as
+    torch's process groups are told; told_bytes: as the workers report them."""
 
     weight_bytes: int
     kept_bytes: int
@@ -58,6 +59,7 @@ class Counted:
     flops: int
     attention_flops: int
     sent_bytes: int
+    told_bytes: int
     num_exchanges: int
     kernels: int
     moved_bytes: int
@@ -91,12 +93,10 @@ def count(checkpoint, spec, layout, rank, run, memory=()):
     with pretended_group(rank, world_size):
         model, packed = outline(checkpoint, spec)
         blocks = own_blocks(model, checkpoint.family, spec, rank, memory)
-        with pretended_cuda():
+        work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1])
+        with pretended_cuda(), work:
             loaded = load(checkpoint, spec, model, packed, (blocks, rank % spec.tensor_degree))
-            weights = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda]
-            work = DeviceWork(weights)
-            with work:
-                return _count(loaded, spec, layout, run, world_size, work, sum(tensor.nbytes for tensor in weights))
+            return _count(loaded, spec, layout, run, world_size, work)
 
 
 def world_size_of(layout):
@@ -132,10 +132,12 @@ def own_blocks(model, family, spec, rank, memory=()):
     sizes = block_sizes(model, family)
     if spec.stages is None:
         return range(len(sizes))
+    of_blocks = block_bytes(model, family, spec)
+    outside = held_bytes(model, family, spec) - sum(of_blocks)
     counts = spec.stages.num_blocks or split_stages(
         [size * share for size, share in sizes], spec.stages.pipefusion_degree,
-        sizes=[size // spec.tensor_degree for size in block_bytes(model, family, spec)],
-        limits=[min(memory[rank] for rank in range(len(memory)) if stage_of(rank, spec.stages) == stage)
+        sizes=[size / spec.tensor_degree for size in of_blocks],
+        limits=[min(memory[rank] for rank in range(len(memory)) if stage_of(rank, spec.stages) == stage) - outside
                 for stage in range(spec.stages.pipefusion_degree)] if memory else None)
     return stage_blocks(counts, stage_of(rank, spec.stages))
 
@@ -149,10 +151,10 @@ def load(checkpoint, spec, model, packed, part):
     transformer = Transformer(model, checkpoint, spec, CUDA, tensor_rank, here, splits)
     indices = block_indices(model, family)
     for name, tensor, dtype in held(model, family, spec):
-        index = indices.get(".".join(name.split(".")[:2]))
+        index = None if family.is_unet or name.startswith(family.plan.outside) else indices.get(block_path(name))
         if here is not None and index is not None and index not in here:
             continue                                           # of another stage: it stays on the meta device
-        own = transformer.share(name, tensor, ()) if tensor.is_meta else tensor
+        own = splits[name].own(tensor, spec.tensor_degree, tensor_rank) if name in splits else tensor
         owner, _, leaf = name.rpartition(".")
         module, dtype = model.get_submodule(owner), tensor.dtype if name in packed else dtype
         shape = tensor[:0].shape if own is None else own.shape
@@ -169,6 +171,11 @@ def load(checkpoint, spec, model, packed, part):
     return Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks)
 
 
+def block_path(name):
+    """Path of the block that a weight would be in."""
+    return ".".join(name.split(".")[:2])
+
+
 def block_indices(model, family):
     """{path of a block: its number over all of the plan's lists}."""
     found, first = {}, 0
@@ -179,8 +186,9 @@ def block_indices(model, family):
     return found
 
 
-def _count(loaded, spec, layout, run, world_size, work, weight_bytes):
-    memory = HostMemory()
+def _count(loaded, spec, layout, run, world_size, work):
+    weight_bytes, memory = work.held_bytes, HostMemory()
+    work.start_over()
     predictions = Predictions({spec.name: loaded}, world_size, CUDA, StagingBuffers(CUDA), Timeline(CUDA),
                               map_segment=memory.map)
     calls = _Calls(loaded, spec, layout, run, memory)
@@ -193,9 +201,9 @@ def _count(loaded, spec, layout, run, world_size, work, weight_bytes):
     traffic = Traffic()
     for command in calls.next_step():
         predictions.predict(command, traffic)
-    return Counted(weight_bytes, work.held_bytes, max(peak_bytes, work.peak_bytes), work.flops, work.attention_flops,
-                   traffic.sent_bytes, traffic.num_exchanges, work.kernels, work.moved_bytes, dict(work.waits),
-                   dict(work.mixed), dict(work.names))
+    return Counted(weight_bytes, work.held_bytes - weight_bytes, max(peak_bytes, work.peak_bytes) - weight_bytes,
+                   work.flops, work.attention_flops, work.sent_bytes, traffic.sent_bytes, traffic.num_exchanges,
+                   work.kernels, work.moved_bytes, dict(work.waits), dict(work.mixed), dict(work.names))
 
 
 @dataclass

@@ -7,6 +7,7 @@ published timings.
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
 DEVICES_PER_NODE = 8           # a group that leaves its node goes by the network
@@ -38,6 +39,7 @@ class Net:
     # of each block, by which it is given to a stage: bytes of its weights, and what it costs; (): all are alike
     block_bytes: tuple[float, ...] = ()
     block_costs: tuple[float, ...] = ()
+    live: Any = None                       # memory.Live of its activations; None: the usual
 
     @property
     def held_bytes(self):

@@ -3,13 +3,12 @@
 What the choice of stages, the refusal of a run that cannot fit, ComfyUI's accounting and the benches all use.
 """
 
+import functools
 import math
+import statistics
 from dataclasses import dataclass
 
-from ..partition import shard_sizes, split_stages
-
-ACTIVATIONS = 8.5              # that live at once beside the feed-forward's, in hidden states
-WHOLE = 0.45                   # of them, what tensor parallelism leaves whole
+from ..partition import FULL, shard_sizes, split_stages, stage_blocks, stage_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     of all blocks under DistriFusion.
     """
     tokens = job.tokens + (job.text if net.joint else 0)
-    a_block = 2 * net.key_share * degrees.batch(job) * tokens * net.width * net.element_bytes
+    a_block = (net.live or Live()).keys * net.key_share * degrees.batch(job) * tokens * net.width * net.element_bytes
     a_block /= degrees.ulysses * degrees.tensor
     keys_values = host = 0.0
     if degrees.pipefusion > 1:
@@ -53,11 +52,64 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
         keys_values, host = (settings.cached_steps + 1) * a_block, keys_values
     if degrees.displaced > 1:
         keys_values = settings.exchanged_copies * settings.cached_steps * a_block * net.blocks
-    rows = job.branches * job.images * tokens * working_share(job, degrees, net.branches_apart, settings.images_apart)
-    live = ACTIVATIONS + net.elements / 4
     return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values,
-                  activations=rows * net.width * net.element_bytes * live * (WHOLE + (1 - WHOLE) / degrees.tensor),
+                  activations=_live_rows(net, job, degrees, settings) * tokens * net.width * net.element_bytes,
                   host=host)
+
+
+@dataclass(frozen=True)
+class Live:
+    """What lives at once beside weights and what is kept, in hidden states of all tokens of a forward, as a count of
+    the workers' own work says of a published model (dry_run/rank.py; tests hold it to 5 %).
+
+    alone: most where a rank has all tokens; residual: of that, what tensor parallelism does not divide; whole: most at
+    a moment at which it divides nothing. Where tokens are shared out, outside: most outside of the blocks, where
+    streams are whole; held: whole, beside the blocks, such as what is to be cut and tables of positions; and of a
+    rank's own tokens, block: most in a block by itself; exchange: where Ulysses packs queries, keys and values. keys:
+    those and values of one block, which are kept; told: those of the block before with all that they are views of,
+    which displaced patches have yet to send. Both where queries have as many heads.
+    """
+
+    alone: float = 15.0
+    residual: float = 5.0
+    whole: float = 9.0
+    outside: float = 5.0
+    held: float = 2.0
+    block: float = 13.0
+    exchange: float = 18.0
+    keys: float = 2.0
+    told: float = 2.0
+
+
+# beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
+# Ulysses comes before it, what that has unpacked; of displaced patches nothing is packed
+RING, RING_AND_ULYSSES, UNPACKED = 2.05, 5.05, -8.0
+
+
+def _live_rows(net, job, degrees, settings):
+    """The most that lives at once, in hidden states of all tokens of one image."""
+    live, batch = net.live or Live(), _batch(job, degrees, net.branches_apart, settings.images_apart)
+    sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
+    if sequence * degrees.displaced == 1:
+        return batch * max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
+    residual = max(0.0, live.residual - live.held)
+    block, exchange = (_divided(each, residual, degrees) for each in (live.block, live.exchange))
+    if degrees.tensor > 1:
+        block = max(block, live.whole - live.held)
+    if degrees.ring > 1 or sequence > degrees.sequence:
+        exchange += (RING_AND_ULYSSES if degrees.ulysses > 1 else RING) / degrees.tensor
+    inside = (max(block, exchange) if sequence > 1 else block) / sequence / degrees.displaced
+    if degrees.displaced > 1:                                  # all keys and values of a layer, in one piece
+        keys = 2 * net.key_share / degrees.ulysses / degrees.tensor
+        told = live.told * net.key_share / degrees.ulysses / degrees.tensor
+        inside = max(inside + told / degrees.displaced,
+                     keys + (exchange + UNPACKED) / sequence / degrees.displaced)
+    return batch * max(live.outside, live.held + inside)
+
+
+def _divided(live, residual, degrees):
+    """Of what lives at once, what does under tensor parallelism."""
+    return residual + max(0.0, live - residual) / degrees.tensor
 
 
 def weight_bytes(net, degrees):
@@ -69,10 +121,16 @@ def weight_bytes(net, degrees):
 def stage_counts(net, num_stages, limits=None, speeds=None):
     """Blocks of each stage. limits: bytes that its device can hold of their weights. speeds: of its device, relative.
 
-    A cost is of a block's work on image tokens, so stages that take as long hold unlike weights."""
+    A cost is of a block's work on image tokens, so stages that take as long hold unlike weights.
+    """
     if num_stages == 1 or not net.block_costs:
         return shard_sizes(net.blocks, num_stages)
-    return split_stages(net.block_costs, num_stages, speeds, net.block_bytes, limits)
+    return _split(net.block_costs, num_stages, speeds and tuple(speeds), net.block_bytes, limits and tuple(limits))
+
+
+@functools.lru_cache(maxsize=64)               # the choice of a layout asks for the same ones again and again
+def _split(*given):
+    return split_stages(*given)
 
 
 def stage_bytes(net, num_stages, limits=None, speeds=None):
@@ -83,19 +141,46 @@ def stage_bytes(net, num_stages, limits=None, speeds=None):
     return [sum(net.block_bytes[sum(counts[:stage]):sum(counts[:stage + 1])]) for stage in range(num_stages)]
 
 
+def rank_weights(weight_bytes, net, stages, device_bytes):
+    """About how many bytes of a model's weights each rank holds, where blocks are given to stages as workers do it.
+
+    weight_bytes: of all blocks, as a rank holds them. net: None of a U-Net. device_bytes: of each rank's device.
+    """
+    count = len(device_bytes)
+    if stages is None or stages.every_block or net is None:
+        return [weight_bytes] * count
+    of_stages: list[list[int]] = [[] for _ in range(stages.pipefusion_degree)]
+    for rank in range(count):
+        of_stages[stage_of(rank, stages)].append(rank)
+    limits = [FULL * min(device_bytes[rank] for rank in ranks) - net.outside_bytes for ranks in of_stages]
+    speeds = ([statistics.mean(stages.speeds[rank] for rank in ranks) for ranks in of_stages] if stages.speeds
+              else None)
+    sizes = stage_bytes(net, stages.pipefusion_degree, limits, speeds)
+    if stages.num_blocks and net.block_bytes:
+        sizes = [sum(net.block_bytes[block] for block in stage_blocks(stages.num_blocks, stage))
+                 for stage in range(stages.pipefusion_degree)]
+    return [round((net.outside_bytes + sizes[stage_of(rank, stages)]) * weight_bytes / net.held_bytes)
+            for rank in range(count)]
+
+
 def working_share(job, degrees, branches_apart=False, images_apart=False):
     """The part of a run's activations (of all its images, branches and tokens) that a rank has at a time.
 
-    branches_apart: stages take one branch after the other. Whole steps decide, which PipeFusion warms up by;
-    images_apart: one image after the other, so that patches of all images may be more.
+    branches_apart: stages, and ranks with displaced patches, take one branch after the other. Whole steps decide, which
+    PipeFusion warms up by; images_apart: one image after the other, so that patches of all images may be more.
     """
-    branches = 1 if branches_apart and degrees.pipefusion > 1 else math.ceil(job.branches / degrees.cfg)
-    images = math.ceil(job.images / degrees.data)
+    sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
+    batch = _batch(job, degrees, branches_apart, images_apart)
+    return batch / (job.branches * job.images) / sequence / degrees.displaced
+
+
+def _batch(job, degrees, branches_apart, images_apart):
+    """Rows of the batch that a rank computes at a time."""
+    is_apart = branches_apart and (degrees.pipefusion > 1 or degrees.displaced > 1)
+    branches, images = 1 if is_apart else math.ceil(job.branches / degrees.cfg), math.ceil(job.images / degrees.data)
     if images_apart and degrees.pipefusion > 1:
         images = max(1.0, images / (degrees.num_patches or degrees.pipefusion))
-    batch = branches * images
-    sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
-    return batch / (job.branches * job.images) / sequence / degrees.displaced
+    return branches * images
 
 
 def most_that_fits(fits, most):

@@ -284,6 +284,20 @@ def tensor_degree_that_fits(net, job, device_bytes):
                  if rank_memory(net, job, Degrees(tensor=degree)).total <= device_bytes), None)
 
 
+def spread_that_fits(config, net, refused, job, device_bytes):
+    """On how many devices of this memory a run would fit, for a person: [text]; exactly, where only exact methods are
+    allowed. net: None of a U-Net. refused: the family's."""
+    if net is None:
+        return []
+    if config.approximate == "allowed" and "pipefusion" not in refused:
+        name, degree = "pipefusion_degree", stages_that_fit(config, net, job, device_bytes)
+    elif "tensor" in refused:
+        return []
+    else:
+        name, degree = "tensor_degree", tensor_degree_that_fits(net, job, device_bytes)
+    return [f"{name}={degree} on as many devices like these"] if degree else []
+
+
 def degrees_of(layout, config, stages=None):
     """A Layout as the forecast takes it."""
     given = {field.name.removesuffix("_degree"): getattr(layout, field.name) for field in dataclasses.fields(layout)}
@@ -305,11 +319,6 @@ def choose_num_patches(requested, num_stages, shape, patch_size, sequence_degree
     tokens_a_row = num_tokens(shape[dim + 1:], patch_size[dim - 1:])
     rows_needed = -(-sequence_degree // tokens_a_row)
     return max(1, min(requested or 2 * num_stages, rows // rows_needed))
-
-
-def rank_bytes(weight_bytes, stages):
-    """About how many bytes of a model's weights a rank holds."""
-    return weight_bytes if stages is None or stages.every_block else -(-weight_bytes // stages.pipefusion_degree)
 
 
 def warmup_layout(layout, stages):

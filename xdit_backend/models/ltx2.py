@@ -121,6 +121,8 @@ LTX2 = dataclasses.replace(
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],
         "video_coords": _coordinates},
+    live={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4,
+          "held": 7.45, "block": 13.7, "exchange": 12.7, "keys": 3.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_share=0.78,
                           patched="double"),),

@@ -118,6 +118,8 @@ class Family:
     parts: dict[str, Callable] = field(default_factory=dict)
     # (latents, times, config) -> (the first part, its timestep, {conditioning: tensor of this call alone})
     split_parts: Callable | None = None
+    # what lives at once of its published model, as forecast.memory.Live has it; {}: as of most
+    live: dict[str, float] = field(default_factory=dict)
     # --- sizes: functions of the config ---
     num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, which shares out no tokens
     num_key_heads: Callable = lambda config: None                          # None: as many as num_heads

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..checkpoints.changes import change_weights
 from ..checkpoints.loading import Transformer, load_transformer
-from ..checkpoints.transformer import block_bytes, block_sizes
+from ..checkpoints.transformer import block_bytes, block_sizes, held_bytes
 from ..checkpoints.versions import Versions
 from ..distributed.collectives import Traffic, all_gather
 from ..hooks.context import ForwardContext, rows_of, tokens_of
@@ -167,12 +167,14 @@ class Models:
         model: without weights. A collective: every rank calls it.
         """
         free = torch.cuda.mem_get_info(self._device)[0] * FULL if self._device.type == "cuda" else math.inf
-        devices = self._of_all(self._speed(spec), free)
+        sizes = [size / spec.tensor_degree for size in block_bytes(model, family, spec)]
+        outside = held_bytes(model, family, spec) - sum(block_bytes(model, family, spec))
+        devices = self._of_all(self._speed(spec), free - outside)
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
                   for stage in range(spec.stages.pipefusion_degree)]
         return split_stages([size * share for size, share in block_sizes(model, family)], len(stages),
                             speeds=[statistics.mean(speed for speed, _ in ranks) for ranks in stages],
-                            sizes=[size // spec.tensor_degree for size in block_bytes(model, family, spec)],
+                            sizes=sizes,
                             limits=[min(free for _, free in ranks) for ranks in stages])
 
 

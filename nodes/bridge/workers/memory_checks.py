@@ -7,16 +7,14 @@ import functools
 import torch
 
 from ....xdit_backend.forecast.cost import Job
-from ....xdit_backend.forecast.memory import Memory, rank_memory, working_share
+from ....xdit_backend.forecast.memory import Memory, rank_memory, rank_weights, working_share
 from ....xdit_backend.forecast.memory_check import DeviceMemory, Hints, Latents, check_memory
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
     describe_layout,
     memory_settings,
-    rank_bytes,
-    stages_that_fit,
-    tensor_degree_that_fits,
+    spread_that_fits,
 )
 from ....xdit_backend.host_memory import available_memory
 from ....xdit_backend.partition import ranks_by_part
@@ -97,7 +95,8 @@ class MemoryCheck:
         self._checked.add(key)
 
     def _of_ranks(self, weight_bytes):
-        return [rank_bytes(weight_bytes, self._setup.spec.stages)] * len(self._setup.devices)
+        setup = self._setup
+        return rank_weights(weight_bytes, setup.net, setup.spec.stages, setup.device_bytes)
 
     def _of_rank(self, job, degrees, config):
         return rank_memory(self._setup.net, job, degrees, memory_settings(config, self._setup.spec.stages))
@@ -118,13 +117,4 @@ class MemoryCheck:
         """On how many devices the model would fit, for a person: [text]; exactly, where only exact methods are
         allowed."""
         setup = self._setup
-        config, net, refused, device_bytes = setup.config, setup.net, setup.family.refused, min(setup.device_bytes)
-        if net is None:
-            return []
-        if config.approximate == "allowed" and "pipefusion" not in refused:
-            name, degree = "pipefusion_degree", stages_that_fit(config, net, job, device_bytes)
-        elif "tensor" in refused:
-            return []
-        else:
-            name, degree = "tensor_degree", tensor_degree_that_fits(net, job, device_bytes)
-        return [f"{name}={degree} on as many devices like these"] if degree else []
+        return spread_that_fits(setup.config, setup.net, setup.family.refused, job, min(setup.device_bytes))

@@ -1,0 +1,1 @@
+"""Every family's own work on a rank, counted on pretended devices."""

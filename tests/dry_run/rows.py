@@ -1,0 +1,111 @@
+"""Rows that tests count: tiny models of every family under every method, published ones at their size, and where a
+forward may wait for its device."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import re
+from pathlib import Path
+
+from xdit_backend.bench.size import parse_layout
+from xdit_backend.checkpoints.shares import tensor_splits
+from xdit_backend.checkpoints.transformer import held
+from xdit_backend.dry_run.inputs import conditioning_shapes, latent_shape
+from xdit_backend.dry_run.published import PUBLISHED, Unwritten
+from xdit_backend.dry_run.rank import Run, block_indices, block_path, count, outline, own_blocks, world_size_of
+from xdit_backend.models import FAMILIES
+from xdit_backend.protocol.specs import Stages
+from xdit_backend.vocabulary.family import Family
+
+TRANSFORMERS = ("one", "ulysses2", "ring2", "pipefusion2", "tensor2", "displaced2", "ulysses2-ring2",
+                "pipefusion2-ulysses2", "tensor2-ring2")
+UNETS = ("one", "cfg2", "displaced2")
+# Whose shapes depend on numbers that a pretended device does not have: HiDream's experts take the tokens sent to them.
+UNCOUNTED = ("HiDream-I1",)
+LAYOUTS = {name: [layout for layout in (UNETS if family.is_unet else TRANSFORMERS)
+                  if not any(getattr(parse_layout(layout), f"{method}_degree") > 1 for method in family.refused)]
+           for name, family in FAMILIES.items() if name not in UNCOUNTED}
+# {family: {layout: kernels of a step of its tiny model}}, written by python -m tests.dry_run.kernels
+KERNELS = Path(__file__).with_name("kernels.json")
+# "operation at file.py function", as far as it is the same in all releases of diffusers: why it is allowed
+ALLOWED_WAITS = {
+    "_local_scalar_dense at transformer_lumina2.py forward": "diffusers makes tables for as much text as is not masked",
+    "copy at transformer_lumina2.py _get_freqs_cis": "diffusers has its tables on the host, and takes rows by number",
+    "_local_scalar_dense at transformer_hunyuan_video15.py forward": "diffusers looks whether a picture is given",
+    "index at transformer_hunyuan_video15.py forward": "diffusers puts text that is not masked first",
+}
+SMALL_ROWS, SMALL_COLUMNS, TEXT_TOKENS = 16, 20, 7
+
+
+def place_of(wait):
+    """A wait of device_work.DeviceWork without what changes with the release or the size."""
+    return re.sub(r" of \d+ bytes|(?<=\.py):\d+", "", wait)
+
+
+def tiny(name):
+    """(checkpoint, Run without branches of guidance) of a family's tiny model."""
+    family, config = FAMILIES[name], dict(FAMILIES[name].tiny.config)
+    columns = SMALL_COLUMNS + (60 if name.startswith("PixArt") else 0)         # less has no positions there
+    frames = (family.tiny.frames,) if len(family.patch_size(config)) == 3 else ()
+    shape = (1, family.taken_channels(config), *frames, SMALL_ROWS, columns)
+    return Unwritten(name, family, config), Run(shape, *conditioning_shapes(family, config, shape, TEXT_TOKENS))
+
+
+@functools.cache
+def published(name, blocks=2):
+    """(checkpoint, Run of one branch) of a published model at its usual size, with so many blocks of each kind; None:
+    all. What lives at once does not depend on their number, but for what is kept of each."""
+    model = PUBLISHED[name]
+    family: Family = FAMILIES[model.family]
+    config = model.config | ({} if blocks is None else {list_.count: blocks for list_ in family.blocks})
+    if "pos_embed_max_size" in config:                         # a table of weights alone, which takes seconds to make
+        config["pos_embed_max_size"] = 64
+    shape = latent_shape(family, config, model.size, model.frames)
+    return Unwritten(name, family, config), Run(shape, *conditioning_shapes(family, config, shape, model.tokens))
+
+
+def spec_of(checkpoint, layout, storage="bfloat16", quantisation=""):
+    sequence = layout.ring_degree * layout.ulysses_degree * layout.tensor_degree
+    stages = Stages(layout.pipefusion_degree, sequence) if layout.pipefusion_degree > 1 else None
+    return checkpoint.spec(storage, "bfloat16", stages, layout.tensor_degree, quantisation)
+
+
+def counted(row, layout_name, rank=-1, storage="bfloat16", quantisation=""):
+    """The Counted of a rank, the last one if it is not said. row: of tiny() or published()."""
+    (checkpoint, run), layout = row, parse_layout(layout_name)
+    run = dataclasses.replace(run, branches=max(run.branches, layout.cfg_degree))
+    return count(checkpoint, spec_of(checkpoint, layout, storage, quantisation), layout,
+                 rank % world_size_of(layout), run)
+
+
+def weights_of(row, layout_name, rank=-1):
+    """Bytes of the weights that a rank has to hold, by arithmetic on the model's shapes."""
+    (checkpoint, _), layout = row, parse_layout(layout_name)
+    family, spec, rank = checkpoint.family, spec_of(checkpoint, layout), rank % world_size_of(layout)
+    model, _ = outline(checkpoint, spec)
+    degree, splits = layout.tensor_degree, {}
+    if degree > 1:
+        splits = tensor_splits(model, family.plan, degree)
+    here, indices, total = own_blocks(model, family, spec, rank), block_indices(model, family), 0
+    for name, tensor, dtype in held(model, family, spec):
+        is_outside = family.is_unet or name.startswith(family.plan.outside)
+        block = None if is_outside else indices.get(block_path(name))
+        if block is None or block in here:
+            share = splits[name].share(degree, rank % degree) if name in splits else 1
+            total += round(tensor.numel() * share) * dtype.itemsize
+    return total
+
+
+def known_kernels():
+    return json.loads(KERNELS.read_text(encoding="utf-8"))
+
+
+def most_kernels(name, layout):
+    """As many as there were; other releases of torch and diffusers may launch a tenth more."""
+    known = known_kernels()
+    return known[name][layout] * (1.0 if known["of"] == releases() else 1.1)
+
+
+def releases():
+    return {package: importlib.metadata.version(package) for package in ("torch", "diffusers")}
