@@ -254,7 +254,8 @@ class RemoteModel:
         if together:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")
-        self._show(how + _spare(layout.data_degree, latent.shape[0]) + self.config.idle, self.forecasts.words)
+        spare = "" if self.config.mode == "auto" else _spare(layout.data_degree, latent.shape[0])
+        self._show(how + spare + self.config.idle, self.forecasts.words)
         return self.forecasts.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
