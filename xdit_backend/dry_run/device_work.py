@@ -106,9 +106,7 @@ class DeviceWork(TorchDispatchMode):
         self.names[func.overloadpacket.__name__] += 1
         self.moved_bytes += sum(tensor.nbytes for tensor in {id(each): each for each in touched}.values()
                                 if tensor.is_cuda)
-        if "scaled_mm" in func.overloadpacket.__name__:        # of which torch counts the older alone
-            self.flops += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
-        elif func.overloadpacket in flop_registry:
+        if func.overloadpacket in flop_registry:
             flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=made)
             self.flops += flops
             self.attention_flops += flops if func.overloadpacket.__name__ in ATTENTIONS else 0
