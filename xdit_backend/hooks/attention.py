@@ -17,25 +17,21 @@ from .own_code import OwnCode, functional
 from .places import Place, one_key_per_group
 
 
-@dataclass(frozen=True)
-class AttentionLayer:
-    """One attention of the model: which it is, and whose tokens attend to whose."""
-
-    key: tuple                             # (block, name and number of the attention)
-    streams: tuple[str, ...]               # of the queries
-    key_streams: tuple[str, ...]           # of keys and values; mostly the same
-
-
 @dataclass
 class RunningAttention:
-    """The attention module that a forward is in."""
+    """The attention module that a forward is in, and whose tokens attend to whose."""
 
     module: torch.nn.Module
     place: Place
     name: str
-    streams: tuple[str, ...]
-    key_streams: tuple[str, ...]
+    streams: tuple[str, ...]               # of the queries
+    key_streams: tuple[str, ...]           # of keys and values; mostly the same
     num_calls: int = 0                     # of attention, so far
+
+    @property
+    def key(self):
+        """Which attention of the model this call is: (block, name of the module, number of the call in it)."""
+        return self.place.index, self.name, self.num_calls
 
     def refuse_uncalled(self):
         """Raises UnsupportedError where each rank has attended to its own tokens only."""
@@ -86,8 +82,7 @@ class AttentionFunctions:
         key, value = one_key_per_group(now.module, query, key), one_key_per_group(now.module, query, value)
         query, padding = self.without_placeholders(query, now.streams, context)
         key, value = (self.without_placeholders(each, now.key_streams, context)[0] for each in (key, value))
-        layer = AttentionLayer((now.place.index, now.name, now.num_calls), now.streams, now.key_streams)
-        out = attend(query, key, value, context, layer, scale)
+        out = attend(query, key, value, context, now, scale)
         for nag in context.guided:
             apply_nag(out, nag, (1, 3), context.tokens.image_slice(now.streams), True, context.mesh, context.traffic)
         return out if padding is None else F.pad(out, padding)
@@ -104,7 +99,7 @@ class AttentionFunctions:
 
 
 def attend(query, key, value, context, layer, scale):
-    """Attention by the method of this forward, where all methods meet. layer: an AttentionLayer."""
+    """Attention by the method of this forward, where all methods meet. layer: the RunningAttention."""
     streams, key_streams = layer.streams, layer.key_streams
     sizes = context.tokens.sizes(streams)
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)

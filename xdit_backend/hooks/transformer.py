@@ -248,7 +248,7 @@ class Hooks:
                 result = tuple(cut(tensor, each) for tensor, each in zip(value, arguments))
             else:
                 result = cut(value, argument)
-            context.cuts[key] = (value, result)                  # `value` is kept, so that its id stays its own
+            context.cuts[key] = (value, result)                # `value` is kept, so that its id stays its own
         return context.cuts[key][1]
 
     def _read_once(self, context, mask, streams):

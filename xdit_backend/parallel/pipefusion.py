@@ -28,7 +28,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by
     an all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are
     kept so.
-    attention: a usp.Attention, whose mask is made here. layer: a hooks.attention.AttentionLayer. Returns like q.
+    attention: a usp.Attention, whose mask is made here. layer: hooks.attention.RunningAttention. Returns like q.
     """
     mesh, traffic, given = context.mesh, context.traffic, q_BNTH
     sizes, key_sizes = attention.sizes, attention.key_sizes
