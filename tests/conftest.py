@@ -123,6 +123,20 @@ def forkserver():
     server.close()
 
 
+@pytest.fixture(scope="session")
+def node():
+    """The program that runs the page's modules without a page."""
+    from tests.page_modules import node_program
+    return node_program()
+
+
+@pytest.fixture(scope="session")
+def modules(tmp_path_factory):
+    """The folder of the page's modules, which `node` can import."""
+    from tests.page_modules import write_modules
+    return write_modules(tmp_path_factory.mktemp("web"))
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """What a test draws does not depend on the tests before it."""

@@ -10,17 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.comfyui_server import ROOT, comfyui_folder
-from tests.page_modules import evaluate, node_program, write_modules
-
-
-@pytest.fixture(scope="module")
-def node():
-    return node_program()
-
-
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory):
-    return write_modules(tmp_path_factory.mktemp("web"))
+from tests.page_modules import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.comfyui_server import ROOT
-from tests.page_modules import evaluate, node_program, write_modules
+from tests.page_modules import evaluate
 from xdit_backend.checkpoints.recognise import OTHERS, article
 from xdit_backend.config import ParallelConfig, validate
 from xdit_backend.forecast.choice import Machine, forecast
@@ -26,16 +26,6 @@ NEW = 8                                    # messages that may be newer than the
 NAMES = ("ulysses_degree ring_degree mode auto cpu Ulysses PipeFusion CFG LoRA CLIP VAE GGUF ControlNet a.safetensors "
          "GB/s diffusers models/diffusers config.json").split()          # the same in both languages
 WORDS = 12                                 # letters of a piece of text, from which on it is looked for in the sources
-
-
-@pytest.fixture(scope="module")
-def node():
-    return node_program()
-
-
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory):
-    return write_modules(tmp_path_factory.mktemp("web"))
 
 
 @pytest.fixture(scope="module")
