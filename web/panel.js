@@ -83,10 +83,11 @@ class Panel {
       element("p", { "data-residency": state.residency.how }, text(`residency_${state.residency.how}`, state.residency)));
     const outcome = outcomeBeside(state.run);
     this.run.replaceChildren(element("h3", {}, text("run")), ...(outcome ? outcomeView(outcome) : runView(state.run)));
-    const isOver = state.run && !outcome && state.run.state !== "running";
-    const answer = isOver ? await api.fetchApi("/xdit/timeline") : null;
+    const isOver = () => state.run && state.run.state !== "running" && !outcomeBeside(state.run);
+    const answer = isOver() ? await api.fetchApi("/xdit/timeline") : null;
+    if (this.state !== state) return;                           // a later state was shown while this one waited for its times
     if (answer?.ok && open === this) this.picture.show(await answer.json());
-    this.time.hidden = !isOver || !this.picture.isOf(state.run.number);
+    this.time.hidden = !isOver() || !this.picture.isOf(state.run.number);
   }
 
   async act(action) {

@@ -281,6 +281,31 @@ def test_a_prompt_that_fails_before_it_samples_is_told_on_the_node_in_a_note_and
 
 
 @pytest.mark.slow
+def test_times_that_come_late_are_not_shown_beside_a_later_state(page, after_a_run):
+    """The panel asks for the times of a run that is over; before they are there, the next run has begun."""
+    hidden = page.evaluate("""async state => {
+        const { api } = await import("/scripts/api.js");
+        const fetch = api.fetchApi, section = document.querySelector(".xdit-time").closest("section");
+        let answer;
+        api.fetchApi = (...args) => args[0] === "/xdit/timeline"
+            ? new Promise(resolve => { answer = () => fetch.apply(api, args).then(resolve) }) : fetch.apply(api, args);
+        try {
+            api.dispatchCustomEvent("xdit.state", state);
+            api.dispatchCustomEvent("xdit.state", { ...state, run: { ...state.run, state: "running" } });
+            const before = section.hidden;
+            await answer();
+            await new Promise(resolve => setTimeout(resolve, 100));
+            return [before, section.hidden];
+        } finally {
+            api.fetchApi = fetch;
+            api.dispatchCustomEvent("xdit.state", state);
+        }
+    }""", json.loads(page.states[-1])["data"])
+
+    assert hidden == [True, True]
+
+
+@pytest.mark.slow
 def test_the_bubble_is_the_time_without_work(page):
     """Two steps of 4 s in 10 s, of which 1 s is a wait; a decode after them counts as work, and not as the bubble."""
     spans = [["whole", 0, 4, 1, 0], ["wait", 1, 2, 1, 0], ["patch", 6, 10, 2, 0], ["decode", 12, 13, 0, 0]]
