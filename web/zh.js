@@ -7,7 +7,7 @@ export const ZH = {
     "{0} 缺少 {1} 的权重，ComfyUI 用它们准备这段文本。请使用发布者的完整文件，或使用会准备文本的文本编码器。",
   "{} is a diffusers folder of a {} model, and ComfyUI's names are not known for all tensors of it. {}":
     "{0} 是 {1} 模型的 diffusers 文件夹，其中有些张量在 ComfyUI 中的名称未知。{2}",
-  "{} is a {} model with {} = {}, which ComfyUI could not tell from its tensors: it would take it for {}. {}":
+  "{} is a model of {} with {} = {}, which ComfyUI could not tell from its tensors: it would take it for {}. {}":
     "{0} 是 {2} = {3} 的 {1} 模型，ComfyUI 无法从其张量看出这一点：它会当作 {4}。{5}",
   "{} is sampled as its scheduler_config.json says ({}, {} = {}), and ComfyUI samples such models otherwise. Use another model.":
     "{0} 按其 scheduler_config.json 采样（{1}，{2} = {3}），而 ComfyUI 对这类模型采用别的方式。请使用其他模型。",
@@ -31,7 +31,7 @@ export const ZH = {
     "ComfyUI 不能把 {0} 识别为 {1} 模型。请使用此模型的其他文件。",
   "{} says in its metadata that it differs from other {} models, which xDiT would not heed. Use Load Diffusion Model.":
     "{0} 的元数据说明它与其他 {1} 模型不同，而 xDiT 不会遵循。请使用“加载扩散模型”。",
-  "{} is a {} model whose scheduler says {}, and ComfyUI samples such a model by {} only. Use another model.":
+  "{} is a model of {} whose scheduler says {}, and ComfyUI samples such a model by {} only. Use another model.":
     "{0} 是调度器为 {2} 的 {1} 模型，而 ComfyUI 只用 {3} 对这类模型采样。请使用其他模型。",
   "A node reads weights of this MODEL (diffusion_model.{}) while no sampler runs it, and xDiT's workers hold them. Use Load Diffusion Model for it.":
     "有节点在没有采样器运行时读取此 MODEL 的权重（diffusion_model.{0}），而权重由 xDiT 的工作进程持有。请为它使用“加载扩散模型”。",
@@ -179,9 +179,9 @@ export const ZH = {
     "{0} 看起来是 {1} 模型，但其张量的形状不属于任何一个（{2}）。请重新下载，或选择其他文件。",
   "{} has a config.json whose settings are of other types than diffusers writes ({}). Download it again, or choose another folder.":
     "{0} 的 config.json 中设置的类型与 diffusers 写入的不同（{1}）。请重新下载，或选择其他文件夹。",
-  "{} is a {} model whose config.json says {} = {}, and its tensors are of {}. Download the folder again, or choose another.":
+  "{} is a model of {} whose config.json says {} = {}, and its tensors are of {}. Download the folder again, or choose another.":
     "{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而它的张量是 {4}。请重新下载文件夹，或选择其他的。",
-  "{} is a {} model whose config.json says {} = {}, and xDiT runs {} with {} only. Use another model, or Load Diffusion Model.":
+  "{} is a model of {} whose config.json says {} = {}, and xDiT runs {} with {} only. Use another model, or Load Diffusion Model.":
     "{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而 xDiT 只在 {5} 时运行 {4}。请使用其他模型，或“加载扩散模型”。",
   "{} {}: {}{}. Download it again, or choose another file.":
     "{0} {1}：{2}{3}。请重新下载，或选择其他文件。",
@@ -205,11 +205,11 @@ export const ZH = {
     "tensor_degree={0} 不能拆分这些量化的权重：{1} 有 {2} 个输入，每块 {3} 个，而每个设备需要完整的块。请使用 {4}tensor_degree 1 与 pipefusion_degree，或 bf16、fp16、fp8{5} 的权重。",
   "tensor_degree cannot spread this model: what its layer {} of a {} is for is not known. Use 1, and pipefusion_degree to spread the weights.":
     "tensor_degree 不能拆分此模型：其中 {1} 的层 {0} 的用途未知。请设为 1，并用 pipefusion_degree 分散权重。",
-  "{} is a {} model, of which a folder with its vae/config.json alone says which of them it is. Download the whole folder, or use the file of this model in ComfyUI's format.":
+  "{} is a model of {}, of which a folder with its vae/config.json alone says which of them it is. Download the whole folder, or use the file of this model in ComfyUI's format.":
     "{0} 是 {1} 模型，只有带 vae/config.json 的文件夹才能说明是其中哪一个。请下载整个文件夹，或使用此模型的 ComfyUI 格式文件。",
   "{} has metadata that cannot be read ({}). Download it again.":
     "{0} 的元数据无法读取（{1}）。请重新下载。",
-  "{} is a {} model whose metadata says {} = {}, and xDiT runs {} only. Use Load Diffusion Model.":
+  "{} is a model of {} whose metadata says {} = {}, and xDiT runs {} only. Use Load Diffusion Model.":
     "{0} 是 {1} 模型，其元数据写明 {2} = {3}，而 xDiT 只在 {4} 时运行。请使用“加载扩散模型”。",
   "This VAE cannot be run by xDiT. {} Distributed VAE Decode and Encode work with the VAEs of {}. Use VAE Decode or VAE Encode for this one.":
     "xDiT 不能运行此 VAE。{0} 分布式 VAE 解码和编码支持 {1} 的 VAE。请对它使用“VAE 解码”或“VAE 编码”。",

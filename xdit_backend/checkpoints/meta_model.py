@@ -68,7 +68,7 @@ def _check_folder_agrees(folder_config, config, family, name):
     for key in family.config.rules:
         if key in folder_config and key not in family.config_from_tensors and (_plain(folder_config[key])
                                                                                != _plain(config[key])):
-            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = "
+            raise CheckpointError(f"{name} is a model of {family.name} whose config.json says {key} = "
                                   f"{folder_config[key]!r}, and its tensors are of {config[key]!r}. Download the "
                                   f"folder again, or choose another.")
 
@@ -89,7 +89,7 @@ def _check_folder_config(config, family, name):
             expected = rules.get(key, defaults[key])
             fits = _plain(value) == _plain(expected)
         if not fits:
-            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = {value!r}, and "
+            raise CheckpointError(f"{name} is a model of {family.name} whose config.json says {key} = {value!r}, and "
                                   f"xDiT runs {family.name} with {expected!r} only. Use another model, or Load "
                                   f"Diffusion Model.")
 

@@ -31,7 +31,7 @@ def metadata_of(checkpoint):
         return checkpoint.metadata
     settings = family.folder_metadata(checkpoint.folder)
     if settings is None:
-        raise CheckpointError(f"{checkpoint.name} is a {family.name} model, of which a folder with its "
+        raise CheckpointError(f"{checkpoint.name} is a model of {family.name}, of which a folder with its "
                               f"vae/config.json alone says which of them it is. Download the whole folder, or use the "
                               f"file of this model in ComfyUI's format.")
     return {"config": json.dumps({"transformer": settings})}
@@ -49,7 +49,7 @@ def metadata_settings(checkpoint):
                               f"again.") from error
     for name, values in family.settings.items():
         if settings.get(name, values[0]) not in values:
-            raise CheckpointError(f"{checkpoint.name} is a {family.name} model whose metadata says {name} = "
+            raise CheckpointError(f"{checkpoint.name} is a model of {family.name} whose metadata says {name} = "
                                   f"{settings[name]!r}, and xDiT runs {' or '.join(map(repr, values))} only. Use Load "
                                   f"Diffusion Model.")
     return {f"_{name}": settings.get(name, values[0]) for name, values in family.settings.items()}

@@ -66,7 +66,7 @@ class Detection:
         linear layer and no embedding, such as the gate of experts. weight_sources: see file_weights.py."""
         checkpoint, prediction = self._checkpoint, self._prediction
         if prediction is not None and base_model.model_type != prediction:
-            raise CheckpointError(f"{checkpoint.name} is a {checkpoint.family.name} model whose scheduler says "
+            raise CheckpointError(f"{checkpoint.name} is a model of {checkpoint.family.name} whose scheduler says "
                                   f"{prediction.name}, and ComfyUI samples such a model by "
                                   f"{base_model.model_type.name} only. Use another model.")
         for name, sources in weight_sources().items() if checkpoint.layers else ():

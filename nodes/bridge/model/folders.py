@@ -71,8 +71,8 @@ def refuse_undetectable(tensors, checkpoint):
     for key, value in seen.items():
         if (key not in family.config_from_tensors and config.get(key) is not None
                 and _plain(value) != _plain(config[key])):
-            raise CheckpointError(f"{name} is a {family.name} model with {key} = {config[key]!r}, which ComfyUI could "
-                                  f"not tell from its tensors: it would take it for {value!r}. {INSTEAD}")
+            raise CheckpointError(f"{name} is a model of {family.name} with {key} = {config[key]!r}, which ComfyUI "
+                                  f"could not tell from its tensors: it would take it for {value!r}. {INSTEAD}")
 
 
 def _plain(value):
