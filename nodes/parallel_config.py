@@ -49,6 +49,12 @@ class XDiTParallelConfig(io.ComfyNode):
                                "model that is too large for one device runs by PipeFusion, or by tensor parallelism "
                                "where that is about as fast. not allowed: by tensor parallelism, or by stages that "
                                "wait for each other, and degrees of manual mode that change the picture are refused."),
+                io.String.Input("weights_memory", default="auto", optional=True,
+                                tooltip="How much of each device's memory the model's weights may take. The others "
+                                "stay in the computer's memory and come to the device in every step, while it "
+                                "computes: the picture is the same. auto: as much as the run leaves, and all where "
+                                'they fit. A number: so many GB, such as "10". "all on the device": a model that does '
+                                "not fit is refused."),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )

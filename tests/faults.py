@@ -52,6 +52,7 @@ LAYOUTS = {2: {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulys
                "pipefusion x ulysses": Layout(pipefusion_degree=2, ulysses_degree=2),
                "pipefusion x tensor": Layout(pipefusion_degree=2, tensor_degree=2),
                "data x displaced": Layout(data_degree=2, displaced_degree=2)}}
+COMING = {"cfg", "ulysses", "tensor", "cfg x ulysses"}         # whose weights come from host memory in every step
 PHASES = ("idle", "starting", "loading", "computing", "decoding")
 LONGEST_S = {"idle": 0.0, "starting": 3.0, "loading": 0.3, "computing": 1.5, "decoding": 0.4}          # until a fault
 FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun", "kill forkserver", "kill host")
@@ -105,7 +106,7 @@ class Host:
     def __init__(self, folder, num_workers):
         self.client, self.folder = Client(("cpu",) * num_workers), folder
         self.layouts, self.wanted = LAYOUTS[num_workers], {}
-        self.one = example("SD3", rows=48, columns=48, batch=2)
+        self.one = example("SD3", rows=48, columns=48, batch=2, more={"num_layers": 4})
         if not Path(folder, "transformer").exists():
             self.one.model.save_pretrained(Path(folder, "transformer"))
         self._header = open_checkpoint(folder)
@@ -117,7 +118,8 @@ class Host:
         degrees = self.layouts[layout]
         stages = None if degrees.pipefusion_degree == 1 else Stages(degrees.pipefusion_degree,
                                                                     degrees.ulysses_degree * degrees.tensor_degree)
-        return self._header.spec("float64", "float64", stages, degrees.tensor_degree)
+        return self._header.spec("float64", "float64", stages, degrees.tensor_degree,
+                                 weights_memory=int(layout in COMING))
 
     def run(self, layout, phase="computing"):
         """A decode, or Euler steps; under CFG parallelism of two branches, which are added up."""

@@ -120,10 +120,11 @@ function deviceView({ name, title, total, known, owners }) {
 }
 
 function groupView({ devices, state, models, vaes }) {
-  const lines = models.map(({ name, weights, parked }) => {
+  const lines = models.map(({ name, weights, parked, offloaded }) => {
     const held = sum(weights) - sum(parked);
     return element("li", {}, `${name.replace(/-[0-9a-f]+$/, "")}: ${text("model_held", { size: size(held) })}`
-      + (sum(parked) ? `, ${text("model_parked", { size: size(sum(parked)) })}` : ""));
+      + (sum(parked) ? `, ${text("model_parked", { size: size(sum(parked)) })}` : "")
+      + (sum(offloaded) ? `, ${text("model_offloaded", { size: size(Math.max(...offloaded)) })}` : ""));
   });
   if (vaes) lines.push(element("li", {}, text("vaes_held", { count: vaes })));
   return element("div", { class: "xdit-group", "data-state": state },

@@ -5,7 +5,7 @@ import { element } from "./dom.js";
 const ROW = 34, BAR = 18, TOP = 14;                            // pixels
 const MIN_WIDTH = 0.2;                                         // of a span, below which its neighbours hide it
 const WORK = ["whole", "patch", "decode", "encode"];
-const WAITS = ["wait", "exchange"];
+const WAITS = ["wait", "weights", "exchange"];
 const KINDS = ["whole", "patch", "decode", "encode", "measure", ...WAITS];    // as the legend lists them
 
 /** Of a rank's spans: seconds of work without waits, of waits, and the share of the steps' time, from begin to end, in which it has no work. */

@@ -19,6 +19,7 @@ WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
 APPROXIMATE = ("allowed", "not allowed")
 DISPLACED_MODES = (AUTO, *MODES)
+ALL_ON_DEVICE = "all on the device"        # of weights_memory
 FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # which older workflows name where nobody chose
 KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
 MAX_SHOWN = 60                             # characters of a value that is none of these
@@ -54,6 +55,8 @@ class ParallelConfig:
     displaced_degree: int = 1
     displaced_mode: str = DISPLACED_MODES[0]   # how displaced patches synchronise, one of DISPLACED_MODES
     approximate: str = APPROXIMATE[0]          # may the picture differ a little from one device's? One of APPROXIMATE
+    # GB of each device that weights may take, others come from host memory in every step; "auto", or ALL_ON_DEVICE
+    weights_memory: str = "auto"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -71,6 +74,22 @@ class ParallelConfig:
             raise ConfigError(f'stage_blocks="{self.stage_blocks}" is not a list of block counts of at least 1. Use '
                               f'one number a stage with commas, such as "20,37", or leave it empty.')
         return tuple(map(int, parts))
+
+    @property
+    def weights_memory_bytes(self):
+        """weights_memory in bytes of each device; 0: all weights are on the device; None: as many as it has room for.
+        Raises ConfigError for other text."""
+        text = self.weights_memory.strip().lower()
+        if text in ("auto", ALL_ON_DEVICE):
+            return None if text == "auto" else 0
+        try:
+            num_bytes = float(text.removesuffix("gb")) * 1e9
+        except ValueError:
+            num_bytes = math.nan
+        if not 1 <= num_bytes < math.inf:
+            raise ConfigError(f'weights_memory="{self.weights_memory}" is neither a number of GB above 0, such as '
+                              f'"10", nor "auto", nor "{ALL_ON_DEVICE}".')
+        return int(num_bytes)
 
     @property
     def idle(self):
@@ -212,7 +231,7 @@ def validate(config, num_devices):
         raise ConfigError(f'displaced_mode="{config.displaced_mode}" is not one of {", ".join(DISPLACED_MODES)}.')
     if config.approximate not in APPROXIMATE:
         raise ConfigError(f'approximate="{config.approximate}" is not one of {", ".join(APPROXIMATE)}.')
-    num_stages = len(config.num_stage_blocks)
+    num_stages, _ = len(config.num_stage_blocks), config.weights_memory_bytes
     if config.mode == "auto":
         return
     if num_stages not in (0, config.pipefusion_degree):

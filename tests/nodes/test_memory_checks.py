@@ -1,6 +1,7 @@
 """A run that a device has no room for is refused before it starts, with what would fit:
 that does run, and one more does not."""
 
+import functools
 import importlib
 import re
 import types
@@ -13,7 +14,6 @@ from tests.tolerances import close, within
 from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import fits, size
 from xdit_backend.checkpoints.net import job_of
-from xdit_backend.checkpoints.transformer import held_bytes
 from xdit_backend.forecast.choice import Machine
 from xdit_backend.forecast.cost import Device, Links
 
@@ -104,6 +104,70 @@ def test_what_is_too_large_for_one_device_is_drawn_exactly_where_nothing_else_is
     close(result, comfyui.reference("sd3", steps=3), EXACT)
 
 
+def apart(comfyui, monkeypatch):
+    """CPU workers stand for devices with memory of their own, none of which CUDA takes."""
+    checks = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
+    spread = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.spread")
+    for module in (checks, spread):
+        monkeypatch.setattr(module, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(checks, "CONTEXT_BYTES", 0)
+    return checks
+
+
+def whole_bytes(comfyui, kind):
+    return comfyui.ours(kind, comfyui.config()).model.remote.bytes_on("cpu")
+
+
+@pytest.mark.parametrize("number", [True, False], ids=["a number", "auto"])
+def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host_memory(comfyui, said, monkeypatch,
+                                                                                       number):
+    """Each of two devices has room for 0.95 of the weights; stages and tensor shards, which would fit, are not taken
+    where a number is given, and are not to be had for one device."""
+    weights = whole_bytes(comfyui, "sd3")
+    apart(comfyui, monkeypatch)
+    wanted = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu" if number else "cpu", mode="auto")), "sd3",
+                            steps=2)
+    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: weights * 0.95)
+    given = {"weights_memory": f"{0.9 * weights / 1e9:.6f}"} if number else {}
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu" if number else "cpu", mode="auto", **given))
+    said.clear()
+
+    result = comfyui.sample(model, "sd3", steps=2)
+
+    assert torch.equal(result, wanted)
+    stay, come = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory in every "
+                                      r"step", said[0]).groups())
+    assert stay * 1e9 <= (0.9 if number else 0.95) * weights and come > 0
+
+
+def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkeypatch):
+    """All weights are on the device for a small picture; for a larger one the workers load the model anew, and have
+    some come. Where not even that does, the run is refused."""
+    apart(comfyui, monkeypatch)
+    wanted = [comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", steps=2,
+                             latent=comfyui.latent("sd3", size=size)) for size in ((8, 8), (64, 64))]
+    base = comfyui.ours("sd3", comfyui.config()).model
+    weights, least = base.remote.memory.model_bytes, base.remote.memory._least_bytes
+    taken = []
+    for rows_columns in ((8, 8), (64, 64)):
+        base.remote._most_run_bytes = 0
+        base.memory_required([2, 16, *rows_columns])
+        taken.append(base.remote._most_run_bytes)
+    memory = (weights + least) / 2 + taken[1]
+    assert least < weights and weights + taken[0] < memory < weights + taken[1]
+    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: memory / 0.95)
+    model, how = comfyui.ours("sd3", comfyui.config()), []
+    for rows_columns, want in zip(((8, 8), (64, 64), (8, 8)), (*wanted, wanted[0])):
+        said.clear()
+        result = comfyui.sample(model, "sd3", steps=2, latent=comfyui.latent("sd3", size=rows_columns))
+        assert torch.equal(result, want)
+        how.append((model.model.remote.spec.weights_memory > 0, "come from host memory" in said[0]))
+
+    assert how == [(False, False), (True, True), (True, True)]         # what suits a larger run stays
+    client = comfyui.groups.client(("cpu",))
+    assert client.models.memory(model.model.remote.spec.name).weight_bytes[0] <= memory - taken[1]
+    with pytest.raises(comfyui.errors.ConfigError, match=r"This run \(one device\) needs about .* GB on cpu"):
+        comfyui.sample(model, "sd3", steps=2, latent=comfyui.latent("sd3", batch=64, size=(64, 64)))
 @pytest.mark.parametrize("layout_name, num_bytes", [
     ("one", 16e9), ("pipefusion2", 12e9), ("tensor2", 8e9), ("displaced2", 16e9)])
 def test_bench_size_answers_as_the_node(comfyui, layout_name, num_bytes):
@@ -120,7 +184,7 @@ def test_bench_size_answers_as_the_node(comfyui, layout_name, num_bytes):
         devices=tuple(f"cuda:{index}" for index in range(count)), device_bytes=[num_bytes] * count,
         job=lambda shape, *others: job_of(family, subject.net, shape, *others))
     conditioning = {name: torch.empty(shape, device="meta") for name, shape in subject.run.conditioning.items()}
-    check = room.MemoryCheck(setup, held_bytes(subject.model, family, spec), None, dict)
+    check = room.MemoryCheck(setup, functools.partial(comfyui.shell._plan_of, subject.model, family, spec), None, dict)
     with pytest.raises(comfyui.errors.ConfigError) as refused:
         check.check_run(subject.run.shape, conditioning, 1, 1, layout)
 

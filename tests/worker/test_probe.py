@@ -54,7 +54,7 @@ def test_a_machine_is_found_from_the_times_that_it_would_take():
                "block_launch_s": 1e-3,
                "round_alone_s": 0.04, "round_s": 0.05, "round_of_all_s": 0.06, "launch_hidden": 0.25,
                "beside_attention_s": 0.01, "beside_hop_s": 0.004, "beside_both_s": 0.012,
-               "launch 2 all_to_all_s": 1e-4, "launch 2 hop_s": 2e-4}
+               "launch 2 all_to_all_s": 1e-4, "launch 2 hop_s": 2e-4, "host_bytes_s": 12e9}
     for collective, sent in SENT.items():
         numbers |= {f"{collective} 2 {name}_s": 5e-5 + sent(2) * num_bytes / 1e10 for name, num_bytes in
                     (("small", SMALL_BYTES), ("large", LARGE_BYTES))}
@@ -67,7 +67,8 @@ def test_a_machine_is_found_from_the_times_that_it_would_take():
             (device.matrix_flops_s, 1e14), (device.half_rows, 300), (device.attention_flops_s, 5e13),
             (device.half_keys, 200),
             (device.narrow_share, 0.5), (machine.alone, 0.05 / 0.04 * 0.06 / 0.055),
-            (device.launch_hidden, 0.25), (links.hidden, 0.5), (links.rate("hop", 2), 1e10),
+            (device.launch_hidden, 0.25), (device.host_bytes_s, 12e9), (links.hidden, 0.5),
+            (links.rate("hop", 2), 1e10),
             (links.rate("gather", 2), 1e10), (links.latency("all_to_all", 2), 5e-5), (device.collective_launch_s, 1e-4),
             (device.round_launch_s, 2e-4)):
         within(abs(value / expected - 1), 1e-6, expected)

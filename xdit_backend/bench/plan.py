@@ -21,8 +21,7 @@ from ..checkpoints.shares import possible_splits
 from ..config import ParallelConfig, resolve_devices
 from ..forecast.choice import candidates, extra_candidates, forecasts
 from ..forecast.files import read_machine
-from ..forecast.memory import MemorySettings
-from ..forecast.planner import Devices, choose_spread, plan_run, usual_branches
+from ..forecast.planner import Devices, choose_spread, memory_settings, plan_run, usual_branches
 from ..forecast.words import plan_words, table, why
 from ..host import measurements
 from ..host.client import Client
@@ -91,12 +90,13 @@ def print_plan(net, job, machine, what, config, can_split, branches):
     print("on " + ", ".join(f"{number} x {name}" for name, number in names.items())
           + (f", {per_machine} a machine" if per_machine else ""))
     devices = Devices([device.memory_bytes for device in machine.devices], per_machine, machine)
-    spread = choose_spread(config, net, devices, can_split, branches=branches)
+    spread = choose_spread(config, net, devices, can_split, branches=branches,
+                           has_own_memory=all(device.host_bytes_s for device in machine.devices))
     started_s = time.perf_counter()
     plan = plan_run(config, machine, net, job, *spread)
     elapsed_s = time.perf_counter() - started_s
     some = [*candidates(net, job, count, per_machine), *extra_candidates(net, job, machine)]
-    every = forecasts(net, job, machine, some, MemorySettings(config.cached_steps))
+    every = forecasts(net, job, machine, some, memory_settings(config))
     chosen = next((one for one in every if one.degrees == plan.chosen.degrees), plan.chosen)
     if chosen not in every:
         every.append(chosen)

@@ -25,7 +25,7 @@ def change_weights(loaded, changes, leave=lambda weights: None):
     """
     model, checkpoint, spec, splits = loaded.model, loaded.checkpoint, loaded.spec, loaded.splits
     checkpoint.check_is(spec)
-    staging = StagingBuffers(loaded.device)
+    staging = StagingBuffers(loaded.device, loaded.piece_bytes)
     here = {name: change for name, change in changes.items() if loaded.needs(name)}
     packed = {name: how for name, how in packed_weights(checkpoint, model, spec.quantisation).items()
               if how.source in here}

@@ -88,9 +88,10 @@ class Checkpoint:
         """What the file's metadata says of the model; of a folder, what its config.json says, in the same words."""
         return metadata_of(self)
 
-    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", fast=False):
+    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", fast=False,
+             weights_memory=0):
         """The ModelSpec of this model. Its name changes with the files, dtypes and degrees."""
-        form = storage_dtype, compute_dtype, stages, tensor_degree, quantisation, fast
+        form = storage_dtype, compute_dtype, stages, tensor_degree, quantisation, fast, weights_memory
         return ModelSpec(f"{self.name}-{state_of(self.files)}{_digest(form)}", self.family.name, self.path, *form)
 
     def check_is(self, spec):

@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..protocol.copies import CopyThread
 from ..protocol.errors import CheckpointError
 from ..protocol.specs import ModelSpec
 from ..protocol.transfers import StagingBuffers
+from .block_weights import plan_weights
 from .casting import Casts, cast_at_use, unpack_at_use
 from .checkpoint import Checkpoint, open_spec
+from .host_copies import HostCopies
+from .offloading import OffloadedBlocks
 from .packed import packed_weights, set_packed_parameters
 from .quantise import quantised
 from .reading import read_beside, read_file, read_plain
@@ -36,6 +40,11 @@ class Transformer:
     files: dict = field(default_factory=dict)
     # of weights that are held in another type than they are computed with
     casts: Casts = field(default_factory=Casts)
+    # the blocks whose weights are in host memory; None: all weights are on the device
+    offloaded: OffloadedBlocks | None = None
+    # where those are kept that the file has otherwise, while the model is loaded
+    host_copies: HostCopies = field(default_factory=HostCopies)
+    piece_bytes: int | None = None         # of StagingBuffers
 
     @property
     def family(self):
@@ -59,7 +68,11 @@ class Transformer:
         return own.clone() if is_part and own.untyped_storage().data_ptr() not in addresses else own
 
     def hold(self, weight, tensor, dtype, staging, addresses):
-        """Give a weight these values, moved, and cast on the device; and know whether they are a map of the file."""
+        """Give a weight these values, moved, and cast on the device; and know whether they are a map of the file. One
+        that comes from host memory is given them there."""
+        if self.offloaded is not None and id(weight) in self.offloaded.weights:
+            self.offloaded.replace(weight, tensor.to("cpu", dtype))
+            return
         weight.data = moved(tensor, self.device, dtype, staging)
         self.files.pop(id(weight), None)
         if tensor.dtype == dtype and tensor.untyped_storage().data_ptr() in addresses:
@@ -81,12 +94,14 @@ class Transformer:
         return None
 
 
-def load_transformer(spec, device, on_progress=lambda done, total: None, choose_blocks=None, tensor_rank=0):
+def load_transformer(spec, device, on_progress=lambda done, total: None, choose_blocks=None, tensor_rank=0,
+                     host_copies=None, piece_bytes=None):
     """The Transformer with the weights of a file or folder, in spec's dtypes, on `device`.
 
     choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay
     on the meta device. Blocks are numbered over all of the plan's lists. tensor_rank: which rank of spec.tensor_degree
-    this is.
+    this is. With spec.weights_memory, weights of some blocks stay in host memory (offloading.py); host_copies: where
+    those are kept that the file has otherwise; None: in this process. piece_bytes: of StagingBuffers.
 
     Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts bytes
     of the file, after each tensor, and may raise to give up. Raises CheckpointError when the tensors of the file and of
@@ -101,7 +116,10 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     packed = packed_weights(checkpoint, model, spec.quantisation)
     set_packed_parameters(model, packed)
     loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
-                         tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {})
+                         tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {},
+                         piece_bytes=piece_bytes)
+    offloaded = (plan_weights(model, family, spec, loaded.splits, spec.weights_memory, loaded.blocks)[1]
+                 if spec.weights_memory else {})
     tensors = read_file(checkpoint, lambda name: loaded.needs(name))
     # kept until the end, so that no other tensor gets their addresses
     maps = list(tensors.values())
@@ -115,12 +133,28 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
                               f"({', '.join(unexpected[:3])} ...). Use another file of this model, or Load Diffusion "
                               f"Model.")
     model.eval().requires_grad_(False)
-    _move(loaded, addresses_of(maps), to_quantise, on_progress)
+    loaded.host_copies = host_copies or HostCopies()
+    _move(loaded, addresses_of(maps), to_quantise, on_progress, offloaded)
     narrow(model, loaded.splits, spec.tensor_degree, tensor_rank)
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype), loaded.casts, spec.fast)
     unpack_at_use(model, packed, loaded.casts)
+    if offloaded:
+        loaded.offloaded = _offloaded(loaded, offloaded)
     return loaded
+
+
+def _offloaded(loaded, names):
+    """The OffloadedBlocks of a model. names: {name of a weight: its block}, in the order of the blocks."""
+    staging = StagingBuffers(loaded.device, loaded.piece_bytes)
+    blocks, weights = OffloadedBlocks(loaded.device, CopyThread(loaded.device, staging)), {}
+    tensors = dict((*loaded.model.named_parameters(), *loaded.model.named_buffers()))
+    for name, block in names.items():
+        if name in tensors:                                    # a rank may have none of a bias
+            weights.setdefault(block, []).append(tensors[name])
+    for block, own in weights.items():
+        blocks.add(block, own)
+    return blocks
 
 
 def _converted(tensors, checkpoint, packed):
@@ -139,9 +173,9 @@ def _converted(tensors, checkpoint, packed):
     return converted
 
 
-def _move(loaded, addresses, to_quantise, on_progress):
+def _move(loaded, addresses, to_quantise, on_progress, offloaded):
     """Take this rank's share of one tensor after the other, move and cast it, so that never two copies of the model
-    exist. addresses: of the file's tensors.
+    exist. addresses: of the file's tensors. offloaded: names of weights that stay in host memory.
 
     to_quantise: {name: (tensor, type)} of weights that the model lacks, which are quantised on the device; emptied.
     Rows stand alone, so a rank quantises its own; of columns it has a share when the rows were quantised whole.
@@ -150,7 +184,7 @@ def _move(loaded, addresses, to_quantise, on_progress):
     tensors = [(name, weight, to_quantise[name][0] if name in to_quantise else weight, dtype) for name, weight, dtype in
                held(model, loaded.family, spec)]
     tensors = [each for each in tensors if not each[2].is_meta]                               # not of another stage
-    staging = StagingBuffers(loaded.device)
+    staging = StagingBuffers(loaded.device, loaded.piece_bytes)
     read_bytes = [source.nbytes * (splits[name].share(spec.tensor_degree, loaded.tensor_rank) if name in splits
                                    and not (
                                        name in to_quantise and splits[name].dim) else 1)
@@ -164,10 +198,14 @@ def _move(loaded, addresses, to_quantise, on_progress):
             own = loaded.share(name, source, addresses) if by_rows else source
             numbers, linear.weight_scale = quantised(moved(own, loaded.device, torch.float32, staging),
                                                      to_quantise.pop(name)[1])
-            linear.weight = torch.nn.Parameter(numbers if by_rows else loaded.share(name, numbers, addresses),
-                                               requires_grad=False)
+            numbers = numbers if by_rows else loaded.share(name, numbers, addresses)
+            linear.weight = torch.nn.Parameter(loaded.host_copies.keep(numbers, numbers.dtype) if name in offloaded
+                                               else numbers, requires_grad=False)
         elif (own := loaded.share(name, weight.data, addresses)) is None:
             weight.data = weight.data[:0]
+        elif name in offloaded:
+            is_map = own.dtype == dtype and own.untyped_storage().data_ptr() in addresses
+            weight.data = own if is_map else loaded.host_copies.keep(own, dtype)
         else:
             loaded.hold(weight, own, dtype, staging, addresses)
         on_progress(round(done_bytes), total_bytes)
@@ -181,5 +219,5 @@ def addresses_of(maps):
 
 def moved(tensor, device, dtype, staging):
     """A tensor on the device, where it is cast."""
-    return (staging.to_device(tensor) if device.type == "cuda" and tensor.device.type == "cpu" else tensor).to(device,
-                                                                                                               dtype)
+    is_apart = not staging.is_direct and tensor.device.type == "cpu"
+    return (staging.to_device(tensor) if is_apart else tensor).to(device, dtype)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..partition import shard_sizes
 from .cost import Degrees, Device, Links, Run, Tokens, block_parts
 from .memory import DEFAULT_SETTINGS, Memory, rank_memory
+from .offloading import offloaded_memory
 from .seconds import run_seconds
 
 WORTH = 1.05                   # times as fast that a layout must be to be preferred to an exact one, or to one device
@@ -43,6 +44,7 @@ class Forecast:
     memory: Memory                         # of the fullest rank, in bytes
     fits: bool
     working: int                           # devices that have something to do
+    come_s: float = 0.0                    # seconds of a step in which weights come from host memory, beside computing
 
     @property
     def seconds(self):
@@ -60,7 +62,7 @@ class Forecast:
 
     @property
     def limited_by(self):
-        """"compute", "link", "launch" or "warm-up"."""
+        """"compute", "link", "launch", "warm-up" or "weights"."""
         waits = {cause: seconds for cause, seconds in self.causes.items() if cause != "compute"}
         worst = max(waits, key=lambda cause: waits[cause])
         return worst if waits[worst] > LIMITS * self.seconds else "compute"
@@ -79,7 +81,15 @@ def forecast(net, job, degrees, machine, settings=DEFAULT_SETTINGS):
     needed = rank_memory(net, job, degrees, settings)
     seconds = run_seconds(net, replace(job, images=group.images * degrees.data), degrees, device, machine.links,
                           equivalent_devices)
-    return Forecast(degrees, seconds, needed, fits_stages(net, degrees, needed, group.memory_bytes), group.working)
+    fits, come_s = fits_stages(net, degrees, needed, group.memory_bytes), 0.0
+    if settings.weights_memory and degrees.pipefusion == 1 and device.host_bytes_s:
+        room = USABLE_MEMORY * min(group.memory_bytes)
+        offloaded = offloaded_memory(net, needed, room, settings.weights_memory)
+        needed, fits = (needed, fits) if offloaded is None else (offloaded, True)
+        come_s = needed.come / device.host_bytes_s
+        # what copying takes longer than all else does
+        seconds |= {"weights": max(0.0, job.steps * come_s - sum(seconds.values()))} if come_s else {}
+    return Forecast(degrees, seconds, needed, fits, group.working, come_s)
 
 
 @dataclass(frozen=True)

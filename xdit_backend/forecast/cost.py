@@ -116,6 +116,8 @@ class Device:
     narrow_share: float = 1.0              # of the attention's rate, with heads of 64 instead of 128
     # of launching, what can pass beside computing: nothing where the host is the device
     launch_hidden: float = 1.0
+    # of copies from host memory, while all devices of the machine copy; 0: not measured, or it is the host itself
+    host_bytes_s: float = 0.0
 
     def attention_rate(self, head_size):
         """Operations a second of attention with heads of this size:

@@ -19,7 +19,8 @@ from .choice import Machine
 from .cost import COLLECTIVES, Device, Links
 
 NEEDED = ("memory_bytes", "matrix_flops_s", "attention_flops_s", "memory_bytes_s")
-MAY_BE_ZERO = ("half_rows", "half_keys", "busy_ring", "latency_s", "hidden", "convolution_flops_s", "launch_hidden")
+MAY_BE_ZERO = ("half_rows", "half_keys", "busy_ring", "latency_s", "hidden", "convolution_flops_s", "launch_hidden",
+               "host_bytes_s")
 MAX_DEVICES = 4096
 
 

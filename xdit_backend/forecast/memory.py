@@ -17,6 +17,7 @@ class Memory:
     keys_values: float
     activations: float
     host: float = 0.0                      # keys and values that are in host memory, and not in `total`
+    come: float = 0.0                      # of weights that come from host memory in every step, and are not in `total`
 
     @property
     def total(self):
@@ -31,6 +32,8 @@ class MemorySettings:
     offload: bool = False                  # they are in host memory, those of two blocks at a time on the device
     images_apart: bool = False             # see working_share
     exchanged_copies: int = 1              # of keys and values of other ranks, with displaced patches
+    # bytes of a device that weights may take, others come from host memory; inf: what the rest leaves; 0: all are there
+    weights_memory: float = 0.0
 
 
 DEFAULT_SETTINGS = MemorySettings()

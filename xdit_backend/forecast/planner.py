@@ -104,7 +104,8 @@ def choose_layout(config, num_devices, num_branches, attention, spread=EVERYWHER
 WARMUP_FULL = 0.4
 
 
-def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_stages=True, branches=(1, 2)):
+def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_stages=True, branches=(1, 2),
+                  has_own_memory=False):
     """The Spread of the weights when a model is loaded.
 
     Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, of PipeFusion and tensor
@@ -113,11 +114,14 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     Without a probe PipeFusion, or tensor parallelism where nothing approximate is allowed, and the least degree.
     Where there are several machines, these, or equal parts of them, are stages, so that tokens are shared within one.
     Where the weights fit on each device, and nothing approximate is allowed or it is forecast to be as fast, machines
-    share branches and images.
-    is_splittable(tensor_degree): can the file be? has_stages: can the family run in stages? branches: usual_branches.
+    share branches and images. Where no spread fits, and where a number of weights_memory is given, every rank has all
+    blocks, and weights come from host memory.
+    is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: usual
     """
     if config.mode == "manual":
         return _manual_spread(config, net, devices)
+    if config.weights_memory_bytes:
+        return EVERYWHERE
     if devices.per_machine and has_stages:
         return _spread_over_machines(config, net, devices, branches)
     if len(devices.memory_bytes) == 1 or net.held_bytes <= FULL * devices.smallest:
@@ -129,8 +133,12 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
                  if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
     approximate = config.approximate == "allowed"
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
-        return ((staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
+        can_come = has_own_memory and config.weights_memory_bytes is None
+        return EVERYWHERE if can_come else ((staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
     fitting = fit_staged + fit_split if approximate else fit_split + fit_staged
+    if devices.machine is not None and config.weights_memory_bytes is None and all(
+            device.host_bytes_s for device in devices.machine.devices):
+        fitting.append(EVERYWHERE)
     return fitting[0] if devices.machine is None or len(fitting) == 1 else _fastest(config, net, devices, fitting)
 
 
@@ -259,13 +267,16 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
                    and net.heads % ulysses == 0]
     ordered = forecasts(net, job, machine, layouts, memory_settings(config, stages))
     fastest = dataclasses.replace(machine, devices=(max(machine.devices, key=lambda device: device.matrix_flops_s),))
-    return Plan(choose(ordered, are_alike(net, job, machine.devices)), forecast(net, job, Degrees(), fastest), ordered)
+    one = forecast(net, job, Degrees(), fastest, memory_settings(config))
+    return Plan(choose(ordered, are_alike(net, job, machine.devices)), one, ordered)
 
 
 def memory_settings(config, stages=None):
     """The MemorySettings of a ParallelConfig. stages: how the model is spread."""
-    return MemorySettings(config.cached_steps, stages is not None and stages.offload,
-                          stages is not None and config.warmup in ("auto", "micro_batches"))
+    given, staged = config.weights_memory_bytes, stages is not None
+    return MemorySettings(config.cached_steps, staged and stages.offload,
+                          staged and config.warmup in ("auto", "micro_batches"),
+                          weights_memory=math.inf if given is None else given)
 
 
 def stages_that_fit(config, net, job, device_bytes):

@@ -8,7 +8,8 @@ METHODS = {"cfg": "CFG", "data": "data", "pipefusion": "PipeFusion", "displaced"
 REASONS = {"compute": "the devices compute nearly all of the time",
            "link": "devices wait for transfers {share:.0%} of the time",
            "launch": "there is little to compute: starting kernels takes {share:.0%} of the time",
-           "warm-up": "few steps: whole steps and empty slots take {share:.0%} of the time"}
+           "warm-up": "few steps: whole steps and empty slots take {share:.0%} of the time",
+           "weights": "devices wait for weights from host memory {share:.0%} of the time"}
 
 
 def method_words(degree_of):
@@ -53,6 +54,20 @@ def measured_words(measured_s, one_s):
     """What was measured beside what was measured on one device; "" where that is not known. A forecast is no measure:
     it is off by most in runs of seconds."""
     return f" ({one_s / measured_s:.1f}x as fast as one device)" if one_s else ""
+
+
+def weights_words(stay_bytes, come_bytes, chosen, num_steps):
+    """Where weights are that do not all fit on the devices, and what that costs. stay_bytes, come_bytes: of a rank.
+    chosen: the run's Forecast, or None."""
+    text = (f"Weights: {stay_bytes / 1e9:.3g} GB of each device, and {come_bytes / 1e9:.3g} GB come from host memory "
+            f"in every step")
+    if chosen is None or not chosen.come_s:
+        return text
+    step_s = (chosen.seconds - chosen.causes["weights"]) / num_steps
+    if chosen.come_s <= step_s:
+        return f"{text}, hidden ({seconds_words(chosen.come_s)} of {seconds_words(step_s)})"
+    return (f"{text}, which takes {seconds_words(chosen.come_s)} where computing takes {seconds_words(step_s)}. Faster "
+            f"would be weights of a smaller type (fp8, GGUF), or fewer devices, or pipefusion_degree")
 
 
 def why(chosen):

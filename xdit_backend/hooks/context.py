@@ -53,6 +53,8 @@ class ForwardContext:
     # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
     bands: tuple[int, ...] | None = None
     yield_turn: Callable = lambda: None    # called while this forward's sums travel: another's turn
+    weights_come: bool = False             # those of some blocks, for each block; none computes with another's
+    end_block: Callable = lambda block: None           # called after each block, for others' turns with its weights
     precomputed: dict = field(default_factory=dict)  # tensor.py's: what was made for layers that have not asked yet
     receive_message: Callable | None = None  # () -> the message of the stage before, for stages after the first
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`

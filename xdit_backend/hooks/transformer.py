@@ -5,13 +5,11 @@ attention inside the listed modules is handed to a parallel method, blocks of ot
 joined after the blocks. A ForwardContext says what is to be done in a forward.
 """
 
-import collections
 import functools
 import inspect
 from contextlib import contextmanager
 
 import torch
-from greenlet import getcurrent, greenlet
 
 from ..distributed.masks import read_mask
 from ..parallel.tensor import install_tensor_hooks
@@ -19,14 +17,16 @@ from ..partition import check_shards
 from . import regions
 from .attention import AttentionFunctions, RunningAttention
 from .places import Place, StageEnd, _inside, _transposed, summed, with_halos
+from .turns import take_turns
 
 
 class Hooks:
     """The hooks of one model on this rank, and the forward they serve now."""
 
-    def __init__(self, model, plan, splits=()):
-        """splits: of the weights, where the model holds a rank's share of them (checkpoints/shares.py)."""
-        self.plan = plan
+    def __init__(self, model, plan, splits=(), offloaded=None):
+        """splits: of the weights, where the model holds a rank's share of them (checkpoints/shares.py). offloaded: the
+        blocks whose weights come from host memory (checkpoints/offloading.py), if there are such."""
+        self.plan, self._offloaded = plan, offloaded
         self._model, self._context = model, None
         self._attention = AttentionFunctions(lambda: self._context, plan.needs_text)
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
@@ -95,6 +95,7 @@ class Hooks:
         Returns (output of the forward, None) on the last stage, else (None, message for the next stage): one flat
         tensor.
         """
+        self._begin_blocks([context])
         with self.serving(context):
             try:
                 return self._model(**context.inputs, return_dict=False)[0], None
@@ -102,26 +103,18 @@ class Hooks:
                 return None, end.message
 
     def run_in_turn(self, contexts):
-        """As `run` for each of several forwards without stages: while the sums of one travel, the next computes."""
-        outputs, host = {}, getcurrent()
-        tasks = [greenlet(functools.partial(self._model, **context.inputs, return_dict=False)) for context in contexts]
-        for context in contexts:
-            context.yield_turn = host.switch
-        waiting = collections.deque(range(len(tasks)))
-        try:
-            while waiting:
-                index = waiting.popleft()
-                with self.serving(contexts[index]):
-                    answer = tasks[index].switch()
-                if tasks[index].dead:
-                    outputs[index] = answer[0], None
-                else:
-                    waiting.append(index)
-        finally:
-            # of a forward that failed, the others end now, and not when they are found
-            for index in waiting:
-                tasks[index].throw()
-        return [outputs[index] for index in range(len(contexts))]
+        """As `run` for each of several forwards without stages: while the sums of one travel, the next computes; and
+        where weights of blocks come from host memory, all run a block before one runs the next."""
+        self._begin_blocks(contexts)
+        forwards = [functools.partial(self._model, **context.inputs, return_dict=False) for context in contexts]
+        outputs = take_turns(forwards, contexts, self.serving, self._offloaded is not None)
+        return [(output[0], None) for output in outputs]
+
+    def _begin_blocks(self, contexts):
+        if self._offloaded is not None:
+            for context in contexts:
+                context.weights_come = True
+            self._offloaded.begin(contexts[0].blocks, len(contexts))
 
     def own_control(self, control, context):
         """Of what a ControlNet gives, {place: (B or 1, T of the forward's image, C)}, what this rank's blocks add to
@@ -161,17 +154,29 @@ class Hooks:
             if context is None:
                 return forward(*args, **kwargs)
             arguments = {**dict(zip(names, args)), **kwargs}
-            if context.is_plain:                               # with a mask that masks nothing, attention is slower
-                return forward(**arguments | unmasked)
             if place.index < context.blocks.start:
                 return place.returned(self._pass_block(context, place, arguments))
-            outputs = self._run_block(forward, context, place, arguments)
+            with self._weights_here(context, place):
+                if context.is_plain:                           # with a mask that masks nothing, attention is slower
+                    return forward(**arguments | unmasked)
+                outputs = self._run_block(forward, context, place, arguments)
             if place.index + 1 == context.blocks.stop < self.num_blocks:
                 shards = [*outputs.values(),
                           *(context.skips[source] for source in self._skips_over(context.blocks.stop))]
                 raise StageEnd(regions.pack(shards, self.message_units(context.blocks.stop), context.tokens))
             return place.returned(self._join_streams(context, place, outputs) if place.ends else outputs)
         return block
+
+    @contextmanager
+    def _weights_here(self, context, place):
+        """A block runs under this: its weights are on the device."""
+        if self._offloaded is None:
+            yield
+            return
+        self._offloaded.enter(place.index)
+        yield
+        self._offloaded.leave(place.index)
+        context.end_block(place.index)
 
     def _pass_block(self, context, place, arguments):
         """What takes the place of the output of an earlier stage's block: for the last of them the message of that

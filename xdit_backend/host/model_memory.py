@@ -13,9 +13,10 @@ from ..partition import ranks_by_part
 class ModelMemory:
     """Bytes of a model's weights on each rank of a group.
 
-    weight_bytes: all that a rank holds. unmapped_bytes: those of them that are not in the file as the rank has them,
-    and need memory to be parked; ranks that hold the same weights share it. largest_bytes: the largest weight.
-    parked_bytes: what is in host memory alone.
+    weight_bytes: all that a rank holds on its device, with the buffers that others come through; offloaded_bytes: of
+    those others, which are in host memory for good. unmapped_bytes: of the first, those that are not in the file as the
+    rank has them, and need memory to be parked; ranks that hold the same weights share it. largest_bytes: the largest
+    weight. parked_bytes: of the first, what is in host memory alone.
     """
 
     parts: list[list[int]]                 # ranks that hold the same weights
@@ -23,6 +24,7 @@ class ModelMemory:
     unmapped_bytes: list[int]
     largest_bytes: list[int]
     parked_bytes: list[int]
+    offloaded_bytes: list[int]
     # of each part: weights from the first on that have been parked before
     written_bytes: list[int] = field(default_factory=list)
 
@@ -31,7 +33,7 @@ class ModelMemory:
         """What the ranks' answers to LoadModel say. done: {rank: Done}."""
         parts = ranks_by_part(len(done), spec)
         numbers = {name: [int(done[rank].numbers[name]) for rank in sorted(done)]
-                   for name in ("weight_bytes", "unmapped_bytes", "largest_bytes", "parked_bytes")}
+                   for name in ("weight_bytes", "unmapped_bytes", "largest_bytes", "parked_bytes", "offloaded_bytes")}
         return cls(parts, **numbers, written_bytes=[0] * len(parts))
 
     def targets(self, ranks, num_bytes):

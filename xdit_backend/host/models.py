@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from ..partition import ranks_by_part
 from ..protocol import messages
 from ..protocol.devices import machines_of
 from ..protocol.errors import XDiTError
@@ -42,7 +43,8 @@ class Models:
             self.changes.loaded(spec.name)
             self._workers.group.find_file(spec.path, self._workers.on_phase, self._workers.check)
             try:
-                done = self._workers.request(lambda request: messages.LoadModel(request, spec))
+                segments = self._host_copies(spec)
+                done = self._workers.request(lambda request: messages.LoadModel(request, spec, segments), segments)
             except BaseException:                              # some ranks may hold it, and others not
                 self._workers.post_drop(spec.name)
                 raise
@@ -54,6 +56,17 @@ class Models:
             self.changes.request(spec.name, changes)
         if not self.changes.are_in_effect(spec.name):
             self._change(spec)
+
+    def _host_copies(self, spec):
+        """A segment for each part of the model where weights come from host memory that the file has otherwise; none
+        on several machines, whose ranks have their own."""
+        if not spec.host_bytes or machines_of(self._workers.devices):
+            return []
+        store = self._workers.group.segments
+        with store.removed_on_failure() as segments:
+            for _ in ranks_by_part(len(self._workers.devices), spec):
+                segments.append(store.create((spec.host_bytes,), torch.uint8)[0])
+        return segments
 
     def _change(self, spec):
         """Have the workers change what differs from what is asked for.

@@ -79,22 +79,21 @@ def _of_own_heads(forward, names, current):
 
 def _install_gathered(model, plan, splits, current):
     """Modulations, whose input (a time or a pooled text) is mostly the same: the first one gathers all that this rank's
-    blocks need, at once.
+    blocks need, at once; all that its own block needs, where weights come from host memory block by block.
 
     A layer that gets another input after all computes with that, in an exchange of its own, and from then on is not
     computed ahead.
     """
     linears = {path: model.get_submodule(path) for path in splits}
     forwards = {path: linear.forward for path, linear in linears.items()}
-    indices, apart = {}, set()
-    for list_ in plan.blocks:
-        first = len(indices)
-        indices |= {f"{list_.name}.{number}": first + number for number in range(len(model.get_submodule(list_.name)))}
-    indices |= {f"{list_.paired}.{number}": indices[f"{list_.name}.{number}"] for list_ in plan.blocks if list_.paired
-                for number in range(len(model.get_submodule(list_.paired)))}
+    indices, apart = _block_indices(model, plan), set()
 
-    def is_here(path, context):
-        return indices.get(".".join(path.split(".")[:2]), context.blocks.start) in context.blocks
+    def block_of(path, context):
+        return indices.get(".".join(path.split(".")[:2]), context.blocks.start)
+
+    def is_here(other, path, context):
+        block = block_of(other, context)
+        return block == block_of(path, context) if context.weights_come else block in context.blocks
 
     def outputs(paths, tensor, context):
         degree = context.mesh.degrees["tensor"]
@@ -116,7 +115,7 @@ def _install_gathered(model, plan, splits, current):
         paths = [path,
                  *(other for other, linear in linears.items() if other not in context.precomputed and other not in apart
                          and other != path
-                         and linear.in_features == linears[path].in_features and is_here(other, context))]
+                         and linear.in_features == linears[path].in_features and is_here(other, path, context))]
         own, *others = outputs(paths, tensor, context)
         context.precomputed.update({other: (tensor, known) for other, known in zip(paths[1:], others)})
         context.precomputed[path] = (tensor, None)
@@ -127,6 +126,16 @@ def _install_gathered(model, plan, splits, current):
         for module in model.get_submodule(path.rpartition(".")[0]).children():
             if type(module) is torch.nn.SiLU and not module.inplace:
                 module.forward = _activated(module.forward, current)
+
+
+def _block_indices(model, plan):
+    """{path of a block: its index over all lists}"""
+    indices = {}
+    for list_ in plan.blocks:
+        first = len(indices)
+        indices |= {f"{list_.name}.{number}": first + number for number in range(len(model.get_submodule(list_.name)))}
+    return indices | {f"{list_.paired}.{number}": indices[f"{list_.name}.{number}"] for list_ in plan.blocks
+                      if list_.paired for number in range(len(model.get_submodule(list_.paired)))}
 
 
 def _activated(forward, current):

@@ -25,6 +25,8 @@ TRYING_LINKS = "trying the links between the devices"          # and in which th
 class LoadModel:
     request: Natural
     spec: ModelSpec
+    # for each part of the model (partition.ranks_by_part): spec.host_bytes of memory; none: ranks have their own
+    segments: list[Segment] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -245,7 +247,8 @@ class Heartbeat:
 class Span:
     """What a rank did for a while. Times are those of time.perf_counter, which the processes of a machine share."""
 
-    # "whole" or "patch" of a step; "wait" for the stage before; "exchange" with others; "decode", "encode"; "measure"
+    # "whole" or "patch" of a step; "wait" for the stage before, or for "weights" from host memory; "exchange" with
+    # others; "decode", "encode"; "measure"
     kind: str
     start_s: float
     end_s: float

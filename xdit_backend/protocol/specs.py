@@ -41,6 +41,11 @@ class ModelSpec:
     quantisation: Literal["", "int8", "nf4"] = ""
     # are linear layers that are held in float8_e4m3fn multiplied so, where the device can?
     fast: bool = False
+    # bytes of each device that its weights may take, where those of some blocks come from host memory in every step;
+    # 0: all are on the devices
+    weights_memory: Natural = 0
+    # of those, bytes that each part of the model needs in host memory for weights that the file has otherwise
+    host_bytes: Natural = 0
     # checkpoints.checkpoint.state_of the files, where they are another machine's; "": it is in the name
     state: str = ""
 

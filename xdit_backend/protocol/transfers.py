@@ -68,12 +68,25 @@ class StagingBuffers:
         if self._piece_bytes is None:
             return source.to(self._device, copy=True, memory_format=torch.contiguous_format)
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        self.copy(source, target)
+        return target
+
+    @property
+    def is_direct(self):
+        """Is the device the host itself?"""
+        return self._piece_bytes is None
+
+    def copy(self, source, target):
+        """Copy `source`, host memory, to `target` on the device, of the same shape and dtype, in the order of its
+        current stream. `source` has been read when this returns."""
+        if self._piece_bytes is None:
+            target.copy_(source)
+            return
         for part, place in _parts(source, target, self._piece_bytes):
             piece, travelled = self._next(part.shape, part.dtype)
             piece.copy_(part)
             place.copy_(piece, non_blocking=True)
             travelled.record()
-        return target
 
     def to_host(self, source, target):
         """Copy a tensor of the device into `target`, host memory of the same shape and any dtype.

@@ -101,7 +101,7 @@ class Engine:
         return self._timeline.since(command.since_s) if asked else []
 
     def _load(self, command, traffic):
-        return self._models.load(command.spec, partial(self._check, command))
+        return self._models.load(command.spec, partial(self._check, command), command.segments)
 
     def _check(self, command, agreed=lambda asked: asked):
         """Raise Aborted where nobody waits for a command any more.

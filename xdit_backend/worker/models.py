@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoints.changes import change_weights
+from ..checkpoints.host_copies import HostCopies
 from ..checkpoints.loading import Transformer, load_transformer
 from ..checkpoints.transformer import block_bytes, block_sizes, held_bytes
 from ..checkpoints.versions import Versions
@@ -23,6 +24,7 @@ from ..hooks.unet import UNetHooks
 from ..models import FAMILIES
 from ..partition import FULL, cut_bands, ranks_by_part, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
+from ..protocol.segments import map_segment
 from ..protocol.transfers import PinnedAhead, on_device
 from .probe import matrix_flops_s
 from .residency import Residency
@@ -46,10 +48,11 @@ class Models:
             raise XDiTError(f"The model {name} is not loaded on rank {self._rank}. Queue the prompt again.")
         return self._loaded[name]
 
-    def load(self, spec, check=lambda: None):
+    def load(self, spec, check=lambda: None, segments=()):
         """Load a model, unless it is here. A collective: every rank calls it. Returns the numbers of its residency.
 
-        check() is called after each tensor, when nothing is exchanged any more, and may raise to give up.
+        segments: for each part of the model, memory for weights that come from host memory, if there is such. check()
+        is called after each tensor, when nothing is exchanged any more, and may raise to give up.
         """
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
@@ -70,12 +73,20 @@ class Models:
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
             return every_block if spec.stages is None or spec.stages.every_block else blocks
 
-        transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree)
+        transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree,
+                                       self._host_copies(spec, segments))
         model = transformer.model
-        hooks = UNetHooks(model, family.plan) if family.is_unet else Hooks(model, family.plan, transformer.splits)
+        if transformer.offloaded is not None:
+            transformer.offloaded.restore()                    # where there is no room, it shows now
+        hooks = (UNetHooks(model, family.plan) if family.is_unet
+                 else Hooks(model, family.plan, transformer.splits, transformer.offloaded))
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
                                          self._residency(transformer))
         return self._loaded[spec.name].residency.numbers
+
+    def _host_copies(self, spec, segments):
+        number, ranks = self._part(spec)
+        return HostCopies(map_segment(segments[number]), ranks.index(self._rank), len(ranks)) if segments else None
 
     def change(self, command, spare_bytes):
         """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its
@@ -86,7 +97,8 @@ class Models:
         loaded = self[command.name]
 
         def leave(weights):
-            if weights is None or not command.version:
+            # of what comes from host memory, only what is there now is known
+            if weights is None or not command.version or loaded.transformer.offloaded is not None:
                 loaded.versions.drop()
             else:
                 loaded.versions.leave(command.version, command.begins, weights, loaded.transformer.files, spare_bytes)
@@ -107,7 +119,8 @@ class Models:
         return loaded.residency.numbers
 
     def _residency(self, transformer):
-        return Residency(transformer.model, transformer.files, self._to_device, self._staging.to_host)
+        return Residency(transformer.model, transformer.files, self._to_device, self._staging.to_host,
+                         transformer.offloaded)
 
     def drop(self, name):
         self._loaded.pop(name, None)
@@ -117,11 +130,15 @@ class Models:
         loaded = self[command.name]
         loaded.transformer.casts.drop()                        # memory is wanted
         loaded.versions.drop()
-        residency, parts = loaded.residency, ranks_by_part(self._world_size, loaded.transformer.spec)
-        number = next(number for number, ranks in enumerate(parts) if self._rank in ranks)
-        targets = [command.targets[rank] for rank in parts[number]]
-        residency.park(targets, parts[number].index(self._rank), command.segments[number])
+        residency, (number, ranks) = loaded.residency, self._part(loaded.transformer.spec)
+        targets = [command.targets[rank] for rank in ranks]
+        residency.park(targets, ranks.index(self._rank), command.segments[number])
         return residency.numbers
+
+    def _part(self, spec):
+        """(number of this rank's part of a model, the ranks that hold it)"""
+        parts = ranks_by_part(self._world_size, spec)
+        return next((number, ranks) for number, ranks in enumerate(parts) if self._rank in ranks)
 
     def restore(self, command):
         """Bring a model's weights back to the device."""

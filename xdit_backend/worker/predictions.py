@@ -102,8 +102,8 @@ class Predictions:
         """Run this rank's branch, batch share, stage and token shard;
         the first rank of the last stage writes the prediction."""
         loaded, mesh = self._models[command.model], self._mesh(command)
-        clock, waits = self._clock, []
-        start = clock.mark()
+        clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
+        start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
         try:
             self._post_receives(command)
         finally:
@@ -111,7 +111,7 @@ class Predictions:
             traffic.num_exchanges += len(handles)         # what others send cannot be called off
             self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         link = self._link(mesh, command.layout)
-        for parts in self._together(command, mesh):
+        for parts in self._together(command, mesh, offloaded is not None):
             latents = [self._latent(loaded, mesh, part) for part in parts]
             exchange = self._exchange(command, mesh, parts[0].branch.conditioning)
             contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
@@ -126,11 +126,11 @@ class Predictions:
                 else:
                     link.send(message, traffic)
         # by now activations have taken what they need
-        if command.patch is not None and not loaded.transformer.casts.are_kept:
+        if command.patch is not None and offloaded is None and not loaded.transformer.casts.are_kept:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
-        clock.add(start, end, waits)
-        self._record(command, start, end, waits, traffic)
+        clock.add(start, end, waits + weight_waits)
+        self._record(command, start, end, {"wait": waits, "weights": weight_waits}, traffic)
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
 
     def _receive(self, link, handle, traffic, waits):
@@ -154,20 +154,24 @@ class Predictions:
                     self._staging.to_host(prediction, self._map(branch.parts[name])[first:last])
 
     def _record(self, command, start, end, waits, traffic):
-        """Put a step, and what it waited for, into the timeline.
+        """Put a step, and what it waited for, into the timeline. waits: {kind: pairs of marks}.
         Exchanges over NCCL are the device's own work, and not counted apart."""
         step = {"time": self._map(command.branches[0].timestep).flatten()[0].item(),
                 "first_row": command.patch.start if command.patch else 0}
         self._timeline.add("patch" if command.patch else "whole", start, end, **step)
-        for kind, pairs in (("wait", waits), ("exchange", traffic.waits if self._device.type == "cpu" else ())):
+        for kind, pairs in (*waits.items(), ("exchange", traffic.waits if self._device.type == "cpu" else ())):
             for pair in pairs:
                 self._timeline.add(kind, *pair, **step)
 
-    def _together(self, command, mesh):
+    def _together(self, command, mesh, is_offloaded):
         """Run the parts of a command one by one; where layers are split over ranks, two branches at a time, which take
-        turns while sums travel."""
+        turns while sums travel; where weights come from host memory, all, so that these come once."""
         parts, others = self._parts(command, mesh), (mesh.degrees["pipefusion"], mesh.degrees["displaced"])
-        takes_turns = mesh.degrees["tensor"] > 1 and others == (1, 1) and not command.by_image
+        if others != (1, 1):
+            return [[part] for part in parts]
+        if is_offloaded:
+            return [parts] if parts else []
+        takes_turns = mesh.degrees["tensor"] > 1 and not command.by_image
         return ([parts[index:index + 2] for index in range(0, len(parts), 2)] if takes_turns
                 else [[part] for part in parts])
 

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.mesh import group_timeout
+from ..protocol.transfers import StagingBuffers
 
 SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
+HOST_BYTES = 2 ** 28          # no processor's cache has it
 ACROSS_BYTES = 2 ** 20         # large, between machines: a slow network takes a second for it
 # (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of what is only
 # moved)
@@ -44,6 +46,8 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     if world_size > 1:
         numbers |= measure_waiting(watch)
     numbers["block_launch_s"] = measure_launches(watch)
+    if device.type == "cuda":
+        numbers["host_bytes_s"] = measure_host_copies(watch)
     for index, size in enumerate(sizes):
         report("measuring the links", 2 + index, steps)
         large_bytes = ACROSS_BYTES if per_machine and per_machine % size else LARGE_BYTES
@@ -177,6 +181,14 @@ def measure_launches(watch):
     times = torch.randn(1, 6 * BLOCK_WIDTH, device=device).to(dtype)
     return watch.seconds({"launch": lambda: block(tokens, encoder_hidden_states=tokens, timestep=times)},
                          wait=False)["launch"]
+
+
+def measure_host_copies(watch):
+    """Bytes a second of weights that come from host memory to this device, while those of all others do."""
+    staging = StagingBuffers(watch.device)
+    source = torch.ones(HOST_BYTES, dtype=torch.uint8)
+    target = torch.empty(HOST_BYTES, dtype=torch.uint8, device=watch.device)
+    return HOST_BYTES / watch.seconds({"": lambda: staging.copy(source, target)}, repeats=1)[""]
 
 
 def measure_links(watch, size, traffic, large_bytes, is_first):

@@ -4,6 +4,7 @@ from ....xdit_backend.checkpoints.shares import possible_splits
 from ....xdit_backend.config import devices_per_machine, refuse_methods, validate_layout, validate_stages
 from ....xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, usual_branches
 from ..workers.groups import GROUPS
+from ..workers.memory_checks import has_own_memory
 
 
 def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dtype):
@@ -27,4 +28,5 @@ def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dty
         return EVERYWHERE
     return choose_spread(config, net, Devices(device_bytes, per_machine, machine),
                          lambda degree: "tensor" not in family.refused and possible_splits(model, family.plan, degree),
-                         "pipefusion" not in family.refused, usual_branches(checkpoint.config))
+                         "pipefusion" not in family.refused, usual_branches(checkpoint.config),
+                         all(map(has_own_memory, devices)))

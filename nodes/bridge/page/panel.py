@@ -14,7 +14,7 @@ from ..workers.groups import GROUPS, devices_of, memory_of
 from ..workers.settings import Idle, chosen_idle
 
 OWNERS = ("weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free")
-SHORT_S = 1e-3                             # an exchange that a picture of a run does not show
+SHORT_S = 1e-3                             # an exchange, or a wait for weights, that a picture of a run does not show
 
 
 def state():
@@ -47,7 +47,7 @@ def timeline():
     numbers = {time: number for number, time in enumerate(times, 1)}
     ranks = [{"name": f"{rank}: {devices[rank]}", "spans": [
         [span.kind, span.start_s - run.began_s, span.end_s - run.began_s, numbers.get(span.time, 0), span.first_row]
-        for span in sorted(spans, key=lambda span: span.start_s) if span.kind != "exchange"
+        for span in sorted(spans, key=lambda span: span.start_s) if span.kind not in ("exchange", "weights")
         or span.end_s - span.start_s >= SHORT_S]}
         for (devices, rank), spans in every]
     seconds = max([run.elapsed_s, *(span[2] for rank in ranks for span in rank["spans"])])
@@ -133,9 +133,9 @@ def _host():
     mapped = unmapped = parked = 0
     for client in GROUPS.clients:
         for model_memory in filter(None, map(client.models.memory, client.models.names)):
-            for part in model_memory.parts:                    # ranks that hold the same weights
+            for part in model_memory.parts:                       # ranks that hold the same weights
                 held, most = model_memory.weight_bytes[part[0]], max(model_memory.parked_bytes[rank] for rank in part)
-                parked += most
+                parked += most + model_memory.offloaded_bytes[part[0]]
                 if "cpu" in client.devices:
                     own = model_memory.unmapped_bytes[part[0]]
                     mapped += (held - own) * (held - most) // max(1, held)
@@ -162,7 +162,8 @@ def _sum(ranks, name):
 # --- groups and the run ---
 
 def _group(client):
-    models = [{"name": name, "weights": model_memory.weight_bytes, "parked": model_memory.parked_bytes}
+    models = [{"name": name, "weights": model_memory.weight_bytes, "parked": model_memory.parked_bytes,
+               "offloaded": model_memory.offloaded_bytes}
               for name in client.models.names if (model_memory := client.models.memory(name)) is not None]
     return {"devices": list(client.devices), "state": client.workers.state, "models": models,
             "vaes": len(client.autoencoders.names)}

@@ -28,8 +28,8 @@ MEMORY_TIMEOUT_S = 0.5                     # to wait for the workers' memory whe
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
-    computing_in(dtype) -> (setup.Setup, memory_checks.MemoryCheck) for another type to compute in. load_device: of the
-    shell as it was made.
+    computing_in(dtype, ModelSpec.weights_memory) -> (setup.Setup, memory_checks.MemoryCheck) for another type to
+    compute in, or other memory for weights; None: what the config says. load_device: of the shell as it was made.
     """
 
     def __init__(self, computing_in, dtype, load_device):
@@ -43,6 +43,7 @@ class RemoteModel:
         self._checked_sigmas = set()                           # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._run_bytes = 0                                    # that a rank needs for a run, as reported to ComfyUI
+        self._most_run_bytes = 0.0                             # forecast of the most it asked about since a run
         # how this run is split, in a person's words; None before it
         self.how = None
         self._pipeline = self._schedule = None
@@ -54,16 +55,22 @@ class RemoteModel:
         for Flux."""
         self.modules, self.weight_sources = modules, weight_sources
 
-    def _set_up(self, dtype):
-        self.setup, self.memory = self._computing_in(dtype)
+    def _set_up(self, dtype, weights_memory=None):
+        self.setup, self.memory = self._computing_in(dtype, weights_memory)
         self.forecasts, self.spec = Forecasts(self.setup), self.setup.spec
 
     def compute_in(self, dtype, base_model):
-        """From now on, compute in this type (its name). The workers hold the weights for one type alone,
-        as ComfyUI does."""
-        if dtype != self.spec.compute_dtype:
-            GROUPS.release(self.devices, self.spec.name, base_model)
-            self._set_up(dtype)
+        """From now on, compute in this type (its name), with weights where the run that is next leaves room for them.
+        The workers hold the weights for one type alone, as ComfyUI does."""
+        before = self.spec
+        if dtype != before.compute_dtype:
+            self._set_up(dtype, before.weights_memory)
+        run_bytes = self._most_run_bytes or self.memory.forecast_of_run(USUAL_JOB, self.setup.layout(1))
+        weights_memory = self.memory.weights_memory_beside(run_bytes, self._model_memory() is not None)
+        if weights_memory != self.spec.weights_memory:
+            self._set_up(dtype, weights_memory)
+        if self.spec.name != before.name:
+            GROUPS.release(self.devices, before.name, base_model)
 
     def use_changes(self, changes, uuid=None):
         """From the next call on, the workers have these changes of the file's weights, see Models.load.
@@ -75,10 +82,12 @@ class RemoteModel:
     # --- what placement.py asks ---
 
     def load(self, base_model):
+        if not self.is_loaded:
+            self.memory.check_host()
         client = GROUPS.client(self.devices)
         missing = {device: self.bytes_on(device) - self.loaded_on(device) for device in set(self.devices)}
         GROUPS.load_model(client, self.spec, base_model, missing, self.changes)
-        self.memory.update(client.models.memory(self.spec.name).weight_bytes)
+        self.memory.update(client.models.memory(self.spec.name))
 
     @property
     def is_loaded(self):
@@ -106,6 +115,7 @@ class RemoteModel:
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
         self._run_bytes = self.memory.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
+        self._most_run_bytes = max(self._most_run_bytes, self.memory.forecast_of_run(job, layout))
         return self._run_bytes * self.devices.count(str(self.load_device))
 
     def free_memory_elsewhere(self):
@@ -143,7 +153,7 @@ class RemoteModel:
 
     def end_run(self):
         self._checked_sigmas.clear()
-        self.how = None
+        self.how, self._most_run_bytes = None, 0.0
         self.forecasts.end()
         self.memory.end_run()
         client = self._forget_conditioning()
@@ -317,7 +327,8 @@ class RemoteModel:
     def _show(self, how, forecast=str):
         """Say on the node how the run is split. forecast: () -> what follows."""
         if how != self.how:
-            show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}")
+            show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}"
+                      f"{self.memory.words(self.forecasts)}")
             self.how = how
 
 

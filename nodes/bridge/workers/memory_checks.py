@@ -3,9 +3,11 @@ shell.py, asked by remote.py."""
 
 import dataclasses
 import functools
+import math
 
 import torch
 
+from ....xdit_backend.forecast.choice import USABLE_MEMORY
 from ....xdit_backend.forecast.cost import Job
 from ....xdit_backend.forecast.memory import Memory, rank_memory, rank_weights, working_share
 from ....xdit_backend.forecast.memory_check import DeviceMemory, Hints, Latents, check_memory
@@ -16,27 +18,34 @@ from ....xdit_backend.forecast.planner import (
     memory_settings,
     spread_that_fits,
 )
+from ....xdit_backend.forecast.words import weights_words
 from ....xdit_backend.host_memory import available_memory
 from ....xdit_backend.partition import ranks_by_part
-from ....xdit_backend.protocol.devices import machine_of
+from ....xdit_backend.protocol.devices import machine_of, own_name
+from ....xdit_backend.protocol.errors import ConfigError
+
+CONTEXT_BYTES = 6e8            # of a GPU, that CUDA and its libraries take for themselves
 
 
 class MemoryCheck:
     """What each rank of a MODEL takes of its device's memory.
 
-    weight_bytes: of all blocks, as a rank holds them; kept as model_bytes. exchanged_bytes: of a U-Net,
-    net.exchanged_bytes of its model. lighter_bytes(): {another weight_dtype: weight_bytes with it}.
+    plan_of(bytes of a device that weights may take): the OffloadPlan of a rank with all blocks. exchanged_bytes: of a
+    U-Net, net.exchanged_bytes of its model. lighter_bytes(): {another weight_dtype: bytes of weights of such a rank}.
     """
 
-    def __init__(self, setup, weight_bytes, exchanged_bytes, lighter_bytes):
+    def __init__(self, setup, plan_of, exchanged_bytes, lighter_bytes):
         self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
-        self.model_bytes = weight_bytes
-        self.weight_bytes = self._of_ranks(weight_bytes)       # of each rank, until the workers have reported theirs
+        self._plan_of, self._plan = plan_of, plan_of(setup.spec.weights_memory or math.inf)
+        self.model_bytes = self._plan.device_bytes             # of a rank with all blocks
+        # of each rank on its device, and what comes from host memory, until the workers have told theirs
+        self.weight_bytes = self._of_ranks(self._plan.device_bytes)
+        self.offloaded_bytes = self._of_ranks(self._plan.offloaded_bytes)
         self._checked = set()                                  # what of this run has been found to fit
 
-    def update(self, weight_bytes):
-        """The workers have loaded the model. weight_bytes: that each rank holds."""
-        self.weight_bytes = weight_bytes
+    def update(self, loaded):
+        """The workers have loaded the model. loaded: host.model_memory.ModelMemory."""
+        self.weight_bytes, self.offloaded_bytes = loaded.weight_bytes, loaded.offloaded_bytes
 
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
@@ -52,12 +61,80 @@ class MemoryCheck:
         activations = of_one_device * working_share(job, degrees, branches_apart=True)
         return activations + (0.0 if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
 
+    def forecast_of_run(self, job, layout):
+        """The same by the forecast, which ComfyUI's estimate may be several times of; 0 of a U-Net."""
+        setup = self._setup
+        if setup.net is None:
+            return 0.0
+        needed = self._of_rank(job, degrees_of(layout, setup.config, setup.spec.stages), setup.config)
+        return needed.activations + needed.keys_values
+
+    def weights_memory_beside(self, run_bytes, is_held):
+        """What ModelSpec.weights_memory is to be for a run that takes so many bytes of a rank beside weights. is_held:
+        do the workers hold the model? Then what suits this run too stays as it is."""
+        spec, given = self._setup.spec, self._setup.config.weights_memory_bytes
+        if given is not None or not self._may_offload:
+            return given or 0
+        room = self._room - run_bytes
+        if is_held and self._plan.device_bytes <= room:
+            return spec.weights_memory
+        return 0 if self._plan_of(math.inf).device_bytes <= room else int(max(room, self._least_bytes))
+
+    def check_host(self):
+        """Refuse weights that come from host memory and take a place there of their own, where there is none."""
+        spec, available = self._setup.spec, available_memory()[0]
+        needed = spec.host_bytes * len(ranks_by_part(len(self._setup.devices), spec))
+        if needed > available:
+            raise ConfigError(f"{self._setup.family.title} has no room on its devices for all weights, and those that "
+                              f"come from host memory take {needed / 1e9:.3g} GB there, of which {available / 1e9:.3g} "
+                              f"GB are free. Weights that the file has as they are used take none: set weight_dtype to "
+                              f"default, or use a file of that type. Or close other programs.")
+
+    def words(self, forecasts):
+        """Where the weights are, for a person; "" where all are on the devices. forecasts: run.forecasts.Forecasts."""
+        plan, run = forecasts.plan, forecasts.timed
+        chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps)
+        come, stay = max(self.offloaded_bytes), max(self.weight_bytes)
+        # pages of the file that memory has no room for
+        on_disk = come * len(ranks_by_part(len(self._setup.devices), self._setup.spec)) > available_memory()[1]
+        slow = ", more than host memory has: they are read from the disk" if on_disk else ""
+        return f". {weights_words(stay, come, chosen, num_steps)}{slow}" if come else ""
+
+    @property
+    def _may_offload(self):
+        """Does the mode "auto" of weights_memory have weights come from host memory? With stages they would come once
+        for each patch."""
+        setup = self._setup
+        return setup.spec.stages is None and not setup.family.is_unet and all(map(has_own_memory, setup.devices))
+
+    @property
+    def _room(self):
+        """Bytes that a rank has on the fullest device, for all that it holds there."""
+        counts = {device: self._setup.devices.count(device) for device in self._setup.devices}
+        return min(USABLE_MEMORY * size / counts[device] - CONTEXT_BYTES
+                   for device, size in zip(self._setup.devices, self._setup.device_bytes))
+
+    @functools.cached_property
+    def _least_bytes(self):
+        """What weights take of a device at least."""
+        return self._plan_of(1).device_bytes
+
     def check_weights(self):
         """Refuse weights that do not fit on a device, before they are read."""
-        setup = self._setup
+        setup, given = self._setup, self._setup.config.weights_memory_bytes
+        if given and self._least_bytes > given and setup.spec.stages is None:
+            what = ("a U-Net's weights, none of which come from host memory," if setup.family.is_unet
+                    else "what is outside of its blocks and two blocks at a time")
+            raise ConfigError(f'weights_memory="{setup.config.weights_memory}": of {setup.family.title}, {what} take '
+                              f"{math.ceil(self._least_bytes / 1e7) / 100} GB of each device. Give at least so many "
+                              f'GB, or set weights_memory to "auto".')
+        held = (self._of_ranks(self._least_bytes) if given is None and self._may_offload else self.weight_bytes)
+        hints = self._spread(Job(1, 0, 1))
+        if given == 0 and self._may_offload and self._least_bytes <= self._room:
+            hints.insert(0, 'weights_memory "auto", with which weights come from host memory')
         check_memory(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
-                     DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes)),
-                     Hints(self._spread(Job(1, 0, 1)), self._lighter))
+                     DeviceMemory(setup.devices, setup.device_bytes, self._added(held)),
+                     Hints(hints, self._lighter))
 
     def check_run(self, shape, conditioning, num_images, branches, layout):
         """Refuse a run that cannot fit, once for all its calls.
@@ -118,3 +195,8 @@ class MemoryCheck:
         allowed."""
         setup = self._setup
         return spread_that_fits(setup.config, setup.net, setup.family.refused, job, min(setup.device_bytes))
+
+
+def has_own_memory(device):
+    """Has a device memory of its own, beside the host's?"""
+    return own_name(device).startswith("cuda")

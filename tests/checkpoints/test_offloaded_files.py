@@ -1,0 +1,72 @@
+"""Quantised weights come from host memory as they are held, and are unpacked where they are used: the same bits as from
+the device, also with a LoRA on them."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.checkpoints.test_casting import CPU, asked
+from tests.checkpoints.test_changes import PROJ, QKV, messages_of
+from tests.tiers import by_default
+from tests.tiny_checkpoints import save_gguf, save_scaled
+from xdit_backend.checkpoints.block_weights import plan_weights
+from xdit_backend.checkpoints.changes import change_weights
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.loading import load_transformer
+from xdit_backend.checkpoints.quantise import TYPES
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.mesh import SINGLE
+from xdit_backend.hooks.transformer import Hooks
+from xdit_backend.protocol.segments import SegmentStore
+from xdit_backend.protocol.specs import Change
+from xdit_backend.worker.models import Loaded
+
+
+def loaded_of(spec):
+    transformer = load_transformer(spec, CPU, piece_bytes=2 ** 16)
+    hooks = Hooks(transformer.model, transformer.family.plan, (), transformer.offloaded)
+    return Loaded(transformer, hooks, torch.float32, range(0))
+
+
+def prediction(loaded):
+    latent, timestep, conditioning = asked(loaded.family, loaded.transformer.config)
+    for _ in range(2):                                         # the second with what was fetched ahead
+        output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning))
+    return output.clone()
+
+
+@pytest.mark.parametrize("how", [*by_default(["scaled", "Q4_K"], ["scaled", "Q4_K", "Q8_0"]),
+                                 *(pytest.param(how, marks=pytest.mark.quantisers) for how in ("int8", "nf4"))])
+def test_quantised_weights_come_as_they_are_held(file_of, tmp_path, how):
+    path, store = file_of("sd3"), SegmentStore()
+    if how not in TYPES:
+        path = tmp_path / f"model.{'safetensors' if how == 'scaled' else 'gguf'}"
+        (save_scaled if how == "scaled" else save_gguf)(path, file_of("sd3"), *(() if how == "scaled" else (how,)))
+    checkpoint = open_checkpoint(path)
+    spec = checkpoint.spec("float32", "float32", quantisation=how if how in TYPES else "")
+    model = checkpoint.meta_model(spec.quantisation)
+    plan, names = plan_weights(model, checkpoint.family, spec, {}, 1)
+    try:
+        with torch.inference_mode():
+            whole, coming = (loaded_of(dataclasses.replace(spec, weights_memory=budget)) for budget in (0, 1))
+            offloaded, before = coming.transformer.offloaded, prediction(whole)
+            assert torch.equal(prediction(coming), before)
+            # as few bytes as the file has, or as they were quantised to
+            assert offloaded.blocks == plan.blocks and offloaded.host_bytes == plan.offloaded_bytes
+            assert offloaded.host_bytes < 0.4 * sum(
+                4 * linear.in_features * linear.out_features for linear in
+                {coming.transformer.model.get_submodule(name.rpartition(".")[0]) for name in names
+                 if name.endswith(".weight")} if isinstance(linear, torch.nn.Linear))
+            rows = messages_of(store, (256, 2), (2, 256), (0, 256, 256))
+            changes = {QKV: Change(None, (rows,), "float32", "float32"),
+                       PROJ: Change(store.share(torch.randn(256, 256)), ())}
+            for each in (whole, coming):
+                change_weights(each.transformer, changes)
+            changed = prediction(whole)
+            assert torch.equal(prediction(coming), changed) and not torch.equal(changed, before)
+            for each in (whole, coming):
+                change_weights(each.transformer, dict.fromkeys(changes, Change(None, ())))
+            assert torch.equal(prediction(coming), before)
+    finally:
+        store.close()

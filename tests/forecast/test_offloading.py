@@ -1,0 +1,164 @@
+"""Which blocks come from host memory: within the budget, evenly, and as fast as the best choice there is."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from xdit_backend.config import ParallelConfig
+from xdit_backend.forecast.choice import USABLE_MEMORY, Machine, forecast
+from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
+from xdit_backend.forecast.memory import DEFAULT_SETTINGS, Memory
+from xdit_backend.forecast.offloading import NUM_BUFFERS, offloaded_memory, plan_offload, step_seconds
+from xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, plan_run
+from xdit_backend.forecast.words import weights_words
+
+MS_10 = dict.fromkeys(range(40), 10.0)
+
+
+def held_bytes(plan, sizes, beside_bytes):
+    """What the device holds, counted anew."""
+    stays = sum(size for block, size in sizes.items() if block not in plan.blocks)
+    return beside_bytes + stays + NUM_BUFFERS * max((sizes[block] for block in plan.blocks), default=0)
+
+
+def spread(count, blocks=40):
+    return tuple((2 * number + 1) * blocks // (2 * count) for number in range(count))
+
+
+@pytest.mark.parametrize("sizes", [[7] * 12, [20] * 4 + [5] * 12, [3, 9, 4, 8, 5, 7, 6, 6], [1, 50, 1, 50, 1, 50]])
+def test_weights_keep_to_the_budget_wherever_some_choice_does(sizes):
+    """Of small models, every choice is looked at: where one fits, the plan does, and where none does, it has least."""
+    sizes = dict(enumerate(sizes))
+    choices = [chosen for count in range(len(sizes) + 1) for chosen in itertools.combinations(sizes, count)]
+    least = min(held_bytes(plan_offload(sizes, sizes, 10, 0), sizes, 10), 10 + sum(sizes.values()))
+
+    for budget in range(10, 12 + sum(sizes.values()), 3):
+        plan = plan_offload(sizes, sizes, 10, budget)
+        assert plan.device_bytes == held_bytes(plan, sizes, 10)
+        assert plan.device_bytes + plan.offloaded_bytes - plan.buffer_bytes == 10 + sum(sizes.values())
+        assert plan.device_bytes <= budget or (plan.device_bytes == least and budget < least)
+    of_choices = [10 + sum(sizes.values()) - sum(sizes[block] for block in chosen)
+                  + min(NUM_BUFFERS, len(chosen)) * max((sizes[block] for block in chosen), default=0)
+                  for chosen in choices]
+    assert least == min(of_choices)
+
+
+def test_nothing_comes_where_all_fits_and_no_more_than_is_needed():
+    sizes = dict(enumerate([7] * 12))
+
+    assert plan_offload(sizes, sizes, 10, 94).blocks == ()
+    assert len(plan_offload(sizes, sizes, 10, 93).blocks) == NUM_BUFFERS + 1
+    assert len(plan_offload(sizes, sizes, 10, 60).blocks) == NUM_BUFFERS + 5
+    assert plan_offload({}, {}, 10, 0).device_bytes == 10
+
+
+def test_blocks_of_one_kind_are_spread_evenly():
+    sizes = dict(enumerate([7] * 40))
+    for budget in range(30, 290, 10):
+        blocks = plan_offload(sizes, sizes, 10, budget).blocks
+        gaps = [second - first for first, second in itertools.pairwise((*blocks, blocks[0] + 40))]
+        assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("a_copy, count, took_ms, took_at_the_end_ms, bound_ms", [
+    (16, 20, 414, 518, 400), (19, 20, 416, 583, 400), (30, 20, 619, 815, 600), (8, 35, 465, 429, 400),
+    (20, 35, 725, 755, 700)])
+def test_a_step_takes_what_threads_took(a_copy, count, took_ms, took_at_the_end_ms, bound_ms):
+    """Of 40 blocks of 10 ms, so many come in a_copy ms each: spread evenly, and the last ones. Measured with a thread
+    for the copies, whose blocks and copies slept."""
+    copies = dict.fromkeys(range(40), float(a_copy))
+
+    evenly, at_the_end = (step_seconds(MS_10, copies, blocks) for blocks in (spread(count),
+                                                                             tuple(range(40 - count, 40))))
+
+    assert bound_ms <= evenly <= took_ms < 1.15 * evenly
+    assert bound_ms <= at_the_end <= took_at_the_end_ms < 1.1 * at_the_end
+    assert step_seconds(MS_10, copies, ()) == 400
+    # one buffer: each copy waits for the block before, and each block for its copy
+    assert step_seconds(MS_10, copies, tuple(range(40)), 1) == pytest.approx(40 * (10 + a_copy))
+
+
+@pytest.mark.parametrize("a_copy", [0.4, 0.8, 1.0, 1.5, 4.0])
+@pytest.mark.parametrize("sizes", [[4] * 10, [8] * 3 + [4] * 7], ids=["one kind", "two kinds"])
+def test_no_other_choice_of_blocks_is_much_faster(sizes, a_copy):
+    """Every choice that keeps to the budget is walked through, for links of all speeds."""
+    sizes = dict(enumerate(map(float, sizes)))
+    copies = {block: size * a_copy for block, size in sizes.items()}
+    for share in (0.5, 0.8):
+        budget = share * sum(sizes.values()) + 5
+        plan = plan_offload(sizes, sizes, 5, budget)
+        best = min(step_seconds(sizes, copies, chosen) for count in range(NUM_BUFFERS + 1, len(sizes) + 1)
+                   for chosen in itertools.combinations(sizes, count)
+                   if 5 + sum(sizes.values()) - sum(sizes[block] for block in chosen)
+                   + NUM_BUFFERS * max(sizes[block] for block in chosen) <= budget)
+
+        assert step_seconds(sizes, copies, plan.blocks) <= 1.15 * best
+
+
+NET = Net(57, 3072, 24, 12.0, 11.9e9, weight_bytes=23.8e9, outside_bytes=0.4e9)              # as Flux.1 in bf16
+JOB = Job(4096, 512, 20)
+CARD = Device(33e12, 28e12, 288e9, memory_bytes=16e9, host_bytes_s=12.4e9)                    # a 4060 Ti, at PCIe 4 x8
+LINKS = Links({(name, 2): 6e9 for name in ("all_to_all", "hop", "all_reduce", "gather")})
+COMING = replace(DEFAULT_SETTINGS, weights_memory=math.inf)
+
+
+@pytest.mark.parametrize("room", [8e9, 12e9, 16e9, 24e9])
+def test_forecasts_count_what_a_plan_of_blocks_would_hold(room):
+    """To a block, of blocks that are alike."""
+    needed = Memory(NET.weight_bytes, 0.5e9, 1e9)
+    a_block = (NET.weight_bytes - NET.outside_bytes) / NET.blocks
+    sizes = dict.fromkeys(range(NET.blocks), int(a_block))
+
+    plan = plan_offload(sizes, sizes, int(NET.outside_bytes), room - 1.5e9)
+    memory = offloaded_memory(NET, needed, room, math.inf)
+
+    assert memory.total <= room
+    assert abs(memory.come - plan.offloaded_bytes) <= a_block and abs(memory.weights - plan.device_bytes) <= a_block
+    assert offloaded_memory(NET, needed, NET.outside_bytes + 1.5e9, math.inf) is None
+    assert offloaded_memory(NET, needed, 40e9, math.inf) == needed
+    assert offloaded_memory(NET, needed, 40e9, 10e9).weights == 10e9
+
+
+def test_a_step_takes_as_long_as_computing_or_as_its_weights_come():
+    """On one card that is too small; beside it one that is not."""
+    large = forecast(NET, JOB, Degrees(), Machine((replace(CARD, memory_bytes=48e9),), Links()), COMING)
+    for host_bytes_s in (0.0, 24e9, 6e9, 1e9):
+        made = forecast(NET, JOB, Degrees(), Machine((replace(CARD, host_bytes_s=host_bytes_s),), Links()), COMING)
+        assert made.fits == (host_bytes_s > 0)
+        if made.fits:
+            assert made.memory.total <= USABLE_MEMORY * CARD.memory_bytes and made.memory.come > 8e9
+            assert made.come_s == made.memory.come / host_bytes_s
+            assert made.seconds == pytest.approx(max(large.seconds, JOB.steps * made.come_s))
+            assert (made.limited_by == "weights") == (host_bytes_s == 1e9)
+    assert large.memory.come == large.come_s == 0
+    assert not forecast(NET, JOB, Degrees(), Machine((CARD,), Links())).fits
+
+
+def test_auto_weighs_weights_that_come_with_spreading_them():
+    """A picture of 24 GB of weights on two cards of 16 GB: over a fast link from the host, exact methods with weights
+    that come are as fast as stages; over a slow one stages hold all."""
+    for host_bytes_s, expected in ((40e9, True), (1e9, False), (0.0, False)):
+        machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, 6e10)))
+        devices = Devices([CARD.memory_bytes] * 2, 0, machine)
+        spread = choose_spread(ParallelConfig(), NET, devices)
+        assert (spread == EVERYWHERE) == expected, spread
+        config = ParallelConfig(weights_memory="all on the device")
+        assert choose_spread(config, NET, devices) != EVERYWHERE
+    large = replace(NET, weight_bytes=80e9)
+    assert choose_spread(ParallelConfig(), large, Devices([16e9] * 2), has_own_memory=True) == EVERYWHERE
+    assert choose_spread(ParallelConfig(), large, Devices([16e9] * 2)) != EVERYWHERE
+    assert choose_spread(ParallelConfig(weights_memory="9"), NET, Devices([16e9] * 2)) == EVERYWHERE
+
+
+def test_the_node_says_where_weights_are_and_what_they_cost():
+    for host_bytes_s, says in ((12e9, "hidden"), (1e9, "which takes")):
+        machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, LINKS)
+        chosen = plan_run(ParallelConfig(), machine, NET, replace(JOB, branches=2)).chosen
+        words = weights_words(chosen.memory.weights, chosen.memory.come, chosen, JOB.steps)
+        # where the link is all that counts, a second card gains nothing
+        assert chosen.working == (2 if says == "hidden" else 1)
+        assert words.startswith("Weights: 1") and says in words
+    assert weights_words(1e9, 2e9, None, 20) == ("Weights: 1 GB of each device, and 2 GB come from host memory in "
+                                                 "every step")

@@ -1,0 +1,79 @@
+"""Running workers whose weights come from host memory predict the same bits: branches on ranks of their own or one
+after the other, and when they were parked."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from tests.host.conftest import call_of, layout
+from tests.models.zoo import conditioning_of, example
+from tests.tiers import by_default
+from xdit_backend.checkpoints.block_weights import plan_weights, unmapped_bytes
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.transformer import build
+from xdit_backend.models import FAMILIES
+from xdit_backend.protocol.specs import Stages
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from diffusers import FluxTransformer2DModel
+    path, config = tmp_path_factory.mktemp("flux"), FAMILIES["Flux.1"].tiny.config | {"num_single_layers": 14}
+    torch.manual_seed(0)
+    FluxTransformer2DModel(**config).save_pretrained(path / "transformer")
+    return path
+
+
+@pytest.mark.parametrize("degrees", by_default([{"cfg": 2}, {"ulysses": 2}], [
+    {"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"data": 2}, {"tensor": 2}, {"pipefusion": 2}]), ids=str)
+@pytest.mark.parametrize("storage", by_default(["float32"], ["float32", "float8_e4m3fn"]))
+def test_workers_whose_weights_come_predict_the_same(client, folder, degrees, storage):
+    stages = Stages(2, 1) if "pipefusion" in degrees else None
+    checkpoint, one = open_checkpoint(folder), example("Flux.1", torch.float32, batch=2)
+    family, calls = checkpoint.family, []
+    spec = checkpoint.spec(storage, "float32", stages, degrees.get("tensor", 1))
+    for seed, length in ((0, 7), (1, 5)):
+        conditioning = conditioning_of(family, one.config, torch.Generator().manual_seed(seed), {"context": length}, 2)
+        calls.append(call_of(dataclasses.replace(one, conditioning=conditioning)))
+    channels = family.num_channels(one.config)
+
+    want = [each.clone() for each in client.predict(spec, layout(**degrees), channels, calls)]
+    whole = client.models.memory(spec.name)
+    budget = max(whole.weight_bytes) * 8 // 10
+    less = checkpoint.spec(storage, "float32", stages, degrees.get("tensor", 1), weights_memory=budget)
+    if storage != "float32" and not degrees.keys() & {"tensor", "pipefusion"}:
+        with torch.device("meta"):
+            model = build(family, checkpoint.config)
+        names = plan_weights(model, family, less, {}, budget)[1]
+        less = dataclasses.replace(less, host_bytes=unmapped_bytes(checkpoint, model, less, {}, names))
+        assert less.host_bytes > 0
+    assert less.name != spec.name
+    for _ in range(2):
+        got = client.predict(less, layout(**degrees), channels, calls)
+        assert all(torch.equal(*pair) for pair in zip(got, want))
+        there = client.models.memory(less.name)
+        assert all(0 < held <= budget * 1.01 for held in there.weight_bytes) and any(there.offloaded_bytes)
+        client.models.park(less.name, 2 ** 34)
+        assert client.models.memory(less.name).parked_bytes == there.weight_bytes
+    client.drop(spec.name)
+    client.drop(less.name)
+
+
+def test_waits_for_weights_are_told_apart_in_the_picture_of_a_run(client, folder):
+    checkpoint, one = open_checkpoint(folder), example("Flux.1", torch.float32)
+    with torch.device("meta"):
+        model = build(checkpoint.family, checkpoint.config)
+    least = plan_weights(model, checkpoint.family, checkpoint.spec("float32", "float32"), {}, 1)[0].device_bytes
+    spec = checkpoint.spec("float32", "float32", weights_memory=least)
+    client.predict(spec, layout(cfg=2), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
+    since_s = time.perf_counter()
+
+    client.predict(spec, layout(cfg=2), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
+
+    for done in client.catch_up(60, since_s).values():
+        step = next(span for span in done.spans if span.kind == "whole")
+        waits = [span for span in done.spans if span.kind == "weights"]
+        assert waits and all(step.start_s <= wait.start_s <= wait.end_s <= step.end_s for wait in waits)
+    client.drop(spec.name)

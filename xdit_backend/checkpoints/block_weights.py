@@ -1,0 +1,77 @@
+"""Which weights of a model a rank's device holds, and which come from host memory. Asked by the loader on each rank,
+and by the host beforehand: both have the model on the meta device.
+"""
+
+import torch
+
+from ..forecast.offloading import plan_offload
+from ..protocol.segments import DTYPES
+from .offloading import aligned
+from .packed import packed_weights
+from .transformer import block_sizes, held
+
+SMALL = 1 / 1024               # of its block: such a weight stays, since a copy takes longer to ask for than to make
+
+
+def plan_weights(model, family, spec, splits, budget_bytes, blocks=None):
+    """(the OffloadPlan of a rank, {name of a weight that comes from host memory: its block}).
+
+    model: on the meta device, as it is held; a U-Net's all stays. splits: of spec.tensor_degree. budget_bytes: of the
+    device, that weights may take. blocks: of this rank; None: all.
+    """
+    movable, beside_bytes = _by_block(model, family, spec, splits, blocks)
+    costs = [size * share for size, share in block_sizes(model, family)] if movable else []
+    sizes = {block: sum(weights.values()) for block, weights in movable.items()}
+    plan = plan_offload(sizes, {block: costs[block] for block in sizes}, beside_bytes, budget_bytes)
+    return plan, {name: block for block in plan.blocks for name in movable[block]}
+
+
+def unmapped_bytes(checkpoint, model, spec, splits, names):
+    """Bytes of weights of these names that the file has otherwise than a rank holds them: host memory needs a place for
+    them. model: as in plan_weights."""
+    packed = packed_weights(checkpoint, model, spec.quantisation)
+    types = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+             "F8_E5M2": "float8_e5m2"}
+    of_file = {name: torch.empty(shape, dtype=DTYPES[types.get(checkpoint.dtypes[name], "float32")], device="meta")
+               for name, shape in checkpoint.shapes.items()}
+    converted = checkpoint.under_diffusers_names(of_file)
+    places, total = {tensor.untyped_storage()._cdata for tensor in of_file.values()}, 0
+
+    def is_map(name, dtype):
+        if name in packed:
+            return packed[name].is_in_file and len(packed[name].runs) == 1
+        own = converted.get(name)
+        return own is not None and own.dtype == dtype and own.untyped_storage()._cdata in places
+    for name, tensor, dtype in held(model, checkpoint.family, spec):
+        if name in names and not is_map(name, dtype):
+            share = splits[name].share(spec.tensor_degree) if name in splits else 1
+            total += aligned(round(tensor.numel() * dtype.itemsize * share))
+    return total
+
+
+def _by_block(model, family, spec, splits, blocks):
+    """({block: {name of a weight: its bytes}}, bytes of what stays on the device in any case)."""
+    found, beside_bytes, block_of = {}, 0, _places(model, family)
+    for name, tensor, dtype in held(model, family, spec):
+        block = block_of.get(".".join(name.split(".")[:2]))
+        if block is not None and blocks is not None and block not in blocks:
+            continue
+        share = splits[name].share(spec.tensor_degree) if name in splits else 1
+        size = round(tensor.numel() * dtype.itemsize * share)
+        if block is None or name.startswith(family.plan.outside):
+            beside_bytes += size
+        else:
+            found.setdefault(block, {})[name] = size
+    for weights in found.values():
+        least = SMALL * sum(weights.values())
+        beside_bytes += sum(weights.pop(name) for name in [name for name, size in weights.items() if size < least])
+    return found, beside_bytes
+
+
+def _places(model, family):
+    """{how the names of a block's weights begin: its index over all lists of the plan}"""
+    if family.is_unet:
+        return {}
+    blocks = [[f"{each}.{number}" for each in list_.names] for list_ in family.blocks
+              for number in range(len(model.get_submodule(list_.name)))]
+    return {name: index for index, names in enumerate(blocks) for name in names}

@@ -1,0 +1,205 @@
+"""Blocks whose weights stay in host memory and come to the device just before they run, through a few buffers there.
+Made by the loader on each rank; the hooks say when a block begins and ends.
+
+A weight of such a block is a view of its buffer, whose address stays. What it holds is right while its block runs. What
+comes is what is held: float8 or packed bytes, unpacked where they are used.
+"""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from ..forecast.offloading import NUM_BUFFERS
+
+ALIGNMENT = 512                            # bytes; of a weight's place in a buffer, as torch's allocator has it
+
+
+@dataclass
+class Buffer:
+    """Memory of the device for the weights of one block at a time."""
+
+    memory: torch.Tensor
+    holds: int | None = None               # the block whose weights are here, or on their way
+    arriving: Future | None = None         # None: they are here
+    num_passed: int = 0                    # forwards that have run the block, of those that take turns
+    is_used: bool = False                  # have some of them begun it?
+
+
+@dataclass
+class OffloadedBlock:
+    """The weights of a block, where each is in host memory, and where in the buffer."""
+
+    weights: list = field(default_factory=list)
+    host_copies: list = field(default_factory=list)
+    views: list = field(default_factory=list)
+    buffer: int = 0
+
+    @property
+    def num_bytes(self):
+        return sum(aligned(host_copy.nbytes) for host_copy in self.host_copies)
+
+
+class OffloadedBlocks:
+    """The blocks of a model on this rank whose weights are in host memory.
+
+    copies: a CopyThread, or what has its methods. Forwards that take turns after each block share what has come: a
+    buffer gets another block when all of them have run the one that it holds.
+    """
+
+    def __init__(self, device, copies, num_buffers=NUM_BUFFERS):
+        self._device, self._copies, self._num_buffers = device, copies, num_buffers
+        self._blocks: dict[int, OffloadedBlock] = {}
+        self._buffers: list[Buffer] = []
+        self._order: list[int] = []
+        self._num_forwards = 1
+        self.copied_bytes = 0              # since the model was loaded
+        self._mark, self._waits = (lambda: None), []
+
+    @property
+    def blocks(self):
+        return tuple(self._blocks)
+
+    @property
+    def buffer_bytes(self):
+        """Bytes of the device that the buffers take, when they are there."""
+        sizes = [block.num_bytes for block in self._blocks.values()]
+        return min(self._num_buffers, len(sizes)) * max(sizes, default=0)
+
+    @property
+    def device_bytes(self):
+        """The same, now."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+    @property
+    def host_bytes(self):
+        """Bytes of the weights that are in host memory."""
+        return sum(host_copy.nbytes for block in self._blocks.values() for host_copy in block.host_copies)
+
+    @property
+    def weights(self):
+        """{id of a weight: it}"""
+        return {id(weight): weight for block in self._blocks.values() for weight in block.weights}
+
+    def time_waits(self, mark):
+        """From now on, know when weights are waited for. mark(): now, in the order of the device's work. Returns a
+        list, which gets the pairs of marks."""
+        self._mark, self._waits = mark, []
+        return self._waits
+
+    def add(self, index, weights):
+        """Have these weights of a block come from host memory, where their values are now. Blocks are added in
+        order."""
+        self._blocks[index] = OffloadedBlock(list(weights), [weight.data for weight in weights])
+
+    def replace(self, weight, host_copy):
+        """Give a weight another value, in host memory."""
+        self.drop()
+        for block in self._blocks.values():
+            for number, own in enumerate(block.weights):
+                if own is weight:
+                    block.host_copies[number] = weight.data = host_copy
+
+    def drop(self):
+        """Let go of the buffers: the weights are what they are in host memory. The next forward makes others."""
+        self._copies.drain()
+        for block in self._blocks.values():
+            block.views = []
+            for weight, host_copy in zip(block.weights, block.host_copies):
+                weight.data = host_copy
+        self._buffers = []
+
+    def restore(self):
+        """Have the buffers again."""
+        if self._buffers:
+            return
+        sizes = [block.num_bytes for block in self._blocks.values()]
+        self._buffers = [Buffer(torch.empty(max(sizes), dtype=torch.uint8, device=self._device))
+                         for _ in range(min(self._num_buffers, len(sizes)))]
+        for number, block in enumerate(self._blocks.values()):
+            block.buffer, start = number % len(self._buffers), 0
+            memory = self._buffers[block.buffer].memory
+            for weight, host_copy in zip(block.weights, block.host_copies):
+                weight.data = view_of(memory[start:start + host_copy.nbytes], host_copy)
+                block.views.append(weight.data)
+                start += aligned(host_copy.nbytes)
+
+    # --- what the hooks ask ---
+
+    def begin(self, blocks, num_forwards=1):
+        """Forwards of these blocks begin, which take turns after each. Where one before has failed, it is
+        forgotten."""
+        self.restore()
+        self._order, self._num_forwards = [index for index in self._blocks if index in blocks], num_forwards
+        for buffer in self._buffers:
+            buffer.num_passed, buffer.is_used = 0, False
+            if buffer.arriving is not None and buffer.arriving.done() and buffer.arriving.exception() is not None:
+                buffer.holds = buffer.arriving = None
+        self._fetch_from(0)
+
+    def enter(self, index):
+        """A forward is about to run a block: wait until its weights are here."""
+        if index not in self._blocks:
+            return
+        buffer = self._buffers[self._blocks[index].buffer]
+        if buffer.holds != index:                              # not foreseen: blocks before it were passed by
+            self._fetch(buffer, index)
+        buffer.is_used = True
+        if buffer.arriving is not None:
+            asked = self._mark()
+            try:
+                self._copies.wait(buffer.arriving)
+            except BaseException:
+                buffer.holds = None
+                raise
+            finally:
+                buffer.arriving = None
+            self._waits.append((asked, self._mark()))
+
+    def leave(self, index):
+        """A forward has run a block. After the last one its buffer is the next block's."""
+        if index not in self._blocks:
+            return
+        buffer = self._buffers[self._blocks[index].buffer]
+        buffer.num_passed += 1
+        if buffer.num_passed == self._num_forwards:
+            buffer.num_passed, buffer.is_used = 0, False
+            self._fetch_from(self._order.index(index) + 1)
+
+    def _fetch_from(self, position):
+        """Have every buffer that is not used get the block that needs it next; after the last block comes the first
+        one of the next step."""
+        unused = {number for number, buffer in enumerate(self._buffers) if not buffer.is_used}
+        for index in self._order[position:] + self._order[:position]:
+            number = self._blocks[index].buffer
+            if number in unused:
+                unused.remove(number)
+                if self._buffers[number].holds != index:
+                    self._fetch(self._buffers[number], index)
+
+    def _fetch(self, buffer, index):
+        block = self._blocks[index]
+        buffer.holds, buffer.arriving = index, self._copies.start(
+            [(_flat(host_copy), _flat(view)) for host_copy, view in zip(block.host_copies, block.views)])
+        self.copied_bytes += sum(host_copy.nbytes for host_copy in block.host_copies)
+
+
+def aligned(num_bytes):
+    """Where the next weight begins, after one with so many bytes."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _is_dense(tensor):
+    """Does it fill its part of memory without gaps, whatever the order of its dims?"""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) == tensor.numel()
+
+
+def view_of(memory, like):
+    """Memory as a tensor; in the order of dims of another, where that leaves no gaps."""
+    flat = memory.view(like.dtype)
+    return flat.as_strided(like.shape, like.stride()) if _is_dense(like) else flat.view(like.shape)
+
+
+def _flat(tensor):
+    """A tensor as it lies in memory, where it leaves no gaps: pieces of it are then in one piece."""
+    return tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor
