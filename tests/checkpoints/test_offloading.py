@@ -3,6 +3,7 @@ than they are given."""
 
 import dataclasses
 import json
+import math
 import time
 from concurrent.futures import Future
 
@@ -324,7 +325,8 @@ class Sleeper(torch.nn.Module):
 
 @pytest.mark.parametrize("a_copy", [0.5, 1.0, 2.0, 4.0])
 def test_copies_are_made_while_other_blocks_run(a_copy):
-    """Blocks and copies sleep, so that other work on this machine counts for little."""
+    """Blocks and copies sleep, so that other work on this machine counts for little; one step that it does not slow
+    down is enough."""
     num_blocks, block_s = 12, 0.02
     chosen = range(1, num_blocks, 2)
     blocks = [Sleeper(number) for number in range(num_blocks)]
@@ -338,17 +340,18 @@ def test_copies_are_made_while_other_blocks_run(a_copy):
             offloaded.enter(index)
             block.run(block_s)
             offloaded.leave(index)
+    expected_s = step_seconds(dict.fromkeys(range(num_blocks), block_s),
+                              dict.fromkeys(range(num_blocks), a_copy * block_s), tuple(chosen))
     step()
     before, times_s = offloaded.copied_bytes, []
-    for _ in range(5):
+    while len(times_s) < 60 and min(times_s, default=math.inf) >= 1.1 * expected_s:
         started_s = time.perf_counter()
         step()
         times_s.append(time.perf_counter() - started_s)
 
-    expected = step_seconds(dict.fromkeys(range(num_blocks), block_s),
-                            dict.fromkeys(range(num_blocks), a_copy * block_s), tuple(chosen))
-    assert 0.9 * expected < min(times_s) < 1.1 * expected
-    assert offloaded.copied_bytes - before == 5 * len(chosen) * 256            # no block twice a step
+    assert 0.9 * expected_s < min(times_s) < 1.1 * expected_s
+    # no block twice a step
+    assert offloaded.copied_bytes - before == len(times_s) * len(chosen) * 256
 
 
 class Copies:
