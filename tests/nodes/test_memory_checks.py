@@ -168,29 +168,47 @@ def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkey
     assert client.models.memory(model.model.remote.spec.name).weight_bytes[0] <= memory - taken[1]
     with pytest.raises(comfyui.errors.ConfigError, match=r"This run \(one device\) needs about .* GB on cpu"):
         comfyui.sample(model, "sd3", steps=2, latent=comfyui.latent("sd3", batch=64, size=(64, 64)))
+
+
+def asked(comfyui, layout_name, num_bytes, weights_memory):
+    """(what bench size says of Flux.1 dev on such devices, the node's MemoryCheck of the same)"""
+    checks = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
+    options = make_parser().parse_args(["bench", "size", "flux.1-dev", "--branches", "1", "--weights-memory",
+                                        weights_memory])
+    subject, layout = size.subject_of(options), size.parse_layout(layout_name)
+    fit = fits.Fit(subject, layout, Machine((Device(1e14, 1e14, 1e12, memory_bytes=num_bytes),) * 2, Links()))
+    count, family = fit.degrees.devices, subject.checkpoint.family
+    spec = subject.spec(fit.stages, layout.tensor_degree)
+    setup = types.SimpleNamespace(
+        net=subject.net, family=family, config=fit.config, spec=spec, transformer_config=subject.checkpoint.config,
+        devices=tuple(f"cuda:{index}" for index in range(count)), device_bytes=[num_bytes] * count,
+        job=lambda shape, *others: job_of(family, subject.net, shape, *others))
+    plan_of = functools.partial(comfyui.shell._plan_of, subject.model, family, spec)
+    return fit, checks.MemoryCheck(setup, plan_of, None, dict)
+
+
 @pytest.mark.parametrize("layout_name, num_bytes", [
     ("one", 16e9), ("pipefusion2", 12e9), ("tensor2", 8e9), ("displaced2", 16e9)])
 def test_bench_size_answers_as_the_node(comfyui, layout_name, num_bytes):
     """Of Flux.1 dev, word for word: the refusal of its run."""
-    room = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
-    options = make_parser().parse_args(["bench", "size", "flux.1-dev", "--branches", "1"])
-    subject, layout = size.subject_of(options), size.parse_layout(layout_name)
-    machine = Machine((Device(1e14, 1e14, 1e12, memory_bytes=num_bytes),) * 2, Links())
-    family, stages, config = subject.checkpoint.family, subject.stages(layout, machine), fits.config_of(layout)
-    count = 1 if layout_name == "one" else 2
-    spec = subject.spec(stages, layout.tensor_degree)
-    setup = types.SimpleNamespace(
-        net=subject.net, family=family, config=config, spec=spec, transformer_config=subject.checkpoint.config,
-        devices=tuple(f"cuda:{index}" for index in range(count)), device_bytes=[num_bytes] * count,
-        job=lambda shape, *others: job_of(family, subject.net, shape, *others))
-    conditioning = {name: torch.empty(shape, device="meta") for name, shape in subject.run.conditioning.items()}
-    check = room.MemoryCheck(setup, functools.partial(comfyui.shell._plan_of, subject.model, family, spec), None, dict)
+    fit, check = asked(comfyui, layout_name, num_bytes, "all on the device")
+    run = fit.subject.run
+    conditioning = {name: torch.empty(shape, device="meta") for name, shape in run.conditioning.items()}
     with pytest.raises(comfyui.errors.ConfigError) as refused:
-        check.check_run(subject.run.shape, conditioning, 1, 1, layout)
+        check.check_run(run.shape, conditioning, 1, 1, fit.layout)
 
     def without_types(text):
         return re.sub(r"; or weight_dtype .*\)\.$", ".", re.sub(r"[\d.]+ GB", digits, text))
 
     def digits(match):                                         # what tensor ranks hold is known to a tenth of a percent
         return f"{float(match[0].split()[0]):.2g} GB"
-    assert without_types(fits.answer(subject, layout, machine)) == without_types(str(refused.value))
+    assert without_types(fit.answer()) == without_types(str(refused.value))
+
+
+@pytest.mark.parametrize("layout_name, num_bytes", [("one", 16e9), ("ulysses2", 12e9), ("one", 30e9), ("tensor2", 8e9)])
+def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, layout_name, num_bytes):
+    fit, check = asked(comfyui, layout_name, num_bytes, "auto")
+    job = fit.job(1, fit.subject.run.shape[2:])
+
+    assert fit.weights_memory == check.weights_memory_beside(check.forecast_of_run(job, fit.layout), False)
+    assert (fit.weights_memory > 0) == (num_bytes < 30e9) == ("come from host memory" in fit.answer())

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import gguf
+from ..checkpoints.block_weights import plan_weights
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.layers import FORMATS
 from ..checkpoints.net import net_of
 from ..checkpoints.quantise import TYPES
-from ..config import refuse_methods, validate_layout
+from ..checkpoints.shares import tensor_splits
+from ..config import ParallelConfig, refuse_methods, validate_layout
 from ..dry_run.inputs import conditioning_shapes, latent_shape
 from ..dry_run.published import PUBLISHED
 from ..dry_run.rank import Run, count, outline, stage_ranks, world_size_of
@@ -28,7 +30,7 @@ from ..forecast.planner import Devices, choose_spread
 from ..partition import FULL
 from ..protocol.errors import ConfigError
 from ..protocol.specs import Layout
-from .fits import answer, config_of
+from .fits import Fit, config_of
 from .plan import WEIGHT_TYPES, most_common, picture_size
 from .published import CARDS
 
@@ -57,6 +59,9 @@ def add_arguments(parser):
     parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES, *IN_FILES], metavar="TYPE",
                         help="how the weights are held, a format of ComfyUI's or a type of GGUF too "
                              "(default: as in the file, or bf16)")
+    parser.add_argument("--weights-memory", default=ParallelConfig().weights_memory, metavar="GB",
+                        help="of each device, that weights may take, as in xDiT Parallel Config: others come from host "
+                             "memory in every step (default: auto, what the run leaves)")
     parser.add_argument("--machine", type=Path, metavar="FILE",
                         help="JSON that describes devices and links, see docs/measuring.md")
     parser.add_argument("--waits", action="store_true",
@@ -78,11 +83,12 @@ def main(options):
         layout = parse_layout(name)
         try:
             subject.check(layout, machine)
-            for line, found in rows(name, layout, subject, machine):
+            fit = Fit(subject, layout, machine)
+            for line, found in rows(name, fit):
                 print(line, flush=True)
                 for where, times in found.items():
                     waits.setdefault(where, []).append(f"{name} x{times}")
-            answers.append(f"{name}: {answer(subject, layout, machine)}")
+            answers.append(f"{name}: {fit.answer()}")
         except ConfigError as error:
             answers.append(f"{name}: {error}")
     print("\n".join(answers))
@@ -101,9 +107,18 @@ class Subject:
     run: Run
     text: int
     words: str
+    weights_memory: str = ParallelConfig().weights_memory
 
-    def spec(self, stages=None, tensor_degree=1):
-        return self.checkpoint.spec(self.storage, self.compute, stages, tensor_degree, self.quantisation)
+    def spec(self, stages=None, tensor_degree=1, num_bytes=0):
+        """num_bytes: ModelSpec.weights_memory."""
+        return self.checkpoint.spec(self.storage, self.compute, stages, tensor_degree, self.quantisation,
+                                    weights_memory=num_bytes)
+
+    def plan_of(self, tensor_degree, budget_bytes):
+        """The OffloadPlan of a rank with all blocks, whose weights may take so many bytes of its device."""
+        family, spec = self.checkpoint.family, self.spec(None, tensor_degree)
+        splits = tensor_splits(self.model, family.plan, tensor_degree) if tensor_degree > 1 else {}
+        return plan_weights(self.model, family, spec, splits, budget_bytes)[0]
 
     @functools.cached_property
     def model(self):
@@ -130,7 +145,6 @@ class Subject:
             raise ConfigError(f"it takes {world_size_of(layout)} devices, and there are {len(machine.devices)}.")
         validate_layout(layout, family.num_heads(config), family.name, family.num_key_heads(config))
         refuse_methods(layout, family.refused, family.name)
-
 
 
 def subject_of(options):
@@ -161,12 +175,13 @@ def subject_of(options):
               num_patches=options.patches, forecast=config_of(Layout()).forecast_keys_values)
     words = (f"{family.name}, {size[0]}x{size[1]}{f', {frames} frames' if frames > 1 else ''}, {text} text tokens, "
              f"{branches} branch{'es' if branches > 1 else ''}, weights {wanted or storage}")
-    return Subject(checkpoint, storage, compute, quantisation, run, text, words)
+    return Subject(checkpoint, storage, compute, quantisation, run, text, words, options.weights_memory)
 
 
-def rows(name, layout, subject, machine):
+def rows(name, fit):
     """(line of the table, waits) of the first rank of a layout, the last, and the one whose stage has most weights."""
-    spec = subject.spec(subject.stages(layout, machine), layout.tensor_degree)
+    subject, layout, machine = fit.subject, fit.layout, fit.machine
+    spec = subject.spec(fit.stages, layout.tensor_degree, fit.weights_memory)
     memory = [device.memory_bytes * FULL for device in machine.devices[:world_size_of(layout)]]
     for rank in stage_ranks(subject.checkpoint, spec, layout, memory):
         counted = count(subject.checkpoint, spec, layout, rank, subject.run, memory)
@@ -185,6 +200,8 @@ def bounds(counted, layout, machine):
                     + counted.attention_flops / device.attention_flops_s)
     seconds = {"arithmetic": arithmetic_s, "memory": counted.moved_bytes / device.memory_bytes_s,
                "launches": counted.kernels * device.block_launch_s / LAUNCHES_OF_A_BLOCK}
+    if counted.come_bytes and device.host_bytes_s:
+        seconds["host memory"] = counted.come_bytes / device.host_bytes_s
     if counted.num_exchanges:
         collective = next(each for axis, each in (("ulysses", "all_to_all"), ("tensor", "all_reduce"), (
             "displaced", "gather"), ("ring", "hop"), ("pipefusion", "hop"), ("cfg", "hop"), ("data", "hop"))
@@ -199,7 +216,8 @@ def bounds(counted, layout, machine):
 def usual_machine():
     """What is taken where no machine is described."""
     matrix_flops_s, memory_bytes_s = CARDS["RTX 4090"]
-    device = Device(matrix_flops_s, matrix_flops_s, memory_bytes_s, name="RTX 4090", memory_bytes=CARD_BYTES)
+    device = Device(matrix_flops_s, matrix_flops_s, memory_bytes_s, name="RTX 4090", memory_bytes=CARD_BYTES,
+                    host_bytes_s=PCIE_BYTES_S)
     return Machine((device,) * NUM_CARDS, Links({(collective, 2): PCIE_BYTES_S for collective in COLLECTIVES}))
 
 

@@ -87,10 +87,10 @@ class OffloadedBlocks:
         self._mark, self._waits = mark, []
         return self._waits
 
-    def add(self, index, weights):
-        """Have these weights of a block come from host memory, where their values are now. Blocks are added in
-        order."""
-        self._blocks[index] = OffloadedBlock(list(weights), [weight.data for weight in weights])
+    def add(self, index, weights, host_copies=None):
+        """Have these weights of a block come from host memory. Blocks are added in order. host_copies: their values
+        there; None: where their values are now."""
+        self._blocks[index] = OffloadedBlock(list(weights), host_copies or [weight.data for weight in weights])
 
     def replace(self, weight, host_copy):
         """Give a weight another value, in host memory."""

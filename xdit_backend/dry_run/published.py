@@ -127,6 +127,7 @@ class Unwritten:
     def under_diffusers_names(self, tensors):
         return tensors
 
-    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", fast=False):
+    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", fast=False,
+             weights_memory=0):
         return ModelSpec(self.name, self.family.name, "", storage_dtype, compute_dtype, stages, tensor_degree,
-                         quantisation, fast)
+                         quantisation, fast, weights_memory)

@@ -4,13 +4,16 @@ Used by bench size and by tests.
 
 import dataclasses
 import math
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
+from ..checkpoints.block_weights import plan_weights
 from ..checkpoints.casting import cast_at_use, unpack_at_use
 from ..checkpoints.loading import Transformer
+from ..checkpoints.offloading import OffloadedBlocks
 from ..checkpoints.packed import packed_weights, set_packed_parameters
 from ..checkpoints.shares import narrow, tensor_splits
 from ..checkpoints.transformer import block_bytes, block_sizes, build, held, held_bytes
@@ -53,11 +56,13 @@ class Run:
 class Counted:
     """What a rank holds and does in a step after the first: of PipeFusion all of its patches, of displaced patches a
     stale call. peak_bytes: beside weights, of both steps; kept_bytes of it are kept from step to step. sent_bytes: as
-    torch's process groups are told; told_bytes: as the workers report them."""
+    torch's process groups are told; told_bytes: as the workers report them. come_bytes: of weights that come from host
+    memory; weight_bytes has the buffers that they come through."""
 
     weight_bytes: int
     kept_bytes: int
     peak_bytes: int
+    come_bytes: int
     flops: int
     attention_flops: int
     sent_bytes: int
@@ -68,6 +73,27 @@ class Counted:
     waits: dict[str, int]
     mixed: dict[str, int]
     names: dict[str, int]
+
+
+class CopiesInLine:
+    """In place of a CopyThread, where nothing takes time. first: what the weights were before they got a buffer: as long
+    as it lives, DeviceWork takes no other memory for it."""
+
+    def __init__(self, first):
+        self._staging, self._first = StagingBuffers(CUDA), first
+
+    def start(self, pairs):
+        for source, target in pairs:
+            self._staging.copy(source, target)
+        done: Future = Future()
+        done.set_result(None)
+        return done
+
+    def wait(self, copied):
+        copied.result()
+
+    def drain(self):
+        pass
 
 
 class HostMemory:
@@ -157,6 +183,9 @@ def load(checkpoint, spec, model, packed, part):
     splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
     here = None if spec.stages is None or spec.stages.every_block else blocks
     transformer = Transformer(model, checkpoint, spec, CUDA, tensor_rank, here, splits)
+    offloaded = plan_weights(model, family, spec, splits, spec.weights_memory, here)[1] if spec.weights_memory else {}
+    come: dict[int, list] = {}                                 # of a block: its weights and their host copies
+    first = []
     indices = block_indices(model, family)
     for name, tensor, dtype in held(model, family, spec):
         index = None if family.is_unet or name.startswith(family.plan.outside) else indices.get(block_path(name))
@@ -167,15 +196,26 @@ def load(checkpoint, spec, model, packed, part):
         module, dtype = model.get_submodule(owner), tensor.dtype if name in packed else dtype
         shape = tensor[:0].shape if own is None else own.shape
         made = torch.empty(shape, dtype=dtype, device=CUDA)
+        if name in offloaded:                                  # it has no memory but a buffer's
+            host_copy, made = torch.empty_like(made, device="cpu"), made.new_empty(0)
+            first.append(made)
         if leaf in module._parameters:
             module._parameters[leaf] = torch.nn.Parameter(made, requires_grad=False)
         else:
             module._buffers[leaf] = made
+        if name in offloaded:
+            come.setdefault(offloaded[name], []).append((getattr(module, leaf), host_copy))
+    if come:
+        transformer.offloaded = OffloadedBlocks(CUDA, CopiesInLine(first))
+        for block in sorted(come):
+            transformer.offloaded.add(block, *map(list, zip(*come[block])))
+        transformer.offloaded.restore()
     narrow(model, splits, spec.tensor_degree, tensor_rank)
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype), transformer.casts)
     unpack_at_use(model, packed, transformer.casts)
-    hooks = UNetHooks(model, family.plan) if family.is_unet else Hooks(model, family.plan, splits)
+    hooks = (UNetHooks(model, family.plan) if family.is_unet
+             else Hooks(model, family.plan, splits, transformer.offloaded))
     return Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks)
 
 
@@ -206,12 +246,15 @@ def _count(loaded, spec, layout, run, world_size, work):
         predictions.predict(command, Traffic())
     peak_bytes = work.peak_bytes
     work.start_over()
-    traffic = Traffic()
+    traffic, offloaded = Traffic(), loaded.transformer.offloaded
+    come_bytes = 0 if offloaded is None else offloaded.copied_bytes
     for command in calls.next_step():
         predictions.predict(command, traffic)
+    come_bytes = 0 if offloaded is None else offloaded.copied_bytes - come_bytes
     return Counted(weight_bytes, work.held_bytes - weight_bytes, max(peak_bytes, work.peak_bytes) - weight_bytes,
-                   work.flops, work.attention_flops, work.sent_bytes, traffic.sent_bytes, traffic.num_exchanges,
-                   work.kernels, work.moved_bytes, dict(work.waits), dict(work.mixed), dict(work.names))
+                   come_bytes, work.flops, work.attention_flops, work.sent_bytes, traffic.sent_bytes,
+                   traffic.num_exchanges, work.kernels, work.moved_bytes, dict(work.waits), dict(work.mixed),
+                   dict(work.names))
 
 
 @dataclass

@@ -1,12 +1,15 @@
 """Refuses a run that takes more memory than a device has, before it starts, with what would fit. Pure arithmetic.
 Used by the bridge."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..protocol.errors import ConfigError
+from .choice import USABLE_MEMORY
 from .memory import Memory, most_that_fits
 
+CONTEXT_BYTES = 6e8                        # of a GPU, that CUDA and its libraries take for themselves
 NOTHING = Memory(0.0, 0.0, 0.0)
 HOST = "this machine's host memory"
 
@@ -46,6 +49,20 @@ class Hints:
     spread: Sequence[str] = ()
     lighter: Callable[[], dict] = dict
     other_settings: dict[str, Callable] = field(default_factory=dict)
+
+
+def rank_room(devices, device_bytes):
+    """Bytes that a rank has on the fullest device for all that it holds there. devices, device_bytes: of each rank, its
+    name and what it has in all."""
+    return min(USABLE_MEMORY * size / devices.count(device) - CONTEXT_BYTES
+               for device, size in zip(devices, device_bytes))
+
+
+def weights_memory_in(room_bytes, plan_of):
+    """What ModelSpec.weights_memory is to be where weights may take so many bytes of a device. plan_of(bytes that they
+    may take): their OffloadPlan."""
+    whole, least = plan_of(math.inf), plan_of(1)
+    return 0 if whole.device_bytes <= room_bytes else int(max(room_bytes, least.device_bytes))
 
 
 def check_memory(what, ranks, hints, latents=None):

@@ -7,10 +7,16 @@ import math
 
 import torch
 
-from ....xdit_backend.forecast.choice import USABLE_MEMORY
 from ....xdit_backend.forecast.cost import Job
 from ....xdit_backend.forecast.memory import Memory, rank_memory, rank_weights, working_share
-from ....xdit_backend.forecast.memory_check import DeviceMemory, Hints, Latents, check_memory
+from ....xdit_backend.forecast.memory_check import (
+    DeviceMemory,
+    Hints,
+    Latents,
+    check_memory,
+    rank_room,
+    weights_memory_in,
+)
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
@@ -23,8 +29,6 @@ from ....xdit_backend.host_memory import available_memory
 from ....xdit_backend.partition import ranks_by_part
 from ....xdit_backend.protocol.devices import machine_of, own_name
 from ....xdit_backend.protocol.errors import ConfigError
-
-CONTEXT_BYTES = 6e8            # of a GPU, that CUDA and its libraries take for themselves
 
 
 class MemoryCheck:
@@ -78,7 +82,7 @@ class MemoryCheck:
         room = self._room - run_bytes
         if is_held and self._plan.device_bytes <= room:
             return spec.weights_memory
-        return 0 if self._plan_of(math.inf).device_bytes <= room else int(max(room, self._least_bytes))
+        return weights_memory_in(room, self._plan_of)
 
     def check_host(self):
         """Refuse weights that come from host memory and take a place there of their own, where there is none."""
@@ -109,10 +113,7 @@ class MemoryCheck:
 
     @property
     def _room(self):
-        """Bytes that a rank has on the fullest device, for all that it holds there."""
-        counts = {device: self._setup.devices.count(device) for device in self._setup.devices}
-        return min(USABLE_MEMORY * size / counts[device] - CONTEXT_BYTES
-                   for device, size in zip(self._setup.devices, self._setup.device_bytes))
+        return rank_room(self._setup.devices, self._setup.device_bytes)
 
     @functools.cached_property
     def _least_bytes(self):

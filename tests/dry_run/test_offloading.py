@@ -1,0 +1,42 @@
+"""Published models at their full size on cards that are too small for them: what a rank holds at its peak is what its
+device has room for and what the forecast says, and weights come once a step."""
+
+import pytest
+
+from xdit_backend.__main__ import make_parser
+from xdit_backend.bench import fits, size
+from xdit_backend.dry_run.rank import count
+from xdit_backend.forecast.choice import USABLE_MEMORY, Machine
+from xdit_backend.forecast.cost import Device, Links
+from xdit_backend.forecast.memory_check import CONTEXT_BYTES
+
+ALLOWED = 0.03
+MODELS = {"flux.1-dev": "ulysses2", "qwen-image": "cfg2", "wan2.1-14b-720p": "cfg2", "hunyuanvideo-1.5": "cfg2",
+          "flux.2-dev": "ulysses2"}
+CARDS_GB = {"one": (12, 24), "cfg2": (8, 16), "ulysses2": (8, 16)}
+DEFAULT = {("flux.1-dev", "one", 12), ("qwen-image", "cfg2", 16)}
+
+
+def fit_of(name, layout_name, card_gb):
+    subject = size.subject_of(make_parser().parse_args(["bench", "size", name]))
+    device = Device(1e14, 1e14, 1e12, memory_bytes=card_gb * 1e9, host_bytes_s=12e9)
+    return fits.Fit(subject, size.parse_layout(layout_name), Machine((device,) * 2, Links()))
+
+
+@pytest.mark.parametrize("name, layout, card_gb", [
+    pytest.param(name, layout, card_gb, marks=[] if (name, layout, card_gb) in DEFAULT else pytest.mark.slow)
+    for name, own in MODELS.items() for layout in ("one", own) for card_gb in CARDS_GB[layout]])
+def test_a_rank_holds_what_its_card_has_room_for_and_what_was_forecast(name, layout, card_gb):
+    fit = fit_of(name, layout, card_gb)
+    answer = fit.answer()
+    if not answer.startswith("fits"):                          # activations and two blocks at a time are too much
+        assert fit.subject.plan_of(1, 1).device_bytes + fit.run_bytes > USABLE_MEMORY * card_gb * 1e9 - CONTEXT_BYTES
+        return
+    spec = fit.subject.spec(None, 1, fit.weights_memory)
+    counted = count(fit.subject.checkpoint, spec, fit.layout, 0, fit.subject.run)
+
+    assert counted.weight_bytes == max(fit.weights)
+    assert abs(counted.weight_bytes + counted.peak_bytes - max(fit.weights) - fit.run_bytes) < ALLOWED * (
+        counted.weight_bytes + counted.peak_bytes)
+    # no copy of a block more than its weights, but for what is on its way for the next step
+    assert counted.come_bytes == (0 if fit.offload is None else fit.offload.offloaded_bytes)
