@@ -160,7 +160,7 @@ def test_other_schedulers_are_heeded_or_refused(comfyui, folder_of, tmp_path, ki
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
     if expected is None:
         with pytest.raises(comfyui.errors.CheckpointError,
-                           match="other is (sampled as its scheduler_config|a SDXL model whose scheduler)"):
+                           match="other is (sampled as its scheduler_config|a model of SDXL whose scheduler)"):
             comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
         return
 
