@@ -8,6 +8,7 @@ import torch
 
 from tests.checkpoints.test_casting import CPU, asked
 from tests.checkpoints.test_changes import PROJ, QKV, messages_of
+from tests.comfy_quants import WRITTEN, save_comfy_quant
 from tests.tiers import by_default
 from tests.tiny_checkpoints import save_gguf, save_scaled
 from xdit_backend.checkpoints.block_weights import plan_weights
@@ -36,13 +37,16 @@ def prediction(loaded):
     return output.clone()
 
 
-@pytest.mark.parametrize("how", [*by_default(["scaled", "Q4_K"], ["scaled", "Q4_K", "Q8_0"]),
+@pytest.mark.parametrize("how", [*by_default(["scaled", "Q4_K", "nvfp4"], ["scaled", "Q4_K", "Q8_0", *WRITTEN]),
                                  *(pytest.param(how, marks=pytest.mark.quantisers) for how in ("int8", "nf4"))])
 def test_quantised_weights_come_as_they_are_held(file_of, tmp_path, how):
     path, store = file_of("sd3"), SegmentStore()
     if how not in TYPES:
-        path = tmp_path / f"model.{'safetensors' if how == 'scaled' else 'gguf'}"
-        (save_scaled if how == "scaled" else save_gguf)(path, file_of("sd3"), *(() if how == "scaled" else (how,)))
+        path = tmp_path / f"model.{'gguf' if how.startswith('Q') else 'safetensors'}"
+        if how in WRITTEN:
+            save_comfy_quant(path, file_of("sd3"), how)
+        else:
+            (save_scaled if how == "scaled" else save_gguf)(path, file_of("sd3"), *(() if how == "scaled" else (how,)))
     checkpoint = open_checkpoint(path)
     spec = checkpoint.spec("float32", "float32", quantisation=how if how in TYPES else "")
     model = checkpoint.meta_model(spec.quantisation)
