@@ -50,7 +50,7 @@ def test_quantised_weights_come_as_they_are_held(file_of, tmp_path, how):
     checkpoint = open_checkpoint(path)
     spec = checkpoint.spec("float32", "float32", quantisation=how if how in TYPES else "")
     model = checkpoint.meta_model(spec.quantisation)
-    plan, names = plan_weights(model, checkpoint.family, spec, {}, 1)
+    plan, names = plan_weights(model, checkpoint.family, spec, 1)
     try:
         with torch.inference_mode():
             whole, coming = (loaded_of(dataclasses.replace(spec, weights_memory=budget)) for budget in (0, 1))

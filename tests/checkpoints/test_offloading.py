@@ -283,8 +283,8 @@ def test_what_the_file_has_otherwise_is_in_host_memory_once_for_all_ranks(storag
     spec = checkpoint.spec(storage, "float32", weights_memory=2 * 10 ** 6 if storage == "float32" else 5 * 10 ** 5)
     with torch.device("meta"):
         model = build(checkpoint.family, checkpoint.config)
-    plan, names = plan_weights(model, checkpoint.family, spec, {}, spec.weights_memory)
-    foreseen = unmapped_bytes(checkpoint, model, spec, {}, names)
+    plan, names = plan_weights(model, checkpoint.family, spec, spec.weights_memory)
+    foreseen = unmapped_bytes(checkpoint, model, spec, names)
     memory = torch.zeros(foreseen, dtype=torch.uint8)
 
     ranks = [HostCopies(memory, own, 2) for own in range(2)]

@@ -46,8 +46,8 @@ def test_workers_whose_weights_come_predict_the_same(client, folder, degrees, st
     if storage != "float32" and not degrees.keys() & {"tensor", "pipefusion"}:
         with torch.device("meta"):
             model = build(family, checkpoint.config)
-        names = plan_weights(model, family, less, {}, budget)[1]
-        less = dataclasses.replace(less, host_bytes=unmapped_bytes(checkpoint, model, less, {}, names))
+        names = plan_weights(model, family, less, budget)[1]
+        less = dataclasses.replace(less, host_bytes=unmapped_bytes(checkpoint, model, less, names))
         assert less.host_bytes > 0
     assert less.name != spec.name
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_waits_for_weights_are_told_apart_in_the_picture_of_a_run(client, folder
     checkpoint, one = open_checkpoint(folder), example("Flux.1", torch.float32)
     with torch.device("meta"):
         model = build(checkpoint.family, checkpoint.config)
-    least = plan_weights(model, checkpoint.family, checkpoint.spec("float32", "float32"), {}, 1)[0].device_bytes
+    least = plan_weights(model, checkpoint.family, checkpoint.spec("float32", "float32"), 1)[0].device_bytes
     spec = checkpoint.spec("float32", "float32", weights_memory=least)
     client.predict(spec, layout(cfg=2), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
     since_s = time.perf_counter()

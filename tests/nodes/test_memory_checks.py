@@ -13,6 +13,7 @@ from tests.nodes.test_pipefusion import EXACT
 from tests.tolerances import close, within
 from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import fits, size
+from xdit_backend.checkpoints.block_weights import offload_plan
 from xdit_backend.checkpoints.net import job_of
 from xdit_backend.forecast.choice import Machine
 from xdit_backend.forecast.cost import Device, Links
@@ -110,7 +111,8 @@ def apart(comfyui, monkeypatch):
     spread = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.spread")
     for module in (checks, spread):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
-    monkeypatch.setattr(checks, "CONTEXT_BYTES", 0)
+    forecast = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.forecast.memory_check")
+    monkeypatch.setattr(forecast, "CONTEXT_BYTES", 0)
     return checks
 
 
@@ -183,7 +185,7 @@ def asked(comfyui, layout_name, num_bytes, weights_memory):
         net=subject.net, family=family, config=fit.config, spec=spec, transformer_config=subject.checkpoint.config,
         devices=tuple(f"cuda:{index}" for index in range(count)), device_bytes=[num_bytes] * count,
         job=lambda shape, *others: job_of(family, subject.net, shape, *others))
-    plan_of = functools.partial(comfyui.shell._plan_of, subject.model, family, spec)
+    plan_of = functools.partial(offload_plan, subject.model, family, spec)
     return fit, checks.MemoryCheck(setup, plan_of, None, dict)
 
 

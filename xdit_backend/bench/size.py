@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import gguf
-from ..checkpoints.block_weights import plan_weights
+from ..checkpoints.block_weights import offload_plan
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.layers import FORMATS
 from ..checkpoints.net import net_of
 from ..checkpoints.quantise import TYPES
-from ..checkpoints.shares import tensor_splits
 from ..config import ParallelConfig, refuse_methods, validate_layout
 from ..dry_run.inputs import conditioning_shapes, latent_shape
 from ..dry_run.published import PUBLISHED
@@ -116,9 +115,7 @@ class Subject:
 
     def plan_of(self, tensor_degree, budget_bytes):
         """The OffloadPlan of a rank with all blocks, whose weights may take so many bytes of its device."""
-        family, spec = self.checkpoint.family, self.spec(None, tensor_degree)
-        splits = tensor_splits(self.model, family.plan, tensor_degree) if tensor_degree > 1 else {}
-        return plan_weights(self.model, family, spec, splits, budget_bytes)[0]
+        return offload_plan(self.model, self.checkpoint.family, self.spec(None, tensor_degree), budget_bytes)
 
     @functools.cached_property
     def model(self):

@@ -2,31 +2,47 @@
 and by the host beforehand: both have the model on the meta device.
 """
 
+import dataclasses
+
 import torch
 
 from ..forecast.offloading import plan_offload
 from ..protocol.segments import DTYPES
 from .offloading import aligned
 from .packed import packed_weights
+from .shares import tensor_splits
 from .transformer import block_sizes, held
 
 SMALL = 1 / 1024               # of its block: such a weight stays, since a copy takes longer to ask for than to make
 
 
-def plan_weights(model, family, spec, splits, budget_bytes, blocks=None):
+def offload_plan(model, family, spec, budget_bytes):
+    """The OffloadPlan of a rank with all blocks."""
+    return plan_weights(model, family, spec, budget_bytes)[0]
+
+
+def plan_weights(model, family, spec, budget_bytes, blocks=None):
     """(the OffloadPlan of a rank, {name of a weight that comes from host memory: its block}).
 
-    model: on the meta device, as it is held; a U-Net's all stays. splits: of spec.tensor_degree. budget_bytes: of the
-    device, that weights may take. blocks: of this rank; None: all.
+    model: on the meta device, as it is held; a U-Net's all stays. budget_bytes: of the device, that weights may take.
+    blocks: of this rank; None: all.
     """
-    movable, beside_bytes = _by_block(model, family, spec, splits, blocks)
+    movable, beside_bytes = _by_block(model, family, spec, blocks)
     costs = [size * share for size, share in block_sizes(model, family)] if movable else []
     sizes = {block: sum(weights.values()) for block, weights in movable.items()}
     plan = plan_offload(sizes, {block: costs[block] for block in sizes}, beside_bytes, budget_bytes)
     return plan, {name: block for block in plan.blocks for name in movable[block]}
 
 
-def unmapped_bytes(checkpoint, model, spec, splits, names):
+def with_host_bytes(spec, checkpoint, model):
+    """The spec with ModelSpec.host_bytes. With stages each rank has its own part in any case."""
+    if not spec.weights_memory or spec.stages is not None:
+        return spec
+    names = plan_weights(model, checkpoint.family, spec, spec.weights_memory)[1]
+    return dataclasses.replace(spec, host_bytes=unmapped_bytes(checkpoint, model, spec, names))
+
+
+def unmapped_bytes(checkpoint, model, spec, names):
     """Bytes of weights of these names that the file has otherwise than a rank holds them: host memory needs a place for
     them. model: as in plan_weights."""
     packed = packed_weights(checkpoint, model, spec.quantisation)
@@ -34,7 +50,7 @@ def unmapped_bytes(checkpoint, model, spec, splits, names):
              "F8_E5M2": "float8_e5m2"}
     of_file = {name: torch.empty(shape, dtype=DTYPES[types.get(checkpoint.dtypes[name], "float32")], device="meta")
                for name, shape in checkpoint.shapes.items()}
-    converted = checkpoint.under_diffusers_names(of_file)
+    converted, splits = checkpoint.under_diffusers_names(of_file), _splits(model, checkpoint.family, spec)
     places, total = {tensor.untyped_storage()._cdata for tensor in of_file.values()}, 0
 
     def is_map(name, dtype):
@@ -49,9 +65,13 @@ def unmapped_bytes(checkpoint, model, spec, splits, names):
     return total
 
 
-def _by_block(model, family, spec, splits, blocks):
+def _splits(model, family, spec):
+    return tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
+
+
+def _by_block(model, family, spec, blocks):
     """({block: {name of a weight: its bytes}}, bytes of what stays on the device in any case)."""
-    found, beside_bytes, block_of = {}, 0, _places(model, family)
+    found, beside_bytes, block_of, splits = {}, 0, _places(model, family), _splits(model, family, spec)
     for name, tensor, dtype in held(model, family, spec):
         block = block_of.get(".".join(name.split(".")[:2]))
         if block is not None and blocks is not None and block not in blocks:

@@ -118,7 +118,7 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
                          tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {},
                          piece_bytes=piece_bytes)
-    offloaded = (plan_weights(model, family, spec, loaded.splits, spec.weights_memory, loaded.blocks)[1]
+    offloaded = (plan_weights(model, family, spec, spec.weights_memory, loaded.blocks)[1]
                  if spec.weights_memory else {})
     tensors = read_file(checkpoint, lambda name: loaded.needs(name))
     # kept until the end, so that no other tensor gets their addresses

@@ -76,7 +76,7 @@ class Counted:
 
 
 class CopiesInLine:
-    """In place of a CopyThread, where nothing takes time. first: what the weights were before they got a buffer: as long
+    """In place of a CopyThread, where nothing takes time. first: what weights were before they got a buffer: as long
     as it lives, DeviceWork takes no other memory for it."""
 
     def __init__(self, first):
@@ -183,7 +183,7 @@ def load(checkpoint, spec, model, packed, part):
     splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
     here = None if spec.stages is None or spec.stages.every_block else blocks
     transformer = Transformer(model, checkpoint, spec, CUDA, tensor_rank, here, splits)
-    offloaded = plan_weights(model, family, spec, splits, spec.weights_memory, here)[1] if spec.weights_memory else {}
+    offloaded = plan_weights(model, family, spec, spec.weights_memory, here)[1] if spec.weights_memory else {}
     come: dict[int, list] = {}                                 # of a block: its weights and their host copies
     first = []
     indices = block_indices(model, family)

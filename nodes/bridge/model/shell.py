@@ -12,10 +12,10 @@ import torch
 import comfy.model_management
 from comfy.patcher_extension import WrappersMP
 
-from ....xdit_backend.checkpoints.block_weights import plan_weights, unmapped_bytes
+from ....xdit_backend.checkpoints.block_weights import offload_plan, with_host_bytes
 from ....xdit_backend.checkpoints.net import exchanged_bytes, net_of
 from ....xdit_backend.checkpoints.quantise import TYPES, is_installed, quantisation_of
-from ....xdit_backend.checkpoints.shares import possible_splits, tensor_splits
+from ....xdit_backend.checkpoints.shares import possible_splits
 from ....xdit_backend.checkpoints.transformer import held_bytes
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
@@ -64,12 +64,12 @@ def load_shell(path, weight_dtype, config):
     # of a name of a type and ModelSpec.weights_memory: (Setup, MemoryCheck). No circle: it knows no base_model
     def computing_in(dtype, weights_memory):
         given = config.weights_memory_bytes or 0 if weights_memory is None else weights_memory
-        spec = _with_host_bytes(spec_of(dtype, *spread, weights_memory=given), checkpoint, model)
+        spec = with_host_bytes(spec_of(dtype, *spread, weights_memory=given), checkpoint, model)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
         exchanged = functools.partial(exchanged_bytes, model) if family.is_unet else None
         lighter = functools.partial(_lighter_bytes, checkpoint, spec, detection.dtypes)
-        return setup, MemoryCheck(setup, functools.partial(_plan_of, model, family, spec), exchanged, lighter)
+        return setup, MemoryCheck(setup, functools.partial(offload_plan, model, family, spec), exchanged, lighter)
 
     remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
     remote.memory.check_weights()
@@ -103,24 +103,6 @@ def _make_remote(base_model, remote, sources):
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
     base_model.extra_conds = functools.partial(_extra_conds, functools.partial(type(base_model).extra_conds, itself),
                                                family)
-
-
-def _splits(model, family, spec):
-    return tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
-
-
-def _plan_of(model, family, spec, budget_bytes):
-    """The OffloadPlan of a rank with all blocks."""
-    return plan_weights(model, family, spec, _splits(model, family, spec), budget_bytes)[0]
-
-
-def _with_host_bytes(spec, checkpoint, model):
-    """The spec with ModelSpec.host_bytes. With stages each rank has its own part in any case."""
-    if not spec.weights_memory or spec.stages is not None:
-        return spec
-    splits = _splits(model, checkpoint.family, spec)
-    names = plan_weights(model, checkpoint.family, spec, splits, spec.weights_memory)[1]
-    return dataclasses.replace(spec, host_bytes=unmapped_bytes(checkpoint, model, spec, splits, names))
 
 
 def _lighter_bytes(checkpoint, spec, dtypes_of):
