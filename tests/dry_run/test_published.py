@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.dry_run.rows import counted, published, spec_of
+from tests.tiers import by_default
 from xdit_backend.bench.size import parse_layout
 from xdit_backend.checkpoints.net import job_of, net_of
 from xdit_backend.checkpoints.transformer import held_bytes
@@ -23,15 +24,20 @@ DEFAULT = {("flux.1-dev", "ulysses2"), ("flux.2-dev", "one"), ("qwen-image", "ri
            ("hunyuanvideo-1.5", "one"), ("ltx-2", "one")}
 
 
-def forecast_of(name, layout_name, blocks=2, memory=rank_memory):
-    """The forecast.Memory of a rank. memory: of rank_memory's kind."""
+def net_and_job(name, layout_name, blocks=2):
+    """(Net, Job) of a published model's usual step."""
     (checkpoint, run), layout = published(name, blocks), parse_layout(layout_name)
-    spec = spec_of(checkpoint, layout)
-    net = net_of(checkpoint.family, checkpoint.config, spec)
+    net = net_of(checkpoint.family, checkpoint.config, spec_of(checkpoint, layout))
     shapes = run.conditioning | run.call_conditioning
     given = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
-    job = job_of(checkpoint.family, net, run.shape, given, 20, run.branches)
-    return memory(net, job, degrees_of(layout, ParallelConfig(), spec.stages)), net
+    return net, job_of(checkpoint.family, net, run.shape, given, 20, run.branches)
+
+
+def forecast_of(name, layout_name, blocks=2, memory=rank_memory):
+    """The forecast.Memory of a rank. memory: of rank_memory's kind."""
+    net, job = net_and_job(name, layout_name, blocks)
+    stages = spec_of(published(name, blocks)[0], parse_layout(layout_name)).stages
+    return memory(net, job, degrees_of(parse_layout(layout_name), ParallelConfig(), stages)), net
 
 
 def off_by(name, layout_name, memory=rank_memory):
@@ -45,6 +51,27 @@ def off_by(name, layout_name, memory=rank_memory):
     for name in TRANSFORMERS for layout in LAYOUTS if name not in ALIKE or (name, layout) in DEFAULT])
 def test_a_peak_is_what_was_forecast(name, layout):
     assert abs(off_by(name, layout)) < ALLOWED
+
+
+# what a forward joins between its lists of blocks: 1 where all streams are gathered once more (algorithms.md section 8)
+JOINED = {"flux.1-dev": 0, "flux.2-dev": 1, "qwen-image": 0, "sd3.5-large": 0, "wan2.1-14b-720p": 0,
+          "hunyuanvideo-1.5": 0}
+
+
+@pytest.mark.parametrize("layout_name", ["ulysses2", "ring2", "ulysses2-ring2"])
+@pytest.mark.parametrize("name", by_default(["flux.1-dev", "flux.2-dev"], JOINED))
+def test_ulysses_and_ring_send_what_the_formula_says(name, layout_name):
+    """Section 8, but for what tokens that are not a multiple of the ranks make uneven."""
+    (net, job), layout = net_and_job(name, layout_name), parse_layout(layout_name)
+    ulysses, ring = layout.ulysses_degree, layout.ring_degree
+    text, ranks = job.text if net.joint else 0, ulysses * ring
+    in_a_block = 4 * (job.tokens + text) / ranks * net.width * (ulysses - 1) / ulysses \
+        + 2 * (job.tokens + text) / ring * net.width / ulysses * (ring - 1)
+    once = (job.tokens + JOINED[name] * (job.tokens + text)) / ranks * net.width * (ranks - 1)
+
+    sent = counted(published(name), layout_name, 0).sent_bytes
+
+    assert abs(sent / ((net.blocks * in_a_block + once) * net.element_bytes) - 1) < 1e-3
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "flux.1-dev" else pytest.mark.slow)
