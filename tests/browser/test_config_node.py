@@ -28,13 +28,13 @@ def open_demo(page, **values):
 
 def test_it_shows_what_counts(page):
     low = open_demo(page, mode="auto", warmup_steps=1, num_patches=0)
-    steps = [("mode", "auto", {"devices", "mode", "approximate"}),
-             ("num_patches", 8, {"devices", "mode", "approximate", "num_patches"}),
-             ("mode", "manual", {"devices", "mode"} | DEGREES),
-             ("pipefusion_degree", 2, {"devices", "mode", "approximate"} | DEGREES | PIPEFUSION),
-             ("pipefusion_degree", 1, {"devices", "mode"} | DEGREES),
-             ("displaced_degree", 2, {"devices", "mode", "warmup_steps", "forecast_keys_values", "displaced_mode",
-                                      "approximate"}
+    always = {"devices", "mode", "weights_memory"}
+    steps = [("mode", "auto", always | {"approximate"}),
+             ("num_patches", 8, always | {"approximate", "num_patches"}),
+             ("mode", "manual", always | DEGREES),
+             ("pipefusion_degree", 2, always | {"approximate"} | DEGREES | PIPEFUSION),
+             ("pipefusion_degree", 1, always | DEGREES),
+             ("displaced_degree", 2, always | {"warmup_steps", "forecast_keys_values", "displaced_mode", "approximate"}
               | DEGREES)]
     for name, value, expected in steps:
         high = page.evaluate(SET, [name, value])

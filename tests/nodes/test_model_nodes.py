@@ -271,7 +271,12 @@ def test_a_compiled_model_gives_what_it_gives_uncompiled(comfyui, matrix, model,
                                   torch.compile(model.get_model_object("diffusion_model"), backend="inductor"))
     torch._dynamo.utils.counters.clear()
 
-    result = sample(comfyui, compiled)
+    try:
+        result = sample(comfyui, compiled)
+    except RuntimeError as error:
+        if form != "fullgraph" or "found no compiled frames" not in str(error):
+            raise
+        pytest.skip("from 2.14 on PyTorch refuses fullgraph where there is nothing to trace")
 
     close(result, comfyui.reference("sd3"), TOLERANCE)
     assert not torch._dynamo.utils.counters["frames"], "something of a call to workers was traced"

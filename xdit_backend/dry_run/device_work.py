@@ -27,7 +27,8 @@ ATTENTIONS = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_effici
 BY_PLACES = {"index", "index_put", "index_put_"}          # which read a mask to know how many places it has
 OURS = f"{os.sep}xdit_backend{os.sep}", f"{os.sep}diffusers{os.sep}"
 HERE = os.path.dirname(os.path.abspath(__file__))
-MIXED = "two different devices", "Device Propagation"          # torch's words for operands on unlike devices
+# torch's words for operands on unlike devices
+MIXED = "two different devices", "at least two devices", "Device Propagation"
 
 
 class DeviceWork(TorchDispatchMode):

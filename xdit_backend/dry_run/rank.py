@@ -39,9 +39,8 @@ SIGMAS = 0.9, 0.8                          # of the two steps; keys and values a
 @dataclass(frozen=True)
 class Run:
     """A step of sampling. shape: of the latents of one branch, (B, C, H, W) or (B, C, F, H, W). conditioning: {name:
-    shape, with its batch}; a name that ends in "mask" is of whole numbers. call_conditioning: the same, of each call
-    alone. branches: of guidance. num_patches: of PipeFusion;
-    0: two a stage. forecast: of keys and values, as
+    shape, with its batch}; a name that ends in "mask" or "ids" is of whole numbers. call_conditioning: the same, of
+    each call alone. branches: of guidance. num_patches: of PipeFusion; 0: two a stage. forecast: of keys and values, as
     messages.Predict's."""
 
     shape: tuple[int, ...]
@@ -292,8 +291,8 @@ class _Calls:
     def conditionings(self):
         dtype = self.loaded.dtype
         for name in self.names:
-            tensors = {key: self.memory.share(torch.ones(self.sized(shape), dtype=torch.int64 if key.endswith("mask")
-                                                         else dtype))
+            tensors = {key: self.memory.share(torch.ones(
+                self.sized(shape), dtype=torch.int64 if key.endswith(("mask", "ids")) else dtype))
                        for key, shape in self.run.conditioning.items()}
             yield messages.Conditioning(self._request(), name, tensors)
 

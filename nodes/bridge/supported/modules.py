@@ -7,7 +7,8 @@ import torch
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 
-COMPILED = {"_compiled_call_impl"}                             # of a module that was compiled in place
+# what a module has more that was compiled, from PyTorch 2.14 on both
+COMPILED = {"_compiled_call_impl", "_is_torch_compile"}
 
 
 def use_worker_parameters(net, read):
