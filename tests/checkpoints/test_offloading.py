@@ -4,6 +4,7 @@ than they are given."""
 import dataclasses
 import json
 import math
+import statistics
 import time
 from concurrent.futures import Future
 
@@ -299,14 +300,16 @@ def test_what_the_file_has_otherwise_is_in_host_memory_once_for_all_ranks(storag
 
 
 class SlowCopies:
-    """In place of StagingBuffers: what is copied arrives after a while."""
+    """In place of StagingBuffers: what is copied arrives after a while. times_s: of each copy."""
 
     def __init__(self, seconds):
-        self._seconds = seconds
+        self._seconds, self.times_s = seconds, []
 
     def copy(self, source, target):
+        started_s = time.perf_counter()
         target.copy_(source)
         time.sleep(self._seconds)
+        self.times_s.append(time.perf_counter() - started_s)
 
 
 class Sleeper(torch.nn.Module):
@@ -315,22 +318,24 @@ class Sleeper(torch.nn.Module):
     def __init__(self, number):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.full((64,), float(number)), requires_grad=False)
-        self.number = number
+        self.number, self.times_s = number, []
 
     def run(self, seconds):
+        started_s = time.perf_counter()
         assert (self.weight == self.number).all()
         time.sleep(seconds)
         assert (self.weight == self.number).all()
+        self.times_s.append(time.perf_counter() - started_s)
 
 
 @pytest.mark.parametrize("a_copy", [0.5, 1.0, 2.0, 4.0])
-def test_copies_are_made_while_other_blocks_run(a_copy):
+def test_a_step_takes_a_tenth_more_at_most_than_its_blocks_and_copies_did_side_by_side_in_the_same_minutes(a_copy):
     """Blocks and copies sleep, so that other work on this machine counts for little; one step that it does not slow
     down is enough."""
     num_blocks, block_s = 12, 0.02
     chosen = range(1, num_blocks, 2)
-    blocks = [Sleeper(number) for number in range(num_blocks)]
-    offloaded = OffloadedBlocks(CPU, CopyThread(CPU, SlowCopies(a_copy * block_s)))
+    blocks, copies = [Sleeper(number) for number in range(num_blocks)], SlowCopies(a_copy * block_s)
+    offloaded = OffloadedBlocks(CPU, CopyThread(CPU, copies))
     for index in chosen:
         offloaded.add(index, [blocks[index].weight])
 
@@ -340,16 +345,19 @@ def test_copies_are_made_while_other_blocks_run(a_copy):
             offloaded.enter(index)
             block.run(block_s)
             offloaded.leave(index)
-    expected_s = step_seconds(dict.fromkeys(range(num_blocks), block_s),
-                              dict.fromkeys(range(num_blocks), a_copy * block_s), tuple(chosen))
+
+    def expected_s():
+        own_s = statistics.median(taken_s for block in blocks for taken_s in block.times_s)
+        return step_seconds(dict.fromkeys(range(num_blocks), own_s),
+                            dict.fromkeys(range(num_blocks), statistics.median(copies.times_s)), tuple(chosen))
     step()
     before, times_s = offloaded.copied_bytes, []
-    while len(times_s) < 60 and min(times_s, default=math.inf) >= 1.1 * expected_s:
+    while len(times_s) < 60 and min(times_s, default=math.inf) >= 1.1 * expected_s():
         started_s = time.perf_counter()
         step()
         times_s.append(time.perf_counter() - started_s)
 
-    assert 0.9 * expected_s < min(times_s) < 1.1 * expected_s
+    assert min(times_s) < 1.1 * expected_s()
     # no block twice a step
     assert offloaded.copied_bytes - before == len(times_s) * len(chosen) * 256
 
