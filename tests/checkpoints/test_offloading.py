@@ -209,20 +209,17 @@ def test_two_branches_take_turns_and_weights_come_once_for_both(in_turn, folders
 @pytest.mark.parametrize("name", by_default(["Flux.1"], [name for name in CONFIGS if name in FOLDERS]))
 def test_no_family_uses_a_block_s_weights_outside_of_it(name, folders):
     """All blocks that can come from host memory do; in float8, where a block's own parameters are cast when it runs."""
-    path = folders(name)
-    # of those two, a table of positions is no number that float8 can be computed with, whoever holds it
-    for storage in ("float32",) if name in ("DiT", "Latte") else ("float8_e4m3fn",):
-        results = []
-        for share in (None, 0.0):
-            loaded = loaded_of(path, storage, share)
-            latent, conditioning = inputs(loaded, columns=70 if name.startswith("PixArt") else 8,
-                                          frames=loaded.family.tiny.frames)
-            time_ = torch.tensor([0.7 * loaded.family.time_scale])
-            outputs = [loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, time_, conditioning))[0]
-                       for _ in range(2)]
-            results.append(outputs[0])
-            assert torch.equal(*outputs) and outputs[0].isfinite().all()
-        assert torch.equal(*results)
+    results = []
+    for share in (None, 0.0):
+        loaded = loaded_of(folders(name), "float8_e4m3fn", share)
+        latent, conditioning = inputs(loaded, columns=70 if name.startswith("PixArt") else 8,
+                                      frames=loaded.family.tiny.frames)
+        time_ = torch.tensor([0.7 * loaded.family.time_scale])
+        outputs = [loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, time_, conditioning))[0]
+                   for _ in range(2)]
+        results.append(outputs[0])
+        assert torch.equal(*outputs) and outputs[0].isfinite().all()
+    assert torch.equal(*results)
 
 
 def test_a_copy_that_fails_fails_its_forward_and_none_after_it(folders):
