@@ -1,6 +1,6 @@
 """Steps of every family under every product of two or three methods, of unlike and of like texts, beside one device's.
 
-    OMP_NUM_THREADS=1 python -m tests.products [--methods 2 3] [--texts 7 9 7] [--families Wan Flux.1]
+    OMP_NUM_THREADS=1 python -m tests.products [--methods 2 3] [--texts 7 9 7] [--families Wan] [--weights-memory 1]
 
 prints what is not one device's, and how many were compared. tests/test_smoke.py runs a few that are drawn.
 """
@@ -22,6 +22,8 @@ def main():
     parser.add_argument("--texts", type=int, nargs="+", default=(7, 9, 7),
                         help="tokens of a prompt, and of those that are beside it, each in a step of its own")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--weights-memory", type=int, default=0, metavar="BYTES",
+                        help="of a device, that weights may take; 1: all that can comes from host memory")
     options = parser.parse_args()
     for num_methods in options.methods:
         num_compared, num_wrong, largest, started_s = 0, 0, 0.0, time.monotonic()
@@ -29,7 +31,7 @@ def main():
             names = options.families[first:first + TOGETHER]
             asked = [(name, layout) for name in names for layout in layouts_of(name, num_methods)]
             with tempfile.TemporaryDirectory() as folder:
-                outcomes = errors_of(asked, folder, 2 ** num_methods, tuple(options.texts))
+                outcomes = errors_of(asked, folder, 2 ** num_methods, tuple(options.texts), options.weights_memory)
             wrong = {key: error for key, error in outcomes.items() if isinstance(error, Exception)
                      or not error <= EXACT}
             for (name, layout), error in wrong.items():

@@ -81,13 +81,14 @@ class Saved:
                          for seed, count in enumerate(num_text_tokens)]
         save(self.branches[0], folder)
 
-    def spec(self, layout=None):
+    def spec(self, layout=None, weights_memory=0):
         stages = None
         if layout and layout.pipefusion_degree > 1:
             stages = Stages(2, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree)
         # a U-Net so small is of no published family
         checkpoint = replace(open_checkpoint(self._folder), recognised=self.family)
-        return checkpoint.spec("float64", "float64", stages, layout.tensor_degree if layout else 1)
+        return checkpoint.spec("float64", "float64", stages, layout.tensor_degree if layout else 1,
+                               weights_memory=weights_memory)
 
     def wanted(self, layout):
         """[the parts of a branch's prediction]"""
@@ -105,8 +106,8 @@ class Run:
     """Steps under one layout, each of the first branch and another: the commands for the workers, which have loaded the
     model, and where they write."""
 
-    def __init__(self, saved, layout, store, requests):
-        family, spec = saved.family, saved.spec(layout)
+    def __init__(self, saved, layout, store, requests, weights_memory):
+        family, spec = saved.family, saved.spec(layout, weights_memory)
         self.model, self.layout, self._wanted = spec.name, layout, saved.wanted(layout)
         self.load, self.drop = messages.LoadModel(next(requests), spec), messages.DropModel(next(requests), spec.name)
         self.commands, self._compared = [], []
@@ -139,11 +140,12 @@ def execute(rank, world_size, runs):
                 engine.execute(command)
 
 
-def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
+def errors_of(asked, folder, world_size, num_text_tokens=(7, 9), weights_memory=0):
     """{(family, layout): the largest error of its steps, or what was raised}, one after the other on one set of ranks.
     asked: those keys.
 
     num_text_tokens: of the first branch, and of those that are in a step with it, each in one of its own.
+    weights_memory: ModelSpec's; 1: of transformers, as much as can comes from host memory.
     """
     store, requests, outcomes, families, runs = SegmentStore(), itertools.count(1), {}, {}, {}
     try:
@@ -151,7 +153,7 @@ def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
             with kept(outcomes, (name, layout)):
                 if name not in families:
                     families[name] = Saved(name, Path(tempfile.mkdtemp(dir=folder)), num_text_tokens)
-                runs[name, layout] = Run(families[name], layout, store, requests)
+                runs[name, layout] = Run(families[name], layout, store, requests, weights_memory)
         outcomes |= _carried_out(runs, world_size)
     finally:
         store.close()

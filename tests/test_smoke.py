@@ -44,6 +44,18 @@ def test_a_step_of_two_ranks_equals_one_device(errors, name, layout):
     within(outcome, EXACT)
 
 
+@pytest.mark.slow
+def test_a_step_whose_weights_come_from_host_memory_equals_one_device_under_every_method(tmp_path):
+    """Of every family, with as few of them on the device as can be; PipeFusion's stages of two blocks keep theirs."""
+    asked = [(name, layout) for name, family in FAMILIES.items() if not family.is_unet
+             for layout in layouts_of(name, 1)]
+    wrong = {f"{name}, {words(layout)}": error
+             for (name, layout), error in errors_of(asked, tmp_path, 2, weights_memory=1).items()
+             if isinstance(error, Exception) or not error <= EXACT}
+
+    assert not wrong
+
+
 def test_steps_under_products_of_two_methods_that_are_drawn_equal_one_device(request, tmp_path):
     """One of two branches whose texts are unlike in length, and one of such that are alike in that alone."""
     rng = random.Random(request.config.option.smoke_seed)
