@@ -227,3 +227,11 @@ def last_stage_ranks(layout, world_size):
     stage_ranks = layout.ring_degree * layout.ulysses_degree * layout.tensor_degree
     return [rank for rank in range(world_size)
             if rank // stage_ranks % layout.pipefusion_degree == layout.pipefusion_degree - 1]
+
+
+def block_indices(model, lists):
+    """{path of a block: its number over all of these BlockLists}. A paired block has that of the one it is paired
+    with."""
+    blocks = [[f"{name}.{number}" for name in list_.names] for list_ in lists
+              for number in range(len(model.get_submodule(list_.name)))]
+    return {path: index for index, paths in enumerate(blocks) for path in paths}

@@ -3,7 +3,6 @@ budget, and what the run takes in any case."""
 
 import dataclasses
 import gc
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from tests.checkpoints.test_offloading import CPU, inputs, saved
 from tests.ranks import run_ranks
+from tests.sampling import looking
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.distributed.collectives import Traffic
@@ -26,18 +26,12 @@ SIZES = {"num_attention_heads": 8, "attention_head_dim": 64, "axes_dims_rope": (
 @contextmanager
 def highest():
     """Gives a list, whose only number is then the most anonymous memory that there was."""
-    most, ended = [0], threading.Event()
+    most = [0]
 
     def look():
-        while not ended.wait(0.002):
-            most[0] = max(most[0], _status()["RssAnon"])
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+        most[0] = max(most[0], _status()["RssAnon"])
+    with looking(look, 0.002):
         yield most
-    finally:
-        ended.set()
-        thread.join()
 
 
 def measured(rank, world_size, path, shares):

@@ -14,8 +14,9 @@ from xdit_backend.checkpoints.shares import tensor_splits
 from xdit_backend.checkpoints.transformer import held
 from xdit_backend.dry_run.inputs import conditioning_shapes, latent_shape
 from xdit_backend.dry_run.published import PUBLISHED, Unwritten
-from xdit_backend.dry_run.rank import Run, block_indices, block_path, count, outline, own_blocks, world_size_of
+from xdit_backend.dry_run.rank import Run, block_path, count, outline, own_blocks, world_size_of
 from xdit_backend.models import FAMILIES
+from xdit_backend.partition import block_indices
 from xdit_backend.protocol.specs import Stages
 from xdit_backend.vocabulary.family import Family
 
@@ -89,7 +90,7 @@ def weights_of(row, layout_name, rank=-1):
     degree, splits = layout.tensor_degree, {}
     if degree > 1:
         splits = tensor_splits(model, family.plan, degree)
-    here, indices, total = own_blocks(model, family, spec, rank), block_indices(model, family), 0
+    here, indices, total = own_blocks(model, family, spec, rank), block_indices(model, family.blocks), 0
     for name, tensor, dtype in held(model, family, spec):
         is_outside = family.is_unet or name.startswith(family.plan.outside)
         block = None if is_outside else indices.get(block_path(name))

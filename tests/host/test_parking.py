@@ -2,7 +2,6 @@
 pytest -s shows the figures."""
 
 import shutil
-import threading
 import time
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
+from tests.sampling import looking
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.host.client import Client
 from xdit_backend.models import FAMILIES
@@ -32,27 +32,17 @@ def large_spec(tmp_path_factory):
 @contextmanager
 def highest(pids):
     """Gives a dict, which then has the most bytes, in sum over these processes, by what smaps_rollup calls them."""
-    most, ended = {}, threading.Event()
+    most = {}
 
     def look():
-        while True:
-            last, now = ended.is_set(), {}
-            for pid in pids:
-                with open(f"/proc/{pid}/smaps_rollup") as file:
-                    for name, number, _ in (line.split() for line in list(file)[1:]):
-                        now[name] = now.get(name, 0) + 1024 * int(number)
-            most.update({name: max(number, most.get(name, 0)) for name, number in now.items()})
-            if last:
-                return
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+        now = {}
+        for pid in pids:
+            with open(f"/proc/{pid}/smaps_rollup") as file:
+                for name, number, _ in (line.split() for line in list(file)[1:]):
+                    now[name] = now.get(name, 0) + 1024 * int(number)
+        most.update({name: max(number, most.get(name, 0)) for name, number in now.items()})
+    with looking(look, 0.02):
         yield most
-    finally:
-        ended.set()
-        thread.join()
 
 
 @pytest.mark.slow

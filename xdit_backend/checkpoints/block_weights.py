@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from ..forecast.offloading import plan_offload
+from ..partition import block_indices
 from ..protocol.segments import DTYPES
 from .offloading import aligned
 from .packed import packed_weights
@@ -71,7 +72,7 @@ def _splits(model, family, spec):
 
 def _by_block(model, family, spec, blocks):
     """({block: {name of a weight: its bytes}}, bytes of what stays on the device in any case)."""
-    found, beside_bytes, block_of, splits = {}, 0, _places(model, family), _splits(model, family, spec)
+    found, beside_bytes, block_of, splits = {}, 0, block_indices(model, family.blocks), _splits(model, family, spec)
     for name, tensor, dtype in held(model, family, spec):
         block = block_of.get(".".join(name.split(".")[:2]))
         if block is not None and blocks is not None and block not in blocks:
@@ -86,12 +87,3 @@ def _by_block(model, family, spec, blocks):
         least = SMALL * sum(weights.values())
         beside_bytes += sum(weights.pop(name) for name in [name for name, size in weights.items() if size < least])
     return found, beside_bytes
-
-
-def _places(model, family):
-    """{how the names of a block's weights begin: its index over all lists of the plan}"""
-    if family.is_unet:
-        return {}
-    blocks = [[f"{each}.{number}" for each in list_.names] for list_ in family.blocks
-              for number in range(len(model.get_submodule(list_.name)))]
-    return {name: index for index, names in enumerate(blocks) for name in names}

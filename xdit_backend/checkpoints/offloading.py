@@ -184,9 +184,9 @@ class OffloadedBlocks:
         self.copied_bytes += sum(host_copy.nbytes for host_copy in block.host_copies)
 
 
-def aligned(num_bytes):
+def aligned(num_bytes, alignment=ALIGNMENT):
     """Where the next weight begins, after one with so many bytes."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return -(-num_bytes // alignment) * alignment
 
 
 def _is_dense(tensor):

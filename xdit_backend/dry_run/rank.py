@@ -21,7 +21,7 @@ from ..distributed.collectives import Traffic
 from ..forecast.planner import choose_num_patches, warmup_layout
 from ..hooks.transformer import Hooks
 from ..hooks.unet import UNetHooks
-from ..partition import cut_patches, split_stages, stage_blocks, stage_of
+from ..partition import block_indices, cut_patches, split_stages, stage_blocks, stage_of
 from ..protocol import messages
 from ..protocol.errors import UnsupportedError
 from ..protocol.segments import Segment, dtype_name
@@ -185,7 +185,7 @@ def load(checkpoint, spec, model, packed, part):
     offloaded = plan_weights(model, family, spec, spec.weights_memory, here)[1] if spec.weights_memory else {}
     come: dict[int, list] = {}                                 # of a block: its weights and their host copies
     first = []
-    indices = block_indices(model, family)
+    indices = block_indices(model, family.blocks)
     for name, tensor, dtype in held(model, family, spec):
         index = None if family.is_unet or name.startswith(family.plan.outside) else indices.get(block_path(name))
         if here is not None and index is not None and index not in here:
@@ -221,16 +221,6 @@ def load(checkpoint, spec, model, packed, part):
 def block_path(name):
     """Path of the block that a weight would be in."""
     return ".".join(name.split(".")[:2])
-
-
-def block_indices(model, family):
-    """{path of a block: its number over all of the plan's lists}."""
-    found, first = {}, 0
-    for list_ in family.blocks:
-        length = len(model.get_submodule(list_.name))
-        found |= {f"{name}.{number}": first + number for name in list_.names for number in range(length)}
-        first += length
-    return found
 
 
 def _count(loaded, spec, layout, run, world_size, work):

@@ -61,8 +61,9 @@ def rank_room(devices, device_bytes):
 def weights_memory_in(room_bytes, plan_of):
     """What ModelSpec.weights_memory is to be where weights may take so many bytes of a device. plan_of(bytes that they
     may take): their OffloadPlan."""
-    whole, least = plan_of(math.inf), plan_of(1)
-    return 0 if whole.device_bytes <= room_bytes else int(max(room_bytes, least.device_bytes))
+    if plan_of(math.inf).device_bytes <= room_bytes:
+        return 0
+    return int(max(room_bytes, plan_of(1).device_bytes))
 
 
 def check_memory(what, ranks, hints, latents=None):

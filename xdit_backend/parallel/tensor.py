@@ -10,7 +10,7 @@ import functools
 import torch
 
 from ..distributed.collectives import all_gather, start_all_reduce
-from ..partition import summed_modules
+from ..partition import block_indices, summed_modules
 
 PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "norm_added_k": "add_k_proj",
              "q_rms_norm": "to_q",
@@ -86,7 +86,7 @@ def _install_gathered(model, plan, splits, current):
     """
     linears = {path: model.get_submodule(path) for path in splits}
     forwards = {path: linear.forward for path, linear in linears.items()}
-    indices, apart = _block_indices(model, plan), set()
+    indices, apart = block_indices(model, plan.blocks), set()
 
     def block_of(path, context):
         return indices.get(".".join(path.split(".")[:2]), context.blocks.start)
@@ -126,16 +126,6 @@ def _install_gathered(model, plan, splits, current):
         for module in model.get_submodule(path.rpartition(".")[0]).children():
             if type(module) is torch.nn.SiLU and not module.inplace:
                 module.forward = _activated(module.forward, current)
-
-
-def _block_indices(model, plan):
-    """{path of a block: its index over all lists}"""
-    indices = {}
-    for list_ in plan.blocks:
-        first = len(indices)
-        indices |= {f"{list_.name}.{number}": first + number for number in range(len(model.get_submodule(list_.name)))}
-    return indices | {f"{list_.paired}.{number}": indices[f"{list_.name}.{number}"] for list_ in plan.blocks
-                      if list_.paired for number in range(len(model.get_submodule(list_.paired)))}
 
 
 def _activated(forward, current):

@@ -11,6 +11,7 @@ Weights that come from host memory in every step are there for good; of them the
 import bisect
 import itertools
 
+from ..checkpoints.offloading import aligned, view_of
 from ..protocol.segments import map_segment
 
 ALIGNMENT = 64                             # bytes; of a weight's place in a segment, as torch's allocators have it
@@ -30,9 +31,9 @@ class Residency:
         self._weights = [weight for weight in (*model.parameters(), *model.buffers())
                          if not weight.is_meta and id(weight) not in apart]
         self._host_copies = [files.get(id(weight)) for weight in self._weights]
-        sizes = [_aligned(weight.nbytes) for weight in self._weights]
+        sizes = [aligned(weight.nbytes, ALIGNMENT) for weight in self._weights]
         self._sums = list(itertools.accumulate(sizes))
-        self._num_parked, self._buffer_bytes = 0, 0 if offloaded is None else _aligned(offloaded.buffer_bytes)
+        self._num_parked, self._buffer_bytes = 0, 0 if offloaded is None else aligned(offloaded.buffer_bytes, ALIGNMENT)
         self._are_buffers_parked = False
         self._largest_bytes = max(sizes, default=0)
         self._unmapped_bytes = sum(size for size, host_copy in zip(sizes, self._host_copies) if host_copy is None)
@@ -74,8 +75,8 @@ class Residency:
         for index in range(max(counts)):
             if self._host_copies[index] is None:
                 weight = self._weights[index].data
-                self._host_copies[index] = host_copy = _place(weight, memory, start)
-                start += _aligned(weight.nbytes)
+                self._host_copies[index] = host_copy = view_of(memory[start:start + weight.nbytes], weight)
+                start += aligned(weight.nbytes, ALIGNMENT)
                 writers = [rank for rank, count in enumerate(counts) if count > index]
                 if writers[index % len(writers)] == own:
                     self._to_host(weight, host_copy)
@@ -94,15 +95,3 @@ class Residency:
                 on_progress(total - self._num_parked, total)
         if self._offloaded is not None:
             self._offloaded.restore()
-
-
-def _aligned(num_bytes):
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _place(weight, memory, start):
-    """Part of a segment (uint8), from byte `start` on, as a tensor like `weight`;
-    in its order of dims where it leaves no gaps."""
-    flat = memory[start:start + weight.nbytes].view(weight.dtype)
-    is_dense = 1 + sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride())) == weight.numel()
-    return flat.as_strided(weight.shape, weight.stride()) if is_dense else flat.view(weight.shape)

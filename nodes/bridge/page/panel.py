@@ -133,7 +133,7 @@ def _host():
     mapped = unmapped = parked = 0
     for client in GROUPS.clients:
         for model_memory in filter(None, map(client.models.memory, client.models.names)):
-            for part in model_memory.parts:                       # ranks that hold the same weights
+            for part in model_memory.parts:                    # ranks that hold the same weights
                 held, most = model_memory.weight_bytes[part[0]], max(model_memory.parked_bytes[rank] for rank in part)
                 parked += most + model_memory.offloaded_bytes[part[0]]
                 if "cpu" in client.devices:

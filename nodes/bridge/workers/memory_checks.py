@@ -40,7 +40,8 @@ class MemoryCheck:
 
     def __init__(self, setup, plan_of, exchanged_bytes, lighter_bytes):
         self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
-        self._plan_of, self._plan = plan_of, plan_of(setup.spec.weights_memory or math.inf)
+        self._plan_of = functools.lru_cache(maxsize=8)(plan_of)
+        self._plan = self._plan_of(setup.spec.weights_memory or math.inf)
         self.model_bytes = self._plan.device_bytes             # of a rank with all blocks
         # of each rank on its device, and what comes from host memory, until the workers have told theirs
         self.weight_bytes = self._of_ranks(self._plan.device_bytes)
@@ -115,7 +116,7 @@ class MemoryCheck:
     def _room(self):
         return rank_room(self._setup.devices, self._setup.device_bytes)
 
-    @functools.cached_property
+    @property
     def _least_bytes(self):
         """What weights take of a device at least."""
         return self._plan_of(1).device_bytes
