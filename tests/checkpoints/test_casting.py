@@ -14,7 +14,8 @@ from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error, within
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
-from xdit_backend.checkpoints.transformer import block_bytes, build, held_bytes
+from xdit_backend.checkpoints.shares import block_bytes, held_bytes
+from xdit_backend.checkpoints.transformer import build
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks.transformer import Hooks

@@ -18,7 +18,7 @@ from xdit_backend.checkpoints.gguf import PACKED, UNPACKED, dequantised, row_byt
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.packed import SCALED, unpacked
 from xdit_backend.checkpoints.recognise import recognise
-from xdit_backend.checkpoints.transformer import held_bytes
+from xdit_backend.checkpoints.shares import held_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.tolerances import within
 from xdit_backend.bench.published import NETS
 from xdit_backend.checkpoints.net import net_of
+from xdit_backend.checkpoints.transformer import build_empty
 from xdit_backend.models import FAMILIES
 
 
@@ -25,7 +26,7 @@ def usual_config(family):
     ("Qwen-Image", "qwen-image", 2), ("Wan", "wan2.1-14b", 3)])
 def test_published_sizes(name, published, sums):
     """sums: of section 10 of docs/algorithms.md."""
-    net, known = net_of(FAMILIES[name], usual_config(FAMILIES[name])), NETS[published]
+    net, known = net_of(FAMILIES[name], build_empty(FAMILIES[name], usual_config(FAMILIES[name]))), NETS[published]
 
     assert (net.blocks, net.width, net.heads, net.joint) == (known.blocks, known.width, known.heads, known.joint)
     within(abs(net.sums - sums), 1e-12)
@@ -36,6 +37,6 @@ def test_published_sizes(name, published, sums):
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.is_unet])
 def test_every_family_has_a_net(name):
     family = FAMILIES[name]
-    net = net_of(family, family.tiny.config)
+    net = net_of(family, build_empty(family, family.tiny.config))
 
     assert net.blocks > 0 and net.width > 0 and 0 < net.key_heads <= net.heads and net.elements > 1

@@ -21,7 +21,8 @@ from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.host_copies import HostCopies
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.offloading import OffloadedBlocks
-from xdit_backend.checkpoints.transformer import block_sizes, build
+from xdit_backend.checkpoints.shares import block_sizes
+from xdit_backend.checkpoints.transformer import build
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.exchange import Exchange
 from xdit_backend.distributed.mesh import SINGLE, build_mesh

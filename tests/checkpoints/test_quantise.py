@@ -11,7 +11,7 @@ from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.packed import SCALED, unpacked
-from xdit_backend.checkpoints.transformer import block_bytes, held_bytes
+from xdit_backend.checkpoints.shares import block_bytes, held_bytes
 
 CPU = torch.device("cpu")
 

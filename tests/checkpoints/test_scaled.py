@@ -9,7 +9,7 @@ from tests.checkpoints.test_casting import native, ours
 from tests.tiny_checkpoints import families, matrices, metadata_of, save_scaled
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
-from xdit_backend.checkpoints.transformer import held_bytes
+from xdit_backend.checkpoints.shares import held_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
 

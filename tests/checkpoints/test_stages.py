@@ -9,7 +9,7 @@ import torch
 from tests.models.zoo import FOLDERS, PIPELINES, example
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
-from xdit_backend.checkpoints.transformer import block_sizes
+from xdit_backend.checkpoints.shares import block_sizes
 
 CPU = torch.device("cpu")
 

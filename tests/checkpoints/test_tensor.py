@@ -12,7 +12,7 @@ from xdit_backend.checkpoints.changes import change_weights
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.gguf import dequantised
 from xdit_backend.checkpoints.loading import load_transformer
-from xdit_backend.checkpoints.transformer import held_bytes
+from xdit_backend.checkpoints.shares import held_bytes
 from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.segments import SegmentStore
 from xdit_backend.protocol.specs import Change, LowRank

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tests.models.zoo import ALIKE
 from xdit_backend.bench.size import parse_layout
-from xdit_backend.checkpoints.shares import tensor_splits
-from xdit_backend.checkpoints.transformer import held
+from xdit_backend.checkpoints.shares import held, tensor_splits
 from xdit_backend.dry_run.inputs import conditioning_shapes, latent_shape
 from xdit_backend.dry_run.published import PUBLISHED, Unwritten
 from xdit_backend.dry_run.rank import Run, block_path, count, outline, own_blocks, world_size_of

@@ -6,8 +6,9 @@ import pytest
 from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import fits, size
 from xdit_backend.dry_run.rank import count
-from xdit_backend.forecast.choice import USABLE_MEMORY, Machine
+from xdit_backend.forecast.choice import Machine
 from xdit_backend.forecast.cost import Device, Links
+from xdit_backend.forecast.memory import USABLE_MEMORY
 from xdit_backend.forecast.memory_check import CONTEXT_BYTES
 
 ALLOWED = 0.03

@@ -8,7 +8,8 @@ from tests.dry_run.rows import counted, published, spec_of
 from tests.tiers import by_default
 from xdit_backend.bench.size import parse_layout
 from xdit_backend.checkpoints.net import job_of, net_of
-from xdit_backend.checkpoints.transformer import held_bytes
+from xdit_backend.checkpoints.shares import held_bytes
+from xdit_backend.checkpoints.transformer import build_empty
 from xdit_backend.config import ParallelConfig
 from xdit_backend.dry_run.published import PUBLISHED
 from xdit_backend.dry_run.rank import outline
@@ -27,7 +28,7 @@ DEFAULT = {("flux.1-dev", "ulysses2"), ("flux.2-dev", "one"), ("qwen-image", "ri
 def net_and_job(name, layout_name, blocks=2):
     """(Net, Job) of a published model's usual step."""
     (checkpoint, run), layout = published(name, blocks), parse_layout(layout_name)
-    net = net_of(checkpoint.family, checkpoint.config, spec_of(checkpoint, layout))
+    net = net_of(checkpoint.family, build_empty(checkpoint.family, checkpoint.config), spec_of(checkpoint, layout))
     shapes = run.conditioning | run.call_conditioning
     given = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     return net, job_of(checkpoint.family, net, run.shape, given, 20, run.branches)
@@ -88,7 +89,7 @@ def test_weights_are_what_was_forecast_to_the_byte(name):
 
 
 def _stage_weights(row, model, stages):
-    from xdit_backend.checkpoints.transformer import block_bytes
+    from xdit_backend.checkpoints.shares import block_bytes
     from xdit_backend.dry_run.rank import own_blocks
     family, spec = row[0].family, spec_of(row[0], parse_layout(f"pipefusion{stages}"))
     sizes = block_bytes(model, family, spec)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from xdit_backend.config import ParallelConfig
-from xdit_backend.forecast.choice import USABLE_MEMORY, Machine, forecast
+from xdit_backend.forecast.choice import Machine, forecast
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
-from xdit_backend.forecast.memory import DEFAULT_SETTINGS, Memory
+from xdit_backend.forecast.memory import DEFAULT_SETTINGS, USABLE_MEMORY, Memory
 from xdit_backend.forecast.offloading import NUM_BUFFERS, offloaded_memory, plan_offload, step_seconds
 from xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, plan_run
 from xdit_backend.forecast.words import weights_words

@@ -8,7 +8,7 @@ import torch
 
 from ..checkpoints.net import exchanged_bytes, job_of
 from ..checkpoints.quantise import TYPES, is_installed
-from ..checkpoints.transformer import held_bytes
+from ..checkpoints.shares import held_bytes
 from ..config import ParallelConfig
 from ..dry_run.rank import outline
 from ..forecast.choice import Machine

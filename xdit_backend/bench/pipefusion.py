@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ..checkpoints.checkpoint import open_checkpoint
-from ..checkpoints.transformer import block_sizes
+from ..checkpoints.shares import block_sizes
 from ..config import ParallelConfig, validate, validate_layout
 from ..forecast.planner import choose_num_patches
 from ..host.client import Client

@@ -80,7 +80,7 @@ def main(options):
 def print_size(setting, folder, clients, options):
     """The errors of the forecasts of one size."""
     header = open_checkpoint(folder)
-    net = net_of(header.family, header.config, header.spec("float32", "float32"))
+    net = net_of(header.family, header.meta_model(), header.spec("float32", "float32"))
     seconds, machines = measure(setting, header, clients, options)
     errors = []
     print(f"\n{setting.num_image_tokens} tokens{'':<18} {'measured':>9} {'forecast':>9} {'error':>7}  limited by")

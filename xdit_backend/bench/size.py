@@ -126,7 +126,7 @@ class Subject:
     def net(self):
         """The Net of the cost model; None of a U-Net."""
         family = self.checkpoint.family
-        return None if family.is_unet else net_of(family, self.checkpoint.config, self.spec(), self.model)
+        return None if family.is_unet else net_of(family, self.model, self.spec())
 
     def stages(self, layout, machine):
         """How a worker group has the blocks on its devices, as xDiT Parallel Config sets it by itself."""

@@ -7,12 +7,10 @@ import dataclasses
 import torch
 
 from ..forecast.offloading import plan_offload
-from ..partition import block_indices
 from ..protocol.segments import DTYPES
 from .offloading import aligned
 from .packed import packed_weights
-from .shares import tensor_splits
-from .transformer import block_sizes, held
+from .shares import block_sizes, held, splits_of, tensor_bytes
 
 SMALL = 1 / 1024               # of its block: such a weight stays, since a copy takes longer to ask for than to make
 
@@ -51,7 +49,7 @@ def unmapped_bytes(checkpoint, model, spec, names):
              "F8_E5M2": "float8_e5m2"}
     of_file = {name: torch.empty(shape, dtype=DTYPES[types.get(checkpoint.dtypes[name], "float32")], device="meta")
                for name, shape in checkpoint.shapes.items()}
-    converted, splits = checkpoint.under_diffusers_names(of_file), _splits(model, checkpoint.family, spec)
+    converted, splits = checkpoint.under_diffusers_names(of_file), splits_of(model, checkpoint.family, spec)
     places, total = {tensor.untyped_storage()._cdata for tensor in of_file.values()}, 0
 
     def is_map(name, dtype):
@@ -66,19 +64,12 @@ def unmapped_bytes(checkpoint, model, spec, names):
     return total
 
 
-def _splits(model, family, spec):
-    return tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
-
-
 def _by_block(model, family, spec, blocks):
     """({block: {name of a weight: its bytes}}, bytes of what stays on the device in any case)."""
-    found, beside_bytes, block_of, splits = {}, 0, block_indices(model, family.blocks), _splits(model, family, spec)
-    for name, tensor, dtype in held(model, family, spec):
-        block = block_of.get(".".join(name.split(".")[:2]))
+    found, beside_bytes = {}, 0
+    for name, block, size in tensor_bytes(model, family, spec):
         if block is not None and blocks is not None and block not in blocks:
             continue
-        share = splits[name].share(spec.tensor_degree) if name in splits else 1
-        size = round(tensor.numel() * dtype.itemsize * share)
         if block is None or name.startswith(family.plan.outside):
             beside_bytes += size
         else:

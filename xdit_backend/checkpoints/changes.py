@@ -13,7 +13,7 @@ from .loading import addresses_of, moved
 from .packed import packed_weights
 from .quantise import quantised
 from .reading import read_file, read_plain
-from .transformer import held
+from .shares import held
 
 
 def change_weights(loaded, changes, leave=lambda weights: None):

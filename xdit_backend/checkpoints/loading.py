@@ -20,8 +20,8 @@ from .offloading import OffloadedBlocks
 from .packed import packed_weights, set_packed_parameters
 from .quantise import quantised
 from .reading import read_beside, read_file, read_plain
-from .shares import narrow, tensor_splits
-from .transformer import build, held
+from .shares import held, narrow, splits_of
+from .transformer import build_empty
 
 
 @dataclass
@@ -107,17 +107,13 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     of the file, after each tensor, and may raise to give up. Raises CheckpointError when the tensors of the file and of
     the model do not match, or the file is another by now.
     """
-    from accelerate import init_empty_weights
-
     checkpoint = open_spec(spec)
     family = checkpoint.family
-    with init_empty_weights():
-        model = build(family, checkpoint.config)
+    model = build_empty(family, checkpoint.config)
     packed = packed_weights(checkpoint, model, spec.quantisation)
     set_packed_parameters(model, packed)
     loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
-                         tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {},
-                         piece_bytes=piece_bytes)
+                         splits_of(model, family, spec), piece_bytes=piece_bytes)
     offloaded = (plan_weights(model, family, spec, spec.weights_memory, loaded.blocks)[1]
                  if spec.weights_memory else {})
     tensors = read_file(checkpoint, lambda name: loaded.needs(name))

@@ -9,22 +9,14 @@ from ..forecast.cost import Job, Net
 from ..forecast.memory import Live
 from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..vocabulary.family import Family
-from .shares import possible_splits
-from .transformer import block_bytes, block_sizes, build, held_bytes
+from .shares import block_bytes, block_sizes, held_bytes, possible_splits
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
 
 
-def net_of(family: Family, config, spec=None, model=None):
-    """The Net of a model with this config of diffusers; no weights are made. spec: how its weights are held; None: in
-    16 bits.
-
-    model: the family's, on the meta device, where it has been made already.
-    """
-    if model is None:
-        from accelerate import init_empty_weights
-        with init_empty_weights():
-            model = build(family, config)
+def net_of(family: Family, model, spec=None):
+    """The Net of a family's model, which may be on the meta device. spec: how its weights are held; None: in 16
+    bits."""
     blocks = [(list_.image_share, block_copies) for list_ in family.blocks
               for block_copies in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)

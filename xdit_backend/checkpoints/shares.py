@@ -1,8 +1,8 @@
-"""Which part of each layer a rank has under tensor parallelism, derived from what diffusers calls the layers.
-Arithmetic alone.
+"""What a rank holds of a model's weights: in which types, how many bytes, and, under tensor parallelism, which part of
+each layer, derived from what diffusers calls the layers. Arithmetic alone.
 
-The loader cuts weights so (loading.py), and hooks put together what the parts give (parallel/tensor.py).
-docs/algorithms.md section 10.
+The loader casts and cuts weights so (loading.py), the host counts their bytes beforehand, and hooks put together what
+the parts give (parallel/tensor.py). docs/algorithms.md section 10.
 """
 
 import math
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..partition import shard_sizes, shard_start
+from ..partition import block_indices, shard_sizes, shard_start
 from ..protocol.errors import UnsupportedError
+from .layers import BESIDE
 
 # Linears of a block, by their paths in it. The outputs of "columns" are split, the inputs of "rows", whose results are
 # added up; of "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together
@@ -219,3 +220,66 @@ def narrow(model, splits, degree, rank):
             numbers, num_bytes = split.block
             module.out_features, module.in_features = module.weight.shape[0], module.weight.shape[
                 1] // num_bytes * numbers
+
+
+def splits_of(model, family, spec):
+    """As tensor_splits, for the degree of a ModelSpec; {} where each rank has whole tensors."""
+    return tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
+
+
+def tensor_bytes(model, family, spec):
+    """[(name, index of its block over all lists of the plan, or None, bytes)] of all parameters and buffers, as the
+    first of tensor ranks holds them, which has most. The model may be on the meta device."""
+    splits, block_of = splits_of(model, family, spec), block_indices(model, family.blocks)
+
+    def size(name, tensor, dtype):
+        share = splits[name].share(spec.tensor_degree) if name in splits else 1
+        return round(tensor.numel() * dtype.itemsize * share)
+    return [(name, block_of.get(".".join(name.split(".")[:2])), size(name, tensor, dtype))
+            for name, tensor, dtype in held(model, family, spec)]
+
+
+def held_bytes(model, family, spec):
+    """Bytes that a rank with all blocks holds."""
+    return sum(size for _, _, size in tensor_bytes(model, family, spec))
+
+
+def block_bytes(model, family, spec):
+    """Bytes of each block, over all lists of the plan, as a rank holds them."""
+    sizes = [0] * len(block_sizes(model, family))
+    for _, block, size in tensor_bytes(model, family, spec):
+        if block is not None:
+            sizes[block] += size
+    return sizes
+
+
+def block_sizes(model, family):
+    """Parameters of each block, over all lists of the plan: [(number, share an image token meets)]."""
+    def size(block):
+        packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
+                     if type(module) is torch.nn.Linear)
+        return sum(parameter.numel() for parameter in block.parameters()) + packed
+    return [(sum(map(size, block_copies)), list_.image_share) for list_ in family.blocks
+            for block_copies in zip(*map(model.get_submodule, list_.names))]
+
+
+def held(model, family, spec):
+    """[(name, tensor, the dtype in which a rank holds it)] of all parameters and buffers."""
+    storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
+    exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
+    beside = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in BESIDE}
+    # which the model makes, and no file holds
+    tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+
+    def dtype_of(name, tensor):
+        parts = set(name.split("."))
+        # rotary tables stay as they were made
+        if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin", "inv_freq"}:
+            return tensor.dtype
+        if name in beside or f"{name}_scale" in beside:        # as the file has it
+            return tensor.dtype
+        if storage != compute:                                 # cast where they are used
+            return compute if name in tables or parts & set(family.keep_in_compute_dtype) else storage
+        return torch.float32 if parts & exact else compute
+    return [(name, tensor, dtype_of(name, tensor))
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())]

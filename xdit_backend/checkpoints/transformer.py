@@ -1,4 +1,4 @@
-"""The diffusers transformer of a file or folder: its config, the model without weights, and what a rank holds of it.
+"""The diffusers transformer of a file or folder: its config, and the model without weights.
 
 Pure: nothing of the weights is read.
 """
@@ -6,11 +6,7 @@ Pure: nothing of the weights is read.
 import importlib
 import json
 
-import torch
-
 from ..protocol.errors import CheckpointError
-from .layers import BESIDE
-from .shares import tensor_splits
 
 
 def model_config(checkpoint):
@@ -62,50 +58,8 @@ def build(family, config):
     return model
 
 
-def held_bytes(model, family, spec):
-    """Bytes that a rank with all blocks holds of parameters and buffers: the first of tensor ranks, which has most.
-    The model may be on the meta device."""
-    tensors = held(model, family, spec)
-    splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
-    return round(sum(tensor.numel() * dtype.itemsize * (splits[name].share(spec.tensor_degree) if name in splits else 1)
-                     for name, tensor, dtype in tensors))
-
-
-def block_bytes(model, family, spec):
-    """Bytes of each block, over all lists of the plan, as a rank holds them."""
-    tensors = held(model, family, spec)
-    return [sum(tensor.numel() * dtype.itemsize for name, tensor, dtype in tensors if name.startswith(
-                tuple(f"{each}.{index}." for each in list_.names)))
-            for list_ in family.blocks for index in range(len(model.get_submodule(list_.name)))]
-
-
-def block_sizes(model, family):
-    """Parameters of each block, over all lists of the plan: [(number, share an image token meets)]."""
-    def size(block):
-        packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
-                     if type(module) is torch.nn.Linear)
-        return sum(parameter.numel() for parameter in block.parameters()) + packed
-    return [(sum(map(size, block_copies)), list_.image_share) for list_ in family.blocks
-            for block_copies in zip(*map(model.get_submodule, list_.names))]
-
-
-def held(model, family, spec):
-    """[(name, tensor, the dtype in which a rank holds it)] of all parameters and buffers."""
-    storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
-    exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
-    beside = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in BESIDE}
-    # which the model makes, and no file holds
-    tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
-
-    def dtype_of(name, tensor):
-        parts = set(name.split("."))
-        # rotary tables stay as they were made
-        if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin", "inv_freq"}:
-            return tensor.dtype
-        if name in beside or f"{name}_scale" in beside:        # as the file has it
-            return tensor.dtype
-        if storage != compute:                                 # cast where they are used
-            return compute if name in tables or parts & set(family.keep_in_compute_dtype) else storage
-        return torch.float32 if parts & exact else compute
-    return [(name, tensor, dtype_of(name, tensor))
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+def build_empty(family, config):
+    """As build, with parameters on the meta device; buffers hold what the model makes itself."""
+    from accelerate import init_empty_weights
+    with init_empty_weights():
+        return build(family, config)

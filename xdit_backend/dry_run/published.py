@@ -14,7 +14,7 @@ import torch
 
 from ..checkpoints.layers import FORMATS, Layer
 from ..checkpoints.packed import block_of
-from ..checkpoints.transformer import build
+from ..checkpoints.transformer import build_empty
 from ..models import FAMILIES
 from ..protocol.specs import ModelSpec
 from ..vocabulary.family import Family
@@ -92,9 +92,7 @@ class Unwritten:
     @functools.cached_property
     def tensors(self):
         """{name: shape} of the model."""
-        from accelerate import init_empty_weights
-        with init_empty_weights():
-            model = build(self.family, self.config)
+        model = build_empty(self.family, self.config)
         linear = {f"{name}.weight" for name, module in model.named_modules() if type(module) is torch.nn.Linear}
         return {name: (tuple(tensor.shape), name in linear) for name, tensor in model.state_dict().items()}
 

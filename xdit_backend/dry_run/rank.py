@@ -15,8 +15,8 @@ from ..checkpoints.casting import cast_at_use, unpack_at_use
 from ..checkpoints.loading import Transformer
 from ..checkpoints.offloading import OffloadedBlocks
 from ..checkpoints.packed import packed_weights, set_packed_parameters
-from ..checkpoints.shares import narrow, tensor_splits
-from ..checkpoints.transformer import block_bytes, block_sizes, build, held, held_bytes
+from ..checkpoints.shares import block_bytes, block_sizes, held, held_bytes, narrow, splits_of
+from ..checkpoints.transformer import build_empty
 from ..distributed.collectives import Traffic
 from ..forecast.planner import choose_num_patches, warmup_layout
 from ..hooks.transformer import Hooks
@@ -151,9 +151,7 @@ def stage_ranks(checkpoint, spec, layout, memory=()):
 
 def outline(checkpoint, spec):
     """(the model on the meta device, as its weights are held; its packed weights)."""
-    from accelerate import init_empty_weights
-    with init_empty_weights():
-        model = build(checkpoint.family, checkpoint.config)
+    model = build_empty(checkpoint.family, checkpoint.config)
     model.eval().requires_grad_(False)
     packed = packed_weights(checkpoint, model, spec.quantisation)
     set_packed_parameters(model, packed)
@@ -169,7 +167,7 @@ def own_blocks(model, family, spec, rank, memory=()):
     outside = held_bytes(model, family, spec) - sum(of_blocks)
     counts = spec.stages.num_blocks or split_stages(
         [size * share for size, share in sizes], spec.stages.pipefusion_degree,
-        sizes=[size / spec.tensor_degree for size in of_blocks],
+        sizes=of_blocks,
         limits=[min(memory[rank] for rank in range(len(memory)) if stage_of(rank, spec.stages) == stage) - outside
                 for stage in range(spec.stages.pipefusion_degree)] if memory else None)
     return stage_blocks(counts, stage_of(rank, spec.stages))
@@ -179,7 +177,7 @@ def load(checkpoint, spec, model, packed, part):
     """A worker's Loaded, whose weights are on the pretended device. model, packed: of outline. part: (the blocks of the
     rank's stage, its tensor rank)."""
     (blocks, tensor_rank), family = part, checkpoint.family
-    splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
+    splits = splits_of(model, family, spec)
     here = None if spec.stages is None or spec.stages.every_block else blocks
     transformer = Transformer(model, checkpoint, spec, CUDA, tensor_rank, here, splits)
     offloaded = plan_weights(model, family, spec, spec.weights_memory, here)[1] if spec.weights_memory else {}

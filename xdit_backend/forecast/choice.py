@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..partition import shard_sizes
 from .cost import Degrees, Device, Links, Run, Tokens, block_parts
-from .memory import DEFAULT_SETTINGS, Memory, rank_memory
+from .memory import DEFAULT_SETTINGS, USABLE_MEMORY, Memory, fits_stages, rank_memory
 from .offloading import offloaded_memory
 from .seconds import run_seconds
 
@@ -15,7 +15,6 @@ WORTH = 1.05                   # times as fast that a layout must be to be prefe
 WORTH_S = 0.3                  # seconds that a layout must save to be called faster than one device
 LIMITS = 0.25                  # of the time, from which on something other than computing limits a run
 ALIKE = 1.15                   # times as fast as another that a device may be and count as its like
-USABLE_MEMORY = 0.95           # of a device's memory that a run may take
 
 
 @dataclass(frozen=True)
@@ -147,16 +146,6 @@ def busiest(net, job, degrees, machine):
     smallest = tuple(min(used[rank].memory_bytes for rank in working if rank // of_stage % stages == stage)
                      for stage in range(stages))
     return Group(device, together / slowest if stages > 1 else 0.0, images[last], len(working), smallest)
-
-
-def fits_stages(net, degrees, needed, memory_bytes):
-    """Does a run fit on stages with so much memory? Blocks, and their keys and values,
-    go where there is room for them."""
-    beside = needed.activations + net.outside_bytes
-    if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
-        return needed.total <= USABLE_MEMORY * min(memory_bytes)
-    free_bytes = [USABLE_MEMORY * size - beside for size in memory_bytes]
-    return min(free_bytes) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(free_bytes)
 
 
 def speeds_of(devices):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from ..partition import FULL, shard_sizes, split_stages, stage_blocks, stage_of
 
+USABLE_MEMORY = 0.95           # of a device's memory that a run may take
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -121,19 +123,16 @@ def weight_bytes(net, degrees):
     return net.outside_bytes + max(stage_bytes(net, stages)) / degrees.tensor
 
 
+@functools.lru_cache(maxsize=64)               # the choice of a layout asks for the same ones again and again
 def stage_counts(net, num_stages, limits=None, speeds=None):
     """Blocks of each stage. limits: bytes that its device can hold of their weights. speeds: of its device, relative.
+    Both as tuples.
 
     A cost is of a block's work on image tokens, so stages that take as long hold unlike weights.
     """
     if num_stages == 1 or not net.block_costs:
         return shard_sizes(net.blocks, num_stages)
-    return _split(net.block_costs, num_stages, speeds and tuple(speeds), net.block_bytes, limits and tuple(limits))
-
-
-@functools.lru_cache(maxsize=64)               # the choice of a layout asks for the same ones again and again
-def _split(*given):
-    return split_stages(*given)
+    return split_stages(net.block_costs, num_stages, speeds, net.block_bytes, limits)
 
 
 def stage_bytes(net, num_stages, limits=None, speeds=None):
@@ -155,8 +154,8 @@ def rank_weights(weight_bytes, net, stages, device_bytes):
     of_stages: list[list[int]] = [[] for _ in range(stages.pipefusion_degree)]
     for rank in range(count):
         of_stages[stage_of(rank, stages)].append(rank)
-    limits = [FULL * min(device_bytes[rank] for rank in ranks) - net.outside_bytes for ranks in of_stages]
-    speeds = ([statistics.mean(stages.speeds[rank] for rank in ranks) for ranks in of_stages] if stages.speeds
+    limits = tuple(FULL * min(device_bytes[rank] for rank in ranks) - net.outside_bytes for ranks in of_stages)
+    speeds = (tuple(statistics.mean(stages.speeds[rank] for rank in ranks) for ranks in of_stages) if stages.speeds
               else None)
     sizes = stage_bytes(net, stages.pipefusion_degree, limits, speeds)
     if stages.num_blocks and net.block_bytes:
@@ -164,6 +163,16 @@ def rank_weights(weight_bytes, net, stages, device_bytes):
                  for stage in range(stages.pipefusion_degree)]
     return [round((net.outside_bytes + sizes[stage_of(rank, stages)]) * weight_bytes / net.held_bytes)
             for rank in range(count)]
+
+
+def fits_stages(net, degrees, needed, memory_bytes):
+    """Does a run fit on stages with so much memory? Blocks, and their keys and values,
+    go where there is room for them."""
+    beside = needed.activations + net.outside_bytes
+    if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
+        return needed.total <= USABLE_MEMORY * min(memory_bytes)
+    free_bytes = [USABLE_MEMORY * size - beside for size in memory_bytes]
+    return min(free_bytes) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(free_bytes)
 
 
 def working_share(job, degrees, branches_apart=False, images_apart=False):

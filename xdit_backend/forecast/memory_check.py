@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..protocol.errors import ConfigError
-from .choice import USABLE_MEMORY
-from .memory import Memory, most_that_fits
+from .memory import USABLE_MEMORY, Memory, most_that_fits
 
 CONTEXT_BYTES = 6e8                        # of a GPU, that CUDA and its libraries take for themselves
 NOTHING = Memory(0.0, 0.0, 0.0)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..checkpoints.changes import change_weights
 from ..checkpoints.host_copies import HostCopies
 from ..checkpoints.loading import Transformer, load_transformer
-from ..checkpoints.transformer import block_bytes, block_sizes, held_bytes
+from ..checkpoints.shares import block_bytes, block_sizes, held_bytes
 from ..checkpoints.versions import Versions
 from ..distributed.collectives import Traffic, all_gather
 from ..hooks.context import ForwardContext, rows_of, tokens_of
@@ -184,8 +184,8 @@ class Models:
         model: without weights. A collective: every rank calls it.
         """
         free = torch.cuda.mem_get_info(self._device)[0] * FULL if self._device.type == "cuda" else math.inf
-        sizes = [size / spec.tensor_degree for size in block_bytes(model, family, spec)]
-        outside = held_bytes(model, family, spec) - sum(block_bytes(model, family, spec))
+        sizes = block_bytes(model, family, spec)
+        outside = held_bytes(model, family, spec) - sum(sizes)
         devices = self._of_all(self._speed(spec), free - outside)
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
                   for stage in range(spec.stages.pipefusion_degree)]

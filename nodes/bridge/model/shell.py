@@ -15,8 +15,7 @@ from comfy.patcher_extension import WrappersMP
 from ....xdit_backend.checkpoints.block_weights import offload_plan, with_host_bytes
 from ....xdit_backend.checkpoints.net import exchanged_bytes, net_of
 from ....xdit_backend.checkpoints.quantise import TYPES, is_installed, quantisation_of
-from ....xdit_backend.checkpoints.shares import possible_splits
-from ....xdit_backend.checkpoints.transformer import held_bytes
+from ....xdit_backend.checkpoints.shares import held_bytes, possible_splits
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
 from ..run import wrappers
@@ -55,7 +54,7 @@ def load_shell(path, weight_dtype, config):
     detection.refuse_ignored(base_model, sources)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation,
                                 fast=weight_dtype == FAST)
-    net = None if family.is_unet else net_of(family, checkpoint.config, spec_of(dtype_name(compute_dtype)), model)
+    net = None if family.is_unet else net_of(family, model, spec_of(dtype_name(compute_dtype)))
     device_bytes = list(map(memory_of, devices))
     spread = spread_of(config, devices, device_bytes, checkpoint, net, model, dtype_name(compute_dtype))
 
