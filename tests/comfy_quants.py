@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_checkpoints import matrices, metadata_of
+from tests.tiny_checkpoints import matrices, metadata_of, save_gguf, save_scaled
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 
 # format of a test -> (ComfyUI's, options of its quantiser, of how many columns the matrices must have a multiple)
@@ -59,3 +59,14 @@ def save_comfy_quant(path, source, format_, options={}, more=None):
 
 SMOOTHED = {"pre_quant_scale": lambda matrix: torch.linspace(0.8, 1.25, matrix.shape[1]),
             "input_scale": lambda matrix: torch.tensor(0.02)}
+
+
+def save_as(how, folder, original):
+    """A file like the original whose weights are "scaled" float8, of a type of GGUF, or in a format of WRITTEN.
+    Returns its path."""
+    path = folder / f"model.{'gguf' if how.startswith('Q') else 'safetensors'}"
+    if how in WRITTEN:
+        save_comfy_quant(path, original, how)
+    else:
+        (save_scaled if how == "scaled" else save_gguf)(path, original, *(() if how == "scaled" else (how,)))
+    return path

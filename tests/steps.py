@@ -106,7 +106,7 @@ class Run:
     """Steps under one layout, each of the first branch and another: the commands for the workers, which have loaded the
     model, and where they write."""
 
-    def __init__(self, saved, layout, store, requests, weights_memory):
+    def __init__(self, saved, layout, store, requests, weights_memory, compile_backend):
         family, spec = saved.family, saved.spec(layout, weights_memory)
         self.model, self.layout, self._wanted = spec.name, layout, saved.wanted(layout)
         self.load, self.drop = messages.LoadModel(next(requests), spec), messages.DropModel(next(requests), spec.name)
@@ -122,8 +122,9 @@ class Run:
             self._compared += zip(made, wanted, strict=True)
             return specs.Branch(store.share(one.latent), store.share(one.timestep), names[number], made[0],
                                 parts=dict(zip(family.parts, made[1:], strict=True)))
-        self.commands += [messages.Predict(next(requests), spec.name, self.layout, [branch(0), branch(other)],
-                                           keep=True) for other in range(1, len(names))]
+        predict = functools.partial(messages.Predict, keep=True, compile_backend=compile_backend)
+        self.commands += [predict(next(requests), spec.name, self.layout, [branch(0), branch(other)])
+                          for other in range(1, len(names))]
         self.commands.append(messages.DropConditioning(next(requests), names))
 
     @property
@@ -135,17 +136,19 @@ def execute(rank, world_size, runs):
     """Each run's commands, on one engine. runs: [(layout, commands)]. Returns [None, or what was raised]."""
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     for layout, commands in runs:
-        with unrounded(layout.tensor_degree):
+        # no mode reaches into a graph
+        is_compiled = any(getattr(command, "compile_backend", "") for command in commands)
+        with unrounded(1 if is_compiled else layout.tensor_degree):
             for command in commands:
                 engine.execute(command)
 
 
-def errors_of(asked, folder, world_size, num_text_tokens=(7, 9), weights_memory=0):
+def errors_of(asked, folder, world_size, num_text_tokens=(7, 9), weights_memory=0, compile_backend=""):
     """{(family, layout): the largest error of its steps, or what was raised}, one after the other on one set of ranks.
     asked: those keys.
 
     num_text_tokens: of the first branch, and of those that are in a step with it, each in one of its own.
-    weights_memory: ModelSpec's; 1: of transformers, as much as can comes from host memory.
+    weights_memory: ModelSpec's; 1: of transformers, as much as can comes from host memory. compile_backend: Predict's.
     """
     store, requests, outcomes, families, runs = SegmentStore(), itertools.count(1), {}, {}, {}
     try:
@@ -153,7 +156,7 @@ def errors_of(asked, folder, world_size, num_text_tokens=(7, 9), weights_memory=
             with kept(outcomes, (name, layout)):
                 if name not in families:
                     families[name] = Saved(name, Path(tempfile.mkdtemp(dir=folder)), num_text_tokens)
-                runs[name, layout] = Run(families[name], layout, store, requests, weights_memory)
+                runs[name, layout] = Run(families[name], layout, store, requests, weights_memory, compile_backend)
         outcomes |= _carried_out(runs, world_size)
     finally:
         store.close()

@@ -8,9 +8,8 @@ import torch
 
 from tests.checkpoints.test_casting import CPU, asked
 from tests.checkpoints.test_changes import PROJ, QKV, messages_of
-from tests.comfy_quants import WRITTEN, save_comfy_quant
+from tests.comfy_quants import WRITTEN, save_as
 from tests.tiers import by_default
-from tests.tiny_checkpoints import save_gguf, save_scaled
 from xdit_backend.checkpoints.block_weights import plan_weights
 from xdit_backend.checkpoints.changes import change_weights
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
@@ -30,23 +29,17 @@ def loaded_of(spec):
     return Loaded(transformer, hooks, torch.float32, range(0))
 
 
-def prediction(loaded):
+def prediction(loaded, **fields):
     latent, timestep, conditioning = asked(loaded.family, loaded.transformer.config)
     for _ in range(2):                                         # the second with what was fetched ahead
-        output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning))
+        output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning, **fields))
     return output.clone()
 
 
 @pytest.mark.parametrize("how", [*by_default(["scaled", "Q4_K", "nvfp4"], ["scaled", "Q4_K", "Q8_0", *WRITTEN]),
                                  *(pytest.param(how, marks=pytest.mark.quantisers) for how in ("int8", "nf4"))])
 def test_quantised_weights_come_as_they_are_held(file_of, tmp_path, how):
-    path, store = file_of("sd3"), SegmentStore()
-    if how not in TYPES:
-        path = tmp_path / f"model.{'gguf' if how.startswith('Q') else 'safetensors'}"
-        if how in WRITTEN:
-            save_comfy_quant(path, file_of("sd3"), how)
-        else:
-            (save_scaled if how == "scaled" else save_gguf)(path, file_of("sd3"), *(() if how == "scaled" else (how,)))
+    store, path = SegmentStore(), file_of("sd3") if how in TYPES else save_as(how, tmp_path, file_of("sd3"))
     checkpoint = open_checkpoint(path)
     spec = checkpoint.spec("float32", "float32", quantisation=how if how in TYPES else "")
     model = checkpoint.meta_model(spec.quantisation)

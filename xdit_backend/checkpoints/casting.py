@@ -45,6 +45,8 @@ class Casts:
 
     def of(self, parameter, dtype, cast_to=torch.Tensor.to):
         """The parameter in this type. cast_to(parameter, dtype) makes it."""
+        if torch.compiler.is_compiling():                      # a graph is of every block's
+            return cast_to(parameter, dtype)
         key = id(parameter), dtype
         if key in self._kept:
             return self._kept[key][1]
@@ -79,7 +81,8 @@ def unpack_at_use(model, packed, casts):
         module = model.get_submodule(name.removesuffix(".weight"))
         if module.weight.is_meta:
             continue
-        module.forward = _linear(module, casts, functools.partial(_unpacked, module, how))
+        add_at_use(module)
+        module.forward = _linear(module, casts, _unpacking(module, how))
         if how.layer is not None:
             for buffer, tensor in kitchen.in_tiles(how.layer, _beside(module, how.layer)).items():
                 setattr(module, buffer, tensor)
@@ -96,7 +99,7 @@ def add_at_use(linear, up=None, down=None):
 def _in_own_type(module, layer, casts, forward):
     """The forward of a layer of ComfyUI's quantised files: multiplied in its own type where the device does so, else
     unpacked by `forward`."""
-    multiplies = kitchen.multiplies(layer, module.weight.device)
+    multiplies, layer = kitchen.multiplies(layer, module.weight.device), kitchen.without_names(layer)
     if multiplies:
         kitchen.choose_backends()
 
@@ -121,16 +124,24 @@ def _beside(module, layer):
     return {name: getattr(module, name) for name in layer.beside}
 
 
-def _unpacked(module, how, weight, dtype):
-    if weight.dtype.itemsize > 1:                              # a changed weight, in plain numbers
-        return weight.to(dtype)
+def _unpacking(module, how):
+    """(weight, dtype) -> the numbers of the module's packed weight, with what a LoRA adds to them."""
+    layer = None if how.layer is None or how.type in SCALED else kitchen.without_names(how.layer)
+    type_ = how.type
 
-    def numbers(dtype):
-        if how.layer is not None and how.type not in SCALED:
-            return kitchen.unpacked(how.layer, weight, _beside(module, how.layer), dtype)
-        return unpacked(weight, how.type, getattr(module, "weight_scale", None), dtype)
-    up = getattr(module, "weight_up", None)
-    return numbers(dtype) if up is None else torch.addmm(numbers(torch.float32), up, module.weight_down).to(dtype)
+    def numbers(weight, dtype):
+        if layer is not None:
+            return kitchen.unpacked(layer, weight, _beside(module, layer), dtype)
+        return unpacked(weight, type_, getattr(module, "weight_scale", None), dtype)
+
+    def unpacked_weight(weight, dtype):
+        if weight.dtype.itemsize > 1:                          # a changed weight, in plain numbers
+            return weight.to(dtype)
+        up = getattr(module, "weight_up", None)
+        if up is None:
+            return numbers(weight, dtype)
+        return torch.addmm(numbers(weight, torch.float32), up, module.weight_down).to(dtype)
+    return unpacked_weight
 
 
 def _linear(module, casts, cast_to=torch.Tensor.to):

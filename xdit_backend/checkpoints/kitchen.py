@@ -4,12 +4,16 @@ ComfyUI's own layers compute them (comfy.ops.mixed_precision_ops).
 Called by casting.py in every forward, by reading.py where a weight is unpacked once, and by checkpoint.py.
 """
 
+import dataclasses
 import importlib.util
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..protocol.errors import CheckpointError
+from ..protocol.segments import DTYPES, dtype_name
+from .layers import Layer
 
 WITHOUT = ("float8_e4m3fn", "float8_e5m2")                     # which are unpacked where the package is not installed
 LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8Layout", "float8_e5m2": "TensorCoreFP8Layout",
@@ -73,14 +77,23 @@ def in_tiles(layer, beside):
     return beside | {"weight_scale": to_blocked(beside["weight_scale"], flatten=False)}
 
 
+def without_names(layer):
+    """The Layer without what tells it from others that are held alike: their blocks then have one graph."""
+    return dataclasses.replace(layer, shape=(0, 0), beside=dict.fromkeys(layer.beside, ""))
+
+
 def unpacked(layer, weight, beside, dtype):
     """The numbers of rows of a layer's weight, in `dtype`. beside: {what it is: tensor} of these rows, in tiles."""
+    if torch.compiler.is_compiling():                          # which knows no tensors of comfy-kitchen's
+        return unpacked_weight(*_told(layer, beside), weight, dtype_name(dtype))
     within = dtype if dtype in COMPUTED else torch.float32
     return quantised_tensor(layer, weight, beside, within).dequantize().to(dtype)
 
 
 def product(layer, weight, beside, tensor, bias):
     """F.linear of a tensor and the weight, with inputs that are rounded. Arguments: as of `unpacked`."""
+    if torch.compiler.is_compiling():
+        return rounded_product(*_told(layer, beside), weight, tensor, bias)
     within = tensor.dtype if tensor.dtype in COMPUTED else torch.float32
     rows, held = tensor.reshape(-1, tensor.shape[-1]).to(within), quantised_tensor(layer, weight, beside, within)
     if not layer.rounds_inputs:                                # else the product itself does it
@@ -124,3 +137,41 @@ def quantised_tensor(layer, weight, beside, dtype):
         scale = scale.view(())
     return QuantizedTensor(weight, name, get_layout_class(name).Params(scale=scale, orig_dtype=dtype, orig_shape=shape,
                                                                        **options))
+
+
+# --- operators of compiled blocks: torch.compile looks into none of comfy-kitchen's tensors ---
+
+def _told(layer, beside):
+    """(a Layer and what stands beside its weight in words, these tensors), as operators take them."""
+    return " ".join((layer.format, str(layer.rotated), layer.linear_dtype, *beside)), list(beside.values())
+
+
+def _heard(how, beside):
+    format_, rotated, linear_dtype, *names = how.split()
+    given = dict(zip(names, beside, strict=True))
+    return Layer(format_, (0, 0), dict.fromkeys(given, ""), 0, int(rotated), linear_dtype=linear_dtype), given
+
+
+@torch.library.custom_op("xdit::unpacked_weight", mutates_args=())
+def unpacked_weight(how: str, beside: list[Tensor], weight: Tensor, dtype: str) -> Tensor:
+    """`unpacked`. how, beside: of _told."""
+    layer, given = _heard(how, beside)
+    return unpacked(layer, weight, given, DTYPES[dtype]).contiguous()
+
+
+@unpacked_weight.register_fake
+def _(how, beside, weight, dtype):
+    columns = weight.shape[1] * _heard(how, beside)[0].how.numbers
+    return weight.new_empty(weight.shape[0], columns, dtype=DTYPES[dtype])
+
+
+@torch.library.custom_op("xdit::rounded_product", mutates_args=())
+def rounded_product(how: str, beside: list[Tensor], weight: Tensor, tensor: Tensor, bias: Tensor | None) -> Tensor:
+    """`product`. how, beside: of _told."""
+    layer, given = _heard(how, beside)
+    return product(layer, weight, given, tensor, bias).contiguous()
+
+
+@rounded_product.register_fake
+def _(how, beside, weight, tensor, bias):
+    return tensor.new_empty(*tensor.shape[:-1], weight.shape[0])

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 
 from ..distributed.masks import gathered_mask
+from ..distributed.operators import attention
 from ..parallel.displaced import displaced_attention
 from ..parallel.nag import apply_nag
 from ..parallel.pipefusion import patch_attention
-from ..parallel.usp import Attention, usp_attention
+from ..parallel.usp import Attention, repeat_heads, usp_attention
 from ..protocol.errors import UnsupportedError
 from .own_code import OwnCode, functional
 from .places import Place, one_key_per_group
@@ -49,12 +50,15 @@ class AttentionFunctions:
 
     def __init__(self, running, needs_text):
         self._running, self._needs_text = running, needs_text
+        self._traced_name = ""             # of the attention whose graph is being made
         self.own_code = OwnCode(F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
                                 dispatch_attention_fn=self.dispatch_attention_fn)
 
     def scaled_dot_product_attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
                                      **options):
         """As torch's, (B, N, T, H). Within a hooked attention: of this rank's queries, by the method of the forward."""
+        if torch.compiler.is_compiling():
+            return self._in_graph(query, key, value, attn_mask, is_causal, options)
         context = self._running()
         if context is None or context.attention is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -65,6 +69,10 @@ class AttentionFunctions:
 
     def dispatch_attention_fn(self, query, key, value, **options):
         """As diffusers', (B, T, N, H)."""
+        if torch.compiler.is_compiling():
+            query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+            return self._in_graph(query, key, value, options.get("attn_mask"), options.get("is_causal", False),
+                                  options).transpose(1, 2)
         context = self._running()
         if context is None or context.attention is None:
             return dispatch_attention_fn(query, key, value, **options)
@@ -75,6 +83,34 @@ class AttentionFunctions:
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal,
                                                  scale=scale).transpose(1, 2)
+
+    def traced(self, name, forward, args, kwargs):
+        """The forward of an attention in a block, within a graph that is being made."""
+        self._traced_name = name
+        output = forward(*args, **kwargs)
+        self._traced_name = ""
+        return output
+
+    def _in_graph(self, query, key, value, mask, is_causal, options):
+        if options.get("enable_gqa"):
+            key, value = repeat_heads(query, key, value)
+        return attention(query, key, value, mask, self._traced_name, is_causal, options.get("scale"))
+
+    # --- what operators ask ---
+
+    def context(self):
+        return self._running()
+
+    def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
+        """As scaled_dot_product_attention, for the operator. name: of the attention in the block that runs."""
+        context = self._running()
+        if not name or not context.shares_attention:
+            return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale)
+        context.attention = context.attentions[name]
+        try:
+            return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+        finally:
+            context.attention = None
 
     def _attend(self, query, key, value, context, scale):
         now = context.attention
@@ -107,7 +143,7 @@ def attend(query, key, value, context, layer, scale):
     if context.key_values is not None and "image" in (*streams, *key_streams):
         return patch_attention(query, key, value, Attention(sizes, key_sizes, None, scale), context, layer)
     mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
-    attention = Attention(sizes, key_sizes, mask, scale)
+    whole = Attention(sizes, key_sizes, mask, scale)
     if context.exchange is not None:
-        return displaced_attention(query, key, value, attention, context, layer.key)
-    return usp_attention(query, key, value, attention, context.mesh, context.traffic)
+        return displaced_attention(query, key, value, whole, context, layer.key)
+    return usp_attention(query, key, value, whole, context.mesh, context.traffic)

@@ -49,6 +49,7 @@ class ForwardContext:
     forecast: float = 0.0                  # how far stale keys and values go on as they went before; 0: not at all
     first_image: int = 0                   # of the batch that key_values holds
     num_images: int = 1
+    compile_backend: str = ""              # of torch.compile, as whose graphs blocks run; "": as they are
     exchange: Exchange | None = None       # with displaced_degree: what other ranks have sent
     # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
     bands: tuple[int, ...] | None = None
@@ -60,6 +61,7 @@ class ForwardContext:
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
     cuts: dict = field(default_factory=dict)           # of what every block gets anew: this rank's part; hooks fill it
     attention: Any = None                  # hooks.attention.RunningAttention, while in an attention that ranks share
+    attentions: dict = field(default_factory=dict)     # name -> those of the block that runs, where it is compiled
     # stream -> (B, T), which tokens may be attended to; hooks fill it
     masks: dict = field(default_factory=dict)
     # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
@@ -86,6 +88,10 @@ class ForwardContext:
     def opens(self):
         """Does this forward bring the first tokens of a step, and with them the text?"""
         return opens_step(self.patch)
+
+    def moment(self, span, batch):
+        """For how long something is the same: a "step" of these images, or the "run"."""
+        return self.first_image, batch, *(self.step if span == "step" else ())
 
     def caches(self, block):
         return self.key_values is not None and block in self.cached_blocks

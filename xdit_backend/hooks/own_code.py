@@ -39,8 +39,10 @@ class OwnCode:
     def _renamed(self, function):
         """The same code in a file of these names."""
         names = {name: ours for name, ours in self._names.items() if name in function.__code__.co_names}
-        same = types.FunctionType(function.__code__, function.__globals__ | names, function.__name__,
-                                  function.__defaults__, function.__closure__)
+        # torch.compile would look up what is in the file of that name
+        found = {name: value for name, value in function.__globals__.items() if name != "__name__"} | names
+        same = types.FunctionType(function.__code__, found, function.__name__, function.__defaults__,
+                                  function.__closure__)
         same.__kwdefaults__ = function.__kwdefaults__
         return functools.update_wrapper(same, function) if names else function
 

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 import torch
 
 from ..distributed.masks import read_mask
+from ..distributed.operators import running
 from ..parallel.tensor import install_tensor_hooks
 from ..partition import check_shards
 from . import regions
 from .attention import AttentionFunctions, RunningAttention
+from .compiled import CompiledBlocks
 from .places import Place, StageEnd, _inside, _transposed, summed, with_halos
 from .turns import take_turns
 
@@ -32,13 +34,14 @@ class Hooks:
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they cut twice"
         model._has_hooks = True
-        for block, list_ in blocks:
-            for name in list_.attention | plan.cross_attention:
-                if (module := _inside(block, name)) is not None:
+        for block, _ in blocks:
+            for module in block.modules():
+                if hasattr(module, "processor"):
                     self._attention.own_code.place(module)
         if splits:
             install_tensor_hooks(model, plan, splits, self._running)
         self.num_blocks = len(blocks)
+        self._compiled = CompiledBlocks(model, self.num_blocks)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams
                   for index, (_, list_) in enumerate(blocks)] + [True]
@@ -59,11 +62,13 @@ class Hooks:
         for name, (streams, key_streams) in (within | plan.cross_attention).items():
             module = _inside(block, name)
             if module is not None:
+                self._compiled.blocks[place.index].attentions[name] = module, place, name, streams, key_streams
                 module.forward = self._hook_attention(module, module.forward, place, name, streams, key_streams)
         for path, span in plan.once.items():
             module = _inside(block, path)
             if module is not None:
-                module.forward = self._hook_once(module.forward, (place.index, path), span)
+                self._compiled.blocks[place.index].once[path] = module, span
+                module.forward = self._hook_once(module, module.forward, (place.index, path), span)
         for paths, hooked in ((plan.sums, summed), (plan.halos, with_halos)):
             for path in paths:
                 module = block.get_submodule(path)
@@ -75,7 +80,7 @@ class Hooks:
             module = _inside(model, path)
             for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module]
                                          if module is not None else []):
-                each.forward = self._hook_once(each.forward, (path, index), span)
+                each.forward = self._hook_once(each, each.forward, (path, index), span)
         for path, (arguments, factor) in plan.exact.items():
             model.get_submodule(path).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
         for path, of_patch in plan.positions.items():
@@ -96,7 +101,7 @@ class Hooks:
         tensor.
         """
         self._begin_blocks([context])
-        with self.serving(context):
+        with self.serving(context), running(self._attention):
             try:
                 return self._model(**context.inputs, return_dict=False)[0], None
             except StageEnd as end:
@@ -106,7 +111,11 @@ class Hooks:
         """As `run` for each of several forwards without stages: while the sums of one travel, the next computes; and
         where weights of blocks come from host memory, all run a block before one runs the next."""
         self._begin_blocks(contexts)
-        forwards = [functools.partial(self._model, **context.inputs, return_dict=False) for context in contexts]
+
+        def forward(context):
+            with running(self._attention):
+                return self._model(**context.inputs, return_dict=False)
+        forwards = [functools.partial(forward, context) for context in contexts]
         outputs = take_turns(forwards, contexts, self.serving, self._offloaded is not None)
         return [(output[0], None) for output in outputs]
 
@@ -157,15 +166,21 @@ class Hooks:
             if place.index < context.blocks.start:
                 return place.returned(self._pass_block(context, place, arguments))
             with self._weights_here(context, place):
+                run = functools.partial(self._run_forward, forward, context, place)
                 if context.is_plain:                           # with a mask that masks nothing, attention is slower
-                    return forward(**arguments | unmasked)
-                outputs = self._run_block(forward, context, place, arguments)
+                    return run(arguments | unmasked)
+                outputs = self._run_block(run, context, place, arguments)
             if place.index + 1 == context.blocks.stop < self.num_blocks:
                 shards = [*outputs.values(),
                           *(context.skips[source] for source in self._skips_over(context.blocks.stop))]
                 raise StageEnd(regions.pack(shards, self.message_units(context.blocks.stop), context.tokens))
             return place.returned(self._join_streams(context, place, outputs) if place.ends else outputs)
         return block
+
+    def _run_forward(self, forward, context, place, arguments):
+        if context.compile_backend:
+            return self._compiled.run(place.index, forward, context, arguments)
+        return forward(**arguments)
 
     @contextmanager
     def _weights_here(self, context, place):
@@ -215,7 +230,7 @@ class Hooks:
             outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
             output = tuple(outputs[streams] for streams in list_.returns)
         else:
-            output = forward(**arguments)
+            output = forward(arguments)
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if place.index in self._skips.values():
             context.skips[place.index] = outputs[("image",)]
@@ -263,14 +278,16 @@ class Hooks:
 
     # --- modules whose output is known, or to be had otherwise ---
 
-    def _hook_once(self, forward, key, span):
+    def _hook_once(self, module, forward, key, span):
         @functools.wraps(forward)
         def once(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return self._compiled.once(module, forward, args, kwargs)
             context = self._context
             if context is None or context.key_values is None:
                 return forward(*args, **kwargs)
             batch = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)).shape[0]
-            moment = (context.first_image, batch, *(context.step if span == "step" else ()))
+            moment = context.moment(span, batch)
             known = context.key_values.once.get(key)
             if known is None or known[0] != moment:
                 known = context.key_values.once[key] = (moment, forward(*args, **kwargs))
@@ -302,6 +319,8 @@ class Hooks:
         """streams: of the queries. key_streams: of keys and values; mostly the same."""
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return self._attention.traced(name, forward, args, kwargs)
             context = self._context
             if context is None or not context.shares_attention:
                 return forward(*args, **kwargs)

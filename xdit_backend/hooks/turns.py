@@ -23,7 +23,8 @@ def take_turns(forwards, contexts, serving, by_block):
             host.switch()
 
     for index, context in enumerate(contexts):
-        context.yield_turn = host.switch
+        if not context.compile_backend:                             # not from within a graph
+            context.yield_turn = host.switch
         if by_block:
             context.end_block = functools.partial(end_block, index)
     waiting = collections.deque(range(len(tasks)))

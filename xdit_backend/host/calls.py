@@ -50,6 +50,7 @@ class ForwardPass:
     forecast: float = 0.0                  # docs/algorithms.md section 2.9; the same for all calls of a run
     stale: bool = False                    # displaced patches: use what the last call left of other ranks
     displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
+    compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
 
 
 WHOLE = ForwardPass()                      # nothing is kept of it

@@ -16,10 +16,11 @@ from ..vocabulary.describe import (
     timestep,
 )
 from ..vocabulary.family import Family, Tiny
+from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut, whole_shapes
-from ..vocabulary.references import AT_ZERO, AtZero, method_of, references
+from ..vocabulary.references import AT_ZERO, method_of, references
 
 LATENT, IMAGE = Packed((1, 2, 2)), ("image", "reference")
 TABLE, TEXT = TokenArgument(0, IMAGE), TokenArgument(0, ("text",))
@@ -31,13 +32,14 @@ def _amend(model, config):
     """What ComfyUI does otherwise: it counts rows and columns from the middle with odd sizes rounded down, places
     references as a workflow says, and takes them at the time of the latent or at time zero.
     """
-    rope, forward, starts_of, takes_at_zero, on_devices = model.pos_embed, model.forward, [], AtZero(), {}
+    rope, forward, starts_of, on_devices = model.pos_embed, model.forward, [], {}
+    takes_at_zero = ForwardValue(model, False)
     for module in (model, *model.transformer_blocks):
         module.zero_cond_t = takes_at_zero
 
     def placed(*, places=(), at_zero=False, **inputs):
         starts_of[:] = places
-        takes_at_zero.now.set(at_zero)
+        takes_at_zero.set(at_zero)
         return forward(**inputs)
 
     def tables(img_shapes, max_txt_seq_len, device):

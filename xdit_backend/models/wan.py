@@ -5,7 +5,6 @@ Pictures come as channels beside the latent's, from ComfyUI; where Wan 2.2's 5B 
 times of their own.
 """
 
-from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from ..vocabulary.describe import (
     size,
 )
 from ..vocabulary.family import Family, Tiny
+from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 
@@ -58,7 +58,7 @@ def _amend(model, config):
     """What diffusers computes otherwise: times are rounded to the type of the weights and embedded for each token, text
     is taken to have 512 tokens.
     """
-    embedder, sines, frame_sizes, num_vision_tokens = model.condition_embedder, [], [], ContextVar("num_vision_tokens")
+    embedder, sines, frame_sizes, num_vision_tokens = model.condition_embedder, [], [], ForwardValue(model)
     make_sines, embed, condition = embedder.timesteps_proj.forward, embedder.time_embedder.forward, embedder.forward
     model.patch_embedding.register_forward_hook(
         lambda module, args, tokens: frame_sizes.append(tokens.shape[3] * tokens.shape[4]))

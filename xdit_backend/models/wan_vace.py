@@ -7,13 +7,13 @@ twice as wide, so that every method applies; results are the same.
 
 import dataclasses
 import types
-from contextvars import ContextVar
 
 import torch
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.describe import blocks, config_of, has, only_parts, size
 from ..vocabulary.family import Tiny
+from ..vocabulary.forward_value import ForwardValue
 from .wan import PARTS, WAN
 
 NUM_VACE = blocks("vace_blocks.")
@@ -52,7 +52,7 @@ def _amend(model, config):
     """The forward is that of diffusers' Wan; hidden states are those of the video beside those of the control."""
     from diffusers import WanTransformer3DModel
     WAN.amend(model, config)
-    run, strength = types.MethodType(WanTransformer3DModel.forward, model), ContextVar("strength")
+    run, strength = types.MethodType(WanTransformer3DModel.forward, model), ForwardValue(model)
     embed, norm, channels = model.patch_embedding.forward, model.norm_out.forward, config["in_channels"]
 
     def forward(vace_strength, **arguments):

@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from ..distributed import operators
 from ..distributed.collectives import all_gather, start_all_reduce
 from ..partition import block_indices, summed_modules
 
@@ -46,17 +47,20 @@ def _summed(forward, only_first, current):
     projected, nor used."""
     @functools.wraps(forward)
     def summed(*args, **kwargs):
-        outputs, context = forward(*args, **kwargs), current()
+        outputs = forward(*args, **kwargs)
         if torch.is_tensor(outputs):
-            return _sums([outputs], context)[0]
+            return _sums([outputs], current)[0]
         parts = outputs[:1] if only_first else outputs
-        return (*_sums(list(parts), context), *outputs[len(parts):])
+        return (*_sums(list(parts), current), *outputs[len(parts):])
     return summed
 
 
-def _sums(tensors, context):
+def _sums(tensors, current):
     """The sums of the ranks' tensors. While they travel, another forward computes, where one takes turns with this
     one."""
+    if torch.compiler.is_compiling():
+        return operators.tensor_sums(tensors)
+    context = current()
     wait = start_all_reduce(tensors, context.mesh.tensor_group, context.traffic)
     context.yield_turn()
     return wait()
@@ -122,16 +126,28 @@ def _install_gathered(model, plan, splits, current):
         return own
 
     for path, linear in linears.items():
-        linear.forward = functools.partial(asked, path)
+        linear.forward = _gathered(forwards[path], functools.partial(asked, path), splits[path].sizes, current)
         for module in model.get_submodule(path.rpartition(".")[0]).children():
             if type(module) is torch.nn.SiLU and not module.inplace:
                 module.forward = _activated(module.forward, current)
+
+
+def _gathered(forward, asked, sizes, current):
+    """The forward of such a layer. A graph is of every block's: it knows of no others, and gathers one by itself.
+    sizes: (degree) -> of each rank."""
+    def gathered(tensor):
+        if torch.compiler.is_compiling():
+            return operators.tensor_gathered(forward(tensor), sizes(current().mesh.degrees["tensor"]))
+        return asked(tensor)
+    return gathered
 
 
 def _activated(forward, current):
     """A block's activation of the time before a modulation, computed once for all blocks, as one tensor."""
     @functools.wraps(forward)
     def activated(tensor):
+        if torch.compiler.is_compiling():
+            return forward(tensor)
         precomputed = current().precomputed
         if id(tensor) not in precomputed:
             precomputed[id(tensor)] = (tensor, forward(tensor))  # the tensor is kept, so that its id stays its own
@@ -149,9 +165,18 @@ def _install_norms(attention, path, sizes, current):
         @functools.wraps(forward)
         def linear(tensor):
             output = forward(tensor)
+            if torch.compiler.is_compiling():
+                return output
             current().precomputed.setdefault(path, {})[name] = (output, None)
             return output
         return linear
+
+    def norm_forward(name, norm):
+        def forward(tensor):
+            if torch.compiler.is_compiling():
+                return scaled(tensor, operators.tensor_sums([_squares(tensor)])[0], name, norm)
+            return normed(name, norm, tensor)
+        return forward
 
     def normed(name, norm, tensor):
         context = current()
@@ -159,15 +184,18 @@ def _install_norms(attention, path, sizes, current):
         given, squares = known.pop(name, (None, None))
         if given is not tensor or squares is None:
             waiting = {other: of_other for other, (of_other, squares) in known.items() if squares is None}
-            squares, *others = _sums([_squares(each) for each in (tensor, *waiting.values())], context)
+            squares, *others = _sums([_squares(each) for each in (tensor, *waiting.values())], current)
             known.update({other: (of_other, sums) for (other, of_other), sums in zip(waiting.items(), others)})
+        return scaled(tensor, squares, name, norm)
+
+    def scaled(tensor, squares, name, norm):
         result = torch.mul(tensor, torch.rsqrt(squares / sizes[name] + norm.eps), out=torch.empty_like(tensor))
         return result.mul_(norm.weight.to(squares.dtype))
 
     for name in sizes:
         norm, linear = getattr(attention, name), getattr(attention, PROJECTED[name])
         linear.forward = projected(name, linear.forward)
-        norm.forward = functools.partial(normed, name, norm)
+        norm.forward = norm_forward(name, norm)
 
 
 def _squares(tensor):

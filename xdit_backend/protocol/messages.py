@@ -111,6 +111,7 @@ class Predict:
     displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
     # of each rank, relative, the same for all calls of a run; (): alike
     speeds: tuple[Speed, ...] = ()
+    compile_backend: str = ""      # of torch.compile: blocks run as its graphs; "": as they are
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -6,21 +6,9 @@ The words of Family.arguments that are here read what Family.tensors made of bot
 """
 
 import itertools
-from contextvars import ContextVar
 
 # as "index"; to the model they are pictures without noise
 AT_ZERO = "index_timestep_zero"
-
-
-class AtZero:
-    """Are references taken at time zero? Asked by the model and its blocks, of the forward that runs:
-    others may take turns with it."""
-
-    def __init__(self):
-        self.now = ContextVar("at_zero", default=False)
-
-    def __bool__(self):
-        return self.now.get()
 
 
 def references(conditioning):

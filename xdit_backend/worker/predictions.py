@@ -230,7 +230,7 @@ class Predictions:
         scores = None if branch.scores is None else self._map(branch.scores)[:, rows]
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
-                              **keeping)
+                              compile_backend=command.compile_backend, **keeping)
 
     def _call(self, exchange, command, branch, traffic):
         """One call of a model, as the command's mode has the ranks tell each other."""

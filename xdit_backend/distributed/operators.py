@@ -1,0 +1,73 @@
+"""Operators of compiled blocks: torch.compile looks into none of them, a graph knows their inputs and the shapes of
+their outputs alone. What they do is asked of the model that runs, so that all its blocks have one graph.
+Used by hooks/attention.py and parallel/tensor.py.
+
+# B batch, N heads, T tokens, H head size
+"""
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from .collectives import all_gather, start_all_reduce
+
+# of a thread, and of forwards that take turns in it: an object with `context()`, the ForwardContext, and
+# `attention_of_graph`, torch's attention by the method of that forward
+RUNNING: ContextVar = ContextVar("xdit_running")
+
+
+@contextmanager
+def running(functions):
+    """Operators ask this object under it, see RUNNING."""
+    before = RUNNING.set(functions)
+    try:
+        yield
+    finally:
+        RUNNING.reset(before)
+
+
+@torch.library.custom_op("xdit::attention", mutates_args=())
+def attention(query_BNTH: Tensor, key_BNTH: Tensor, value_BNTH: Tensor, mask: Tensor | None, name: str,
+              is_causal: bool, scale: float | None) -> Tensor:
+    """name: of the attention in its block, where parallel methods may share it; else "".
+
+    Returns (B, N, T, H), tokens before heads in memory, as models go on with them and kernels of cards give them.
+    """
+    out = RUNNING.get().attention_of_graph(query_BNTH, key_BNTH, value_BNTH, mask, name, is_causal, scale)
+    if out.data_ptr() in (query_BNTH.data_ptr(), key_BNTH.data_ptr(), value_BNTH.data_ptr()):
+        out = out.clone()                                      # an output is none of the inputs
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@attention.register_fake
+def _(query_BNTH, key_BNTH, value_BNTH, mask, name, is_causal, scale):
+    batch, num_heads, num_tokens, _ = query_BNTH.shape
+    return query_BNTH.new_empty(batch, num_tokens, num_heads, value_BNTH.shape[3]).transpose(1, 2)
+
+
+@torch.library.custom_op("xdit::tensor_sums", mutates_args=())
+def tensor_sums(tensors: list[Tensor]) -> list[Tensor]:
+    """The sums of the tensor ranks' tensors, in one exchange."""
+    context = RUNNING.get().context()
+    own = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    sums = start_all_reduce(own, context.mesh.tensor_group, context.traffic)()
+    return [each.clone() for each in sums] if len(sums) > 1 else sums          # of several, each is a part of one
+
+
+@tensor_sums.register_fake
+def _(tensors):
+    return [tensor.new_empty(tensor.shape) for tensor in tensors]
+
+
+@torch.library.custom_op("xdit::tensor_gathered", mutates_args=())
+def tensor_gathered(tensor: Tensor, sizes: list[int]) -> Tensor:
+    """The tensor ranks' tensors after one another along the last dim. sizes: of each there."""
+    context = RUNNING.get().context()
+    return all_gather(tensor, sizes, tensor.ndim - 1, context.mesh.tensor_group, context.traffic).contiguous()
+
+
+@tensor_gathered.register_fake
+def _(tensor, sizes):
+    return tensor.new_empty(*tensor.shape[:-1], sum(sizes))

@@ -1,0 +1,116 @@
+"""Blocks as torch.compile makes them: one graph for each kind of block and shape of its inputs. Used by transformer.py
+and unet.py.
+
+Hooks that stand around a block run as they are. Of those inside it the graph has what is the same in every block;
+attention and exchanges are operators (distributed/operators.py), which ask the forward that runs.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..protocol.errors import UnsupportedError
+from .attention import RunningAttention
+
+MAX_GRAPHS = 64                            # of a kind of block; then all are forgotten, and made again when asked for
+FAILURES = ("torch._dynamo.exc", "torch._inductor.exc")        # files of what torch.compile raises by itself
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class CompiledBlock:
+    """What is known of a block inside of which a graph cannot look."""
+
+    forwards: dict[str, Any] = field(default_factory=dict)     # backend -> of torch.compile
+    attentions: dict = field(default_factory=dict)             # name -> what RunningAttention is told
+    once: dict = field(default_factory=dict)                   # path -> (module, span), see Plan.once
+
+
+class CompiledBlocks:
+    """The compiled blocks of a model on this rank."""
+
+    def __init__(self, model, num_blocks):
+        self._values = getattr(model, "forward_values", ())
+        self.blocks = [CompiledBlock() for _ in range(num_blocks)]
+        # what a graph being made asks: are outputs of `once` kept in this forward, and are they known?
+        self.keeps_once = self.knows_once = False
+
+    def run(self, index, forward, context, arguments):
+        """The output of a block. forward: its own, with the hooks inside of it."""
+        block = self.blocks[index]
+        backend = context.compile_backend
+        if backend not in block.forwards:
+            block.forwards[backend] = compiled(forward, backend)
+        for value in self._values:
+            value.foresee()
+        known = self._find_once(index, block, context, arguments)
+        context.attentions = {name: RunningAttention(*given) for name, given in block.attentions.items()}
+        arguments = {name: plainly_strided(value) if torch.is_tensor(value) else value
+                     for name, value in arguments.items()}
+        output = block.forwards[backend](**arguments)
+        if self.keeps_once and not self.knows_once:
+            context.key_values.once |= {key: (moment, block.once[key[1]][0].once_output)
+                                        for key, moment in known.items()}
+        return output
+
+    def _find_once(self, index, block, context, arguments):
+        """Give modules whose output is the same in several calls that of an earlier one. Returns {key of
+        KeyValues.once: moment}."""
+        self.keeps_once = bool(block.once) and context.key_values is not None
+        if not self.keeps_once:
+            return {}
+        batch = next(value for value in arguments.values() if torch.is_tensor(value)).shape[0]
+        moments = {(index, path): context.moment(span, batch) for path, (_, span) in block.once.items()}
+        found = {key: context.key_values.once.get(key) for key in moments}
+        self.knows_once = all(found[key] is not None and found[key][0] == moment for key, moment in moments.items())
+        for (_, path), known in found.items():
+            block.once[path][0].once_output = known[1] if self.knows_once else None
+        return moments
+
+    def once(self, module, forward, args, kwargs):
+        """The output of such a module, within a graph that is being made."""
+        if not self.keeps_once:
+            return forward(*args, **kwargs)
+        if not self.knows_once:
+            module.once_output = forward(*args, **kwargs)
+        return module.once_output
+
+
+def compiled(forward, backend):
+    """A forward as torch.compile makes it, whole. Raises UnsupportedError where it cannot, when it is first called."""
+    made = torch.compile(forward, backend=backend, dynamic=False, fullgraph=True)
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MAX_GRAPHS
+    # a weight may be given numbers of another type or shape, and its module's dict does not tell
+    torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
+    torch._dynamo.config.use_recursive_dict_tags_for_guards = False
+
+    @functools.wraps(forward)
+    def run(*args, **kwargs):
+        try:
+            try:
+                return made(*args, **kwargs)
+            except torch._dynamo.exc.FailOnRecompileLimitHit:
+                log.warning("blocks have been compiled for %d shapes, and are compiled anew", MAX_GRAPHS)
+                torch._dynamo.reset()
+                return made(*args, **kwargs)
+        except Exception as error:
+            if type(error).__module__ not in FAILURES:
+                raise
+            raise UnsupportedError(f"Set compile to off in xDiT Parallel Config, or remove TorchCompileModel: PyTorch "
+                                   f"cannot compile this model here ({summary(error)}).") from error
+    return run
+
+
+def summary(error):
+    """The first line of what torch.compile says."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def plainly_strided(tensor):
+    """The tensor in one piece, with the strides that a new one has, also of dims of size 1: a graph asks for those that
+    it was made for."""
+    return tensor.contiguous().flatten().view(tensor.shape)
