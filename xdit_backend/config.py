@@ -19,6 +19,7 @@ WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
 APPROXIMATE = ("allowed", "not allowed")
 DISPLACED_MODES = (AUTO, *MODES)
+COMPILES = "off", "blocks"
 ALL_ON_DEVICE = "all on the device"        # of weights_memory
 FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # which older workflows name where nobody chose
 KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
@@ -57,12 +58,18 @@ class ParallelConfig:
     approximate: str = APPROXIMATE[0]          # may the picture differ a little from one device's? One of APPROXIMATE
     # GB of each device that weights may take, others come from host memory in every step; "auto", or ALL_ON_DEVICE
     weights_memory: str = "auto"
+    compile: str = COMPILES[0]                 # are blocks run as torch.compile makes them? One of COMPILES
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, (int, float) if field.type is float else field.type):
                 raise ConfigError(f"{field.name}={str(value)[:MAX_SHOWN]} is no {KINDS[field.type]}.")
+
+    @property
+    def compile_backend(self):
+        """Predict's."""
+        return "inductor" if self.compile == "blocks" else ""
 
     @property
     def num_stage_blocks(self):
@@ -231,6 +238,8 @@ def validate(config, num_devices):
         raise ConfigError(f'displaced_mode="{config.displaced_mode}" is not one of {", ".join(DISPLACED_MODES)}.')
     if config.approximate not in APPROXIMATE:
         raise ConfigError(f'approximate="{config.approximate}" is not one of {", ".join(APPROXIMATE)}.')
+    if config.compile not in COMPILES:
+        raise ConfigError(f'compile="{config.compile}" is not one of {", ".join(COMPILES)}.')
     num_stages, _ = len(config.num_stage_blocks), config.weights_memory_bytes
     if config.mode == "auto":
         return

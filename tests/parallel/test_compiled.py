@@ -5,14 +5,21 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.models.zoo import CONFIGS, example
+from tests.models.zoo import CONFIGS, UNETS, example
+from tests.steps import errors_of, layouts_of, words
 from tests.tolerances import within
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
+from xdit_backend.hooks import compiled
+from xdit_backend.hooks.attention import AttentionFunctions
+from xdit_backend.hooks.context import ForwardContext
 from xdit_backend.hooks.transformer import Hooks
+from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.parallel.key_values import KeyValues
+from xdit_backend.partition import cut_patches
+from xdit_backend.protocol.errors import UnsupportedError
 
-EXACT = 1e-12
+EXACT, EXACT_STEP = 1e-12, 1e-10
 ROUNDED = 1e-5                 # where models of tensor shards round to float32 within, which tests else keep from them
 # its experts are chosen by numbers on the device, which no graph can be made for
 REFUSED = "HiDream-I1"
@@ -54,3 +61,87 @@ def test_blocks_have_one_graph_a_kind_and_compute_the_same(name, method):
     kinds = len({(type(block), list_.name) for list_ in one.family.plan.lists
                  for block in one.model.get_submodule(list_.name)})
     assert graphs[0] > 0 and graphs[1] == graphs[2] <= 2 * (kinds + 2) and not counters["graph_break"]
+
+
+ALL = [(name, layout) for name in CONFIGS if name != REFUSED for layout in layouts_of(name, 1)]
+FEW = [("Flux.1", "ulysses"), ("Wan", "tensor"), ("Z-Image", "pipefusion")]
+
+
+def check(asked, folder):
+    """Each on two ranks: whole files, two branches and two images a step."""
+    outcomes = errors_of(asked, folder, 2, compile_backend="eager")
+    assert outcomes.keys() == set(asked)
+    for (name, layout), error in outcomes.items():
+        assert not isinstance(error, Exception), f"{name}, {words(layout)}: {error}"
+        within(error, ROUNDED if layout.tensor_degree > 1 else EXACT_STEP)
+
+
+def test_steps_of_two_ranks_are_the_same_compiled(tmp_path):
+    check([(name, layout) for name, layout in ALL if (name, words(layout)) in FEW], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [tuple(CONFIGS)[number::6] for number in range(6)], ids=" ".join)
+def test_steps_of_every_family_under_every_method_are_the_same_compiled(tmp_path, names):
+    check([(name, layout) for name, layout in ALL if name in names], tmp_path)
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_unets_blocks_are_compiled_where_each_rank_has_whole_images(name):
+    one = example(name, rows=16, columns=16)
+    wanted, hooks, graphs = one.run(), UNetHooks(one.model, one.family.plan), []
+    for _ in range(2):
+        within((one.family.prediction(forward(one, hooks), one.latent) - wanted).abs().max().item(), EXACT)
+        graphs.append(counters["stats"]["unique_graphs"])
+
+    assert graphs[0] == graphs[1] > 5 and not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_inductor_compiles_them_too():
+    """What people run: rounded otherwise than without it, as compilers add up in another order."""
+    one = example("Flux.1")
+    wanted, hooks = one.run(), Hooks(one.model, one.family.plan)
+
+    within((one.family.prediction(forward(one, hooks, "inductor"), one.latent) - wanted).abs().max().item(), 1e-10)
+
+
+def test_what_cannot_be_compiled_is_refused_in_words():
+    one = example(REFUSED)
+
+    with pytest.raises(UnsupportedError, match="^Set compile to off in xDiT Parallel Config, or remove TorchCompileM"):
+        forward(one, Hooks(one.model, one.family.plan))
+
+
+def test_more_shapes_than_there_may_be_graphs_are_compiled_anew(monkeypatch):
+    monkeypatch.setattr(compiled, "MAX_GRAPHS", 2)
+    one = example("Wan")
+    hooks = Hooks(one.model, one.family.plan)
+    for rows in (4, 6, 8, 10):
+        latent = one.latent[..., :1, :].repeat(1, 1, 1, rows, 1)
+        assert torch.equal(forward(one, hooks, latent=latent), forward(one, hooks, "", latent=latent))
+
+
+@pytest.mark.parametrize("mutant", ["name", "once"])
+def test_a_graph_that_asks_wrongly_is_seen(monkeypatch, mutant):
+    """An attention that is taken for one that no method shares; outputs of another step, taken for this one's."""
+    one, kept = example("Flux.1"), KeyValues()
+    hooks = Hooks(one.model, one.family.plan)
+    patches = cut_patches(one.latent.shape, one.family.latent.patch, 2)
+
+    def step(backend, kept, timestep):
+        keeping = {"key_values": kept, "first_image": 0, "num_images": 1}
+        forward(one, hooks, backend, timestep=timestep, **keeping)
+        return torch.cat([forward(one, hooks, backend, one.latent.narrow(patch.dim, patch.start, rows), timestep, patch,
+                                  **keeping) for patch, rows in patches], 1)
+    times = one.timestep, one.timestep / 2
+    wanted = [step("", kept, time) for time in times]
+    if mutant == "name":
+        monkeypatch.setattr(AttentionFunctions, "traced", lambda self, name, forward, args, kwargs: forward(*args,
+                                                                                                         **kwargs))
+    else:
+        monkeypatch.setattr(ForwardContext, "moment", lambda self, span, batch: (self.first_image, batch))
+    kept = KeyValues()
+
+    assert not all(torch.allclose(step("eager", kept, time), of_step, atol=1e-6)
+                   for time, of_step in zip(times, wanted))

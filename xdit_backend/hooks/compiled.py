@@ -33,8 +33,10 @@ class CompiledBlock:
 class CompiledBlocks:
     """The compiled blocks of a model on this rank."""
 
-    def __init__(self, model, num_blocks):
-        self._values = getattr(model, "forward_values", ())
+    def __init__(self, model, num_blocks, on_compile):
+        """on_compile(done, total): called before each block that is asked for the first time, which may take
+        seconds."""
+        self._values, self._on_compile = getattr(model, "forward_values", ()), on_compile
         self.blocks = [CompiledBlock() for _ in range(num_blocks)]
         # what a graph being made asks: are outputs of `once` kept in this forward, and are they known?
         self.keeps_once = self.knows_once = False
@@ -44,6 +46,7 @@ class CompiledBlocks:
         block = self.blocks[index]
         backend = context.compile_backend
         if backend not in block.forwards:
+            self._on_compile(index, len(self.blocks))
             block.forwards[backend] = compiled(forward, backend)
         for value in self._values:
             value.foresee()

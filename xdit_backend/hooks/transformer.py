@@ -25,9 +25,10 @@ from .turns import take_turns
 class Hooks:
     """The hooks of one model on this rank, and the forward they serve now."""
 
-    def __init__(self, model, plan, splits=(), offloaded=None):
+    def __init__(self, model, plan, splits=(), offloaded=None, on_compile=lambda done, total: None):
         """splits: of the weights, where the model holds a rank's share of them (checkpoints/shares.py). offloaded: the
-        blocks whose weights come from host memory (checkpoints/offloading.py), if there are such."""
+        blocks whose weights come from host memory (checkpoints/offloading.py), if there are such. on_compile: of
+        CompiledBlocks."""
         self.plan, self._offloaded = plan, offloaded
         self._model, self._context = model, None
         self._attention = AttentionFunctions(lambda: self._context, plan.needs_text)
@@ -41,7 +42,7 @@ class Hooks:
         if splits:
             install_tensor_hooks(model, plan, splits, self._running)
         self.num_blocks = len(blocks)
-        self._compiled = CompiledBlocks(model, self.num_blocks)
+        self._compiled = CompiledBlocks(model, self.num_blocks, on_compile)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams
                   for index, (_, list_) in enumerate(blocks)] + [True]

@@ -6,12 +6,15 @@ forward runs; its convolutions, norms and self-attentions work on rows (rows.py)
 """
 
 import functools
+import inspect
 import re
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.resnet import ResnetBlock2D
 
 from ..distributed.norm_rows import group_norm_rows
 from ..distributed.rows import Convolution, input_rows
@@ -19,6 +22,7 @@ from ..parallel.displaced import StaleSplit, keys_and_values
 from ..parallel.nag import apply_nag
 from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
+from .compiled import CompiledBlocks
 from .own_code import OwnCode, functional
 
 
@@ -35,7 +39,7 @@ class UNetHooks:
 
     num_blocks = 0
 
-    def __init__(self, model, plan):
+    def __init__(self, model, plan, on_compile=lambda done, total: None):
         self.plan, self._model, self._context = plan, model, None
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they would ask each other"
         model._has_hooks = True
@@ -58,6 +62,7 @@ class UNetHooks:
                 self.counts["of text"] += 1
                 module.forward = self._hook_of_text(module.forward, name)
         self._install_control(model, plan.skips(model.config))
+        self._install_compiled(model, on_compile)
 
     def run(self, context):
         """Run the model's forward as the context says. Every rank of the displaced axis does.
@@ -76,11 +81,30 @@ class UNetHooks:
         convolve, run = module._conv_forward, self._first_convolution if name == self.plan.first else self._convolution
 
         def of_rows(input, weight, bias):
-            if not self._is_split:
+            if torch.compiler.is_compiling() or not self._is_split:
                 return convolve(input, weight, bias)
             convolution = Convolution(weight, bias, module.stride, module.padding, module.dilation, module.groups)
             return run(self._split(name, level), input, convolution)
         module._conv_forward = of_rows
+
+    def _install_compiled(self, model, on_compile):
+        """What may run as torch.compile makes it, where each rank has whole images."""
+        blocks = [module for module in model.modules() if isinstance(module, (BasicTransformerBlock, ResnetBlock2D))]
+        self._compiled = CompiledBlocks(model, len(blocks), on_compile)
+        for index, block in enumerate(blocks):
+            block.forward = self._hook_compiled(block.forward, index)
+
+    def _hook_compiled(self, forward, index):
+        names = list(inspect.signature(forward).parameters)
+
+        @functools.wraps(forward)
+        def hooked(*args, **kwargs):
+            context = self._context
+            if (context is None or not context.compile_backend or self._is_split or context.operations
+                    or context.guided):
+                return forward(*args, **kwargs)
+            return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
+        return hooked
 
     @property
     def _is_split(self):
@@ -125,7 +149,7 @@ class UNetHooks:
     def _hook_norm(self, module, forward, name, level):
         @functools.wraps(forward)
         def hooked(input):
-            if not self._is_split:
+            if torch.compiler.is_compiling() or not self._is_split:
                 return forward(input)
             weight, bias = (each if each is None else each.to(input.dtype) for each in (module.weight, module.bias))
             return group_norm_rows(input, module.num_groups, weight, bias, module.eps, self._split(name, level))
@@ -139,7 +163,7 @@ class UNetHooks:
 
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
-            context = self._context
+            context = None if torch.compiler.is_compiling() else self._context
             if context is None:
                 return forward(*args, **kwargs)
             operation = next((context.operations[place] for place in places if place in context.operations), None)
@@ -155,6 +179,8 @@ class UNetHooks:
 
     def _scaled_dot_product_attention(self, query, key, value, attn_mask=None, **options):
         """As torch's, (B, N, T, H). Within a hooked attention: of this rank's queries to the keys of all rows."""
+        if torch.compiler.is_compiling():
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
         running = None if self._context is None else self._context.attention
         if running is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
@@ -179,7 +205,9 @@ class UNetHooks:
     def _hook_of_text(self, forward, name):
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
-            return self._once(name, forward, *args, **kwargs) if self._is_split else forward(*args, **kwargs)
+            if torch.compiler.is_compiling() or not self._is_split:
+                return forward(*args, **kwargs)
+            return self._once(name, forward, *args, **kwargs)
         return hooked
 
     def _once(self, name, forward, *args, **kwargs):

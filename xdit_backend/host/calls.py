@@ -26,6 +26,7 @@ class Call:
     call_conditioning: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
     # predictions for the latent's other parts, to be filled
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
 
     @property
     def is_changed(self):
@@ -50,7 +51,6 @@ class ForwardPass:
     forecast: float = 0.0                  # docs/algorithms.md section 2.9; the same for all calls of a run
     stale: bool = False                    # displaced patches: use what the last call left of other ranks
     displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
-    compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
 
 
 WHOLE = ForwardPass()                      # nothing is kept of it

@@ -3,6 +3,7 @@
 What a forward of one needs, and what it receives from the stage before, is said here as well.
 """
 
+import functools
 import itertools
 import math
 import statistics
@@ -78,8 +79,9 @@ class Models:
         model = transformer.model
         if transformer.offloaded is not None:
             transformer.offloaded.restore()                    # where there is no room, it shows now
-        hooks = (UNetHooks(model, family.plan) if family.is_unet
-                 else Hooks(model, family.plan, transformer.splits, transformer.offloaded))
+        on_compile = functools.partial(self._report_phase, "compiling blocks")
+        hooks = (UNetHooks(model, family.plan, on_compile) if family.is_unet
+                 else Hooks(model, family.plan, transformer.splits, transformer.offloaded, on_compile))
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
                                          self._residency(transformer))
         return self._loaded[spec.name].residency.numbers

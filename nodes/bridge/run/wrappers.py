@@ -7,7 +7,17 @@ from contextlib import nullcontext
 
 from comfy.patcher_extension import WrapperExecutor
 
-from ..supported.by_patches import DRAINED, PATCHWISE, WHOLE, why_drained, why_one_call, why_whole, why_whole_run
+from ..supported.by_patches import (
+    BACKENDS,
+    COMPILE,
+    DRAINED,
+    PATCHWISE,
+    WHOLE,
+    why_drained,
+    why_one_call,
+    why_whole,
+    why_whole_run,
+)
 from ..supported.model import refuse_model_options
 from ..workers.groups import GROUPS, show_text
 from .control import refuse_controls
@@ -33,14 +43,20 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
     if remote.uses_cache:                                      # the reason travels with the calls
         from . import patches
         conds = patches.cut_conditioning(remote, conds)
-        options = {**model_options["transformer_options"], WHOLE: why_whole(conds, model_options)}
-        model_options = {**model_options, "transformer_options": options}
+        model_options = _with_option(model_options, WHOLE, why_whole(conds, model_options))
+    backend = (model_options.get("torch_compile_kwargs") or {}).get("backend")
+    if backend in BACKENDS:                                    # as TorchCompileModel says; others are for one device
+        model_options = _with_option(model_options, COMPILE, backend)
     # each call with weights of its own
     hooked = any(entry.get("hooks") is not None for cond in conds if cond for entry in cond)
     if (sum(bool(cond) for cond in conds) < 2 or hooked or not remote.runs_branches_separately()
             or why_one_call(model, model_options)):
         return original(model, conds, x, timestep, model_options)
     return branches.run_branches(original, model, conds, x, timestep, model_options)
+
+
+def _with_option(model_options, name, value):
+    return {**model_options, "transformer_options": {**model_options["transformer_options"], name: value}}
 
 
 def sample(executor, guider, sigmas, extra_args, *arguments, **options):

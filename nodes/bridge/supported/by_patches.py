@@ -34,7 +34,9 @@ ELEMENTWISE = {f"sample_{name}" for name in (
     "er_sde", "seeds_2", "seeds_3", "sa_solver", "sa_solver_pece", "unipc", "unipc_bh2")} | {"dpm_fast_function"}
 # of our wrappers, and of ComfyUI's that put the compiled model in place
 KEY, COMPILE_KEY = "xdit", "torch.compile"
-PATCHWISE, WHOLE, DRAINED = "xdit_patchwise", "xdit_whole", "xdit_drained"     # in transformer_options, see wrappers.py
+# in transformer_options, see wrappers.py; the last: the backend of torch.compile that a node has asked for
+PATCHWISE, WHOLE, DRAINED, COMPILE = "xdit_patchwise", "xdit_whole", "xdit_drained", "xdit_compile"
+BACKENDS = ("inductor",)                   # of torch.compile that the workers take
 
 
 def why_whole(conds, model_options):

@@ -43,7 +43,7 @@ MODEL_OPTIONS = {
     "model_function_wrapper": "ComfyUI's call of the model", "context_handler": "ComfyUI's context windows",
     "registered_hooks": "ComfyUI's hooks; what they add is among the other keys",
     "to_load_options": "what hooks add, to move it",
-    "torch_compile_kwargs": "a note of a node that compiles: compiling changes no result",
+    "torch_compile_kwargs": "read by wrappers.py: the workers compile too",
 }
 # Keys of transformer_options -> the same.
 TRANSFORMER_OPTIONS = {
