@@ -35,10 +35,11 @@ class Hooks:
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they cut twice"
         model._has_hooks = True
-        for block, _ in blocks:
-            for module in block.modules():
-                if hasattr(module, "processor"):
-                    self._attention.own_code.place(module)
+        for block, list_ in blocks:
+            # some attentions are no modules of the block that runs them
+            listed = {_inside(block, name) for name in list_.attention | plan.cross_attention} - {None}
+            for module in listed | {module for module in block.modules() if hasattr(module, "processor")}:
+                self._attention.own_code.place(module)
         if splits:
             install_tensor_hooks(model, plan, splits, self._running)
         self.num_blocks = len(blocks)
