@@ -86,6 +86,11 @@ class WorkerGroup:
         return self._requests.are_unanswered
 
     @property
+    def is_probing(self):
+        """Do ranks measure their devices?"""
+        return self._requests.are_kept_unanswered
+
+    @property
     def idle_s(self):
         """Seconds since it had work to do; 0 while it has."""
         return 0.0 if self.is_working else time.monotonic() - self._used_s
@@ -167,7 +172,7 @@ class WorkerGroup:
 
         Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
         WorkerDiedError, also when the group has ended. When check() raises, the answers are aborted: workers finish
-        the commands, but leave loading, decoding and encoding soon, and take the next.
+        the commands, but leave loading, decoding and encoding soon, and take the next; a probe can be waited for anew.
         """
         try:
             while True:
@@ -177,7 +182,7 @@ class WorkerGroup:
                 complete = next((number for number in numbers if self._requests[number].is_complete), None)
                 if complete is not None:
                     numbers = [complete]
-                    return complete, self._requests[complete].done
+                    return complete, self._requests.take(complete)
                 try:
                     check()
                 except BaseException:
@@ -286,16 +291,14 @@ class WorkerGroup:
         atexit.register(self._close_at_exit)
         resources.take_machines(self._machines, on_phase, check)
         self.warnings = [preflight.warning(self.devices, off, variables, failed)] if off else []
-        self._greet(self._launch(variables, check), on_phase, check)
+        group_start = self._launch(variables, check)
+        Greeting(group_start, resources.channels, resources.workers, on_phase, check).run()
 
     def _launch(self, variables, check):
         """Start torchrun here and on other machines; returns the GroupStart whose workers come up."""
         self.warnings += self._resources.warnings()
         interface = self._machines.interface if self._resources.sessions else ""
         return self._resources.launch(self._forkserver, interface, variables, self._has_fallbacks, check)
-
-    def _greet(self, group_start, on_phase, check):
-        Greeting(group_start, self._resources.channels, self._resources.workers, on_phase, check).run()
 
     # --- end ---
 
