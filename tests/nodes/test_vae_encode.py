@@ -70,5 +70,5 @@ def test_other_vaes_are_refused_by_name(comfyui, vae_of):
     vae = copy.copy(vae_of("vae-sd3"))
     vae.first_stage_model = comfy.taesd.taehv.TAEHV(latent_channels=16)
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="Encode does not support this VAE .TAEHV"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="^Use VAE Encode for this VAE .TAEHV"):
         comfyui.vae_encode.execute(picture((1, 32, 32, 3)), vae, comfyui.config("cpu,cpu"))

@@ -54,8 +54,8 @@ class WorkerGroup:
     def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_fallbacks=0, machines=None,
                  forkserver=None):
         if sys.platform == "win32":
-            raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to "
-                                   f"use its nodes. {HELP}")
+            raise WorkerStartError("Start ComfyUI inside WSL2 to use xDiT's nodes: its workers run on Linux, and "
+                                   f"this is Windows. {HELP}")
         timeouts.check()
         self.devices = tuple(devices)
         self._forkserver = forkserver or Forkserver()

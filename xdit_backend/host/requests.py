@@ -7,7 +7,7 @@ from ..protocol import errors
 from ..protocol.devices import own_name
 from ..protocol.errors import WorkerFailedError
 from ..protocol.messages import Decode, Done, Encode, LoadModel, Probe
-from .shortage import shortage_words
+from .shortage import remedies, shortage_words
 from .starting import HELP
 
 # What workers do, for a person
@@ -51,10 +51,11 @@ class Request:
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
             return kind(failure.message)
-        words = f"{failure.message.rstrip('. ')}."
+        first, words = "", f"{failure.message.rstrip('. ')}."
         if failure.numbers:                                    # torch's own words, which say less, are in the log
-            words = f"memory ran out: {shortage_words(failure.numbers, num_ranks)} {HELP}"
-        return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with "
+            first = f"{remedies(failure.numbers, num_ranks)} "
+            words = f"memory ran out: {shortage_words(failure.numbers)} {HELP}"
+        return WorkerFailedError(f"{first}Worker rank {failure.rank} ({failure.device}) failed with "
                                  f"{failure.kind}{self.activity}: {words} {where}".rstrip())
 
 
