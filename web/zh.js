@@ -25,8 +25,8 @@ export const ZH = {
     "请为要求此 MODEL 权重第二份副本的节点使用“加载扩散模型”：xDiT 的工作进程只持有一份。",
   "Set weight_dtype to fp32, or to bf16 where the device has it: {} has numbers that {} cannot hold, and {} would compute in it.":
     "请把 weight_dtype 设为 fp32，或在设备支持时设为 bf16：{0} 中有 {1} 无法容纳的数值，而 {2} 会用它计算。",
-  "weight_dtype {} would quantise {} a second time: its weights are {} already. Set weight_dtype to default, which leaves them so, or use the bf16 or fp16 file of the same model.":
-    "weight_dtype {0} 会再次量化 {1}：它的权重已经是 {2}。请把 weight_dtype 设为 default，使其保持不变，或使用同一模型的 bf16 或 fp16 文件。",
+  "Set weight_dtype to default, which leaves weights as they are, or use the bf16 or fp16 file of the same model: weight_dtype {} would quantise {} a second time, whose weights are {} already.":
+    "请把 weight_dtype 设为 default，使其保持不变，或使用同一模型的 bf16 或 fp16 文件：weight_dtype {0} 会再次量化 {1}：它的权重已经是 {2}。",
   "Use another file of this model: ComfyUI does not recognise {} as a {} model.":
     "请使用此模型的其他文件：ComfyUI 不能把 {0} 识别为 {1} 模型。",
   "Use Load Diffusion Model: {} says in its metadata that it differs from other {} models, which xDiT would not heed.":
@@ -149,46 +149,54 @@ export const ZH = {
     "它缺少 Mochi 的 VAE 所有的张量；它的 {0} 个张量以 {1} 开头。",
   "It is a tiny autoencoder of Flux.2's latents, whose blocks have norms.":
     "它是 Flux.2 latent 的小型自编码器，其各块带有归一化。",
-  "{} has changed on disk since Load xDiT Model read it, and its weights are needed again. Queue the prompt again: it loads the file anew.":
-    "{0} 在“加载 xDiT 模型”读取之后在磁盘上已更改，而现在又需要它的权重。请再次排队：会重新加载文件。",
+  "Queue the prompt again, which loads the file anew: {} has changed on disk since Load xDiT Model read it, and its weights are needed again.":
+    "请再次排队：会重新加载文件：{0} 在“加载 xDiT 模型”读取之后在磁盘上已更改，而现在又需要它的权重。",
   "{} is not a diffusers folder with a transformer or a U-Net: {} lacks config.json.{}":
     "{0} 不是含有 transformer 或 U-Net 的 diffusers 文件夹：{1} 缺少 config.json。{2}",
-  "{} holds a {}, and diffusers writes settings by name there. {}":
-    "{0} 内容是 {1}，而 diffusers 在那里按名称写入设置。{2}",
+  "{} {} holds a {}, and diffusers writes settings by name there.":
+    "{0} {1} 的内容是 {2}，而 diffusers 在那里按名称写入设置。",
   "{} is not a diffusers folder with a transformer or a U-Net that can be read: {} lacks .safetensors files.{} {}":
     "{0} 不是可读取的、含有 transformer 或 U-Net 的 diffusers 文件夹：{1} 缺少 .safetensors 文件。{2} {3}",
-  "{} has its model more than once, as {} in {}. Which is meant is not clear: leave the files of one.":
-    "{0} 中的模型不止一份，在 {2} 中为 {1}。不清楚用哪一份：请只保留其中一份的文件。",
-  "{} is not whole: {} has {} of {} shards, {} among them. {}":
-    "{0} 不完整：{1} 有 {3} 个分片中的 {2} 个，缺少的包括 {4}。{5}",
-  "{} is not a JSON file that can be read ({}). {}":
-    "{0} 不是可读取的 JSON 文件（{1}）。{2}",
-  "{} is cut short: its header promises {} bytes and the file has {}. Download it again.":
-    "{0} 被截断：文件头说明有 {1} 字节，而文件只有 {2}。请重新下载。",
-  "{} holds {} in the type {}, which xDiT does not read. It reads F32, F16, BF16 and {}: use such a file of the same model.":
-    "{0} 中的 {1} 为 {2} 类型，xDiT 不能读取。它能读取 F32、F16、BF16 和 {3}：请使用同一模型的这类文件。",
-  "{} has {} of shape {} in {}{}, which does not go together. Download the file again.":
-    "{0} 中形状为 {2} 的 {1} 占 {3}{4}，不相符。请重新下载文件。",
-  "{} has {} start at byte {}, within {}. Download the file again.":
-    "{0} 中 {1} 从第 {2} 字节开始，位于 {3} 之内。请重新下载文件。",
+  "Leave the files of one model in {}: {} has it more than once, as {}, and which is meant is not clear.":
+    "请在 {0} 中只保留一份模型的文件：{1} 中的模型不止一份（{2}），不清楚用哪一份。",
+  "{} {} is not whole: {} has {} of {} shards, {} among them.":
+    "{0} {1} 不完整：{2} 有 {4} 个分片中的 {3} 个，其中有 {5}。",
+  "{} {} is not a JSON file that can be read ({}).":
+    "{0} {1} 不是可读取的 JSON 文件（{2}）。",
+  "Download {} again, it is cut short: its header promises {} bytes and the file has {}.":
+    "请重新下载 {0}，它被截断：文件头说明有 {1} 字节，而文件只有 {2}。",
+  "Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, fp16, fp8, mxfp8 or nvfp4 file of the same model: tensor_degree={} cannot share out {}, whose products round each token's inputs by the largest of them, and each device would have some of them only.":
+    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个令牌输入中的最大值舍入，而每个设备只有其中一部分。",
+  "Use the bf16, fp8 or GGUF file of the same model: {} holds weights in mxfp8, for which PyTorch 2.7 or newer is needed, and this is {}.":
+    "请使用同一模型的 bf16、fp8 或 GGUF 文件：{0} 含有 mxfp8 的权重，需要 PyTorch 2.7 或更新版本，而这里是 {1}。",
+  "Install with: python -m pip install -U {} (with ComfyUI's Python), and restart ComfyUI; or choose another weight_dtype: {} needs the package {}, which this Python does not have, or not for its PyTorch.":
+    "请安装：python -m pip install -U {0}（用 ComfyUI 的 Python），并重新启动 ComfyUI；或选择其他 weight_dtype：{1} 需要软件包 {2}，而此 Python 中没有，或没有适合其 PyTorch 的版本。",
+  "{} holds weights in {}, for which the package comfy-kitchen is needed, in the version of ComfyUI's requirements. Install with: python -m pip install -U comfy-kitchen (with ComfyUI's Python), and restart ComfyUI; or use the bf16, fp8 or GGUF file of the same model.":
+    "请安装：python -m pip install -U comfy-kitchen（用 ComfyUI 的 Python），并重新启动 ComfyUI，或使用同一模型的 bf16、fp8 或 GGUF 文件：{0} 含有 {1} 的权重，需要 ComfyUI 所要求版本的 comfy-kitchen。",
+  "Use a file of this model in F32, F16, BF16 or {}: {} holds {} in the type {}, which xDiT does not read.":
+    "请使用此模型的 F32、F16、BF16 或 {0} 文件：{1} 中的 {2} 为 {3} 类型，xDiT 不能读取。",
+  "Download {} again: it has {} of shape {} in {}{}, which does not go together.":
+    "请重新下载 {0}：其中形状为 {2} 的 {1} 占 {3}{4}，不相符。",
+  "Download {} again: it has {} start at byte {}, within {}.":
+    "请重新下载 {0}：其中 {1} 从第 {2} 字节开始，位于 {3} 之内。",
   "GGUF files need the package gguf, which this Python does not have. Install with: python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart ComfyUI.":
     "GGUF 文件需要软件包 gguf，而此 Python 中没有。请在 xDiT 节点的文件夹中用 ComfyUI 的 Python 安装：python -m pip install -r requirements.txt，然后重新启动 ComfyUI。",
-  "{} has a header that cannot be read ({}). Download the file again.":
-    "{0} 的文件头无法读取（{1}）。请重新下载文件。",
-  "{} does not fit {}: {} tensors are missing ({} ...), {} are unknown ({} ...). Use another file of this model, or Load Diffusion Model.":
-    "{0} 与 {1} 不符：缺少 {2} 个张量（{3} ...），{4} 个未知（{5} ...）。请使用此模型的其他文件，或“加载扩散模型”。",
-  "{} lacks the tensor {}, which a {} model needs. Download it again, or choose another file.":
-    "{0} 缺少 {2} 模型需要的张量 {1}。请重新下载，或选择其他文件。",
-  "{} looks like a {} model, but its tensors have shapes that none has ({}). Download it again, or choose another file.":
-    "{0} 看起来是 {1} 模型，但其张量的形状不属于任何一个（{2}）。请重新下载，或选择其他文件。",
-  "{} has a config.json whose settings are of other types than diffusers writes ({}). Download it again, or choose another folder.":
-    "{0} 的 config.json 中设置的类型与 diffusers 写入的不同（{1}）。请重新下载，或选择其他文件夹。",
-  "{} is a model of {} whose config.json says {} = {}, and its tensors are of {}. Download the folder again, or choose another.":
-    "{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而它的张量是 {4}。请重新下载文件夹，或选择其他的。",
-  "{} is a model of {} whose config.json says {} = {}, and xDiT runs {} with {} only. Use another model, or Load Diffusion Model.":
-    "{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而 xDiT 只在 {5} 时运行 {4}。请使用其他模型，或“加载扩散模型”。",
-  "{} {}: {}{}. Download it again, or choose another file.":
-    "{0} {1}：{2}{3}。请重新下载，或选择其他文件。",
+  "Download {} again: it has a header that cannot be read ({}).":
+    "请重新下载 {0}：它的文件头无法读取（{1}）。",
+  "Use another file of this model, or Load Diffusion Model: {} does not fit {}: {} tensors are missing ({} ...), {} are unknown ({} ...).":
+    "请使用此模型的其他文件，或“加载扩散模型”：{0} 与 {1} 不符：缺少 {2} 个张量（{3} ...），{4} 个未知（{5} ...）。",
+  "Download {} again, or choose another file: it lacks the tensor {}, which a {} model needs.":
+    "请重新下载 {0}，或选择其他文件：它缺少 {2} 模型需要的张量 {1}。",
+  "Download {} again, or choose another file: it looks like a {} model, but its tensors have shapes that none has ({}).":
+    "请重新下载 {0}，或选择其他文件：它看起来是 {1} 模型，但其张量的形状不属于任何一个（{2}）。",
+  "Download {} again, or choose another folder: settings of its config.json are of other types than diffusers writes ({}).":
+    "请重新下载 {0}，或选择其他文件夹：其 config.json 中设置的类型与 diffusers 写入的不同（{1}）。",
+  "Download the folder again, or choose another: {} is a model of {} whose config.json says {} = {}, and its tensors are of {}.":
+    "请重新下载文件夹，或选择其他的：{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而它的张量是 {4}。",
+  "Use another model, or Load Diffusion Model: {} is a model of {} whose config.json says {} = {}, and xDiT runs {} with {} only.":
+    "请使用其他模型，或“加载扩散模型”：{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而 xDiT 只在 {5} 时运行 {4}。",
+  "Download {} again, or choose another file: it {}: {}{}.":
+    "请重新下载 {0}，或选择其他文件：{1}：{2}{3}。",
   "{} is not a diffusion model that xDiT runs. {} {}":
     "{0} 不是 xDiT 能运行的扩散模型。{1} {2}",
   "{} is the folder of a U-Net of a kind that xDiT does not run. {}":
@@ -199,24 +207,24 @@ export const ZH = {
     "{0} 是 {2} 模型，但 {3}。",
   "{} is not a safetensors file{}.":
     "{0} 不是 safetensors 文件{1}。",
-  "{} {}. Use the bf16, fp16, fp8 (plain or scaled) or GGUF file of the same model.":
-    "{0} {1}。请使用同一模型的 bf16、fp16、fp8（普通或 scaled）或 GGUF 文件。",
-  "{} says of its quantisation what cannot be read ({}). Download it again.":
-    "{0} 关于量化的说明无法读取（{1}）。请重新下载。",
-  "{} lacks {}. Download it again.":
-    "{0} 缺少 {1}。请重新下载。",
-  "tensor_degree={} cannot share out these quantised weights: {} has {} inputs, in blocks of {}, and each device needs whole blocks. Use {}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8{}.":
-    "tensor_degree={0} 不能拆分这些量化的权重：{1} 有 {2} 个输入，每块 {3} 个，而每个设备需要完整的块。请使用 {4}tensor_degree 1 与 pipefusion_degree，或 bf16、fp16、fp8{5} 的权重。",
+  "Use the bf16, fp16, fp8 (plain or scaled), int8 or GGUF file of the same model: {} {}.":
+    "请使用同一模型的 bf16、fp16、fp8（普通或 scaled）、int8 或 GGUF 文件：{0} {1}。",
+  "Download {} again: what it says of its quantisation cannot be read ({}).":
+    "请重新下载 {0}：它关于量化的说明无法读取（{1}）。",
+  "Download {} again: it lacks {}.":
+    "请重新下载 {0}：它缺少 {1}。",
+  "Use {}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8{}: tensor_degree={} cannot share out these quantised weights, as {} has {} inputs, in blocks of {}, and each device needs whole blocks.":
+    "请使用 {0}tensor_degree 1 与 pipefusion_degree，或 bf16、fp16、fp8{1} 的权重：tensor_degree={2} 不能拆分这些量化的权重，因为 {3} 有 {4} 个输入，每块 {5} 个，而每个设备需要完整的块。",
   "tensor_degree cannot spread this model: what its layer {} of a {} is for is not known. Use 1, and pipefusion_degree to spread the weights.":
     "tensor_degree 不能拆分此模型：其中 {1} 的层 {0} 的用途未知。请设为 1，并用 pipefusion_degree 分散权重。",
-  "{} is a model of {}, of which a folder with its vae/config.json alone says which of them it is. Download the whole folder, or use the file of this model in ComfyUI's format.":
-    "{0} 是 {1} 模型，只有带 vae/config.json 的文件夹才能说明是其中哪一个。请下载整个文件夹，或使用此模型的 ComfyUI 格式文件。",
-  "{} has metadata that cannot be read ({}). Download it again.":
-    "{0} 的元数据无法读取（{1}）。请重新下载。",
-  "{} is a model of {} whose metadata says {} = {}, and xDiT runs {} only. Use Load Diffusion Model.":
-    "{0} 是 {1} 模型，其元数据写明 {2} = {3}，而 xDiT 只在 {4} 时运行。请使用“加载扩散模型”。",
-  "This VAE cannot be run by xDiT. {} Distributed VAE Decode and Encode work with the VAEs of {}. Use VAE Decode or VAE Encode for this one.":
-    "xDiT 不能运行此 VAE。{0} 分布式 VAE 解码和编码支持 {1} 的 VAE。请对它使用“VAE 解码”或“VAE 编码”。",
+  "Download the whole folder, or use the file of this model in ComfyUI's format: {} is a model of {}, of which a folder with its vae/config.json alone says which of them it is.":
+    "请下载整个文件夹，或使用此模型的 ComfyUI 格式文件：{0} 是 {1} 模型，只有带 vae/config.json 的文件夹才能说明是其中哪一个。",
+  "Download {} again: it has metadata that cannot be read ({}).":
+    "请重新下载 {0}：它的元数据无法读取（{1}）。",
+  "Use Load Diffusion Model: {} is a model of {} whose metadata says {} = {}, and xDiT runs {} only.":
+    "请使用“加载扩散模型”：{0} 是 {1} 模型，其元数据写明 {2} = {3}，而 xDiT 只在 {4} 时运行。",
+  "Use VAE Decode or VAE Encode for this VAE, which xDiT cannot run. {} Distributed VAE Decode and Encode work with the VAEs of {}.":
+    "请对此 VAE 使用“VAE 解码”或“VAE 编码”，xDiT 不能运行它。{0} 分布式 VAE 解码和编码支持 {1} 的 VAE。",
   "Set mode to auto: no degrees make these settings work here.":
     "请把 mode 设为 auto：没有并行度能使这些设置在这里可用。",
   "Set devices to \"auto\", or to names with commas such as \"cuda:0,cuda:1\": devices is empty.":
@@ -293,12 +301,12 @@ export const ZH = {
     "请使用 {0}：{1} 在 {3} 上需要约 {2} GB（{4}），而它有 {5} GB。",
   "The attention {} of block {} did not call PyTorch's scaled_dot_product_attention, where parallel methods take its place. Unset what chooses another attention for diffusers in the workers, or use one device.":
     "第 {1} 块的注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention，而并行方法正是替换它。请取消为工作进程中的 diffusers 选择其他注意力的设置，或使用单个设备。",
-  "This model masks its self-attention in a way that sequence parallelism and PipeFusion do not support yet. Use cfg_degree instead.":
-    "此模型遮盖自注意力的方式尚不被序列并行和 PipeFusion 支持。请改用 cfg_degree。",
-  "This model masks its self-attention, which displaced_degree does not support. Use cfg_degree.":
-    "此模型遮盖自注意力，displaced_degree 不支持。请使用 cfg_degree。",
-  "{} is run by {}, which does not use torch's attention and would see this rank's rows only. Use cfg_degree or data_degree.":
-    "{0} 由 {1} 运行，它不使用 torch 的注意力，只会看到本进程的行。请使用 cfg_degree 或 data_degree。",
+  "Use cfg_degree instead: this model masks its self-attention in a way that sequence parallelism and PipeFusion do not support yet.":
+    "请改用 cfg_degree：此模型遮盖自注意力的方式尚不被序列并行和 PipeFusion 支持。",
+  "Use cfg_degree: this model masks its self-attention, which displaced_degree does not support.":
+    "请使用 cfg_degree：此模型遮盖自注意力，displaced_degree 不支持。",
+  "Use cfg_degree or data_degree: {} is run by {}, which does not use torch's attention and would see this rank's rows only.":
+    "请使用 cfg_degree 或 data_degree：{0} 由 {1} 运行，它不使用 torch 的注意力，只会看到本进程的行。",
   "The workers that kept this run's tensors have ended. Queue the prompt again to start a new group.":
     "持有此次运行张量的工作进程已结束。请再次排队以启动新的一组。",
   "{} ended while loading its libraries{}. {}\n{}":

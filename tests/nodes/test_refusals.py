@@ -65,7 +65,7 @@ def test_truncated_file_is_refused(comfyui):
     broken = comfyui.base / "diffusion_models" / "broken.safetensors"
     broken.write_bytes((comfyui.base / "diffusion_models" / name).read_bytes()[:-1000])
 
-    with pytest.raises(comfyui.errors.CheckpointError, match="broken.safetensors is cut short"):
+    with pytest.raises(comfyui.errors.CheckpointError, match="broken.safetensors again, it is cut short"):
         comfyui.load_model.execute("broken.safetensors", "default")
 
 

@@ -30,11 +30,10 @@ def read_safetensors(path):
             tensors = {key: (entry["dtype"], tuple(entry["shape"])) for key, entry in entries.items()}
             end = _check_places({key: (*tensors[key], *entry["data_offsets"]) for key, entry in entries.items()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{name} has a header that cannot be read ({error}). Download the file "
-                                  f"again.") from error
+            raise CheckpointError(f"Download {name} again: it has a header that cannot be read ({error}).") from error
     if 8 + length + end > size:
-        raise CheckpointError(f"{name} is cut short: its header promises {8 + length + end:,} bytes and the file has "
-                              f"{size:,}. Download it again.")
+        raise CheckpointError(f"Download {name} again, it is cut short: its header promises {8 + length + end:,} "
+                              f"bytes and the file has {size:,}.")
 
     def read(key):
         start, stop = entries[key]["data_offsets"]
