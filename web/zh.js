@@ -205,8 +205,12 @@ export const ZH = {
     "{0} 接近 {2} 模型，但 {3}。请重新下载，或选择其他文件。{4}",
   "{} is {} {} model, but {}.":
     "{0} 是 {2} 模型，但 {3}。",
-  "{} is not a safetensors file{}.":
-    "{0} 不是 safetensors 文件{1}。",
+  "Download {} again: it is empty.":
+    "请重新下载 {0}：它是空的。",
+  "Log in where it is from, and download {} again: it is a web page, which some sites send in place of a file that needs a login.":
+    "请在来源网站登录后重新下载 {0}：它是网页，有些网站会用它代替需要登录的文件。",
+  "Choose a .safetensors file of a diffusion model: {} is not a safetensors file.":
+    "请选择扩散模型的 .safetensors 文件：{0} 不是 safetensors 文件。",
   "Use the bf16, fp16, fp8 (plain or scaled), int8 or GGUF file of the same model: {} {}.":
     "请使用同一模型的 bf16、fp16、fp8（普通或 scaled）、int8 或 GGUF 文件：{0} {1}。",
   "Download {} again: what it says of its quantisation cannot be read ({}).":

@@ -140,7 +140,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     assert open_checkpoint(tmp_path / "whole.gguf").shapes == {"a": (4, 4, 2), "b": (4, 8)}
     for length in range(len(whole)):
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="cut.gguf again(, it is cut short|: it has a header that cannot be read)"):
+        with pytest.raises(CheckpointError, match="cut.gguf again(, it is cut short|: it has a header)"):
             open_checkpoint(tmp_path / "cut.gguf")
 
 

@@ -70,13 +70,14 @@ def test_truncated_file_is_refused(comfyui):
 
 
 @pytest.mark.parametrize("content, words", [
-    (b"", "it is empty"), (b"<!DOCTYPE html><html></html>", "it is a web page"),
-    (b"not a safetensors file at all", "Choose a"),
-    (b"\x10" + bytes(7) + b"{" * 16, "a header that cannot be read")])
+    (b"", "Download junk.safetensors again: it is empty"),
+    (b"<!DOCTYPE html><html></html>", "download junk.safetensors again: it is a web page"),
+    (b"not a safetensors file at all", "Choose a .* file of a diffusion model: junk.safetensors is not"),
+    (b"\x10" + bytes(7) + b"{" * 16, "Download junk.safetensors again: it has a header that cannot be read")])
 def test_file_that_is_no_safetensors_file_is_refused(comfyui, content, words):
     (comfyui.base / "diffusion_models" / "junk.safetensors").write_bytes(content)
 
-    with pytest.raises(comfyui.errors.CheckpointError, match=f"junk.safetensors .*{words}"):
+    with pytest.raises(comfyui.errors.CheckpointError, match=words):
         comfyui.load_model.execute("junk.safetensors", "default")
 
 
