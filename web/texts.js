@@ -174,7 +174,7 @@ const TEXTS = {
     partner: "与“加载 CLIP 和 VAE”一同创建的“加载 xDiT 模型”已不存在",
     files_differ: "“加载 xDiT 模型”现在使用另一个文件（{text}）",
     no_stock: "ComfyUI 没有对应的节点",
-    folder: "{text} 是文件夹，“加载扩散模型”不能读取",
+    folder: "{text} 是文件夹，“UNet加载器”不能读取",
     unreachable: "ComfyUI 没有回答工作进程可以使用哪些文件（{text}）",
     fit: "设为适合本机的值",
     fit_done: "这些设置适合本机",

@@ -16,13 +16,13 @@ export const ZH = {
   "Set weight_dtype to default for nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model): this one was quantised as it was loaded (weight_dtype {}). As the first model of a ModelMerge node, and with LoRA, it works.":
     "写入或混合 MODEL 自身权重的节点（ModelSave、CheckpointSave、LoraSave，以及把它作为第二个模型的 ModelMerge 节点）请把 weight_dtype 设为 default：此 MODEL 在加载时被量化（weight_dtype {0}）。作为 ModelMerge 节点的第一个模型，以及与 LoRA 一起，它可以使用。",
   "Use Load Diffusion Model: {} is not in the file of this MODEL, so that a node cannot save it.":
-    "请使用“加载扩散模型”：{0} 不在此 MODEL 的文件中，节点无法保存它。",
+    "请使用“UNet加载器”：{0} 不在此 MODEL 的文件中，节点无法保存它。",
   "Use a LoRA that was made for {}: nothing of this one is for it. ComfyUI's log names its tensors.":
     "请使用为 {0} 制作的 LoRA：此 LoRA 中没有任何内容适用于它。ComfyUI 的日志列出了它的张量。",
   "Remove Create Hook Model as LoRA, or use Load Diffusion Model: xDiT does not support it, and it would be dropped without notice.":
-    "请删除 Create Hook Model as LoRA，或使用“加载扩散模型”：xDiT 不支持它，它会在没有提示的情况下失效。",
+    "请删除 Create Hook Model as LoRA，或使用“UNet加载器”：xDiT 不支持它，它会在没有提示的情况下失效。",
   "Use Load Diffusion Model for the node that asks for a second copy of this MODEL's weights: xDiT's workers hold one.":
-    "请为要求此 MODEL 权重第二份副本的节点使用“加载扩散模型”：xDiT 的工作进程只持有一份。",
+    "请为要求此 MODEL 权重第二份副本的节点使用“UNet加载器”：xDiT 的工作进程只持有一份。",
   "Set weight_dtype to fp32, or to bf16 where the device has it: {} has numbers that {} cannot hold, and {} would compute in it.":
     "请把 weight_dtype 设为 fp32，或在设备支持时设为 bf16：{0} 中有 {1} 无法容纳的数值，而 {2} 会用它计算。",
   "Set weight_dtype to default, which leaves weights as they are, or use the bf16 or fp16 file of the same model: weight_dtype {} would quantise {} a second time, whose weights are {} already.":
@@ -30,19 +30,19 @@ export const ZH = {
   "Use another file of this model: ComfyUI does not recognise {} as a {} model.":
     "请使用此模型的其他文件：ComfyUI 不能把 {0} 识别为 {1} 模型。",
   "Use Load Diffusion Model: {} says in its metadata that it differs from other {} models, which xDiT would not heed.":
-    "请使用“加载扩散模型”：{0} 的元数据说明它与其他 {1} 模型不同，而 xDiT 不会遵循。",
+    "请使用“UNet加载器”：{0} 的元数据说明它与其他 {1} 模型不同，而 xDiT 不会遵循。",
   "Use another model: {} is a model of {} whose scheduler says {}, and ComfyUI samples such a model by {} only.":
     "请使用其他模型：{0} 是调度器为 {2} 的 {1} 模型，而 ComfyUI 只用 {3} 对这类模型采样。",
   "Use Load Diffusion Model for the node that reads weights of this MODEL (diffusion_model.{}) while no sampler runs it: xDiT's workers hold them.":
-    "请为在没有采样器运行时读取此 MODEL 权重（diffusion_model.{0}）的节点使用“加载扩散模型”：权重由 xDiT 的工作进程持有。",
+    "请为在没有采样器运行时读取此 MODEL 权重（diffusion_model.{0}）的节点使用“UNet加载器”：权重由 xDiT 的工作进程持有。",
   "Use the bf16, fp16, plain fp8 or GGUF file of the same model: {} has a scale for {}, which ComfyUI does not heed, so that what this file should draw is not clear.":
     "请使用同一模型的 bf16、fp16、普通 fp8 或 GGUF 文件：{0} 有 {1} 的缩放系数，ComfyUI 不使用它，此文件应当画出什么并不明确。",
   "Use a LoRA, or another weight patch, that was made for this model: the one given does not fit {} ({}).":
     "请使用为此模型制作的 LoRA 或其他权重补丁：给出的补丁不适合 {0}（{1}）。",
   "Remove the LoRA or node that changes {}, or use Load Diffusion Model: the file of this MODEL does not have it.":
-    "请删除更改 {0} 的 LoRA 或节点，或使用“加载扩散模型”：此 MODEL 的文件中没有它。",
+    "请删除更改 {0} 的 LoRA 或节点，或使用“UNet加载器”：此 MODEL 的文件中没有它。",
   "Remove Apply ControlNet: ComfyUI's {} takes no ControlNet conditioning, and would drop this workflow's without notice.":
-    "请删除“应用 ControlNet”：ComfyUI 的 {0} 不接受 ControlNet 条件，此工作流中的会在没有提示的情况下失效。",
+    "请删除“应用ControlNet”：ComfyUI 的 {0} 不接受 ControlNet 条件，此工作流中的会在没有提示的情况下失效。",
   "Use a ControlNet that was made for this model: this one gives {} tensors for the {} skips of {}, and ComfyUI's takes one for each.":
     "请使用为此模型制作的 ControlNet：它为 {2} 的 {1} 个跳跃连接给出 {0} 个张量，而 ComfyUI 的模型每个只接受一个。",
   "Use a ControlNet for {}: this one was made for another model, as it gives something for {} blocks. Taken is {} only.":
@@ -50,13 +50,13 @@ export const ZH = {
   "Use {}: the given ControlNet makes {} for {} of this {} model, and it takes {} with this latent.":
     "请使用 {0}：给出的 ControlNet 为此 {3} 模型的 {2} 生成 {1}，而对此 latent 它接受 {4}。",
   "Use a ControlNet that has layers of its own, or Load Diffusion Model: {} computes with the model's, and xDiT's workers hold them.":
-    "请使用自带层的 ControlNet，或使用“加载扩散模型”：{0} 用模型自身的层计算，而这些层由 xDiT 的工作进程持有。",
+    "请使用自带层的 ControlNet，或使用“UNet加载器”：{0} 用模型自身的层计算，而这些层由 xDiT 的工作进程持有。",
   "Set displaced_degree to at most {}, or draw a higher picture: displaced_degree={} is too much for a latent of {} rows, which {} shares out by {}.":
     "请把 displaced_degree 设为最多 {0}，或增大图像高度：displaced_degree={1} 对 {2} 行的 latent 太大，{3} 按 {4} 行分配。",
   "Use a larger latent or lower degrees: it has {} tokens, too few for displaced_degree x ring_degree x ulysses_degree = {}.":
     "请使用更大的 latent 或更小的并行度：latent 有 {0} 个令牌，对 displaced_degree x ring_degree x ulysses_degree = {1} 太少。",
   "Use KSampler: Parallel Sampler cannot run this workflow piece by piece, as its pieces ask the model for different prompts at the same step.":
-    "请使用 KSampler：并行采样器不能逐块运行此工作流：各块在同一步向模型提出不同的提示词。",
+    "请使用K采样器：并行采样器不能逐块运行此工作流：各块在同一步向模型提出不同的提示词。",
   "Use a sampler node, or the kind of model that the node is for: it calls this MODEL in a way of its own, and {} takes a latent, a timestep and conditioning.":
     "请使用采样器节点，或该节点所适用的模型：有节点以自己的方式调用此 MODEL，而 {0} 接受 latent、时间步和条件。",
   "Use the VAE or the empty latent node that belongs to this model{}: the latent has {}, and {} works on (batch, {}). It was made for another model.":
@@ -74,19 +74,19 @@ export const ZH = {
   "Use {}: the conditioning has {} of {} numbers a token, and this {} model takes {}. It was made by another text encoder.":
     "请使用 {0}：条件中有每个令牌 {2} 个数的 {1}，而此 {3} 模型接受 {4} 个。它由其他文本编码器产生。",
   "Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion model itself, without the places that ComfyUI gives {}'s tokens (rope_options).":
-    "请使用采样器节点，或“加载扩散模型”：有节点自己调用此 MODEL 的扩散模型，没有 ComfyUI 给 {0} 的令牌的位置（rope_options）。",
+    "请使用采样器节点，或“UNet加载器”：有节点自己调用此 MODEL 的扩散模型，没有 ComfyUI 给 {0} 的令牌的位置（rope_options）。",
   "Change the node that adds {}, or use Load Diffusion Model: xDiT runs {} without it.":
-    "请更改添加 {0} 的节点，或使用“加载扩散模型”：xDiT 运行 {1} 时不支持它。",
+    "请更改添加 {0} 的节点，或使用“UNet加载器”：xDiT 运行 {1} 时不支持它。",
   "Remove the node that adds {} to the conditioning, or use Load Diffusion Model: xDiT runs {} without it, and it would be dropped without notice.":
-    "请删除向条件添加 {0} 的节点，或使用“加载扩散模型”：xDiT 运行 {1} 时不支持它，它会在没有提示的情况下失效。",
+    "请删除向条件添加 {0} 的节点，或使用“UNet加载器”：xDiT 运行 {1} 时不支持它，它会在没有提示的情况下失效。",
   "Remove the node that adds it, or use Load Diffusion Model: xDiT does not support {}{} on this MODEL, and it would be dropped without notice.":
-    "请删除添加它的节点，或使用“加载扩散模型”：xDiT 在此 MODEL 上不支持 {0}{1}，它会在没有提示的情况下失效。",
+    "请删除添加它的节点，或使用“UNet加载器”：xDiT 在此 MODEL 上不支持 {0}{1}，它会在没有提示的情况下失效。",
   "Use Load Diffusion Model for the node that reads the weights of this MODEL or computes with its layers itself ({}): xDiT's workers hold them.":
-    "请为读取此 MODEL 的权重或自己用其层计算的节点使用“加载扩散模型”（{0}）：它们由 xDiT 的工作进程持有。",
+    "请为读取此 MODEL 的权重或自己用其层计算的节点使用“UNet加载器”（{0}）：它们由 xDiT 的工作进程持有。",
   "Remove the node ({}): ComfyUI's {} does not heed what it replaces in this workflow ({}), which is for other models and would be dropped without notice.":
     "请删除该节点（{0}）：ComfyUI 的 {1} 不使用它在此工作流中所替换的内容（{2}），它适用于其他模型，会在没有提示的情况下失效。",
   "Remove the node that replaces attention in {}, or use Load Diffusion Model: of {} xDiT does so in the middle block only.":
-    "请删除在 {0} 中替换注意力的节点，或使用“加载扩散模型”：对 {1}，xDiT 只在中间块这样做。",
+    "请删除在 {0} 中替换注意力的节点，或使用“UNet加载器”：对 {1}，xDiT 只在中间块这样做。",
   "Connect the VAE that belongs to the model: the latent has {} channels and {} dims, and this VAE decodes {} channels and {} dims.":
     "请连接属于此模型的 VAE：latent 有 {0} 个通道和 {1} 个维度，而此 VAE 解码 {2} 个通道和 {3} 个维度。",
   "Use a picture of at least {} x {} pixels: the latent has {} x {} rows and columns, and this VAE decodes {} x {} or more.":
@@ -122,13 +122,13 @@ export const ZH = {
   "Download {} again, or remove it and give numbers: it does not say what classes are called ({}).":
     "请重新下载 {0}，或删除它并使用编号：它没有说明类别的名称（{1}）。",
   "Load text encoder and VAE from files of their own, with Load CLIP and Load VAE: {} holds none.":
-    "请用“加载 CLIP”和“加载 VAE”从各自的文件加载文本编码器和 VAE：{0} 不含它们。",
+    "请用“加载CLIP”和“加载VAE”从各自的文件加载文本编码器和 VAE：{0} 不含它们。",
   "Connect Load xDiT Model, or use KSampler: Parallel Sampler needs a MODEL from there, and this one comes from another loader.":
-    "请连接“加载 xDiT 模型”，或使用 KSampler：并行采样器需要来自“加载 xDiT 模型”的 MODEL，而这个来自其他加载器。",
+    "请连接“加载 xDiT 模型”，或使用K采样器：并行采样器需要来自“加载 xDiT 模型”的 MODEL，而这个来自其他加载器。",
   "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half of the devices would do nothing.":
     "请把 cfg 设为大于 1，或把 mode 设为 auto：cfg_degree=2 需要两个分支，而 cfg=1.0 只计算正向提示词，一半的设备会无事可做。",
   "Remove the GLIGEN conditioning, or use KSampler with Load Diffusion Model: Parallel Sampler does not support it, and it would be dropped without notice.":
-    "请删除 GLIGEN 条件，或将 KSampler 与“加载扩散模型”一起使用：并行采样器不支持它，它会在没有提示的情况下失效。",
+    "请删除 GLIGEN 条件，或将K采样器与“UNet加载器”一起使用：并行采样器不支持它，它会在没有提示的情况下失效。",
   "It lacks tensors that Cosmos-Predict1's VAE has; its {} tensors begin with {}.":
     "它缺少 Cosmos-Predict1 的 VAE 所有的张量；它的 {0} 个张量以 {1} 开头。",
   "It is {}'s, which needs diffusers {} or newer, and this is {}.":
@@ -184,7 +184,7 @@ export const ZH = {
   "Download {} again: it has a header that cannot be read ({}).":
     "请重新下载 {0}：它的文件头无法读取（{1}）。",
   "Use another file of this model, or Load Diffusion Model: {} does not fit {}: {} tensors are missing ({} ...), {} are unknown ({} ...).":
-    "请使用此模型的其他文件，或“加载扩散模型”：{0} 与 {1} 不符：缺少 {2} 个张量（{3} ...），{4} 个未知（{5} ...）。",
+    "请使用此模型的其他文件，或“UNet加载器”：{0} 与 {1} 不符：缺少 {2} 个张量（{3} ...），{4} 个未知（{5} ...）。",
   "Download {} again, or choose another file: it lacks the tensor {}, which a {} model needs.":
     "请重新下载 {0}，或选择其他文件：它缺少 {2} 模型需要的张量 {1}。",
   "Download {} again, or choose another file: it looks like a {} model, but its tensors have shapes that none has ({}).":
@@ -194,7 +194,7 @@ export const ZH = {
   "Download the folder again, or choose another: {} is a model of {} whose config.json says {} = {}, and its tensors are of {}.":
     "请重新下载文件夹，或选择其他的：{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而它的张量是 {4}。",
   "Use another model, or Load Diffusion Model: {} is a model of {} whose config.json says {} = {}, and xDiT runs {} with {} only.":
-    "请使用其他模型，或“加载扩散模型”：{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而 xDiT 只在 {5} 时运行 {4}。",
+    "请使用其他模型，或“UNet加载器”：{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而 xDiT 只在 {5} 时运行 {4}。",
   "Download {} again, or choose another file: it {}: {}{}.":
     "请重新下载 {0}，或选择其他文件：{1}：{2}{3}。",
   "{} is not a diffusion model that xDiT runs. {} {}":
@@ -226,9 +226,9 @@ export const ZH = {
   "Download {} again: it has metadata that cannot be read ({}).":
     "请重新下载 {0}：它的元数据无法读取（{1}）。",
   "Use Load Diffusion Model: {} is a model of {} whose metadata says {} = {}, and xDiT runs {} only.":
-    "请使用“加载扩散模型”：{0} 是 {1} 模型，其元数据写明 {2} = {3}，而 xDiT 只在 {4} 时运行。",
+    "请使用“UNet加载器”：{0} 是 {1} 模型，其元数据写明 {2} = {3}，而 xDiT 只在 {4} 时运行。",
   "Use VAE Decode or VAE Encode for this VAE, which xDiT cannot run. {} Distributed VAE Decode and Encode work with the VAEs of {}.":
-    "请对此 VAE 使用“VAE 解码”或“VAE 编码”，xDiT 不能运行它。{0} 分布式 VAE 解码和编码支持 {1} 的 VAE。",
+    "请对此 VAE 使用“VAE解码”或“VAE编码”，xDiT 不能运行它。{0} 分布式 VAE 解码和编码支持 {1} 的 VAE。",
   "Set mode to auto: no degrees make these settings work here.":
     "请把 mode 设为 auto：没有并行度能使这些设置在这里可用。",
   "Set devices to \"auto\", or to names with commas such as \"cuda:0,cuda:1\": devices is empty.":
@@ -294,9 +294,9 @@ export const ZH = {
   "Use degrees whose product is {}, or a group on as many devices as the layout needs: the layout ({}) is for {} workers, and this group has {}.":
     "请使用乘积为 {0} 的并行度，或布局所需数量的设备：布局（{1}）适用于 {2} 个工作进程，而此组有 {3} 个。",
   "Use VAE Decode: a convolution with dilation={} cannot be split.":
-    "请使用“VAE 解码”：dilation={0} 的卷积不能拆分。",
+    "请使用“VAE解码”：dilation={0} 的卷积不能拆分。",
   "Use VAE Decode: a convolution with {}=\"{}\" cannot be split.":
-    "请使用“VAE 解码”：{0}=\"{1}\" 的卷积不能拆分。",
+    "请使用“VAE解码”：{0}=\"{1}\" 的卷积不能拆分。",
   "{}: cannot be read ({}).":
     "{0}：无法读取（{1}）。",
   "{}: is not JSON ({}).":
@@ -380,7 +380,7 @@ export const ZH = {
   "Use the publisher's file: this LTX-2 file's metadata says otherwise than its tensors what model it is ({}), as they are another file's, or lost.":
     "请使用发布者的文件：此 LTX-2 文件的元数据与其张量所说的模型不同（{0}）：元数据属于其他文件，或已丢失。",
   "Use a text encoder that pads at the end, or Load Diffusion Model: the conditioning's attention mask leaves out text tokens before the last real one, which xDiT does not run with Mochi.":
-    "请使用在末尾填充的文本编码器，或“加载扩散模型”：条件的注意力掩码去掉了最后一个有效文本令牌之前的令牌，xDiT 不这样运行 Mochi。",
+    "请使用在末尾填充的文本编码器，或“UNet加载器”：条件的注意力掩码去掉了最后一个有效文本令牌之前的令牌，xDiT 不这样运行 Mochi。",
   "Use sides that are multiples of 16, and together at least 528: PixArt cannot draw {} x {} pixels.":
     "请使用 16 的倍数、且两边之和至少为 528 的边长：PixArt 不能画 {0} x {1} 像素。",
   "Use a smaller latent: this SD3 model has positions for {} x {} pixels, and it is of {} x {}.":
@@ -394,15 +394,15 @@ export const ZH = {
   "{} for {} s. Queue the prompt again to start a new group. ({})":
     "{0}，已 {1} 秒。请再次排队以启动新的一组。（{2}）",
   "Use VAE Decode: {} cannot be split by rows, only {}.":
-    "请使用“VAE 解码”：{0} 不能按行拆分，只有 {1} 可以。",
+    "请使用“VAE解码”：{0} 不能按行拆分，只有 {1} 可以。",
   "Tiling is on, which blends tiles, and rows are exact. Call vae.disable_tiling() first.":
     "分块已打开，它会混合各块，而按行是精确的。请先调用 vae.disable_tiling()。",
   "Use VAE Decode: {} padding by {} with {} cannot be split.":
-    "请使用“VAE 解码”：以 {2} 填充 {1} 的 {0} 不能拆分。",
+    "请使用“VAE解码”：以 {2} 填充 {1} 的 {0} 不能拆分。",
   "Use VAE Decode: upsampling with mode={}, size={}, scale_factor={} cannot be split, only nearest by a whole factor.":
-    "请使用“VAE 解码”：mode={0}、size={1}、scale_factor={2} 的上采样不能拆分，只有整数倍的 nearest 可以。",
+    "请使用“VAE解码”：mode={0}、size={1}、scale_factor={2} 的上采样不能拆分，只有整数倍的 nearest 可以。",
   "Use VAE Decode: masked attention in a VAE cannot be split.":
-    "请使用“VAE 解码”：VAE 中带掩码的注意力不能拆分。",
+    "请使用“VAE解码”：VAE 中带掩码的注意力不能拆分。",
   "{} is {}, which does not use torch's attention and would see this rank's rows only. Use AttnProcessor2_0.":
     "{0} 是 {1}，它不使用 torch 的注意力，只会看到本进程的行。请使用 AttnProcessor2_0。",
   "Use a larger latent or lower degrees: it has {} {}, too few for ulysses_degree x ring_degree = {}.":
@@ -412,11 +412,11 @@ export const ZH = {
   "Join the prompts as text, in one Text Encode node: the conditioning has {} text tokens and an attention mask of {}, as Conditioning (Concat) makes of prompts with masks.":
     "请在一个文本编码节点中把提示词合并为文本：条件有 {0} 个文本令牌和 {1} 的注意力掩码，这是 Conditioning (Concat) 合并带掩码的提示词时产生的。",
   "Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model: the conditioning weighs text tokens by an attention mask of fractions, which xDiT does not support.":
-    "请使用掩码只有 1 和 0 的文本编码器，或“加载扩散模型”：条件用小数的注意力掩码为文本令牌加权，xDiT 不支持。",
+    "请使用掩码只有 1 和 0 的文本编码器，或“UNet加载器”：条件用小数的注意力掩码为文本令牌加权，xDiT 不支持。",
   "Use a width and a height that are multiples of 16 pixels: {} takes latents of even sides, and this one is of {} x {}.":
     "请使用 16 像素倍数的宽度和高度：{0} 接受边长为偶数的 latent，而这个为 {1} x {2}。",
   "Change it in the node that sets it, or use Load Diffusion Model: xDiT runs {} with {} = {}, and this workflow's conditioning has {}.":
-    "请在设置它的节点中更改它，或使用“加载扩散模型”：xDiT 只在 {1} = {2} 时运行 {0}，而此工作流的条件有 {3}。",
+    "请在设置它的节点中更改它，或使用“UNet加载器”：xDiT 只在 {1} = {2} 时运行 {0}，而此工作流的条件有 {3}。",
   "Make them with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the latent has parts of the shapes {}, and LTX-2 works on a video and a sound of (batch, {}, length, {}).":
     "请用 LTX-2 的 latent 节点生成各部分，并用 LTXVConcatAVLatent 连接：latent 各部分的形状为 {0}，而 LTX-2 处理视频和 (batch, {1}, length, {2}) 的声音。",
   "The model {} is not loaded on rank {}. Queue the prompt again.":
@@ -430,11 +430,11 @@ export const ZH = {
   "a transfer between {} failed on rank {} with {}: {}":
     "{0} 之间的一次传输在进程 {1} 上以 {2} 失败：{3}",
   "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU.":
-    "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 KSampler，在单个 GPU 上运行。",
+    "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。",
   "docs/models.md lists what xDiT runs.":
     "docs/models.md 列出了 xDiT 能运行的模型。",
   "{} is {}. For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU. docs/models.md lists what xDiT runs.":
-    "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 KSampler，在单个 GPU 上运行。docs/models.md 列出了 xDiT 能运行的模型。",
+    "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。docs/models.md 列出了 xDiT 能运行的模型。",
   "{} is {}. docs/models.md lists what xDiT runs.":
     "{0} 是{1}。docs/models.md 列出了 xDiT 能运行的模型。",
   "a {} model, which xDiT does not run":
@@ -454,11 +454,11 @@ export const ZH = {
   "{} is a LoRA: load it with a LoRA node.":
     "{0} 是 LoRA：请用 LoRA 节点加载。",
   "{} is a text encoder: load it with Load CLIP.":
-    "{0} 是文本编码器：请用“加载 CLIP”加载。",
+    "{0} 是文本编码器：请用“加载CLIP”加载。",
   "{} is a CLIP vision model: load it with Load CLIP Vision.":
-    "{0} 是 CLIP 视觉模型：请用“加载 CLIP 视觉”加载。",
+    "{0} 是 CLIP 视觉模型：请用“加载CLIP视觉”加载。",
   "{} is a VAE: load it with Load VAE.":
-    "{0} 是 VAE：请用“加载 VAE”加载。",
+    "{0} 是 VAE：请用“加载VAE”加载。",
   "{} is a model under diffusers' names: put it into models/diffusers, in a folder with its config.json.":
     "{0} 是采用 diffusers 名称的模型：请把它与其 config.json 一起放入 models/diffusers 的一个文件夹。",
   "a text encoder or a language model in GGUF":

@@ -58,7 +58,7 @@ def test_decoder_and_encoder_are_on_the_workers_side_by_side(comfyui, vae_of):
 
 
 def test_a_picture_smaller_than_a_latents_row_is_refused(comfyui, vae_of):
-    with pytest.raises(comfyui.errors.UnsupportedError, match="smaller than 8 x 8 pixels"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="at least 8 x 8 pixels"):
         comfyui.vae_encode.execute(picture((1, 7, 30, 3)), vae_with_encoder(vae_of, "vae-wan"),
                                    comfyui.config("cpu,cpu"))
 
