@@ -140,3 +140,23 @@ export const ZH_NOTES = {
   "It is made for 8 steps.":
     "它适用于 8 步。",
 };
+
+/** Titles of nodes in templates. */
+export const ZH_TITLES = {
+  "Positive Prompt": "正向提示词",
+  "Negative Prompt": "负向提示词",
+  "Files and folders": "文件与文件夹",
+  "All devices": "全部设备",
+  "One device": "单个设备",
+  "Shift, high noise": "Shift，高噪声",
+  "Shift, low noise": "Shift，低噪声",
+  "High noise: steps 0 to 10": "高噪声：第 0 至 10 步",
+  "Low noise: steps 10 to 20": "低噪声：第 10 至 20 步",
+  "Seed of both": "两者的种子",
+  "All minus one": "全部减单个",
+  "One minus all": "单个减全部",
+  "Both": "两者之和",
+  "Difference (black: none)": "差异（黑色：无）",
+  "One device and all": "单个设备与全部设备",
+  "The demo model": "演示模型",
+};
