@@ -231,7 +231,7 @@ const TEXTS = {
     more_words: "更多",
     does_not_fit: "放不下",
     one_device: "单个设备",
-    why_manual: "由 xDiT 并行配置中的度数决定",
+    why_manual: "由 xDiT 并行配置中的并行度决定",
     why_one: "只有一个设备可用",
     why_stages: "模型太大，单个设备放不下：每个设备保存其中一部分",
     why_unet: "每个设备负责引导的一个分支或批次中的图像：U-Net（SD 1.5、SDXL）没有预测",
