@@ -333,7 +333,7 @@ export const ZH = {
     "工作进程已结束{0}。请再次排队以启动新的一组。",
   "Install a PyTorch for your GPUs, as pytorch.org says, or set devices to \"cpu\": {} cannot be used, as this PyTorch ({}) is built for CPUs.":
     "请按 pytorch.org 的说明安装适用于您的 GPU 的 PyTorch，或把 devices 设为“cpu”：{0} 不可用，因为此 PyTorch（{1}）是为 CPU 构建的。",
-  "Set devices in xDiT Parallel Config to \"auto\", or to what is there: {} is not. PyTorch finds {}.":
+  "Set devices in xDiT Parallel Config to \"auto\", or to what is here: there is no {}. PyTorch finds {}.":
     "请在“xDiT 并行配置”中把 devices 设为“auto”，或设为现有的设备：这里没有 {0}。PyTorch 找到 {1}。",
   "Close other programs, unload ComfyUI's models in its menu, or give the container or WSL2 more memory: {} workers need at least {} of host memory before they hold a model, and {} of {} are free.":
     "请关闭其他程序，在 ComfyUI 的菜单中卸载模型，或给容器或 WSL2 更多内存：{0} 个工作进程在持有模型之前至少需要 {1} 主机内存，而 {3} 中有 {2} 空闲。",

@@ -77,8 +77,8 @@ def check_devices(devices):
     if missing:
         there = (", ".join(f"cuda:{index}" for index in range(count))
                  or "none: is the driver there, and CUDA_VISIBLE_DEVICES right?")
-        raise WorkerStartError('Set devices in xDiT Parallel Config to "auto", or to what is there: '
-                               f"{', '.join(missing)} is not. PyTorch finds {there}.")
+        raise WorkerStartError('Set devices in xDiT Parallel Config to "auto", or to what is here: '
+                               f"there is no {', '.join(missing)}. PyTorch finds {there}.")
 
 
 def num_cuda_devices():
