@@ -237,22 +237,22 @@ export const ZH = {
     "请只写一种设备：devices=\"{0}\" 混用了 CPU 和 CUDA 工作进程。",
   "Name a device of this machine too, which has {}: devices=\"{}\" names none.":
     "请至少写上一个本机的设备，本机有 {0}：devices=\"{1}\" 中没有。",
-  "Give a number from 0 to 1: forecast_keys_values={} is none.":
-    "请给出 0 到 1 之间的数：forecast_keys_values={0} 不是。",
+  "Set forecast_keys_values to a number from 0 to 1: forecast_keys_values={} is none.":
+    "请把 forecast_keys_values 设为 0 到 1 之间的数：forecast_keys_values={0} 不是。",
   "Set mode to \"auto\" or \"manual\": mode=\"{}\" is neither.":
     "请把 mode 设为“auto”或“manual”：mode=\"{0}\" 都不是。",
-  "Give numbers of at least 0: num_patches={} and warmup_steps={} must not be negative.":
-    "请给出不小于 0 的数：num_patches={0} 和 warmup_steps={1} 不能为负。",
+  "Set num_patches and warmup_steps to 0 or more: num_patches={} and warmup_steps={} must not be negative.":
+    "请把 num_patches 和 warmup_steps 设为 0 或更大：num_patches={0} 和 warmup_steps={1} 不能为负。",
   "Set warmup to one of {}: warmup=\"{}\" is none of them.":
     "请把 warmup 设为 {0} 之一：warmup=\"{1}\" 不是其中之一。",
   "Set displaced_mode to one of {}: displaced_mode=\"{}\" is none of them.":
     "请把 displaced_mode 设为 {0} 之一：displaced_mode=\"{1}\" 不是其中之一。",
   "Set approximate to one of {}: approximate=\"{}\" is none of them.":
     "请把 approximate 设为 {0} 之一：approximate=\"{1}\" 不是其中之一。",
-  "Give one number a stage, or leave it empty: stage_blocks=\"{}\" names {} stages, and pipefusion_degree={}.":
-    "请为每级给一个数，或留空：stage_blocks=\"{0}\" 写了 {1} 级，而 pipefusion_degree={2}。",
-  "Set one of them to 1: displaced_degree={} and pipefusion_degree={} both use what is left of the step before, and a stage would be behind twice.":
-    "请把其中之一设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步留下的数据：一级会落后两次。",
+  "Give stage_blocks one number a stage, or leave it empty: stage_blocks=\"{}\" names {} stages, and pipefusion_degree={}.":
+    "请为 stage_blocks 的每级给一个数，或留空：stage_blocks=\"{0}\" 写了 {1} 级，而 pipefusion_degree={2}。",
+  "Set displaced_degree or pipefusion_degree to 1: displaced_degree={} and pipefusion_degree={} both use what is left of the step before, and a stage would be behind twice.":
+    "请把 displaced_degree 或 pipefusion_degree 设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步留下的数据，一级会落后两次。",
   "Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={} cannot work.":
     "请把 cfg_degree 设为 1 或 2，因为引导有两个分支：cfg_degree={0} 不可用。",
   "Set mode to auto, or for example {}: the degrees ({}) multiply to {}, and there are {} devices.":
@@ -263,28 +263,28 @@ export const ZH = {
     "请把 displaced_mode 设为 full_sync，或把 approximate 设为 allowed：approximate=\"{0}\" 而 displaced_degree={1}：在模式 {2} 中，设备使用上一步的行。",
   "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than {}'s {} blocks.":
     "请把 pipefusion_degree 设为最多 {0}：pipefusion_degree={1} 多于 {2} 的 {3} 个块。",
-  "Give numbers that add up to {}, or leave it empty to balance the stages: stage_blocks=\"{}\" adds up to {}, and this {} model has {} blocks.":
-    "请给出总和为 {0} 的数，或留空以自动平衡各级：stage_blocks=\"{1}\" 总和为 {2}，而此 {3} 模型有 {4} 个块。",
+  "Give stage_blocks numbers that add up to {}, or leave it empty to balance the stages: stage_blocks=\"{}\" adds up to {}, and this {} model has {} blocks.":
+    "请为 stage_blocks 给出总和为 {0} 的数，或留空以自动平衡各级：stage_blocks=\"{1}\" 总和为 {2}，而此 {3} 模型有 {4} 个块。",
   "Set tensor_degree to {}: tensor_degree={} does not divide {}'s {}.":
     "请把 tensor_degree 设为 {0}：tensor_degree={1} 不能整除 {2} 的 {3}。",
   "Set ulysses_degree to {}, or use ring_degree: ulysses_degree={} does not divide the {} of {}'s {} attention heads that a rank has with tensor_degree={}.":
     "请把 ulysses_degree 设为 {0}，或改用 ring_degree：ulysses_degree={1} 不能整除 {3} 的 {4} 个注意力头中每个进程在 tensor_degree={5} 时所有的 {2} 个。",
-  "Give a number of GB above 0, such as \"10\", or \"auto\", or \"{}\": weights_memory=\"{}\" is none of these.":
-    "请给出大于 0 的 GB 数，例如“10”，或“auto”，或“{0}”：weights_memory=\"{1}\" 都不是。",
-  "Give one number a stage with commas, such as \"20,37\", or leave it empty: stage_blocks=\"{}\" is not a list of block counts of at least 1.":
-    "请为每级写一个数，用逗号分隔，例如“20,37”，或留空：stage_blocks=\"{0}\" 不是块数（至少为 1）的列表。",
+  "Set weights_memory to a number of GB above 0, such as \"10\", to \"auto\" or to \"{}\": weights_memory=\"{}\" is none of these.":
+    "请把 weights_memory 设为大于 0 的 GB 数，例如“10”，或“auto”，或“{0}”：weights_memory=\"{1}\" 都不是。",
+  "Give stage_blocks one number a stage with commas, such as \"20,37\", or leave it empty: stage_blocks=\"{}\" is not a list of block counts of at least 1.":
+    "请为 stage_blocks 的每级写一个数，用逗号分隔，例如“20,37”，或留空：stage_blocks=\"{0}\" 不是块数（至少为 1）的列表。",
   "Set devices to \"auto\", or to names such as \"cuda:0,cuda:1\" or \"cpu,cpu\"; those of another machine with its name, \"cuda:0,other-pc/cuda:0\": of devices=\"{}\", \"{}\" is not a device.":
     "请把 devices 设为“auto”，或“cuda:0,cuda:1”、“cpu,cpu”这样的名称，其他机器的设备写上机器名，“cuda:0,other-pc/cuda:0”：devices=\"{0}\" 中的“{1}”不是设备。",
   "Set devices to \"{}\" and the degrees to a product of {}, or mode to \"auto\" to take what is there: of devices=\"{}\", {} is not on this machine, which has {}.":
     "请把 devices 设为“{0}”，并使并行度的乘积为 {1}，或把 mode 设为“auto”以使用现有设备：devices=\"{2}\" 中的 {3} 不在本机，本机有 {4}。",
-  "Set it to 1 or more, where 1 switches the method off: {}={} is less.":
-    "请把它设为 1 或更大，1 表示不使用该方法：{0}={1} 更小。",
+  "Set {} to 1 or more, where 1 switches the method off: {}={} is less.":
+    "请把 {0} 设为 1 或更大，1 表示不使用该方法：{1}={2} 更小。",
   "Set ulysses_degree to {}, or use ring_degree: ulysses_degree={} does not divide {}'s {} attention heads.":
     "请把 ulysses_degree 设为 {0}，或改用 ring_degree：ulysses_degree={1} 不能整除 {2} 的 {3} 个注意力头。",
-  "Set it to 1, and use {}: {}_degree={} cannot be, as xDiT does not run {} so, because {}.":
-    "请把它设为 1，并使用 {0}：{1}_degree={2} 不可用，因为 xDiT 不这样运行 {3}：{4}。",
-  "Set it to 1, and use cfg_degree, data_degree or displaced_degree: {}={} shares out the tokens and blocks of a transformer, and {} is a U-Net, which has neither from end to end.":
-    "请把它设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{0}={1} 拆分 transformer 的令牌和块，而 {2} 是 U-Net，没有贯穿首尾的令牌和块。",
+  "Set {}_degree to 1, and use {}: {}_degree={} cannot be, as xDiT does not run {} so, because {}.":
+    "请把 {0}_degree 设为 1，并使用 {1}：{2}_degree={3} 不可用，因为 xDiT 不这样运行 {4}：{5}。",
+  "Set {} to 1, and use cfg_degree, data_degree or displaced_degree: {}={} shares out the tokens and blocks of a transformer, and {} is a U-Net, which has neither from end to end.":
+    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的令牌和块，而 {3} 是 U-Net，没有贯穿首尾的令牌和块。",
   "Shorten the prompt: it has {} words, and the demo model reads {} at most.":
     "请缩短：此提示词有 {0} 个词；演示模型最多读取 {1} 个。",
   "Use ulysses_degree instead of ring_degree, or another weight_dtype: Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in {}.":

@@ -78,7 +78,7 @@ class ParallelConfig:
             return ()
         parts = [part.strip() for part in self.stage_blocks.split(",")]
         if not all(part.isdigit() and int(part) > 0 for part in parts):
-            raise ConfigError('Give one number a stage with commas, such as "20,37", or leave it empty: '
+            raise ConfigError('Give stage_blocks one number a stage with commas, such as "20,37", or leave it empty: '
                               f'stage_blocks="{self.stage_blocks}" is not a list of block counts of at least 1.')
         return tuple(map(int, parts))
 
@@ -94,8 +94,8 @@ class ParallelConfig:
         except ValueError:
             num_bytes = math.nan
         if not 1 <= num_bytes < math.inf:
-            raise ConfigError(f'Give a number of GB above 0, such as "10", or "auto", or "{ALL_ON_DEVICE}": '
-                              f'weights_memory="{self.weights_memory}" is none of these.')
+            raise ConfigError('Set weights_memory to a number of GB above 0, such as "10", to "auto" or to '
+                              f'"{ALL_ON_DEVICE}": weights_memory="{self.weights_memory}" is none of these.')
         return int(num_bytes)
 
     @property
@@ -220,15 +220,16 @@ def validate(config, num_devices):
     Raises ConfigError naming the field, its value and what would work (rules of docs/algorithms.md section 1).
     """
     if not 0 <= config.forecast_keys_values <= 1:
-        raise ConfigError(f"Give a number from 0 to 1: forecast_keys_values={config.forecast_keys_values} is none.")
+        raise ConfigError("Set forecast_keys_values to a number from 0 to 1: "
+                          f"forecast_keys_values={config.forecast_keys_values} is none.")
     if config.mode not in ("auto", "manual"):
         raise ConfigError(f'Set mode to "auto" or "manual": mode="{config.mode}" is neither.')
     for name in DEGREES:
         value = getattr(config, name)
         if value < 1:
-            raise ConfigError(f"Set it to 1 or more, where 1 switches the method off: {name}={value} is less.")
+            raise ConfigError(f"Set {name} to 1 or more, where 1 switches the method off: {name}={value} is less.")
     if config.num_patches < 0 or config.warmup_steps < 0:
-        raise ConfigError(f"Give numbers of at least 0: num_patches={config.num_patches} and "
+        raise ConfigError(f"Set num_patches and warmup_steps to 0 or more: num_patches={config.num_patches} and "
                           f"warmup_steps={config.warmup_steps} must not be negative.")
     if config.warmup not in WARMUPS:
         raise ConfigError(f'Set warmup to one of {", ".join(WARMUPS)}: warmup="{config.warmup}" is none of them.')
@@ -244,10 +245,12 @@ def validate(config, num_devices):
     if config.mode == "auto":
         return
     if num_stages not in (0, config.pipefusion_degree):
-        raise ConfigError(f'Give one number a stage, or leave it empty: stage_blocks="{config.stage_blocks}" names '
-                          f"{num_stages} stages, and pipefusion_degree={config.pipefusion_degree}.")
+        raise ConfigError("Give stage_blocks one number a stage, or leave it empty: "
+                          f'stage_blocks="{config.stage_blocks}" names {num_stages} stages, and '
+                          f"pipefusion_degree={config.pipefusion_degree}.")
     if config.displaced_degree > 1 and config.pipefusion_degree > 1:
-        raise ConfigError(f"Set one of them to 1: displaced_degree={config.displaced_degree} and "
+        raise ConfigError("Set displaced_degree or pipefusion_degree to 1: "
+                          f"displaced_degree={config.displaced_degree} and "
                           f"pipefusion_degree={config.pipefusion_degree} both use what is left of the step before, "
                           "and a stage would be behind twice.")
     _refuse_approximate(config)
@@ -288,9 +291,9 @@ def validate_stages(config, num_blocks, family):
                           f"pipefusion_degree={config.pipefusion_degree} is more than {family}'s {num_blocks} blocks.")
     counts = config.num_stage_blocks
     if counts and sum(counts) != num_blocks:
-        raise ConfigError(f"Give numbers that add up to {num_blocks}, or leave it empty to balance the stages: "
-                          f'stage_blocks="{config.stage_blocks}" adds up to {sum(counts)}, and this {family} model '
-                          f"has {num_blocks} blocks.")
+        raise ConfigError(f"Give stage_blocks numbers that add up to {num_blocks}, or leave it empty to balance the "
+                          f'stages: stage_blocks="{config.stage_blocks}" adds up to {sum(counts)}, and this {family} '
+                          f"model has {num_blocks} blocks.")
 
 
 def validate_layout(layout, num_heads, family, num_key_heads=None):
@@ -301,9 +304,9 @@ def validate_layout(layout, num_heads, family, num_key_heads=None):
         for name in ("ulysses_degree", "ring_degree", "pipefusion_degree", "tensor_degree"):
             value = getattr(layout, name)
             if value > 1:
-                raise ConfigError(f"Set it to 1, and use cfg_degree, data_degree or displaced_degree: {name}={value} "
-                                  f"shares out the tokens and blocks of a transformer, and {family} is a U-Net, "
-                                  "which has neither from end to end.")
+                raise ConfigError(f"Set {name} to 1, and use cfg_degree, data_degree or displaced_degree: "
+                                  f"{name}={value} shares out the tokens and blocks of a transformer, and {family} "
+                                  "is a U-Net, which has neither from end to end.")
         return
     if layout.tensor_degree > 1:
         _validate_tensor_degree(layout, num_heads, num_key_heads or num_heads, family)
@@ -321,8 +324,8 @@ def refuse_methods(layout, refused, family):
         if value > 1:
             others = [f"{other}_degree" for other in ("cfg", "data", "ulysses", "ring", "tensor")
                       if other not in refused]
-            raise ConfigError(f"Set it to 1, and use {_one_of(others)}: {name}_degree={value} cannot be, as xDiT "
-                              f"does not run {family} so, because {reason}.")
+            raise ConfigError(f"Set {name}_degree to 1, and use {_one_of(others)}: {name}_degree={value} cannot be, "
+                              f"as xDiT does not run {family} so, because {reason}.")
 
 
 def _validate_tensor_degree(layout, num_heads, num_key_heads, family):

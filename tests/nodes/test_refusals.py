@@ -41,7 +41,7 @@ def write_safetensors(path, shapes, truncate_bytes=0):
      'stage_blocks="half" is not a list'),
     ({"devices": "cpu,cpu", "mode": "manual", "tensor_degree": 4},
      "(tensor_degree=4) multiply to 4, and there are 2 devices"),
-    ({"devices": "cpu", "ulysses_degree": 0}, "Set it to 1 or more"),
+    ({"devices": "cpu", "ulysses_degree": 0}, "Set ulysses_degree to 1 or more"),
 ], ids=str)
 def test_config_that_cannot_work_is_refused_when_queued(comfyui, settings, message):
     with pytest.raises(comfyui.errors.ConfigError) as refusal:
