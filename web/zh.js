@@ -239,16 +239,10 @@ export const ZH = {
     "请至少写上一个本机的设备，本机有 {0}：devices=\"{1}\" 中没有。",
   "Set forecast_keys_values to a number from 0 to 1: forecast_keys_values={} is none.":
     "请把 forecast_keys_values 设为 0 到 1 之间的数：forecast_keys_values={0} 不是。",
-  "Set mode to \"auto\" or \"manual\": mode=\"{}\" is neither.":
-    "请把 mode 设为“auto”或“manual”：mode=\"{0}\" 都不是。",
+  "Set {} to {}: {}=\"{}\" is none of these.":
+    "请把 {0} 设为 {1} 之一：{2}=\"{3}\" 不是其中之一。",
   "Set num_patches and warmup_steps to 0 or more: num_patches={} and warmup_steps={} must not be negative.":
     "请把 num_patches 和 warmup_steps 设为 0 或更大：num_patches={0} 和 warmup_steps={1} 不能为负。",
-  "Set warmup to one of {}: warmup=\"{}\" is none of them.":
-    "请把 warmup 设为 {0} 之一：warmup=\"{1}\" 不是其中之一。",
-  "Set displaced_mode to one of {}: displaced_mode=\"{}\" is none of them.":
-    "请把 displaced_mode 设为 {0} 之一：displaced_mode=\"{1}\" 不是其中之一。",
-  "Set approximate to one of {}: approximate=\"{}\" is none of them.":
-    "请把 approximate 设为 {0} 之一：approximate=\"{1}\" 不是其中之一。",
   "Give stage_blocks one number a stage, or leave it empty: stage_blocks=\"{}\" names {} stages, and pipefusion_degree={}.":
     "请为 stage_blocks 的每级给一个数，或留空：stage_blocks=\"{0}\" 写了 {1} 级，而 pipefusion_degree={2}。",
   "Set displaced_degree or pipefusion_degree to 1: displaced_degree={} and pipefusion_degree={} both use what is left of the step before, and a stage would be behind twice.":
@@ -327,8 +321,8 @@ export const ZH = {
     "{0} 不能交换张量：{1} {2}{3}",
   "Worker {} {}. Queue the prompt again to start a new group. {} {}Its last lines:\n{}":
     "工作进程 {0} {1}。请再次排队以启动新的一组。{2} {3}最后几行输出：\n{4}",
-  "Start ComfyUI inside WSL2 to use xDiT's nodes: its workers run on Linux, and this is Windows. {}":
-    "请在 WSL2 中启动 ComfyUI 以使用 xDiT 的节点：它的工作进程在 Linux 上运行，而这是 Windows。{0}",
+  "Start ComfyUI inside WSL2: workers run on Linux, and this is Windows. {}":
+    "请在 WSL2 中启动 ComfyUI：工作进程在 Linux 上运行，而这是 Windows。{0}",
   "The workers have ended{}. Queue the prompt again to start a new group.":
     "工作进程已结束{0}。请再次排队以启动新的一组。",
   "Install a PyTorch for your GPUs, as pytorch.org says, or set devices to \"cpu\": {} cannot be used, as this PyTorch ({}) is built for CPUs.":

@@ -222,8 +222,6 @@ def validate(config, num_devices):
     if not 0 <= config.forecast_keys_values <= 1:
         raise ConfigError("Set forecast_keys_values to a number from 0 to 1: "
                           f"forecast_keys_values={config.forecast_keys_values} is none.")
-    if config.mode not in ("auto", "manual"):
-        raise ConfigError(f'Set mode to "auto" or "manual": mode="{config.mode}" is neither.')
     for name in DEGREES:
         value = getattr(config, name)
         if value < 1:
@@ -231,16 +229,11 @@ def validate(config, num_devices):
     if config.num_patches < 0 or config.warmup_steps < 0:
         raise ConfigError(f"Set num_patches and warmup_steps to 0 or more: num_patches={config.num_patches} and "
                           f"warmup_steps={config.warmup_steps} must not be negative.")
-    if config.warmup not in WARMUPS:
-        raise ConfigError(f'Set warmup to one of {", ".join(WARMUPS)}: warmup="{config.warmup}" is none of them.')
-    if config.displaced_mode not in DISPLACED_MODES:
-        raise ConfigError(f'Set displaced_mode to one of {", ".join(DISPLACED_MODES)}: '
-                          f'displaced_mode="{config.displaced_mode}" is none of them.')
-    if config.approximate not in APPROXIMATE:
-        raise ConfigError(f'Set approximate to one of {", ".join(APPROXIMATE)}: approximate="{config.approximate}" '
-                          "is none of them.")
-    if config.compile not in COMPILES:
-        raise ConfigError(f'Set compile to one of {", ".join(COMPILES)}: compile="{config.compile}" is none of them.')
+    for name, words in (("mode", ("auto", "manual")), ("warmup", WARMUPS), ("displaced_mode", DISPLACED_MODES),
+                        ("approximate", APPROXIMATE), ("compile", COMPILES)):
+        value = getattr(config, name)
+        if value not in words:
+            raise ConfigError(f'Set {name} to {_one_of(words)}: {name}="{value}" is none of these.')
     num_stages, _ = len(config.num_stage_blocks), config.weights_memory_bytes
     if config.mode == "auto":
         return

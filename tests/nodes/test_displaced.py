@@ -253,7 +253,7 @@ def test_what_cannot_be_displaced_is_refused_in_words(comfyui):
     with pytest.raises(comfyui.errors.ConfigError, match="displaced_degree=2 and pipefusion_degree=2"):
         comfyui.config("cpu,cpu,cpu,cpu", displaced=2, pipefusion=2)
     with pytest.raises(comfyui.errors.ConfigError,
-                       match="Set displaced_mode to one of auto, corrected_async_gn"):
+                       match="Set displaced_mode to auto, corrected_async_gn"):
         comfyui.config("cpu,cpu", displaced=2, displaced_mode="stale")
 
 

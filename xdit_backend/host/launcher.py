@@ -54,8 +54,7 @@ class WorkerGroup:
     def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_fallbacks=0, machines=None,
                  forkserver=None):
         if sys.platform == "win32":
-            raise WorkerStartError("Start ComfyUI inside WSL2 to use xDiT's nodes: its workers run on Linux, and "
-                                   f"this is Windows. {HELP}")
+            raise WorkerStartError(f"Start ComfyUI inside WSL2: workers run on Linux, and this is Windows. {HELP}")
         timeouts.check()
         self.devices = tuple(devices)
         self._forkserver = forkserver or Forkserver()
@@ -87,7 +86,6 @@ class WorkerGroup:
 
     @property
     def is_probing(self):
-        """Do ranks measure their devices?"""
         return self._requests.are_kept_unanswered
 
     @property
@@ -291,14 +289,16 @@ class WorkerGroup:
         atexit.register(self._close_at_exit)
         resources.take_machines(self._machines, on_phase, check)
         self.warnings = [preflight.warning(self.devices, off, variables, failed)] if off else []
-        group_start = self._launch(variables, check)
-        Greeting(group_start, resources.channels, resources.workers, on_phase, check).run()
+        self._greet(self._launch(variables, check), on_phase, check)
 
     def _launch(self, variables, check):
         """Start torchrun here and on other machines; returns the GroupStart whose workers come up."""
         self.warnings += self._resources.warnings()
         interface = self._machines.interface if self._resources.sessions else ""
         return self._resources.launch(self._forkserver, interface, variables, self._has_fallbacks, check)
+
+    def _greet(self, group_start, on_phase, check):
+        Greeting(group_start, self._resources.channels, self._resources.workers, on_phase, check).run()
 
     # --- end ---
 
