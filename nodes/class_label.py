@@ -41,8 +41,8 @@ class XDiTClassLabel(io.ComfyNode):
         remote = getattr(model.model, "remote", None)
         num_classes = remote and remote.setup.num_classes
         if not num_classes:
-            raise ConfigError("This MODEL does not draw classes. Use the CLIP that belongs to it, or a folder of DiT "
-                              "in Load xDiT Model.")
+            raise ConfigError("Use the CLIP that belongs to this MODEL, or a folder of DiT in Load xDiT Model: this "
+                              "one does not draw classes.")
         number = class_of(label, num_classes, _names(remote.spec.path))
         marks = torch.zeros(1, 1, num_classes)
         if number is not None:
@@ -61,12 +61,13 @@ def class_of(label, num_classes, names):
         return numbers.pop()
     if len(numbers) > 1:
         same = " and ".join(map(str, sorted(numbers)))
-        raise ConfigError(f"label: {label} is the name of the classes {same}. Give one of these numbers.")
+        raise ConfigError(f"Give one of the numbers {same}: the label {label} is the name of each of these classes.")
     label = label[:MAX_SHOWN]
     near = difflib.get_close_matches(label.lower(), names, NUM_NAMED)
     words = (f", or a name such as {', '.join(near or sorted(names)[:NUM_NAMED])}"
              if names else "; the model's folder has no names of them")
-    raise ConfigError(f"label: {label} is no class of this model. It takes numbers from 0 to {num_classes - 1}{words}.")
+    raise ConfigError(f"Give a number from 0 to {num_classes - 1}{words}: the label {label} is no class of this "
+                      "model.")
 
 
 def _names(folder):
@@ -80,6 +81,6 @@ def _names(folder):
                 for name in of_class.split(","):
                     names.setdefault(name.strip().lower(), set()).add(int(number))
         except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} does not say what classes are called ({error}). Download it again, or "
-                                  f"remove it and give numbers.") from error
+            raise CheckpointError(f"Download {path} again, or remove it and give numbers: it does not say what "
+                                  f"classes are called ({error}).") from error
     return names

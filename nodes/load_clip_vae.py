@@ -32,6 +32,6 @@ class XDiTLoadClipVae(io.ComfyNode):
         _, clip, vae, _ = comfy.sd.load_checkpoint_guess_config(
             path, output_model=False, embedding_directory=folder_paths.get_folder_paths("embeddings"))
         if clip is None and getattr(vae, "first_stage_model", None) is None:
-            raise CheckpointError(f"{ckpt_name} holds no text encoder and no VAE. Load them from files of their own, "
-                                  f"with Load CLIP and Load VAE.")
+            raise CheckpointError("Load text encoder and VAE from files of their own, with Load CLIP and Load VAE: "
+                                  f"{ckpt_name} holds none.")
         return io.NodeOutput(clip, vae)

@@ -63,12 +63,12 @@ def check(model, cfg, positive, negative, latent_image):
     """Refuse what cannot work, before anything is launched."""
     check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
     if not isinstance(model, ShellPatcher):
-        raise ConfigError("Parallel Sampler needs a MODEL from Load xDiT Model, and this one comes from another "
-                          "loader. Connect Load xDiT Model, or use KSampler.")
+        raise ConfigError("Connect Load xDiT Model, or use KSampler: Parallel Sampler needs a MODEL from there, and "
+                          "this one comes from another loader.")
     for _, options in [*positive, *negative]:
         if options.get("gligen") is not None:
-            raise UnsupportedError("Parallel Sampler does not support GLIGEN conditioning. The GLIGEN would be "
-                                   "dropped without notice. Remove it, or use KSampler with Load Diffusion Model.")
+            raise UnsupportedError("Remove the GLIGEN conditioning, or use KSampler with Load Diffusion Model: "
+                                   "Parallel Sampler does not support it, and it would be dropped without notice.")
     config = model.remote.config
     one_branch = cfg == 1.0 and not model.model_options.get("disable_cfg1_optimization")
     if config.mode == "manual" and config.cfg_degree == 2 and one_branch:

@@ -49,7 +49,7 @@ def run(comfyui, options):
     else:
         print(f"This machine has {'one GPU' if num_gpus else 'no GPU'}: CPU workers stand in for GPUs, each on "
               f"{num_threads} of its {os.cpu_count()} cores.", flush=True)
-    make_base(BASE, extra_packs=[ROOT / "tests" / "host_nodes"])
+    make_base(BASE, extra_packs=[ROOT / "tests" / "host_nodes", ROOT / "tests" / "demo_page"])
     make_checkpoint("sd3", BASE / "models" / "diffusion_models" / TIMED_MODEL)
 
     print("Starting ComfyUI", flush=True)
@@ -71,8 +71,8 @@ Log           {host.log}
         if difference > TOLERANCE:
             raise HostError(f"The two results differ by more than {TOLERANCE:.0e}: that is a fault.")
         if options.keep:
-            print(f"Open {host.url}/?template=Demo&source={PACK} for the graph of this picture; there are others at "
-                  f"Templates > Extensions > {PACK}.\nComfyUI runs until you press Ctrl-C here.", flush=True)
+            print(f"Open {host.url} for the graph of this picture; there are others at Templates > Extensions > "
+                  f"{PACK}.\nComfyUI runs until you press Ctrl-C here.", flush=True)
             wait_for_end(host)
         else:
             print("To open the page and try the graph yourself: python3 start.py --keep", flush=True)

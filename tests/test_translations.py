@@ -124,6 +124,14 @@ def test_models_that_begin_with_a_vowel_have_their_article(name):
     assert article(name) == "an" and article("Flux.1") == article("Wan") == article("Qwen-Image") == "a"
 
 
+def test_titles_of_templates_have_chinese(node, modules):
+    titles = {one["title"] for path in sorted((ROOT / "workflows").glob("*.json"))
+              for one in json.loads(path.read_text(encoding="utf-8"))["nodes"] if one.get("title")}
+    table = evaluate(node, modules / "zh_notes.mjs", "ZH_TITLES", "ZH_TITLES")
+
+    assert set(table) == titles and all(map(CHINESE.search, table.values()))
+
+
 def test_notes_of_templates_have_chinese(node, modules):
     notes = {path.stem: one["widgets_values"][0] for path in sorted((ROOT / "workflows").glob("*.json"))
              for one in json.loads(path.read_text(encoding="utf-8"))["nodes"] if one["type"] == "MarkdownNote"}

@@ -229,8 +229,8 @@ function convertLoader(book, { graph, node }) {
   const link = linkOf(node, file);
   const title = node.title && titleOf(node.title, "Load xDiT Model");
   if (title) [was.title, node.title] = [node.title, titleOf(node.title, "Load CLIP and VAE")];
-  const size = [Math.max(270, node.size[0]), 110];
-  const { pos, groups } = placeBeside(graph, node, size);
+  const { pos, groups, size, beside } = placeBeside(graph, node, [Math.max(270, node.size[0]), 110]);
+  node.size = [node.size[0], beside];
   for (const [index, , after] of groups) graph.groups[index].bounding = after;
   const made = {
     id: nextId(book), type: "XDiTLoadModel", ...(title ? { title } : {}), pos, size, flags: {},

@@ -42,6 +42,7 @@ export function markErrors() {
     markRun(detail);
   });
   api.addEventListener("execution_start", () => {
+    withdrawNotes();
     unmark();
     for (const node of app.rootGraph?.nodes ?? []) withdraw(node);
   });
@@ -73,7 +74,19 @@ function name(reports) {
 function tell({ node_id, node_type, exception_type, exception_message }) {
   if (!exception_type?.startsWith(OURS)) return;
   const [words] = headOf(exception_message ?? "");
-  app.extensionManager.toast.add({ severity: "error", summary: nodeOf(node_id)?.title || node_type, detail: words, life: SHOWN_MS });
+  note({ severity: "error", summary: nodeOf(node_id)?.title || node_type, detail: words, life: SHOWN_MS });
+}
+
+let notes = [];                            // of errors, until a run begins
+
+function note(message) {
+  notes.push(message);
+  app.extensionManager.toast.add(message);
+}
+
+function withdrawNotes() {
+  notes.forEach((message) => app.extensionManager.toast.remove(message));
+  notes = [];
 }
 
 let marked = [];

@@ -170,11 +170,12 @@ function errorView(message) {
   return rest ? element("div", {}, words, element("details", {}, element("summary", {}, text("more_words")), element("pre", {}, rest))) : words;
 }
 
-function planFacts({ plan, why_no_plan: why }) {
-  if (!plan) return [["run_why", why && text(`why_${why}`)]];
+function planFacts({ plan, how, why_no_plan: why }) {
+  if (!plan) return [["run_why", how && why && text(`why_${why}`)]];
   const { chosen, one, second } = plan;
   return [["run_plan", layout(chosen)], ["run_why", text(`limited_${chosen.limited_by.replace("-", "")}`, { share: Math.round(100 * chosen.share) })],
-    ["run_forecast", seconds(chosen.seconds)], ["run_on_one", one.fits ? seconds(one.seconds) : text("does_not_fit")],
+    ["run_forecast", seconds(chosen.seconds)],
+    ["run_on_one", chosen.methods.length && (one.fits ? seconds(one.seconds) : text("does_not_fit"))],
     ["run_second", second ? `${layout(second)}, ${seconds(second.seconds)}` : ""]];
 }
 

@@ -4,28 +4,36 @@
  */
 
 const [TITLE, GROUP_TITLE, MARGIN] = [30, 36, 10];             // heights, and what stays free at a group's edge
+const LEAST = 82;                          // height of a node with two widgets and a row of slots
 const OUTSIDE = 40;                        // places that are tried in each direction
 
-/** {pos, groups}: groups are those that grow for it, [index, box before, box after]. */
+/**
+ * {pos, groups, size, beside}: groups are those that grow for it, [index, box before, box after]; where its group has no room otherwise, both nodes
+ * are as low as what they show, and beside is the height that leaves to the node that it was split from.
+ */
 export function placeBeside(graph, node, [width, height]) {
   const nodes = graph.nodes.map(({ pos, size }) => [pos[0], pos[1] - TITLE, size[0], size[1] + TITLE]);
   const boxes = (graph.groups ?? []).map(({ bounding }) => [...bounding]);
-  const isFree = ([x, y]) => [...nodes, ...boxes.map(([left, top, wide]) => [left, top, wide, GROUP_TITLE])]
-    .every((other) => !overlap([x, y - TITLE, width, height + TITLE], other));
+  const isFree = ([x, y], high = height, those = nodes) => [...those, ...boxes.map(([left, top, wide]) => [left, top, wide, GROUP_TITLE])]
+    .every((other) => !overlap([x, y - TITLE, width, high + TITLE], other));
+  const size = [width, height], beside = node.size[1];
   const own = around(boxes, node.pos)[0];
   if (own !== undefined) {
-    const inside = placesIn(boxes[own], width, height).find(isFree);
-    if (inside) return { pos: inside, groups: [] };
+    const inside = placesIn(boxes[own], width, height).find((pos) => isFree(pos));
+    if (inside) return { pos: inside, groups: [], size, beside };
     for (const pos of placesAt(boxes[own], node.pos, width, height)) {
       const groups = grown(boxes, nodes, around(boxes, node.pos), [pos[0] - MARGIN, pos[1] - TITLE - GROUP_TITLE, width + 2 * MARGIN,
         height + TITLE + GROUP_TITLE + MARGIN]);
-      if (groups && isFree(pos)) return { pos, groups };
+      if (groups && isFree(pos)) return { pos, groups, size, beside };
     }
+    const lower = nodes.map((box, index) => (graph.nodes[index] === node ? [...box.slice(0, 3), LEAST + TITLE] : box));
+    const between = placesIn(boxes[own], width, LEAST).find((pos) => isFree(pos, LEAST, lower));
+    if (between) return { pos: between, groups: [], size: [width, LEAST], beside: Math.min(beside, LEAST) };
   }
   const [x, y] = [node.pos[0], node.pos[1]], places = [];
   for (let step = 0; step < OUTSIDE; step++)
     places.push([x - width - 40 - 80 * step, y], [x, y - height - 40 - 80 * step], [x, y + node.size[1] + 60 + 80 * step]);
-  return { pos: places.find(isFree) ?? places[0], groups: [] };
+  return { pos: places.find((pos) => isFree(pos)) ?? places[0], groups: [], size, beside };
 }
 
 /** Groups that grew, as they were, unless someone has changed them since. */

@@ -85,6 +85,7 @@ export class TimePicture {
       return element("tr", {}, element("th", { scope: "row" }, name), ...[steps, `${busy.toFixed(2)} s`, `${waits.toFixed(2)} s`,
         `${Math.round(100 * idle)} %`].map((value) => element("td", {}, String(value))));
     });
+    this.table.hidden = !steps.length;     // such as where measuring was cancelled
     this.table.replaceChildren(...(time.steps ? [element("caption", {}, this.text("time_caption", { steps: time.steps }))] : []), element("thead", {}, element("tr", {}, ...head)),
       element("tbody", {}, ...rows));
   }

@@ -1,9 +1,10 @@
 /** Words of the backend and of our templates in the page's language. Used by xdit.js, outcome.js, errors.js, panel.js, and by tests in Node. */
 
 import { ZH } from "./zh.js";
-import { ZH_NOTES } from "./zh_notes.js";
+import { ZH_NOTES, ZH_TITLES } from "./zh_notes.js";
 
 const TABLES = { zh: { ...ZH, ...ZH_NOTES } };
+const TITLES = { zh: ZH_TITLES };
 const MAX_DEPTH = 6;                       // of texts within texts
 const compiled = {};                       // language -> [[expression, translation]], first those that begin with words of their own, and have most
 
@@ -22,6 +23,9 @@ export function translatedNote(language, note) {
   const lines = note.split("\n").map((line) => (/^$|^\| [`-]/.test(line) ? line : byTable(language, line, 0)));
   return lines.includes(null) ? null : lines.join("\n");
 }
+
+/** The title of a node of our templates in a language; another's as it is. */
+export const translatedTitle = (language, title) => TITLES[language]?.[title] ?? title;
 
 function byTable(language, message, depth) {
   compiled[language] ??= compile(TABLES[language]);

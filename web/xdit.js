@@ -12,13 +12,15 @@ import { toStock } from "./stock.js";
 import { registerPanel } from "./panel.js";
 import { listTemplates } from "./templates.js";
 import { say } from "./texts.js";
-import { translated, translatedNote } from "./translate.js";
+import { translated, translatedNote, translatedTitle } from "./translate.js";
 
 const ALL = "xdit.RunOnAllGpus";
 const ONE = "xdit.RunOnOneGpu";
 const NOTHING = { all_done: "all_nothing", one_done: "one_nothing" };
 const MAX_LINES = 6;
 const SHOWN_MS = 12000;
+
+let isTemplate = false;                    // has the graph that is being loaded a note of ours?
 
 const language = () => app.extensionManager.setting.get("Comfy.Locale");
 const text = (key, values) => say(language(), key, values);
@@ -150,7 +152,11 @@ app.registerExtension({
     if (node.comfyClass === "XDiTParallelConfig") showWhatCounts(node);
     const [note] = node.type === "MarkdownNote" ? node.widgets ?? [] : [];
     const words = note && translatedNote(language(), note.value);
-    if (words) note.value = words;
+    if (words) [note.value, isTemplate] = [words, true];
+  },
+  afterConfigureGraph() {
+    if (isTemplate) for (const node of app.rootGraph.nodes) node.title = translatedTitle(language(), node.title);
+    isTemplate = false;
   },
   getCanvasMenuItems() {
     const { command } = app.extensionManager;

@@ -1,130 +1,134 @@
 /** Errors and what nodes say while they run, in Chinese. {} in the English stands for any text, which {0}, {1} ... have in the Chinese. Used by translate.js. */
 
 export const ZH = {
-  "{} holds quantised weights or is a GGUF file. Nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model) need plain ones: use the bf16, fp16 or plain fp8 file of the same model there. As the first model of a ModelMerge node, and with LoRA, it works.":
-    "{0} 含有量化的权重，或者是 GGUF 文件。写入或混合 MODEL 自身权重的节点（ModelSave、CheckpointSave、LoraSave，以及把它作为第二个模型的 ModelMerge 节点）需要普通权重：请在那里使用同一模型的 bf16、fp16 或普通 fp8 文件。作为 ModelMerge 节点的第一个模型，以及与 LoRA 一起，它可以使用。",
-  "{} lacks weights of {} with which ComfyUI prepares this text. Use the publisher's whole file, or a text encoder that prepares it.":
-    "{0} 缺少 {1} 的权重，ComfyUI 用它们准备这段文本。请使用发布者的完整文件，或使用会准备文本的文本编码器。",
-  "{} is a diffusers folder of a {} model, and ComfyUI's names are not known for all tensors of it. {}":
-    "{0} 是 {1} 模型的 diffusers 文件夹，其中有些张量在 ComfyUI 中的名称未知。{2}",
-  "{} is a model of {} with {} = {}, which ComfyUI could not tell from its tensors: it would take it for {}. {}":
-    "{0} 是 {2} = {3} 的 {1} 模型，ComfyUI 无法从其张量看出这一点：它会当作 {4}。{5}",
-  "{} is sampled as its scheduler_config.json says ({}, {} = {}), and ComfyUI samples such models otherwise. Use another model.":
-    "{0} 按其 scheduler_config.json 采样（{1}，{2} = {3}），而 ComfyUI 对这类模型采用别的方式。请使用其他模型。",
-  "A node asks for this MODEL on {}. Its devices are those of xDiT Parallel Config, which runs it on several GPUs itself: set them there and remove the node.":
-    "有节点要求把此 MODEL 放在 {0} 上。它的设备由“xDiT 并行配置”决定，它自己就在多个 GPU 上运行：请在那里设置设备，并删除该节点。",
-  "This MODEL was quantised as it was loaded (weight_dtype {}). Nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model) need plain ones: set weight_dtype to default there. As the first model of a ModelMerge node, and with LoRA, it works.":
-    "此 MODEL 在加载时被量化（weight_dtype {0}）。写入或混合 MODEL 自身权重的节点（ModelSave、CheckpointSave、LoraSave，以及把它作为第二个模型的 ModelMerge 节点）需要普通权重：请在那里把 weight_dtype 设为 default。作为 ModelMerge 节点的第一个模型，以及与 LoRA 一起，它可以使用。",
-  "{} is not in the file of this MODEL, so that a node cannot save it. Use Load Diffusion Model.":
-    "{0} 不在此 MODEL 的文件中，节点无法保存它。请使用“加载扩散模型”。",
-  "Nothing of this LoRA is for {}: ComfyUI's log names its tensors. Use one that was made for this model.":
-    "此 LoRA 中没有任何内容适用于 {0}：ComfyUI 的日志列出了它的张量。请使用为此模型制作的 LoRA。",
-  "xDiT does not support Create Hook Model as LoRA. It would be dropped without notice. Remove it, or use Load Diffusion Model.":
-    "xDiT 不支持 Create Hook Model as LoRA，它会在没有提示的情况下失效。请删除它，或使用“加载扩散模型”。",
-  "A node asks for a second copy of this MODEL's weights, and xDiT's workers hold one. Use Load Diffusion Model for it.":
-    "有节点要求此 MODEL 权重的第二份副本，而 xDiT 的工作进程只持有一份。请为它使用“加载扩散模型”。",
-  "{} has numbers that {} cannot hold, and {} would compute in it. Set weight_dtype to fp32, or to bf16 where the device has it.":
-    "{0} 中有 {1} 无法容纳的数值，而 {2} 会用它计算。请把 weight_dtype 设为 fp32，或在设备支持时设为 bf16。",
-  "weight_dtype {} would quantise {} a second time: its weights are {} already. Set weight_dtype to default, which leaves them so, or use the bf16 or fp16 file of the same model.":
-    "weight_dtype {0} 会再次量化 {1}：它的权重已经是 {2}。请把 weight_dtype 设为 default，使其保持不变，或使用同一模型的 bf16 或 fp16 文件。",
-  "ComfyUI does not recognise {} as a {} model. Use another file of this model.":
-    "ComfyUI 不能把 {0} 识别为 {1} 模型。请使用此模型的其他文件。",
-  "{} says in its metadata that it differs from other {} models, which xDiT would not heed. Use Load Diffusion Model.":
-    "{0} 的元数据说明它与其他 {1} 模型不同，而 xDiT 不会遵循。请使用“加载扩散模型”。",
-  "{} is a model of {} whose scheduler says {}, and ComfyUI samples such a model by {} only. Use another model.":
-    "{0} 是调度器为 {2} 的 {1} 模型，而 ComfyUI 只用 {3} 对这类模型采样。请使用其他模型。",
-  "A node reads weights of this MODEL (diffusion_model.{}) while no sampler runs it, and xDiT's workers hold them. Use Load Diffusion Model for it.":
-    "有节点在没有采样器运行时读取此 MODEL 的权重（diffusion_model.{0}），而权重由 xDiT 的工作进程持有。请为它使用“加载扩散模型”。",
-  "{} has a scale for {}, which ComfyUI does not heed: what this file should draw is not clear. Use the bf16, fp16, plain fp8 or GGUF file of the same model.":
-    "{0} 有 {1} 的缩放系数，ComfyUI 不使用它：此文件应当画出什么并不明确。请使用同一模型的 bf16、fp16、普通 fp8 或 GGUF 文件。",
-  "A LoRA or another weight patch does not fit {}: {}. It was made for another model: use one that was made for this one.":
-    "LoRA 或其他权重补丁不适合 {0}：{1}。它是为其他模型制作的：请使用为此模型制作的补丁。",
-  "A LoRA or another node changes {}, which the file of this MODEL does not have. Remove it, or use Load Diffusion Model.":
-    "LoRA 或其他节点更改 {0}，而此 MODEL 的文件中没有它。请删除它，或使用“加载扩散模型”。",
-  "ComfyUI's {} takes no ControlNet conditioning, and this workflow has some, which would be dropped without notice. Remove Apply ControlNet.":
-    "ComfyUI 的 {0} 不接受 ControlNet 条件，而此工作流中有，它会在没有提示的情况下失效。请删除“应用 ControlNet”。",
-  "The ControlNet gives {} tensors for the {} skips of this {} model, and ComfyUI's takes one for each. Use a ControlNet that was made for this model.":
-    "ControlNet 为此 {2} 模型的 {1} 个跳跃连接给出 {0} 个张量，而 ComfyUI 的模型每个只接受一个。请使用为此模型制作的 ControlNet。",
-  "This ControlNet gives {} something for its {} blocks, which takes {} only: it was made for another model. Use one for {}.":
-    "此 ControlNet 为 {0} 的 {1} 块给出内容，而它只接受 {2}：它是为其他模型制作的。请使用适用于 {3} 的 ControlNet。",
-  "The ControlNet gives {} for {} of this {} model, and it takes {} with this latent. Use {}":
-    "ControlNet 为此 {2} 模型的 {1} 给出 {0}，而对此 latent 它接受 {3}。请使用 {4}",
-  "{} computes with layers of the model itself, and xDiT's workers hold them. Use a ControlNet that has its own, or Load Diffusion Model.":
-    "{0} 用模型自身的层计算，而这些层由 xDiT 的工作进程持有。请使用自带这些层的 ControlNet，或使用“加载扩散模型”。",
-  "displaced_degree={} is too much for a latent of {} rows: {} shares them out by {}, so at most {} devices can have some. Use a lower degree, or a higher picture.":
-    "displaced_degree={0} 对 {1} 行的 latent 太大：{2} 按 {3} 行分配，因此最多 {4} 个设备能分到。请减小并行度，或增大图像高度。",
-  "The latent has {} tokens, too few for displaced_degree x ring_degree x ulysses_degree = {}. Use a larger latent or lower degrees.":
-    "latent 有 {0} 个令牌，对 displaced_degree x ring_degree x ulysses_degree = {1} 太少。请使用更大的 latent 或更小的并行度。",
-  "Parallel Sampler cannot run this workflow piece by piece: its pieces ask the model for different prompts at the same step. Use KSampler.":
-    "并行采样器不能逐块运行此工作流：各块在同一步向模型提出不同的提示词。请使用 KSampler。",
-  "A node calls this MODEL in a way of its own, and {} takes a latent, a timestep and conditioning. Use a sampler node, or the kind of model that the node is for.":
-    "有节点以自己的方式调用此 MODEL，而 {0} 接受 latent、时间步和条件。请使用采样器节点，或该节点所适用的模型。",
-  "The latent has {}, and {} works on (batch, {}). It was made for another model: use the VAE or the empty latent node that belongs to this one{}":
-    "latent 有 {0}，而 {1} 处理 (batch, {2})。它是为其他模型制作的：请使用属于此模型的 VAE 或空 latent 节点{3}",
-  "The latent, or the area of it that a prompt is for, is empty: its shape is {}. Move or enlarge an area that lies outside of the picture, or remove it.":
-    "latent 或提示词所用的区域为空：其形状为 {0}。请移动或扩大位于图像之外的区域，或删除它。",
-  "The conditioning has a text of no tokens (its shape is {}), and {} takes one or more. For an empty prompt use the text encoder's node with an empty text.":
-    "条件中的文本没有令牌（形状为 {0}），而 {1} 至少需要一个。要使用空提示词，请在文本编码节点中输入空文本。",
-  "{} has numbers that are not finite (NaN or infinite), and no picture can come of it. {}":
-    "{0} 含有非有限数值（NaN 或无穷大），无法得到图像。{1}",
-  "{} is {}, and needs {}. Connect the output of a node that makes it.":
-    "{0} 是 {1}，而需要的是 {2}。请连接能产生它的节点的输出。",
-  "The conditioning has a reference latent of {} channels and {} dims, and this {} model takes {} and {}. Encode the picture with the VAE that belongs to it; models that take pictures otherwise (Fill, Canny, Depth) take none.":
-    "条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型接受 {3} 和 {4}。请用属于它的 VAE 编码图像；以其他方式接受图像的模型（Fill、Canny、Depth）不接受参考。",
-  "The conditioning has {} of {} numbers a token, and this {} model takes {}. It was made by another text encoder: use {}.":
-    "条件中有每个令牌 {1} 个数的 {0}，而此 {2} 模型接受 {3} 个。它由其他文本编码器产生：请使用 {4}。",
-  "A node calls this MODEL's diffusion model itself, without the places that ComfyUI gives {}'s tokens (rope_options). Use a sampler node, or Load Diffusion Model.":
-    "有节点自己调用此 MODEL 的扩散模型，没有 ComfyUI 给 {0} 的令牌的位置（rope_options）。请使用采样器节点，或“加载扩散模型”。",
-  "xDiT runs {} without {}, which this workflow has. Change the node that adds it, or use Load Diffusion Model.":
-    "xDiT 运行 {0} 时不支持 {1}，而此工作流含有它。请更改添加它的节点，或使用“加载扩散模型”。",
-  "xDiT runs {} without {}, which this workflow's conditioning has. It would be dropped without notice. Remove the node that adds it, or use Load Diffusion Model.":
-    "xDiT 运行 {0} 时不支持 {1}，而此工作流的条件含有它，它会在没有提示的情况下失效。请删除添加它的节点，或使用“加载扩散模型”。",
-  "xDiT does not support {}{} on this MODEL. It would be dropped without notice. Remove the node that adds it, or use Load Diffusion Model.":
-    "xDiT 在此 MODEL 上不支持 {0}{1}，它会在没有提示的情况下失效。请删除添加它的节点，或使用“加载扩散模型”。",
-  "A node reads the weights of this MODEL or computes with its layers itself ({}), and xDiT's workers hold them. Use Load Diffusion Model for it.":
-    "有节点读取此 MODEL 的权重，或自己用它的层计算（{0}），而它们由 xDiT 的工作进程持有。请为它使用“加载扩散模型”。",
-  "ComfyUI's {} does not heed what a node replaces in this workflow ({}): it is for other models, and would be dropped without notice. Remove the node ({}).":
-    "ComfyUI 的 {0} 不使用此工作流中某节点所替换的内容（{1}）：它适用于其他模型，会在没有提示的情况下失效。请删除该节点（{2}）。",
-  "xDiT replaces attention in the middle block of {} only, and a node does so in {}. Remove it, or use Load Diffusion Model.":
-    "xDiT 只替换 {0} 中间块的注意力，而有节点在 {1} 中替换。请删除它，或使用“加载扩散模型”。",
-  "The latent has {} channels and {} dims, and this VAE decodes {} channels and {} dims. Connect the VAE that belongs to the model.":
-    "latent 有 {0} 个通道和 {1} 个维度，而此 VAE 解码 {2} 个通道和 {3} 个维度。请连接属于此模型的 VAE。",
-  "The latent has {} x {} rows and columns, and this VAE decodes {} x {} or more. Use a picture of at least {} x {} pixels.":
-    "latent 有 {0} x {1} 行和列，而此 VAE 至少解码 {2} x {3}。请使用至少 {4} x {5} 像素的图像。",
-  "The picture is smaller than {} x {} pixels, the least that this VAE encodes. Use a larger one.":
-    "图像小于 {0} x {1} 像素，即此 VAE 能编码的最小尺寸。请使用更大的图像。",
-  "Distributed VAE {} does not support this VAE ({}) yet. It works with the VAEs of {}. Use VAE {} for this one.":
-    "分布式 VAE {0} 尚不支持此 VAE（{1}）。它支持 {2} 的 VAE。请对它使用 VAE {3}。",
-  "xDiT needs {}, which this Python does not have. Install with: python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart ComfyUI.":
-    "xDiT 需要 {0}，而此 Python 中没有。请在 xDiT 节点的文件夹中用 ComfyUI 的 Python 安装：python -m pip install -r requirements.txt，然后重新启动 ComfyUI。",
-  "devices=\"{}\": {} can join where ComfyUI listens for others. Set the address of this machine in Settings > xDiT > Other machines, one of {}, and read docs/machines.md before. Or leave them out.":
-    "devices=\"{0}\"：{1} 只能在 ComfyUI 监听其他机器时加入。请在 设置 > xDiT > 其他机器 中设置本机的地址，即 {2} 之一，并先阅读 docs/machines.md。或去掉它们。",
-  "{}: there is no such device. {} has {}. Name one of these in xDiT Parallel Config.":
-    "{0}：没有此设备。{1} 有 {2}。请在“xDiT 并行配置”中写上其中之一。",
-  "There is nothing to measure: {} works alone. Set devices in xDiT Parallel Config, and run once.":
-    "没有可测量的：{0} 单独工作。请在“xDiT 并行配置”中设置设备，并运行一次。",
-  "{} is {} in ComfyUI's settings. There are {}: choose one in Settings > xDiT.":
-    "ComfyUI 的设置中 {0} 为 {1}。可选的有 {2}：请在 设置 > xDiT 中选择。",
-  "{} is {} in ComfyUI's settings. It takes minutes, above 0, at most {}.":
-    "ComfyUI 的设置中 {0} 为 {1}。它应为分钟数，大于 0，不超过 {2}。",
-  "{} is {} in ComfyUI's settings. It takes an address of this machine, as text, or nothing.":
-    "ComfyUI 的设置中 {0} 为 {1}。它应为文本形式的本机地址，或留空。",
-  "label: {} is no class of this model. It takes numbers from 0 to {}{}.":
-    "label：{0} 不是此模型的类别。它接受 0 到 {1} 的编号{2}。",
-  "label: {} is the name of the classes {}. Give one of these numbers.":
-    "label：{0} 是类别 {1} 的名称。请给出其中一个编号。",
-  "This MODEL does not draw classes. Use the CLIP that belongs to it, or a folder of DiT in Load xDiT Model.":
-    "此 MODEL 不画类别。请使用属于它的 CLIP，或在“加载 xDiT 模型”中使用 DiT 的文件夹。",
-  "{} does not say what classes are called ({}). Download it again, or remove it and give numbers.":
-    "{0} 没有说明类别的名称（{1}）。请重新下载，或删除它并使用编号。",
-  "{} holds no text encoder and no VAE. Load them from files of their own, with Load CLIP and Load VAE.":
-    "{0} 不含文本编码器和 VAE。请用“加载 CLIP”和“加载 VAE”从各自的文件加载。",
-  "Parallel Sampler needs a MODEL from Load xDiT Model, and this one comes from another loader. Connect Load xDiT Model, or use KSampler.":
-    "并行采样器需要来自“加载 xDiT 模型”的 MODEL，而这个来自其他加载器。请连接“加载 xDiT 模型”，或使用 KSampler。",
+  "Use the bf16, fp16 or plain fp8 file of this model for nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model): {} holds quantised weights or is a GGUF file. As the first model of a ModelMerge node, and with LoRA, it works.":
+    "写入或混合 MODEL 自身权重的节点（ModelSave、CheckpointSave、LoraSave，以及把它作为第二个模型的 ModelMerge 节点）请使用此模型的 bf16、fp16 或普通 fp8 文件：{0} 含有量化的权重，或者是 GGUF 文件。作为 ModelMerge 节点的第一个模型，以及与 LoRA 一起，它可以使用。",
+  "Use the publisher's whole file, or a text encoder that prepares this text: {} lacks weights of {} with which ComfyUI does.":
+    "请使用发布者的完整文件，或使用会准备文本的文本编码器：{0} 缺少 {1} 的权重，ComfyUI 用它们准备这段文本。",
+  "{} {} is a diffusers folder of a {} model, and ComfyUI's names are not known for all tensors of it.":
+    "{0} {1} 是 {2} 模型的 diffusers 文件夹，其中有些张量在 ComfyUI 中的名称未知。",
+  "{} {} is a model of {} with {} = {}, which ComfyUI could not tell from its tensors: it would take it for {}.":
+    "{0} {1} 是 {3} = {4} 的 {2} 模型，ComfyUI 无法从其张量看出这一点：它会当作 {5}。",
+  "Use another model: {} is sampled as its scheduler_config.json says ({}, {} = {}), and ComfyUI samples such models otherwise.":
+    "请使用其他模型：{0} 按其 scheduler_config.json 采样（{1}，{2} = {3}），而 ComfyUI 对这类模型采用别的方式。",
+  "Set devices in xDiT Parallel Config, which runs this MODEL on several GPUs itself, and remove the node that asks for it on {}.":
+    "请在“xDiT 并行配置”中设置设备，它自己就在多个 GPU 上运行此 MODEL，并删除要求把它放在 {0} 上的节点。",
+  "Set weight_dtype to default for nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model): this one was quantised as it was loaded (weight_dtype {}). As the first model of a ModelMerge node, and with LoRA, it works.":
+    "写入或混合 MODEL 自身权重的节点（ModelSave、CheckpointSave、LoraSave，以及把它作为第二个模型的 ModelMerge 节点）请把 weight_dtype 设为 default：此 MODEL 在加载时被量化（weight_dtype {0}）。作为 ModelMerge 节点的第一个模型，以及与 LoRA 一起，它可以使用。",
+  "Use Load Diffusion Model: {} is not in the file of this MODEL, so that a node cannot save it.":
+    "请使用“UNet加载器”：{0} 不在此 MODEL 的文件中，节点无法保存它。",
+  "Use a LoRA that was made for {}: nothing of this one is for it. ComfyUI's log names its tensors.":
+    "请使用为 {0} 制作的 LoRA：此 LoRA 中没有任何内容适用于它。ComfyUI 的日志列出了它的张量。",
+  "Remove Create Hook Model as LoRA, or use Load Diffusion Model: xDiT does not support it, and it would be dropped without notice.":
+    "请删除 Create Hook Model as LoRA，或使用“UNet加载器”：xDiT 不支持它，它会在没有提示的情况下失效。",
+  "Use Load Diffusion Model for the node that asks for a second copy of this MODEL's weights: xDiT's workers hold one.":
+    "请为要求此 MODEL 权重第二份副本的节点使用“UNet加载器”：xDiT 的工作进程只持有一份。",
+  "Set weight_dtype to fp32, or to bf16 where the device has it: {} has numbers that {} cannot hold, and {} would compute in it.":
+    "请把 weight_dtype 设为 fp32，或在设备支持时设为 bf16：{0} 中有 {1} 无法容纳的数值，而 {2} 会用它计算。",
+  "Set weight_dtype to default, which leaves weights as they are, or use the bf16 or fp16 file of the same model: weight_dtype {} would quantise {} a second time, whose weights are {} already.":
+    "请把 weight_dtype 设为 default，使其保持不变，或使用同一模型的 bf16 或 fp16 文件：weight_dtype {0} 会再次量化 {1}：它的权重已经是 {2}。",
+  "Use another file of this model: ComfyUI does not recognise {} as a {} model.":
+    "请使用此模型的其他文件：ComfyUI 不能把 {0} 识别为 {1} 模型。",
+  "Use Load Diffusion Model: {} says in its metadata that it differs from other {} models, which xDiT would not heed.":
+    "请使用“UNet加载器”：{0} 的元数据说明它与其他 {1} 模型不同，而 xDiT 不会遵循。",
+  "Use another model: {} is a model of {} whose scheduler says {}, and ComfyUI samples such a model by {} only.":
+    "请使用其他模型：{0} 是调度器为 {2} 的 {1} 模型，而 ComfyUI 只用 {3} 对这类模型采样。",
+  "Use Load Diffusion Model for the node that reads weights of this MODEL (diffusion_model.{}) while no sampler runs it: xDiT's workers hold them.":
+    "请为在没有采样器运行时读取此 MODEL 权重（diffusion_model.{0}）的节点使用“UNet加载器”：权重由 xDiT 的工作进程持有。",
+  "Use the bf16, fp16, plain fp8 or GGUF file of the same model: {} has a scale for {}, which ComfyUI does not heed, so that what this file should draw is not clear.":
+    "请使用同一模型的 bf16、fp16、普通 fp8 或 GGUF 文件：{0} 有 {1} 的缩放系数，ComfyUI 不使用它，此文件应当画出什么并不明确。",
+  "Use a LoRA, or another weight patch, that was made for this model: the one given does not fit {} ({}).":
+    "请使用为此模型制作的 LoRA 或其他权重补丁：给出的补丁不适合 {0}（{1}）。",
+  "Remove the LoRA or node that changes {}, or use Load Diffusion Model: the file of this MODEL does not have it.":
+    "请删除更改 {0} 的 LoRA 或节点，或使用“UNet加载器”：此 MODEL 的文件中没有它。",
+  "Remove Apply ControlNet: ComfyUI's {} takes no ControlNet conditioning, and would drop this workflow's without notice.":
+    "请删除“应用ControlNet”：ComfyUI 的 {0} 不接受 ControlNet 条件，此工作流中的会在没有提示的情况下失效。",
+  "Use a ControlNet that was made for this model: this one gives {} tensors for the {} skips of {}, and ComfyUI's takes one for each.":
+    "请使用为此模型制作的 ControlNet：它为 {2} 的 {1} 个跳跃连接给出 {0} 个张量，而 ComfyUI 的模型每个只接受一个。",
+  "Use a ControlNet for {}: this one was made for another model, as it gives something for {} blocks. Taken is {} only.":
+    "请使用适用于 {0} 的 ControlNet：此 ControlNet 为 {1} 块给出内容，是为其他模型制作的。只接受 {2}。",
+  "Use {}: the given ControlNet makes {} for {} of this {} model, and it takes {} with this latent.":
+    "请使用 {0}：给出的 ControlNet 为此 {3} 模型的 {2} 生成 {1}，而对此 latent 它接受 {4}。",
+  "Use a ControlNet that has layers of its own, or Load Diffusion Model: {} computes with the model's, and xDiT's workers hold them.":
+    "请使用自带层的 ControlNet，或使用“UNet加载器”：{0} 用模型自身的层计算，而这些层由 xDiT 的工作进程持有。",
+  "Set displaced_degree to at most {}, or draw a higher picture: displaced_degree={} is too much for a latent of {} rows, which {} shares out by {}.":
+    "请把 displaced_degree 设为最多 {0}，或增大图像高度：displaced_degree={1} 对 {2} 行的 latent 太大，{3} 按 {4} 行分配。",
+  "Use a larger latent or lower degrees: it has {} tokens, too few for displaced_degree x ring_degree x ulysses_degree = {}.":
+    "请使用更大的 latent 或更小的并行度：latent 有 {0} 个令牌，对 displaced_degree x ring_degree x ulysses_degree = {1} 太少。",
+  "Use KSampler: Parallel Sampler cannot run this workflow piece by piece, as its pieces ask the model for different prompts at the same step.":
+    "请使用K采样器：并行采样器不能逐块运行此工作流：各块在同一步向模型提出不同的提示词。",
+  "Use a sampler node, or the kind of model that the node is for: it calls this MODEL in a way of its own, and {} takes a latent, a timestep and conditioning.":
+    "请使用采样器节点，或该节点所适用的模型：有节点以自己的方式调用此 MODEL，而 {0} 接受 latent、时间步和条件。",
+  "Use the VAE or the empty latent node that belongs to this model{}: the latent has {}, and {} works on (batch, {}). It was made for another model.":
+    "请使用属于此模型的 VAE 或空 latent 节点{0}：latent 有 {1}，而 {2} 处理 (batch, {3})。它是为其他模型制作的。",
+  "Move or enlarge an area that lies outside of the picture, or remove it: the latent, or the area of it that a prompt is for, is empty (its shape is {}).":
+    "请移动或扩大位于图像之外的区域，或删除它：latent 或提示词所用的区域为空（形状为 {0}）。",
+  "For an empty prompt use the text encoder's node with an empty text: the conditioning has a text of no tokens (its shape is {}), and {} takes one or more.":
+    "要使用空提示词，请在文本编码节点中输入空文本：条件中的文本没有令牌（形状为 {0}），而 {1} 至少需要一个。",
+  "{}: {} has numbers that are not finite (NaN or infinite), and no picture can come of it.":
+    "{0}：{1} 含有非有限数值（NaN 或无穷大），无法得到图像。",
+  "Connect the output of a node that makes it: {} is {}, and needs {}.":
+    "请连接能产生它的节点的输出：{0} 是 {1}，而需要的是 {2}。",
+  "Encode the reference picture with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model takes {} and {}. Models that take pictures otherwise (Fill, Canny, Depth) take none.":
+    "请用属于此模型的 VAE 编码参考图像：条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型接受 {3} 和 {4}。以其他方式接受图像的模型（Fill、Canny、Depth）不接受参考。",
+  "Use {}: the conditioning has {} of {} numbers a token, and this {} model takes {}. It was made by another text encoder.":
+    "请使用 {0}：条件中有每个令牌 {2} 个数的 {1}，而此 {3} 模型接受 {4} 个。它由其他文本编码器产生。",
+  "Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion model itself, without the places that ComfyUI gives {}'s tokens (rope_options).":
+    "请使用采样器节点，或“UNet加载器”：有节点自己调用此 MODEL 的扩散模型，没有 ComfyUI 给 {0} 的令牌的位置（rope_options）。",
+  "Change the node that adds {}, or use Load Diffusion Model: xDiT runs {} without it.":
+    "请更改添加 {0} 的节点，或使用“UNet加载器”：xDiT 运行 {1} 时不支持它。",
+  "Remove the node that adds {} to the conditioning, or use Load Diffusion Model: xDiT runs {} without it, and it would be dropped without notice.":
+    "请删除向条件添加 {0} 的节点，或使用“UNet加载器”：xDiT 运行 {1} 时不支持它，它会在没有提示的情况下失效。",
+  "Remove the node that adds it, or use Load Diffusion Model: xDiT does not support {}{} on this MODEL, and it would be dropped without notice.":
+    "请删除添加它的节点，或使用“UNet加载器”：xDiT 在此 MODEL 上不支持 {0}{1}，它会在没有提示的情况下失效。",
+  "Use Load Diffusion Model for the node that reads the weights of this MODEL or computes with its layers itself ({}): xDiT's workers hold them.":
+    "请为读取此 MODEL 的权重或自己用其层计算的节点使用“UNet加载器”（{0}）：它们由 xDiT 的工作进程持有。",
+  "Remove the node ({}): ComfyUI's {} does not heed what it replaces in this workflow ({}), which is for other models and would be dropped without notice.":
+    "请删除该节点（{0}）：ComfyUI 的 {1} 不使用它在此工作流中所替换的内容（{2}），它适用于其他模型，会在没有提示的情况下失效。",
+  "Remove the node that replaces attention in {}, or use Load Diffusion Model: of {} xDiT does so in the middle block only.":
+    "请删除在 {0} 中替换注意力的节点，或使用“UNet加载器”：对 {1}，xDiT 只在中间块这样做。",
+  "Connect the VAE that belongs to the model: the latent has {} channels and {} dims, and this VAE decodes {} channels and {} dims.":
+    "请连接属于此模型的 VAE：latent 有 {0} 个通道和 {1} 个维度，而此 VAE 解码 {2} 个通道和 {3} 个维度。",
+  "Use a picture of at least {} x {} pixels: the latent has {} x {} rows and columns, and this VAE decodes {} x {} or more.":
+    "请使用至少 {0} x {1} 像素的图像：latent 有 {2} x {3} 行和列，而此 VAE 至少解码 {4} x {5}。",
+  "Use a picture of at least {} x {} pixels: this one is smaller than what this VAE encodes.":
+    "请使用至少 {0} x {1} 像素的图像：这张小于此 VAE 能编码的尺寸。",
+  "Use VAE {} for this VAE ({}): Distributed VAE {} does not support it yet. It works with the VAEs of {}.":
+    "请对此 VAE（{1}）使用 VAE {0}：分布式 VAE {2} 尚不支持它。它支持 {3} 的 VAE。",
+  "Install {}, which this Python does not have: python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart ComfyUI.":
+    "请安装此 Python 中没有的 {0}：python -m pip install -r requirements.txt（在 xDiT 节点的文件夹中，用 ComfyUI 的 Python），然后重新启动 ComfyUI。",
+  "Leave out {}, or set the address of this machine in Settings > xDiT > Other machines, one of {}, and read docs/machines.md before: devices=\"{}\", and ComfyUI does not listen for other machines.":
+    "请去掉 {0}，或在 设置 > xDiT > 其他机器 中设置本机的地址，即 {1} 之一，并先阅读 docs/machines.md：devices=\"{2}\"，而 ComfyUI 没有监听其他机器。",
+  "Name one of {} in xDiT Parallel Config: {} has no device {}.":
+    "请在“xDiT 并行配置”中写上 {0} 之一：{1} 没有设备 {2}。",
+  "Set devices in xDiT Parallel Config, and run once: there is nothing to measure, as {} works alone.":
+    "请在“xDiT 并行配置”中设置 devices，并运行一次：没有可测量的，{0} 单独工作。",
+  "Set weight_dtype to default, use a file of that type, or close other programs: {} has no room on its devices for all weights, and those that come from host memory take {} GB there, of which {} GB are free. Weights that the file has as they are used take none.":
+    "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 在其设备上放不下全部权重，而从主机内存取来的权重在那里占 {1} GB，其中 {2} GB 空闲。文件中与使用时相同的权重不占内存。",
+  "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":
+    "请把 weights_memory 设为“auto”，或至少 {0} GB：{1} 的 {2} 在每个设备上占用这么多，而 weights_memory=\"{3}\" 更小。",
+  "Choose one of {} in Settings > xDiT: {} is {} in ComfyUI's settings.":
+    "请在 设置 > xDiT 中选择 {0} 之一：ComfyUI 的设置中 {1} 为 {2}。",
+  "Give minutes above 0, at most {}, in Settings > xDiT: {} is {} in ComfyUI's settings.":
+    "请在 设置 > xDiT 中给出大于 0、不超过 {0} 的分钟数：ComfyUI 的设置中 {1} 为 {2}。",
+  "Give an address of this machine as text, or nothing, in Settings > xDiT: {} is {} in ComfyUI's settings.":
+    "请在 设置 > xDiT 中给出文本形式的本机地址，或留空：ComfyUI 的设置中 {0} 为 {1}。",
+  "Give a number from 0 to {}{}: the label {} is no class of this model.":
+    "请给出 0 到 {0} 的编号{1}：标签 {2} 不是此模型的类别。",
+  "Give one of the numbers {}: the label {} is the name of each of these classes.":
+    "请给出编号 {0} 之一：标签 {1} 是这些类别共同的名称。",
+  "Use the CLIP that belongs to this MODEL, or a folder of DiT in Load xDiT Model: this one does not draw classes.":
+    "请使用属于此 MODEL 的 CLIP，或在“加载 xDiT 模型”中使用 DiT 的文件夹：它不画类别。",
+  "Download {} again, or remove it and give numbers: it does not say what classes are called ({}).":
+    "请重新下载 {0}，或删除它并使用编号：它没有说明类别的名称（{1}）。",
+  "Load text encoder and VAE from files of their own, with Load CLIP and Load VAE: {} holds none.":
+    "请用“加载CLIP”和“加载VAE”从各自的文件加载文本编码器和 VAE：{0} 不含它们。",
+  "Connect Load xDiT Model, or use KSampler: Parallel Sampler needs a MODEL from there, and this one comes from another loader.":
+    "请连接“加载 xDiT 模型”，或使用K采样器：并行采样器需要来自“加载 xDiT 模型”的 MODEL，而这个来自其他加载器。",
   "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half of the devices would do nothing.":
     "请把 cfg 设为大于 1，或把 mode 设为 auto：cfg_degree=2 需要两个分支，而 cfg=1.0 只计算正向提示词，一半的设备会无事可做。",
-  "Parallel Sampler does not support GLIGEN conditioning. The GLIGEN would be dropped without notice. Remove it, or use KSampler with Load Diffusion Model.":
-    "并行采样器不支持 GLIGEN 条件，它会在没有提示的情况下失效。请删除它，或将 KSampler 与“加载扩散模型”一起使用。",
+  "Remove the GLIGEN conditioning, or use KSampler with Load Diffusion Model: Parallel Sampler does not support it, and it would be dropped without notice.":
+    "请删除 GLIGEN 条件，或将K采样器与“UNet加载器”一起使用：并行采样器不支持它，它会在没有提示的情况下失效。",
   "It lacks tensors that Cosmos-Predict1's VAE has; its {} tensors begin with {}.":
     "它缺少 Cosmos-Predict1 的 VAE 所有的张量；它的 {0} 个张量以 {1} 开头。",
   "It is {}'s, which needs diffusers {} or newer, and this is {}.":
@@ -145,46 +149,54 @@ export const ZH = {
     "它缺少 Mochi 的 VAE 所有的张量；它的 {0} 个张量以 {1} 开头。",
   "It is a tiny autoencoder of Flux.2's latents, whose blocks have norms.":
     "它是 Flux.2 latent 的小型自编码器，其各块带有归一化。",
-  "{} has changed on disk since Load xDiT Model read it, and its weights are needed again. Queue the prompt again: it loads the file anew.":
-    "{0} 在“加载 xDiT 模型”读取之后在磁盘上已更改，而现在又需要它的权重。请再次排队：会重新加载文件。",
+  "Queue the prompt again, which loads the file anew: {} has changed on disk since Load xDiT Model read it, and its weights are needed again.":
+    "请再次排队：会重新加载文件：{0} 在“加载 xDiT 模型”读取之后在磁盘上已更改，而现在又需要它的权重。",
   "{} is not a diffusers folder with a transformer or a U-Net: {} lacks config.json.{}":
     "{0} 不是含有 transformer 或 U-Net 的 diffusers 文件夹：{1} 缺少 config.json。{2}",
-  "{} holds a {}, and diffusers writes settings by name there. {}":
-    "{0} 内容是 {1}，而 diffusers 在那里按名称写入设置。{2}",
+  "{} {} holds a {}, and diffusers writes settings by name there.":
+    "{0} {1} 的内容是 {2}，而 diffusers 在那里按名称写入设置。",
   "{} is not a diffusers folder with a transformer or a U-Net that can be read: {} lacks .safetensors files.{} {}":
     "{0} 不是可读取的、含有 transformer 或 U-Net 的 diffusers 文件夹：{1} 缺少 .safetensors 文件。{2} {3}",
-  "{} has its model more than once, as {} in {}. Which is meant is not clear: leave the files of one.":
-    "{0} 中的模型不止一份，在 {2} 中为 {1}。不清楚用哪一份：请只保留其中一份的文件。",
-  "{} is not whole: {} has {} of {} shards, {} among them. {}":
-    "{0} 不完整：{1} 有 {3} 个分片中的 {2} 个，缺少的包括 {4}。{5}",
-  "{} is not a JSON file that can be read ({}). {}":
-    "{0} 不是可读取的 JSON 文件（{1}）。{2}",
-  "{} is cut short: its header promises {} bytes and the file has {}. Download it again.":
-    "{0} 被截断：文件头说明有 {1} 字节，而文件只有 {2}。请重新下载。",
-  "{} holds {} in the type {}, which xDiT does not read. It reads F32, F16, BF16 and {}: use such a file of the same model.":
-    "{0} 中的 {1} 为 {2} 类型，xDiT 不能读取。它能读取 F32、F16、BF16 和 {3}：请使用同一模型的这类文件。",
-  "{} has {} of shape {} in {}{}, which does not go together. Download the file again.":
-    "{0} 中形状为 {2} 的 {1} 占 {3}{4}，不相符。请重新下载文件。",
-  "{} has {} start at byte {}, within {}. Download the file again.":
-    "{0} 中 {1} 从第 {2} 字节开始，位于 {3} 之内。请重新下载文件。",
+  "Leave the files of one model in {}: {} has it more than once, as {}, and which is meant is not clear.":
+    "请在 {0} 中只保留一份模型的文件：{1} 中的模型不止一份（{2}），不清楚用哪一份。",
+  "{} {} is not whole: {} has {} of {} shards, {} among them.":
+    "{0} {1} 不完整：{2} 有 {4} 个分片中的 {3} 个，其中有 {5}。",
+  "{} {} is not a JSON file that can be read ({}).":
+    "{0} {1} 不是可读取的 JSON 文件（{2}）。",
+  "Download {} again, it is cut short: its header promises {} bytes and the file has {}.":
+    "请重新下载 {0}，它被截断：文件头说明有 {1} 字节，而文件只有 {2}。",
+  "Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, fp16, fp8, mxfp8 or nvfp4 file of the same model: tensor_degree={} cannot share out {}, whose products round each token's inputs by the largest of them, and each device would have some of them only.":
+    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个令牌输入中的最大值舍入，而每个设备只有其中一部分。",
+  "Use the bf16, fp8 or GGUF file of the same model: {} holds weights in mxfp8, for which PyTorch 2.7 or newer is needed, and this is {}.":
+    "请使用同一模型的 bf16、fp8 或 GGUF 文件：{0} 含有 mxfp8 的权重，需要 PyTorch 2.7 或更新版本，而这里是 {1}。",
+  "Install with: python -m pip install -U {} (with ComfyUI's Python), and restart ComfyUI; or choose another weight_dtype: {} needs the package {}, which this Python does not have, or not for its PyTorch.":
+    "请安装：python -m pip install -U {0}（用 ComfyUI 的 Python），并重新启动 ComfyUI；或选择其他 weight_dtype：{1} 需要软件包 {2}，而此 Python 中没有，或没有适合其 PyTorch 的版本。",
+  "{} holds weights in {}, for which the package comfy-kitchen is needed, in the version of ComfyUI's requirements. Install with: python -m pip install -U comfy-kitchen (with ComfyUI's Python), and restart ComfyUI; or use the bf16, fp8 or GGUF file of the same model.":
+    "请安装：python -m pip install -U comfy-kitchen（用 ComfyUI 的 Python），并重新启动 ComfyUI，或使用同一模型的 bf16、fp8 或 GGUF 文件：{0} 含有 {1} 的权重，需要 ComfyUI 所要求版本的 comfy-kitchen。",
+  "Use a file of this model in F32, F16, BF16 or {}: {} holds {} in the type {}, which xDiT does not read.":
+    "请使用此模型的 F32、F16、BF16 或 {0} 文件：{1} 中的 {2} 为 {3} 类型，xDiT 不能读取。",
+  "Download {} again: it has {} of shape {} in {}{}, which does not go together.":
+    "请重新下载 {0}：其中形状为 {2} 的 {1} 占 {3}{4}，不相符。",
+  "Download {} again: it has {} start at byte {}, within {}.":
+    "请重新下载 {0}：其中 {1} 从第 {2} 字节开始，位于 {3} 之内。",
   "GGUF files need the package gguf, which this Python does not have. Install with: python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart ComfyUI.":
     "GGUF 文件需要软件包 gguf，而此 Python 中没有。请在 xDiT 节点的文件夹中用 ComfyUI 的 Python 安装：python -m pip install -r requirements.txt，然后重新启动 ComfyUI。",
-  "{} has a header that cannot be read ({}). Download the file again.":
-    "{0} 的文件头无法读取（{1}）。请重新下载文件。",
-  "{} does not fit {}: {} tensors are missing ({} ...), {} are unknown ({} ...). Use another file of this model, or Load Diffusion Model.":
-    "{0} 与 {1} 不符：缺少 {2} 个张量（{3} ...），{4} 个未知（{5} ...）。请使用此模型的其他文件，或“加载扩散模型”。",
-  "{} lacks the tensor {}, which a {} model needs. Download it again, or choose another file.":
-    "{0} 缺少 {2} 模型需要的张量 {1}。请重新下载，或选择其他文件。",
-  "{} looks like a {} model, but its tensors have shapes that none has ({}). Download it again, or choose another file.":
-    "{0} 看起来是 {1} 模型，但其张量的形状不属于任何一个（{2}）。请重新下载，或选择其他文件。",
-  "{} has a config.json whose settings are of other types than diffusers writes ({}). Download it again, or choose another folder.":
-    "{0} 的 config.json 中设置的类型与 diffusers 写入的不同（{1}）。请重新下载，或选择其他文件夹。",
-  "{} is a model of {} whose config.json says {} = {}, and its tensors are of {}. Download the folder again, or choose another.":
-    "{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而它的张量是 {4}。请重新下载文件夹，或选择其他的。",
-  "{} is a model of {} whose config.json says {} = {}, and xDiT runs {} with {} only. Use another model, or Load Diffusion Model.":
-    "{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而 xDiT 只在 {5} 时运行 {4}。请使用其他模型，或“加载扩散模型”。",
-  "{} {}: {}{}. Download it again, or choose another file.":
-    "{0} {1}：{2}{3}。请重新下载，或选择其他文件。",
+  "Download {} again: it has a header that cannot be read ({}).":
+    "请重新下载 {0}：它的文件头无法读取（{1}）。",
+  "Use another file of this model, or Load Diffusion Model: {} does not fit {}: {} tensors are missing ({} ...), {} are unknown ({} ...).":
+    "请使用此模型的其他文件，或“UNet加载器”：{0} 与 {1} 不符：缺少 {2} 个张量（{3} ...），{4} 个未知（{5} ...）。",
+  "Download {} again, or choose another file: it lacks the tensor {}, which a {} model needs.":
+    "请重新下载 {0}，或选择其他文件：它缺少 {2} 模型需要的张量 {1}。",
+  "Download {} again, or choose another file: it looks like a {} model, but its tensors have shapes that none has ({}).":
+    "请重新下载 {0}，或选择其他文件：它看起来是 {1} 模型，但其张量的形状不属于任何一个（{2}）。",
+  "Download {} again, or choose another folder: settings of its config.json are of other types than diffusers writes ({}).":
+    "请重新下载 {0}，或选择其他文件夹：其 config.json 中设置的类型与 diffusers 写入的不同（{1}）。",
+  "Download the folder again, or choose another: {} is a model of {} whose config.json says {} = {}, and its tensors are of {}.":
+    "请重新下载文件夹，或选择其他的：{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而它的张量是 {4}。",
+  "Use another model, or Load Diffusion Model: {} is a model of {} whose config.json says {} = {}, and xDiT runs {} with {} only.":
+    "请使用其他模型，或“UNet加载器”：{0} 是 {1} 模型，其 config.json 写明 {2} = {3}，而 xDiT 只在 {5} 时运行 {4}。",
+  "Download {} again, or choose another file: it {}: {}{}.":
+    "请重新下载 {0}，或选择其他文件：{1}：{2}{3}。",
   "{} is not a diffusion model that xDiT runs. {} {}":
     "{0} 不是 xDiT 能运行的扩散模型。{1} {2}",
   "{} is the folder of a U-Net of a kind that xDiT does not run. {}":
@@ -193,106 +205,106 @@ export const ZH = {
     "{0} 接近 {2} 模型，但 {3}。请重新下载，或选择其他文件。{4}",
   "{} is {} {} model, but {}.":
     "{0} 是 {2} 模型，但 {3}。",
-  "{} is not a safetensors file{}.":
-    "{0} 不是 safetensors 文件{1}。",
-  "{} {}. Use the bf16, fp16, fp8 (plain or scaled) or GGUF file of the same model.":
-    "{0} {1}。请使用同一模型的 bf16、fp16、fp8（普通或 scaled）或 GGUF 文件。",
-  "{} says of its quantisation what cannot be read ({}). Download it again.":
-    "{0} 关于量化的说明无法读取（{1}）。请重新下载。",
-  "{} lacks {}. Download it again.":
-    "{0} 缺少 {1}。请重新下载。",
-  "tensor_degree={} cannot share out these quantised weights: {} has {} inputs, in blocks of {}, and each device needs whole blocks. Use {}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8{}.":
-    "tensor_degree={0} 不能拆分这些量化的权重：{1} 有 {2} 个输入，每块 {3} 个，而每个设备需要完整的块。请使用 {4}tensor_degree 1 与 pipefusion_degree，或 bf16、fp16、fp8{5} 的权重。",
+  "Download {} again: it is empty.":
+    "请重新下载 {0}：它是空的。",
+  "Log in where it is from, and download {} again: it is a web page, which some sites send in place of a file that needs a login.":
+    "请在来源网站登录后重新下载 {0}：它是网页，有些网站会用它代替需要登录的文件。",
+  "Choose a .safetensors file of a diffusion model: {} is not a safetensors file.":
+    "请选择扩散模型的 .safetensors 文件：{0} 不是 safetensors 文件。",
+  "Use the bf16, fp16, fp8 (plain or scaled), int8 or GGUF file of the same model: {} {}.":
+    "请使用同一模型的 bf16、fp16、fp8（普通或 scaled）、int8 或 GGUF 文件：{0} {1}。",
+  "Download {} again: what it says of its quantisation cannot be read ({}).":
+    "请重新下载 {0}：它关于量化的说明无法读取（{1}）。",
+  "Download {} again: it lacks {}.":
+    "请重新下载 {0}：它缺少 {1}。",
+  "Use {}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8{}: tensor_degree={} cannot share out these quantised weights, as {} has {} inputs, in blocks of {}, and each device needs whole blocks.":
+    "请使用 {0}tensor_degree 1 与 pipefusion_degree，或 bf16、fp16、fp8{1} 的权重：tensor_degree={2} 不能拆分这些量化的权重，因为 {3} 有 {4} 个输入，每块 {5} 个，而每个设备需要完整的块。",
   "tensor_degree cannot spread this model: what its layer {} of a {} is for is not known. Use 1, and pipefusion_degree to spread the weights.":
     "tensor_degree 不能拆分此模型：其中 {1} 的层 {0} 的用途未知。请设为 1，并用 pipefusion_degree 分散权重。",
-  "{} is a model of {}, of which a folder with its vae/config.json alone says which of them it is. Download the whole folder, or use the file of this model in ComfyUI's format.":
-    "{0} 是 {1} 模型，只有带 vae/config.json 的文件夹才能说明是其中哪一个。请下载整个文件夹，或使用此模型的 ComfyUI 格式文件。",
-  "{} has metadata that cannot be read ({}). Download it again.":
-    "{0} 的元数据无法读取（{1}）。请重新下载。",
-  "{} is a model of {} whose metadata says {} = {}, and xDiT runs {} only. Use Load Diffusion Model.":
-    "{0} 是 {1} 模型，其元数据写明 {2} = {3}，而 xDiT 只在 {4} 时运行。请使用“加载扩散模型”。",
-  "This VAE cannot be run by xDiT. {} Distributed VAE Decode and Encode work with the VAEs of {}. Use VAE Decode or VAE Encode for this one.":
-    "xDiT 不能运行此 VAE。{0} 分布式 VAE 解码和编码支持 {1} 的 VAE。请对它使用“VAE 解码”或“VAE 编码”。",
-  "No degrees make these settings work here. Set mode to auto.":
-    "没有并行度能使这些设置在这里可用。请把 mode 设为 auto。",
-  "devices is empty. Use \"auto\", or device names with commas such as \"cuda:0,cuda:1\".":
-    "devices 为空。请使用“auto”，或用逗号分隔的设备名称，例如“cuda:0,cuda:1”。",
-  "devices=\"{}\" mixes CPU and CUDA workers. Use one kind.":
-    "devices=\"{0}\" 混用了 CPU 和 CUDA 工作进程。请只用一种。",
-  "devices=\"{}\" names no device of this machine, which has {}. At least one has to be of it.":
-    "devices=\"{0}\" 中没有本机的设备，本机有 {1}。至少要有一个本机的设备。",
-  "forecast_keys_values={} is not from 0 to 1.":
-    "forecast_keys_values={0} 不在 0 到 1 之间。",
-  "mode=\"{}\" is neither \"auto\" nor \"manual\".":
-    "mode=\"{0}\" 既不是“auto”也不是“manual”。",
-  "num_patches={} and warmup_steps={} must not be negative.":
-    "num_patches={0} 和 warmup_steps={1} 不能为负。",
-  "warmup=\"{}\" is not one of {}.":
-    "warmup=\"{0}\" 不是 {1} 之一。",
-  "displaced_mode=\"{}\" is not one of {}.":
-    "displaced_mode=\"{0}\" 不是 {1} 之一。",
-  "approximate=\"{}\" is not one of {}.":
-    "approximate=\"{0}\" 不是 {1} 之一。",
-  "stage_blocks=\"{}\" names {} stages, and pipefusion_degree={}. Give one number a stage, or leave it empty.":
-    "stage_blocks=\"{0}\" 写了 {1} 级，而 pipefusion_degree={2}。请为每级给一个数，或留空。",
-  "displaced_degree={} and pipefusion_degree={} both use what is left of the step before: a stage would be behind twice. Set one of them to 1.":
-    "displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步留下的数据：一级会落后两次。请把其中之一设为 1。",
-  "cfg_degree={}: guidance has two branches, so 1 or 2 can work.":
-    "cfg_degree={0}：引导有两个分支，因此只能是 1 或 2。",
+  "Download the whole folder, or use the file of this model in ComfyUI's format: {} is a model of {}, of which a folder with its vae/config.json alone says which of them it is.":
+    "请下载整个文件夹，或使用此模型的 ComfyUI 格式文件：{0} 是 {1} 模型，只有带 vae/config.json 的文件夹才能说明是其中哪一个。",
+  "Download {} again: it has metadata that cannot be read ({}).":
+    "请重新下载 {0}：它的元数据无法读取（{1}）。",
+  "Use Load Diffusion Model: {} is a model of {} whose metadata says {} = {}, and xDiT runs {} only.":
+    "请使用“UNet加载器”：{0} 是 {1} 模型，其元数据写明 {2} = {3}，而 xDiT 只在 {4} 时运行。",
+  "Use VAE Decode or VAE Encode for this VAE, which xDiT cannot run. {} Distributed VAE Decode and Encode work with the VAEs of {}.":
+    "请对此 VAE 使用“VAE解码”或“VAE编码”，xDiT 不能运行它。{0} 分布式 VAE 解码和编码支持 {1} 的 VAE。",
+  "Set mode to auto: no degrees make these settings work here.":
+    "请把 mode 设为 auto：没有并行度能使这些设置在这里可用。",
+  "Set devices to \"auto\", or to names with commas such as \"cuda:0,cuda:1\": devices is empty.":
+    "请把 devices 设为“auto”，或设为用逗号分隔的设备名称，例如“cuda:0,cuda:1”：devices 为空。",
+  "Name devices of one kind: devices=\"{}\" mixes CPU and CUDA workers.":
+    "请只写一种设备：devices=\"{0}\" 混用了 CPU 和 CUDA 工作进程。",
+  "Name a device of this machine too, which has {}: devices=\"{}\" names none.":
+    "请至少写上一个本机的设备，本机有 {0}：devices=\"{1}\" 中没有。",
+  "Set forecast_keys_values to a number from 0 to 1: forecast_keys_values={} is none.":
+    "请把 forecast_keys_values 设为 0 到 1 之间的数：forecast_keys_values={0} 不是。",
+  "Set {} to {}: {}=\"{}\" is none of these.":
+    "请把 {0} 设为 {1} 之一：{2}=\"{3}\" 不是其中之一。",
+  "Set num_patches and warmup_steps to 0 or more: num_patches={} and warmup_steps={} must not be negative.":
+    "请把 num_patches 和 warmup_steps 设为 0 或更大：num_patches={0} 和 warmup_steps={1} 不能为负。",
+  "Give stage_blocks one number a stage, or leave it empty: stage_blocks=\"{}\" names {} stages, and pipefusion_degree={}.":
+    "请为 stage_blocks 的每级给一个数，或留空：stage_blocks=\"{0}\" 写了 {1} 级，而 pipefusion_degree={2}。",
+  "Set displaced_degree or pipefusion_degree to 1: displaced_degree={} and pipefusion_degree={} both use what is left of the step before, and a stage would be behind twice.":
+    "请把 displaced_degree 或 pipefusion_degree 设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步留下的数据，一级会落后两次。",
+  "Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={} cannot work.":
+    "请把 cfg_degree 设为 1 或 2，因为引导有两个分支：cfg_degree={0} 不可用。",
   "Set mode to auto, or for example {}: the degrees ({}) multiply to {}, and there are {} devices.":
     "请把 mode 设为 auto，或例如 {0}：各并行度（{1}）的乘积为 {2}，而有 {3} 个设备。",
-  "approximate=\"{}\" and pipefusion_degree={}: its patches use keys and values of the step before. Use tensor_degree, num_patches 1, with which stages wait for each other, or set approximate to allowed.":
-    "approximate=\"{0}\" 而 pipefusion_degree={1}：它的各块使用上一步的键和值。请使用 tensor_degree，或 num_patches 1（各级互相等待），或把 approximate 设为 allowed。",
-  "approximate=\"{}\" and displaced_degree={}: in the mode {} devices use rows of the step before. Set displaced_mode to full_sync, or approximate to allowed.":
-    "approximate=\"{0}\" 而 displaced_degree={1}：在模式 {2} 中，设备使用上一步的行。请把 displaced_mode 设为 full_sync，或把 approximate 设为 allowed。",
-  "pipefusion_degree={} is more than {}'s {} blocks. Use at most {}.":
-    "pipefusion_degree={0} 多于 {1} 的 {2} 个块。最多使用 {3}。",
-  "stage_blocks=\"{}\" adds up to {}, and this {} model has {} blocks. The numbers must add up to {}; leave it empty to balance the stages.":
-    "stage_blocks=\"{0}\" 总和为 {1}，而此 {2} 模型有 {3} 个块。各数之和必须为 {4}；留空则自动平衡各级。",
-  "tensor_degree={} does not divide {}'s {}. Use {}.":
-    "tensor_degree={0} 不能整除 {1} 的 {2}。请使用 {3}。",
-  "ulysses_degree={} does not divide the {} of {}'s {} attention heads that a rank has with tensor_degree={}. Use ulysses_degree {}, or ring_degree instead.":
-    "ulysses_degree={0} 不能整除 {2} 的 {3} 个注意力头中每个进程在 tensor_degree={4} 时所有的 {1} 个。请使用 ulysses_degree {5}，或改用 ring_degree。",
-  "stage_blocks=\"{}\" is not a list of block counts of at least 1. Use one number a stage with commas, such as \"20,37\", or leave it empty.":
-    "stage_blocks=\"{0}\" 不是块数（至少为 1）的列表。请为每级写一个数，用逗号分隔，例如“20,37”，或留空。",
-  "devices=\"{}\": \"{}\" is not a device. Use \"auto\", or names such as \"cuda:0,cuda:1\" or \"cpu,cpu\"; those of another machine with its name, \"cuda:0,other-pc/cuda:0\".":
-    "devices=\"{0}\"：“{1}”不是设备。请使用“auto”，或“cuda:0,cuda:1”、“cpu,cpu”这样的名称；其他机器的设备写上机器名：“cuda:0,other-pc/cuda:0”。",
-  "devices=\"{}\": {} is not on this machine, which has {} and the degrees to a product of {}, or mode to \"auto\" to take what is there.":
-    "devices=\"{0}\"：{1} 不在本机上，本机有 {2}，并使各并行度的乘积为 {3}；或把 mode 设为“auto”，使用现有的设备。",
-  "{}={} must be at least 1. 1 switches the method off.":
-    "{0}={1} 必须至少为 1。1 表示不使用该方法。",
-  "ulysses_degree={} does not divide {}'s {} attention heads. Use {}, or ring_degree instead.":
-    "ulysses_degree={0} 不能整除 {1} 的 {2} 个注意力头。请使用 {3}，或改用 ring_degree。",
-  "{}_degree={}: xDiT does not run {} so, because {}. Use {}, and 1 here.":
-    "{0}_degree={1}：xDiT 不这样运行 {2}，因为 {3}。请使用 {4}，此处用 1。",
-  "{}={} shares out the tokens and blocks of a transformer, and {} is a U-Net, which has neither from end to end. Use cfg_degree, data_degree or displaced_degree, and 1 here.":
-    "{0}={1} 拆分 transformer 的令牌和块，而 {2} 是 U-Net，没有贯穿首尾的令牌和块。请使用 cfg_degree、data_degree 或 displaced_degree，此处用 1。",
-  "This prompt has {} words; the demo model reads {} at most. Shorten it.":
-    "此提示词有 {0} 个词；演示模型最多读取 {1} 个。请缩短。",
-  "Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in {}. Use ulysses_degree instead of ring_degree, or another weight_dtype.":
-    "CUDA 上的 Ring 注意力支持 float16、bfloat16 和 float32，而此模型以 {0} 计算。请用 ulysses_degree 代替 ring_degree，或换用其他 weight_dtype。",
-  "This model masks its self-attention by a tensor of shape {} and dtype {}, which sequence parallelism and PipeFusion cannot split. Use cfg_degree instead.":
-    "此模型用形状为 {0}、类型为 {1} 的张量遮盖自注意力，序列并行和 PipeFusion 不能拆分它。请改用 cfg_degree。",
-  "The layout ({}) is for {} workers, and this group has {}. Use degrees whose product is {}, or start a group on as many devices as the layout needs.":
-    "布局（{0}）适用于 {1} 个工作进程，而此组有 {2} 个。请使用乘积为 {3} 的并行度，或在布局所需数量的设备上启动一组。",
-  "A convolution with dilation={} cannot be split. Use VAE Decode.":
-    "dilation={0} 的卷积不能拆分。请使用“VAE 解码”。",
-  "A convolution with {}=\"{}\" cannot be split. Use VAE Decode.":
-    "{0}=\"{1}\" 的卷积不能拆分。请使用“VAE 解码”。",
+  "Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set approximate to allowed: approximate=\"{}\" and pipefusion_degree={}, whose patches use keys and values of the step before.":
+    "请使用 tensor_degree，或 num_patches 1（各级互相等待），或把 approximate 设为 allowed：approximate=\"{0}\" 而 pipefusion_degree={1}：它的各块使用上一步的键和值。",
+  "Set displaced_mode to full_sync, or approximate to allowed: approximate=\"{}\" and displaced_degree={}, and in the mode {} devices use rows of the step before.":
+    "请把 displaced_mode 设为 full_sync，或把 approximate 设为 allowed：approximate=\"{0}\" 而 displaced_degree={1}：在模式 {2} 中，设备使用上一步的行。",
+  "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than {}'s {} blocks.":
+    "请把 pipefusion_degree 设为最多 {0}：pipefusion_degree={1} 多于 {2} 的 {3} 个块。",
+  "Give stage_blocks numbers that add up to {}, or leave it empty to balance the stages: stage_blocks=\"{}\" adds up to {}, and this {} model has {} blocks.":
+    "请为 stage_blocks 给出总和为 {0} 的数，或留空以自动平衡各级：stage_blocks=\"{1}\" 总和为 {2}，而此 {3} 模型有 {4} 个块。",
+  "Set tensor_degree to {}: tensor_degree={} does not divide {}'s {}.":
+    "请把 tensor_degree 设为 {0}：tensor_degree={1} 不能整除 {2} 的 {3}。",
+  "Set ulysses_degree to {}, or use ring_degree: ulysses_degree={} does not divide the {} of {}'s {} attention heads that a rank has with tensor_degree={}.":
+    "请把 ulysses_degree 设为 {0}，或改用 ring_degree：ulysses_degree={1} 不能整除 {3} 的 {4} 个注意力头中每个进程在 tensor_degree={5} 时所有的 {2} 个。",
+  "Set weights_memory to a number of GB above 0, such as \"10\", to \"auto\" or to \"{}\": weights_memory=\"{}\" is none of these.":
+    "请把 weights_memory 设为大于 0 的 GB 数，例如“10”，或“auto”，或“{0}”：weights_memory=\"{1}\" 都不是。",
+  "Give stage_blocks one number a stage with commas, such as \"20,37\", or leave it empty: stage_blocks=\"{}\" is not a list of block counts of at least 1.":
+    "请为 stage_blocks 的每级写一个数，用逗号分隔，例如“20,37”，或留空：stage_blocks=\"{0}\" 不是块数（至少为 1）的列表。",
+  "Set devices to \"auto\", or to names such as \"cuda:0,cuda:1\" or \"cpu,cpu\"; those of another machine with its name, \"cuda:0,other-pc/cuda:0\": of devices=\"{}\", \"{}\" is not a device.":
+    "请把 devices 设为“auto”，或“cuda:0,cuda:1”、“cpu,cpu”这样的名称，其他机器的设备写上机器名，“cuda:0,other-pc/cuda:0”：devices=\"{0}\" 中的“{1}”不是设备。",
+  "Set devices to \"{}\" and the degrees to a product of {}, or mode to \"auto\" to take what is there: of devices=\"{}\", {} is not on this machine, which has {}.":
+    "请把 devices 设为“{0}”，并使并行度的乘积为 {1}，或把 mode 设为“auto”以使用现有设备：devices=\"{2}\" 中的 {3} 不在本机，本机有 {4}。",
+  "Set {} to 1 or more, where 1 switches the method off: {}={} is less.":
+    "请把 {0} 设为 1 或更大，1 表示不使用该方法：{1}={2} 更小。",
+  "Set ulysses_degree to {}, or use ring_degree: ulysses_degree={} does not divide {}'s {} attention heads.":
+    "请把 ulysses_degree 设为 {0}，或改用 ring_degree：ulysses_degree={1} 不能整除 {2} 的 {3} 个注意力头。",
+  "Set {}_degree to 1, and use {}: {}_degree={} cannot be, as xDiT does not run {} so, because {}.":
+    "请把 {0}_degree 设为 1，并使用 {1}：{2}_degree={3} 不可用，因为 xDiT 不这样运行 {4}：{5}。",
+  "Set {} to 1, and use cfg_degree, data_degree or displaced_degree: {}={} shares out the tokens and blocks of a transformer, and {} is a U-Net, which has neither from end to end.":
+    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的令牌和块，而 {3} 是 U-Net，没有贯穿首尾的令牌和块。",
+  "Shorten the prompt: it has {} words, and the demo model reads {} at most.":
+    "请缩短：此提示词有 {0} 个词；演示模型最多读取 {1} 个。",
+  "Use ulysses_degree instead of ring_degree, or another weight_dtype: Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in {}.":
+    "请用 ulysses_degree 代替 ring_degree，或换用其他 weight_dtype：CUDA 上的 Ring 注意力支持 float16、bfloat16 和 float32，而此模型以 {0} 计算。",
+  "Use cfg_degree instead: this model masks its self-attention by a tensor of shape {} and dtype {}, which sequence parallelism and PipeFusion cannot split.":
+    "请改用 cfg_degree：此模型用形状为 {0}、类型为 {1} 的张量遮盖自注意力，序列并行和 PipeFusion 不能拆分它。",
+  "Use degrees whose product is {}, or a group on as many devices as the layout needs: the layout ({}) is for {} workers, and this group has {}.":
+    "请使用乘积为 {0} 的并行度，或布局所需数量的设备：布局（{1}）适用于 {2} 个工作进程，而此组有 {3} 个。",
+  "Use VAE Decode: a convolution with dilation={} cannot be split.":
+    "请使用“VAE解码”：dilation={0} 的卷积不能拆分。",
+  "Use VAE Decode: a convolution with {}=\"{}\" cannot be split.":
+    "请使用“VAE解码”：{0}=\"{1}\" 的卷积不能拆分。",
   "{}: cannot be read ({}).":
     "{0}：无法读取（{1}）。",
   "{}: is not JSON ({}).":
     "{0}：不是 JSON（{1}）。",
-  "{} needs about {} GB on {} ({}), and that has {} GB. {}":
-    "{0} 在 {2} 上需要约 {1} GB（{3}），而它有 {4} GB。{5}",
+  "Use {}: {} needs about {} GB on {} ({}), and that has {} GB.":
+    "请使用 {0}：{1} 在 {3} 上需要约 {2} GB（{4}），而它有 {5} GB。",
   "The attention {} of block {} did not call PyTorch's scaled_dot_product_attention, where parallel methods take its place. Unset what chooses another attention for diffusers in the workers, or use one device.":
     "第 {1} 块的注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention，而并行方法正是替换它。请取消为工作进程中的 diffusers 选择其他注意力的设置，或使用单个设备。",
-  "This model masks its self-attention in a way that sequence parallelism and PipeFusion do not support yet. Use cfg_degree instead.":
-    "此模型遮盖自注意力的方式尚不被序列并行和 PipeFusion 支持。请改用 cfg_degree。",
-  "This model masks its self-attention, which displaced_degree does not support. Use cfg_degree.":
-    "此模型遮盖自注意力，displaced_degree 不支持。请使用 cfg_degree。",
-  "{} is run by {}, which does not use torch's attention and would see this rank's rows only. Use cfg_degree or data_degree.":
-    "{0} 由 {1} 运行，它不使用 torch 的注意力，只会看到本进程的行。请使用 cfg_degree 或 data_degree。",
+  "Use cfg_degree instead: this model masks its self-attention in a way that sequence parallelism and PipeFusion do not support yet.":
+    "请改用 cfg_degree：此模型遮盖自注意力的方式尚不被序列并行和 PipeFusion 支持。",
+  "Use cfg_degree: this model masks its self-attention, which displaced_degree does not support.":
+    "请使用 cfg_degree：此模型遮盖自注意力，displaced_degree 不支持。",
+  "Use cfg_degree or data_degree: {} is run by {}, which does not use torch's attention and would see this rank's rows only.":
+    "请使用 cfg_degree 或 data_degree：{0} 由 {1} 运行，它不使用 torch 的注意力，只会看到本进程的行。",
   "The workers that kept this run's tensors have ended. Queue the prompt again to start a new group.":
     "持有此次运行张量的工作进程已结束。请再次排队以启动新的一组。",
   "{} ended while loading its libraries{}. {}\n{}":
@@ -309,24 +321,24 @@ export const ZH = {
     "{0} 不能交换张量：{1} {2}{3}",
   "Worker {} {}. Queue the prompt again to start a new group. {} {}Its last lines:\n{}":
     "工作进程 {0} {1}。请再次排队以启动新的一组。{2} {3}最后几行输出：\n{4}",
-  "xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to use its nodes. {}":
-    "xDiT 的工作进程在 Linux 上运行，而这是 Windows：请在 WSL2 中启动 ComfyUI 以使用其节点。{0}",
+  "Start ComfyUI inside WSL2: workers run on Linux, and this is Windows. {}":
+    "请在 WSL2 中启动 ComfyUI：工作进程在 Linux 上运行，而这是 Windows。{0}",
   "The workers have ended{}. Queue the prompt again to start a new group.":
     "工作进程已结束{0}。请再次排队以启动新的一组。",
-  "{}: this PyTorch ({}) is built for CPUs. Install one for your GPUs, as pytorch.org says, or set devices to \"cpu\".":
-    "{0}：此 PyTorch（{1}）是为 CPU 构建的。请按 pytorch.org 的说明安装适用于您的 GPU 的版本，或把 devices 设为“cpu”。",
-  "{}: there is no such device here. PyTorch finds {}. Set devices in xDiT Parallel Config to what is there, or to \"auto\".":
-    "{0}：这里没有此设备。PyTorch 找到 {1}。请在“xDiT 并行配置”中把 devices 设为现有的设备，或“auto”。",
-  "{} workers need at least {} of host memory before they hold a model, and {} of {} are free. Close other programs, use \"Unload Models\" in ComfyUI's menu, or give the container or WSL2 more memory.":
-    "{0} 个工作进程在持有模型之前至少需要 {1} 主机内存，而 {3} 中有 {2} 空闲。请关闭其他程序，使用 ComfyUI 菜单中的“Unload Models”，或给容器或 WSL2 更多内存。",
-  "{} is full, and the workers find ComfyUI by files there. Remove what is not needed. In Docker, --shm-size=2g gives /dev/shm more.":
-    "{0} 已满，而工作进程通过其中的文件找到 ComfyUI。请删除不需要的内容。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
-  "Tensors travel between ComfyUI and the workers through {}, which has {} free, or {}, which has {}; at least {} are needed. Free some space. In Docker, --shm-size=2g gives /dev/shm more.":
-    "张量通过 {0}（空闲 {1}）或 {2}（空闲 {3}）在 ComfyUI 与工作进程之间传送；至少需要 {4}。请释放一些空间。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
-  "The workers need {} {} or newer, and {} is installed. Update it with ComfyUI's Python: python -m pip install --upgrade {}. Then restart ComfyUI.":
-    "工作进程需要 {0} {1} 或更新版本，而安装的是 {2}。请用 ComfyUI 的 Python 更新：python -m pip install --upgrade {3}，然后重新启动 ComfyUI。",
-  "The workers need {} {} or newer, and this Python does not have it. Install it with: python -m pip install -r requirements.txt, in the folder of the xDiT nodes.":
-    "工作进程需要 {0} {1} 或更新版本，而此 Python 中没有。请在 xDiT 节点的文件夹中安装：python -m pip install -r requirements.txt",
+  "Install a PyTorch for your GPUs, as pytorch.org says, or set devices to \"cpu\": {} cannot be used, as this PyTorch ({}) is built for CPUs.":
+    "请按 pytorch.org 的说明安装适用于您的 GPU 的 PyTorch，或把 devices 设为“cpu”：{0} 不可用，因为此 PyTorch（{1}）是为 CPU 构建的。",
+  "Set devices in xDiT Parallel Config to \"auto\", or to what is here: there is no {}. PyTorch finds {}.":
+    "请在“xDiT 并行配置”中把 devices 设为“auto”，或设为现有的设备：这里没有 {0}。PyTorch 找到 {1}。",
+  "Close other programs, unload ComfyUI's models in its menu, or give the container or WSL2 more memory: {} workers need at least {} of host memory before they hold a model, and {} of {} are free.":
+    "请关闭其他程序，在 ComfyUI 的菜单中卸载模型，或给容器或 WSL2 更多内存：{0} 个工作进程在持有模型之前至少需要 {1} 主机内存，而 {3} 中有 {2} 空闲。",
+  "Remove what is not needed from {}: it is full, and the workers find ComfyUI by files there. In Docker, --shm-size=2g gives /dev/shm more.":
+    "请删除 {0} 中不需要的内容：它已满，而工作进程通过其中的文件找到 ComfyUI。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
+  "Free some space: tensors travel between ComfyUI and the workers through {}, which has {} free, or {}, which has {}; at least {} are needed. In Docker, --shm-size=2g gives /dev/shm more.":
+    "请释放一些空间：张量通过 {0}（空闲 {1}）或 {2}（空闲 {3}）在 ComfyUI 与工作进程之间传送；至少需要 {4}。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
+  "Update {} with ComfyUI's Python (python -m pip install --upgrade {}), then restart ComfyUI: the workers need {} or newer, and {} is installed.":
+    "请用 ComfyUI 的 Python 更新 {0}（python -m pip install --upgrade {1}），然后重新启动 ComfyUI：工作进程需要 {2} 或更新版本，而安装的是 {3}。",
+  "Install with ComfyUI's Python, in the folder of the xDiT nodes (python -m pip install -r requirements.txt): the workers need {} {} or newer, and this Python does not have it.":
+    "请用 ComfyUI 的 Python 在 xDiT 节点的文件夹中安装（python -m pip install -r requirements.txt）：工作进程需要 {0} {1} 或更新版本，而此 Python 中没有。",
   "The workers cannot be started: {}. They need a little room in {}, where this user may write, and which have short names. {}":
     "工作进程无法启动：{0}。它们在 {1} 中需要一点空间，当前用户要能写入，且路径要短。{2}",
   "No address is set at which {} could join: only ComfyUI's nodes use devices of other machines.":
@@ -335,76 +347,76 @@ export const ZH = {
     "工作进程已结束。请再次排队以启动新的一组。",
   "The key of {} characters is not one that a host has printed, which has 64. Copy the whole line again.":
     "这 {0} 个字符的密钥不是主机打印的密钥，后者有 64 个字符。请重新复制整行。",
-  "The key by which other machines join cannot be kept in {}: {}. Give this user room there, and leave to write.":
-    "供其他机器加入的密钥不能保存在 {0} 中：{1}。请为当前用户在那里留出空间和写入权限。",
-  "Other machines join over TLS, and openssl, which makes the certificate, is not installed here. Install it, such as with: apt install openssl":
-    "其他机器通过 TLS 加入，而生成证书的 openssl 没有安装。请安装，例如：apt install openssl",
+  "Give this user room in {}, and leave to write there: the key by which other machines join cannot be kept ({}).":
+    "请为当前用户在 {0} 中留出空间和写入权限：供其他机器加入的密钥不能保存（{1}）。",
+  "Install openssl, such as with apt install openssl, which makes the certificate for other machines: they join over TLS, and it is not here.":
+    "请安装 openssl，例如 apt install openssl，它为其他机器生成证书：其他机器通过 TLS 加入，而这里没有它。",
   "openssl could not make a certificate for other machines to join: {}":
     "openssl 不能为其他机器的加入生成证书：{0}",
-  "No network interface of this machine has the address {}, at which others joined. There are {}.":
-    "本机没有网络接口具有其他机器加入时所用的地址 {0}。现有的是 {1}。",
+  "Set one of {} in Settings > xDiT: no network interface of this machine has the address {}, at which others joined.":
+    "请在 设置 > xDiT 中设为 {0} 之一：本机没有网络接口具有其他机器加入时所用的地址 {1}。",
   "{} has not joined after {} s.{} On that machine, in the folder of the xDiT nodes (it needs them, the same versions of {}, and the model files, but not ComfyUI), run:\n{}\nWhen it says that it has joined, queue the prompt again. If it cannot connect, let port {} through this machine's firewall. Or leave {} out of devices in xDiT Parallel Config.":
     "{0} 在 {1} 秒后仍未加入。{2} 请在该机器上 xDiT 节点的文件夹中运行以下命令（它需要这些节点、相同版本的 {3} 以及模型文件，但不需要 ComfyUI）：\n{4}\n当它说已加入时，请再次排队。若不能连接，请在本机的防火墙中放行端口 {5}。或在“xDiT 并行配置”的 devices 中去掉 {6}。",
-  "\"{}\" is not one address of this machine at which others could join. Such are {}; a port may follow, \"{}:{}\".":
-    "“{0}”不是其他机器可以加入的本机地址。可用的有 {1}；后面可写端口，“{2}:{3}”。",
-  "Other machines cannot join at {}: {}. Addresses of this machine are {}. Set one of these in Settings > xDiT, with another port, such as {}:{}, if this one is taken.":
-    "其他机器不能在 {0} 加入：{1}。本机的地址有 {2}。请在 设置 > xDiT 中设置其中之一；若此端口已被占用，请用其他端口，例如 {3}:{4}。",
-  "This {} model has positions for {}, and the latent is of {}. Use fewer frames, or a smaller width and height.":
-    "此 {0} 模型只有 {1} 的位置，而 latent 为 {2}。请减少帧数，或减小宽度和高度。",
-  "HunyuanDiT takes two texts, of {} and {} tokens or more, and which of these are real, and the conditioning has {}. Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode.":
-    "HunyuanDiT 接受两段文本，至少 {0} 和 {1} 个令牌，并说明其中哪些有效，而条件中有 {2}。请使用 HunyuanDiT checkpoint 中的 CLIP，以及“CLIP 文本编码”。",
-  "The given frames are a latent of {} rows and columns, and the latent has {}. Use the latent that Kandinsky5ImageToVideo gives.":
-    "给定的帧是 {0} 行和列的 latent，而 latent 有 {1}。请使用 Kandinsky5ImageToVideo 给出的 latent。",
-  "Krea 2 draws pictures, and this latent is of {} frames. Use an empty latent of a picture, with batch_size for several.":
-    "Krea 2 画图像，而此 latent 有 {0} 帧。请使用图像的空 latent，要多张则用 batch_size。",
-  "Latte draws videos of {} frames, or a picture of one, and the latent has {}. Its positions are for so many. Use a latent of {} frames: a length of {} in EmptyHunyuanLatentVideo.":
-    "Latte 画 {0} 帧的视频或一帧的图像，而 latent 有 {1} 帧。它只有这么多位置。请使用 {2} 帧的 latent：EmptyHunyuanLatentVideo 中 length 为 {3}。",
-  "This LTX-2 file's metadata says otherwise than its tensors what model it is ({}): they are another file's, or lost. Use the publisher's file.":
-    "此 LTX-2 文件的元数据与其张量所说的模型不同（{0}）：元数据属于其他文件，或已丢失。请使用发布者的文件。",
-  "The conditioning's attention mask leaves out text tokens before the last real one, which xDiT does not run with Mochi. Use a text encoder that pads at the end, or Load Diffusion Model.":
-    "条件的注意力掩码去掉了最后一个有效文本令牌之前的令牌，xDiT 不这样运行 Mochi。请使用在末尾填充的文本编码器，或“加载扩散模型”。",
-  "PixArt cannot draw {} x {} pixels. Its model takes sides that are multiples of 16, and together at least 528.":
-    "PixArt 不能画 {0} x {1} 像素。其模型的边长应为 16 的倍数，且两边之和至少为 528。",
-  "This SD3 model has positions for {} x {} pixels, and the latent is of {} x {}. Use a smaller one.":
-    "此 SD3 模型有 {0} x {1} 像素的位置，而 latent 为 {2} x {3}。请使用更小的 latent。",
-  "Wan VACE takes latents of even sides, and this one is of {} x {}. Use a width and a height that are multiples of 16 pixels.":
-    "Wan VACE 接受边长为偶数的 latent，而这个为 {0} x {1}。请使用 16 像素倍数的宽度和高度。",
-  "The control video is a latent of {} frames, rows and columns, and the latent has {}. Use the latent that WanVaceToVideo gives.":
-    "控制视频是 {0} 帧、行和列的 latent，而 latent 有 {1}。请使用 WanVaceToVideo 给出的 latent。",
-  "This model masks tokens of its image, which PipeFusion does not support yet. Use cfg_degree, ulysses_degree or ring_degree instead.":
-    "此模型遮盖图像的令牌，PipeFusion 尚不支持。请改用 cfg_degree、ulysses_degree 或 ring_degree。",
+  "Give one address of this machine at which others could join, such as {}; a port may follow, \"{}:{}\": \"{}\" is none.":
+    "请给出一个其他机器可以加入的本机地址，例如 {0}；后面可写端口，“{1}:{2}”：“{3}”不是这样的地址。",
+  "Set one of {} in Settings > xDiT, with another port, such as {}:{}, if this one is taken: other machines cannot join at {} ({}).":
+    "请在 设置 > xDiT 中设为 {0} 之一；若此端口已被占用，请用其他端口，例如 {1}:{2}：其他机器不能在 {3} 加入（{4}）。",
+  "Use fewer frames, or a smaller width and height: this {} model has positions for {}, and the latent is of {}.":
+    "请减少帧数，或减小宽度和高度：此 {0} 模型只有 {1} 的位置，而 latent 为 {2}。",
+  "Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode: HunyuanDiT takes two texts, of {} and {} tokens or more, and which of these are real, and the conditioning has {}.":
+    "请使用 HunyuanDiT checkpoint 中的 CLIP，以及“CLIP 文本编码”：HunyuanDiT 接受两段文本，至少 {0} 和 {1} 个令牌，并说明其中哪些有效，而条件中有 {2}。",
+  "Use the latent that Kandinsky5ImageToVideo gives: the given frames are a latent of {} rows and columns, and the latent has {}.":
+    "请使用 Kandinsky5ImageToVideo 给出的 latent：给定的帧是 {0} 行和列的 latent，而 latent 有 {1}。",
+  "Use an empty latent of a picture, with batch_size for several: Krea 2 draws pictures, and this latent is of {} frames.":
+    "请使用图像的空 latent，要多张则用 batch_size：Krea 2 画图像，而此 latent 有 {0} 帧。",
+  "Use a latent of {} frames, which is a length of {} in EmptyHunyuanLatentVideo: Latte draws videos of {} frames, or a picture of one, and the latent has {}.":
+    "请使用 {0} 帧的 latent，即 EmptyHunyuanLatentVideo 中 length 为 {1}：Latte 画 {2} 帧的视频或一帧的图像，而 latent 有 {3} 帧。",
+  "Use the publisher's file: this LTX-2 file's metadata says otherwise than its tensors what model it is ({}), as they are another file's, or lost.":
+    "请使用发布者的文件：此 LTX-2 文件的元数据与其张量所说的模型不同（{0}）：元数据属于其他文件，或已丢失。",
+  "Use a text encoder that pads at the end, or Load Diffusion Model: the conditioning's attention mask leaves out text tokens before the last real one, which xDiT does not run with Mochi.":
+    "请使用在末尾填充的文本编码器，或“UNet加载器”：条件的注意力掩码去掉了最后一个有效文本令牌之前的令牌，xDiT 不这样运行 Mochi。",
+  "Use sides that are multiples of 16, and together at least 528: PixArt cannot draw {} x {} pixels.":
+    "请使用 16 的倍数、且两边之和至少为 528 的边长：PixArt 不能画 {0} x {1} 像素。",
+  "Use a smaller latent: this SD3 model has positions for {} x {} pixels, and it is of {} x {}.":
+    "请使用更小的 latent：此 SD3 模型有 {0} x {1} 像素的位置，而 latent 为 {2} x {3}。",
+  "Use a width and a height that are multiples of 16 pixels: Wan VACE takes latents of even sides, and this one is of {} x {}.":
+    "请使用 16 像素倍数的宽度和高度：Wan VACE 接受边长为偶数的 latent，而这个为 {0} x {1}。",
+  "Use the latent that WanVaceToVideo gives: the control video is a latent of {} frames, rows and columns, and the latent has {}.":
+    "请使用 WanVaceToVideo 给出的 latent：控制视频是 {0} 帧、行和列的 latent，而 latent 有 {1}。",
+  "Use cfg_degree, ulysses_degree or ring_degree instead: this model masks tokens of its image, which PipeFusion does not support yet.":
+    "请改用 cfg_degree、ulysses_degree 或 ring_degree：此模型遮盖图像的令牌，PipeFusion 尚不支持。",
   "{} for {} s. Queue the prompt again to start a new group. ({})":
     "{0}，已 {1} 秒。请再次排队以启动新的一组。（{2}）",
-  "{} cannot be split by rows, only {}. Use VAE Decode.":
-    "{0} 不能按行拆分，只有 {1} 可以。请使用“VAE 解码”。",
+  "Use VAE Decode: {} cannot be split by rows, only {}.":
+    "请使用“VAE解码”：{0} 不能按行拆分，只有 {1} 可以。",
   "Tiling is on, which blends tiles, and rows are exact. Call vae.disable_tiling() first.":
     "分块已打开，它会混合各块，而按行是精确的。请先调用 vae.disable_tiling()。",
-  "{} padding by {} with {} cannot be split. Use VAE Decode.":
-    "以 {2} 填充 {1} 的 {0} 不能拆分。请使用“VAE 解码”。",
-  "Upsampling with mode={}, size={}, scale_factor={} cannot be split, only nearest by a whole factor. Use VAE Decode.":
-    "mode={0}、size={1}、scale_factor={2} 的上采样不能拆分，只有整数倍的 nearest 可以。请使用“VAE 解码”。",
-  "Masked attention in a VAE cannot be split. Use VAE Decode.":
-    "VAE 中带掩码的注意力不能拆分。请使用“VAE 解码”。",
+  "Use VAE Decode: {} padding by {} with {} cannot be split.":
+    "请使用“VAE解码”：以 {2} 填充 {1} 的 {0} 不能拆分。",
+  "Use VAE Decode: upsampling with mode={}, size={}, scale_factor={} cannot be split, only nearest by a whole factor.":
+    "请使用“VAE解码”：mode={0}、size={1}、scale_factor={2} 的上采样不能拆分，只有整数倍的 nearest 可以。",
+  "Use VAE Decode: masked attention in a VAE cannot be split.":
+    "请使用“VAE解码”：VAE 中带掩码的注意力不能拆分。",
   "{} is {}, which does not use torch's attention and would see this rank's rows only. Use AttnProcessor2_0.":
     "{0} 是 {1}，它不使用 torch 的注意力，只会看到本进程的行。请使用 AttnProcessor2_0。",
-  "The latent has {} {}, too few for ulysses_degree x ring_degree = {}. Use a larger latent or lower degrees.":
-    "latent 有 {0} {1}，对 ulysses_degree x ring_degree = {2} 太少。请使用更大的 latent 或更小的并行度。",
-  "pipefusion_degree={} is more than the model's {} blocks. Use at most {}.":
-    "pipefusion_degree={0} 多于模型的 {1} 个块。最多使用 {2}。",
-  "The conditioning has {} text tokens and an attention mask of {}, as Conditioning (Concat) makes of prompts with masks. Join the prompts as text, in one Text Encode node.":
-    "条件有 {0} 个文本令牌和 {1} 的注意力掩码，这是 Conditioning (Concat) 合并带掩码的提示词时产生的。请在一个文本编码节点中把提示词合并为文本。",
-  "The conditioning weighs text tokens by an attention mask of fractions, which xDiT does not support. Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model.":
-    "条件用小数的注意力掩码为文本令牌加权，xDiT 不支持。请使用掩码只有 1 和 0 的文本编码器，或“加载扩散模型”。",
-  "{} takes latents of even sides, and this one is of {} x {}. Use a width and a height that are multiples of 16 pixels.":
-    "{0} 接受边长为偶数的 latent，而这个为 {1} x {2}。请使用 16 像素倍数的宽度和高度。",
-  "xDiT runs {} with {} = {}, and this workflow's conditioning has {}. Change it in the node that sets it, or use Load Diffusion Model.":
-    "xDiT 只在 {1} = {2} 时运行 {0}，而此工作流的条件有 {3}。请在设置它的节点中更改，或使用“加载扩散模型”。",
-  "The latent has parts of the shapes {}, and LTX-2 works on a video and a sound of (batch, {}, length, {}). Make them with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent.":
-    "latent 各部分的形状为 {0}，而 LTX-2 处理视频和 (batch, {1}, length, {2}) 的声音。请用 LTX-2 的 latent 节点生成，并用 LTXVConcatAVLatent 连接。",
+  "Use a larger latent or lower degrees: it has {} {}, too few for ulysses_degree x ring_degree = {}.":
+    "请使用更大的 latent 或更小的并行度：latent 有 {0} {1}，对 ulysses_degree x ring_degree = {2} 太少。",
+  "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than the model's {} blocks.":
+    "请把 pipefusion_degree 设为最多 {0}：pipefusion_degree={1} 多于模型的 {2} 个块。",
+  "Join the prompts as text, in one Text Encode node: the conditioning has {} text tokens and an attention mask of {}, as Conditioning (Concat) makes of prompts with masks.":
+    "请在一个文本编码节点中把提示词合并为文本：条件有 {0} 个文本令牌和 {1} 的注意力掩码，这是 Conditioning (Concat) 合并带掩码的提示词时产生的。",
+  "Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model: the conditioning weighs text tokens by an attention mask of fractions, which xDiT does not support.":
+    "请使用掩码只有 1 和 0 的文本编码器，或“UNet加载器”：条件用小数的注意力掩码为文本令牌加权，xDiT 不支持。",
+  "Use a width and a height that are multiples of 16 pixels: {} takes latents of even sides, and this one is of {} x {}.":
+    "请使用 16 像素倍数的宽度和高度：{0} 接受边长为偶数的 latent，而这个为 {1} x {2}。",
+  "Change it in the node that sets it, or use Load Diffusion Model: xDiT runs {} with {} = {}, and this workflow's conditioning has {}.":
+    "请在设置它的节点中更改它，或使用“UNet加载器”：xDiT 只在 {1} = {2} 时运行 {0}，而此工作流的条件有 {3}。",
+  "Make them with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the latent has parts of the shapes {}, and LTX-2 works on a video and a sound of (batch, {}, length, {}).":
+    "请用 LTX-2 的 latent 节点生成各部分，并用 LTXVConcatAVLatent 连接：latent 各部分的形状为 {0}，而 LTX-2 处理视频和 (batch, {1}, length, {2}) 的声音。",
   "The model {} is not loaded on rank {}. Queue the prompt again.":
     "模型 {0} 没有加载在进程 {1} 上。请再次排队。",
-  "{} has {} MB of {} GB free, and a worker needs at least {} MB before it holds a model. nvidia-smi shows which programs use it: close them, use \"Unload Models\" in ComfyUI's menu, or leave the device out in xDiT Parallel Config.":
-    "{0} 的 {2} GB 中有 {1} MB 空闲，而工作进程在持有模型之前至少需要 {3} MB。nvidia-smi 显示哪些程序在使用它：请关闭它们，使用 ComfyUI 菜单中的“Unload Models”，或在“xDiT 并行配置”中去掉该设备。",
+  "Close other programs on it (nvidia-smi shows them), unload ComfyUI's models in its menu, or leave it out in xDiT Parallel Config: {} has {} MB of {} GB free, and a worker needs at least {} MB before it holds a model.":
+    "请关闭其上的其他程序（nvidia-smi 会显示），在 ComfyUI 的菜单中卸载模型，或在“xDiT 并行配置”中去掉它：{0} 的 {2} GB 中有 {1} MB 空闲，而工作进程在持有模型之前至少需要 {3} MB。",
   "{} sent {} (rank {}) numbers that arrived as others":
     "{0} 向 {1}（进程 {2}）发送的数值到达时已改变",
   "{} cannot be used: {}: {} Is another program using all of it (nvidia-smi shows), or in exclusive mode?":
@@ -412,11 +424,11 @@ export const ZH = {
   "a transfer between {} failed on rank {} with {}: {}":
     "{0} 之间的一次传输在进程 {1} 上以 {2} 失败：{3}",
   "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU.":
-    "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 KSampler，在单个 GPU 上运行。",
+    "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。",
   "docs/models.md lists what xDiT runs.":
     "docs/models.md 列出了 xDiT 能运行的模型。",
   "{} is {}. For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU. docs/models.md lists what xDiT runs.":
-    "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 KSampler，在单个 GPU 上运行。docs/models.md 列出了 xDiT 能运行的模型。",
+    "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。docs/models.md 列出了 xDiT 能运行的模型。",
   "{} is {}. docs/models.md lists what xDiT runs.":
     "{0} 是{1}。docs/models.md 列出了 xDiT 能运行的模型。",
   "a {} model, which xDiT does not run":
@@ -436,11 +448,11 @@ export const ZH = {
   "{} is a LoRA: load it with a LoRA node.":
     "{0} 是 LoRA：请用 LoRA 节点加载。",
   "{} is a text encoder: load it with Load CLIP.":
-    "{0} 是文本编码器：请用“加载 CLIP”加载。",
+    "{0} 是文本编码器：请用“加载CLIP”加载。",
   "{} is a CLIP vision model: load it with Load CLIP Vision.":
-    "{0} 是 CLIP 视觉模型：请用“加载 CLIP 视觉”加载。",
+    "{0} 是 CLIP 视觉模型：请用“加载CLIP视觉”加载。",
   "{} is a VAE: load it with Load VAE.":
-    "{0} 是 VAE：请用“加载 VAE”加载。",
+    "{0} 是 VAE：请用“加载VAE”加载。",
   "{} is a model under diffusers' names: put it into models/diffusers, in a folder with its config.json.":
     "{0} 是采用 diffusers 名称的模型：请把它与其 config.json 一起放入 models/diffusers 的一个文件夹。",
   "a text encoder or a language model in GGUF":
@@ -453,10 +465,36 @@ export const ZH = {
     "{0} 中的 VAE（{1}）不属于 {2}。",
   "Use the file of this model in ComfyUI's format.":
     "请使用此模型的 ComfyUI 格式文件。",
-  "Use more devices, or larger ones.":
-    "请使用更多或更大的设备。",
-  "It would fit with {}.":
-    "这样可以放下：{0}。",
+  "more devices, or larger ones":
+    "更多或更大的设备",
+  "{}, or VAE {} (Tiled): {} needs {} GB on each of {} devices, and {} GB are free.":
+    "{0}，或使用 VAE {1}（分块）：{2} 在 {4} 个设备上各需要 {3} GB，而有 {5} GB 空闲。",
+  "Use {} devices like these, a smaller picture":
+    "请使用 {0} 个这样的设备、更小的图像",
+  "Use a smaller picture":
+    "请使用更小的图像",
+  "decoding a latent of {} x {}":
+    "解码 {0} x {1} 的 latent",
+  "encoding {} x {} pixels":
+    "编码 {0} x {1} 像素",
+  "decoding a latent of {} x {} and {} frames":
+    "解码 {0} x {1}、{2} 帧的 latent",
+  "encoding {} x {} pixels and {} frames":
+    "编码 {0} x {1} 像素、{2} 帧",
+  "at most {} x {} pixels instead of {} x {}":
+    "最多 {0} x {1} 像素，而不是 {2} x {3}",
+  "Look at what made it, another sampler, or an encode in half precision":
+    "请检查生成它的步骤：其他采样器，或半精度的编码",
+  "Try another weight_dtype in Load xDiT Model than {}, without LoRA":
+    "请在“加载 xDiT 模型”中试用 {0} 以外的 weight_dtype，并去掉 LoRA",
+  "what {} predicts at the first step":
+    "{0} 在第一步的预测",
+  "the latent":
+    "latent（潜空间图像）",
+  "at most {} of the {} images at once":
+    "每次最多 {1} 张图像中的 {0} 张",
+  "this run ({})":
+    "此次运行（{0}）",
   "{} GB of weights":
     "{0} GB 权重",
   "{} GB of keys and values":

@@ -28,7 +28,7 @@ export const ZH_NOTES = {
   "### Is it the same picture?":
     "### 图像相同吗？",
   "One seed, drawn by **Parallel Sampler** on all your devices and by ComfyUI's own **KSampler** on one. The third picture is their difference: black where they are equal.":
-    "同一个种子，由**并行采样器**在您的全部设备上画一次，由 ComfyUI 自己的 **KSampler** 在一个设备上画一次。第三张图像是两者之差：相同处为黑色。",
+    "同一个种子，由**并行采样器**在您的全部设备上画一次，由 ComfyUI 自己的**K采样器** 在一个设备上画一次。第三张图像是两者之差：相同处为黑色。",
   "With CFG, data, Ulysses and Ring parallelism it is black but for rounding. **PipeFusion** and **DistriFusion** work with what was known a step before, and change the picture a little: set `mode` of **xDiT Parallel Config** to `manual`, and `pipefusion_degree` to the number of your devices, to see how much. More `warmup_steps` bring it closer.":
     "使用 CFG、数据、Ulysses 和 Ring 并行时，除舍入外为全黑。**PipeFusion** 和 **DistriFusion** 使用上一步的数据，会使图像略有变化：把 **xDiT 并行配置**的 `mode` 设为 `manual`，并把 `pipefusion_degree` 设为设备数，即可看到差多少。增加 `warmup_steps` 会更接近。",
   "`cpu,cpu` as `devices` tries two devices where there is one.":
@@ -134,9 +134,29 @@ export const ZH_NOTES = {
   "On Hugging Face: `Comfy-Org/Wan_2.1_ComfyUI_repackaged` has the text encoder, `Comfy-Org/Wan_2.2_ComfyUI_Repackaged` the others.":
     "在 Hugging Face 上：`Comfy-Org/Wan_2.1_ComfyUI_repackaged` 有文本编码器，`Comfy-Org/Wan_2.2_ComfyUI_Repackaged` 有其余文件。",
   "ComfyUI's own KSampler (Advanced) samples here: it runs our MODEL on all GPUs as well.":
-    "这里由 ComfyUI 自己的 KSampler (Advanced) 采样：它也在全部 GPU 上运行我们的 MODEL。",
+    "这里由 ComfyUI 自己的K采样器（高级） 采样：它也在全部 GPU 上运行我们的 MODEL。",
   "**xDiT Parallel Config** takes every CUDA device there is. The model runs at cfg 1.0, so the GPUs share each step's image tokens (Ulysses).":
     "**xDiT 并行配置**使用现有的每个 CUDA 设备。模型在 cfg 1.0 下运行，因此各 GPU 分担每一步的图像令牌（Ulysses）。",
   "It is made for 8 steps.":
     "它适用于 8 步。",
+};
+
+/** Titles of nodes in templates. */
+export const ZH_TITLES = {
+  "Positive Prompt": "正向提示词",
+  "Negative Prompt": "负向提示词",
+  "Files and folders": "文件与文件夹",
+  "All devices": "全部设备",
+  "One device": "单个设备",
+  "Shift, high noise": "Shift，高噪声",
+  "Shift, low noise": "Shift，低噪声",
+  "High noise: steps 0 to 10": "高噪声：第 0 至 10 步",
+  "Low noise: steps 10 to 20": "低噪声：第 10 至 20 步",
+  "Seed of both": "两者的种子",
+  "All minus one": "全部减单个",
+  "One minus all": "单个减全部",
+  "Both": "两者之和",
+  "Difference (black: none)": "差异（黑色：无）",
+  "One device and all": "单个设备与全部设备",
+  "The demo model": "演示模型",
 };

@@ -78,8 +78,8 @@ class ParallelConfig:
             return ()
         parts = [part.strip() for part in self.stage_blocks.split(",")]
         if not all(part.isdigit() and int(part) > 0 for part in parts):
-            raise ConfigError(f'stage_blocks="{self.stage_blocks}" is not a list of block counts of at least 1. Use '
-                              f'one number a stage with commas, such as "20,37", or leave it empty.')
+            raise ConfigError('Give stage_blocks one number a stage with commas, such as "20,37", or leave it empty: '
+                              f'stage_blocks="{self.stage_blocks}" is not a list of block counts of at least 1.')
         return tuple(map(int, parts))
 
     @property
@@ -94,8 +94,8 @@ class ParallelConfig:
         except ValueError:
             num_bytes = math.nan
         if not 1 <= num_bytes < math.inf:
-            raise ConfigError(f'weights_memory="{self.weights_memory}" is neither a number of GB above 0, such as '
-                              f'"10", nor "auto", nor "{ALL_ON_DEVICE}".')
+            raise ConfigError('Set weights_memory to a number of GB above 0, such as "10", to "auto" or to '
+                              f'"{ALL_ON_DEVICE}": weights_memory="{self.weights_memory}" is none of these.')
         return int(num_bytes)
 
     @property
@@ -144,28 +144,26 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
     cuda = [f"cuda:{index}" for index in range(num_cuda_devices)]
     names = [name.strip().lower() for name in devices.split(",") if name.strip()]
     if not names:
-        raise ConfigError('devices is empty. Use "auto", or device names with commas such as "cuda:0,cuda:1".')
+        raise ConfigError('Set devices to "auto", or to names with commas such as "cuda:0,cuda:1": devices is empty.')
     if names == ["auto"]:
         return tuple(cuda) or ("cpu",)
     names = [f"{name}:0" if own_name(name) == "cuda" else name for name in names]
     for name in names:
         if not re.fullmatch(rf"({MACHINE_NAME}/)?(cpu|cuda:\d+)", name):
-            raise ConfigError(f'devices="{devices}": "{name}" is not a device. Use "auto", or names such as '
-                              f'"cuda:0,cuda:1" or "cpu,cpu"; those of another machine with its name, '
-                              f'"cuda:0,other-pc/cuda:0".')
+            raise ConfigError('Set devices to "auto", or to names such as "cuda:0,cuda:1" or "cpu,cpu"; those of '
+                              f'another machine with its name, "cuda:0,other-pc/cuda:0": of devices="{devices}", '
+                              f'"{name}" is not a device.')
         if name.startswith("cuda:") and name not in cuda and mode != "auto":
-            there = (f'{", ".join(cuda)}. Set devices to "{",".join(cuda)}"'
-                     if cuda else 'no CUDA device. Set devices to "cpu"')
-            raise ConfigError(f'devices="{devices}": {name} is not on this machine, which has {there} and the degrees '
-                              f'to a product of {max(1, len(cuda))}, or mode to "auto" to take what is there.')
+            raise ConfigError(f'Set devices to "{",".join(cuda) or "cpu"}" and the degrees to a product of '
+                              f'{max(1, len(cuda))}, or mode to "auto" to take what is there: of devices="{devices}", '
+                              f'{name} is not on this machine, which has {", ".join(cuda) or "no CUDA device"}.')
     if len({own_name(name).partition(":")[0] for name in names}) > 1:
-        raise ConfigError(f'devices="{devices}" mixes CPU and CUDA workers. Use one kind.')
+        raise ConfigError(f'Name devices of one kind: devices="{devices}" mixes CPU and CUDA workers.')
     own = tuple(name for name in names if name == "cpu" or name in cuda)
     others = [name for machine in machines_of(names) for name in names if machine_of(name) == machine]
     if others and not own:
-        raise ConfigError(f'devices="{devices}" names no device of this machine, which has '
-                          f'{", ".join(cuda) or "the device cpu alone"}. At '
-                          f"least one has to be of it.")
+        raise ConfigError("Name a device of this machine too, which has "
+                          f'{", ".join(cuda) or "the device cpu alone"}: devices="{devices}" names none.')
     return (own or tuple(cuda) or ("cpu",)) + tuple(others)
 
 
@@ -203,7 +201,7 @@ def fitting(config, num_cuda_devices):
         except ConfigError:
             continue
         return found
-    raise ConfigError("No degrees make these settings work here. Set mode to auto.")
+    raise ConfigError("Set mode to auto: no degrees make these settings work here.")
 
 
 def _factored(product, places):
@@ -222,37 +220,36 @@ def validate(config, num_devices):
     Raises ConfigError naming the field, its value and what would work (rules of docs/algorithms.md section 1).
     """
     if not 0 <= config.forecast_keys_values <= 1:
-        raise ConfigError(f"forecast_keys_values={config.forecast_keys_values} is not from 0 to 1.")
-    if config.mode not in ("auto", "manual"):
-        raise ConfigError(f'mode="{config.mode}" is neither "auto" nor "manual".')
+        raise ConfigError("Set forecast_keys_values to a number from 0 to 1: "
+                          f"forecast_keys_values={config.forecast_keys_values} is none.")
     for name in DEGREES:
         value = getattr(config, name)
         if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1. 1 switches the method off.")
+            raise ConfigError(f"Set {name} to 1 or more, where 1 switches the method off: {name}={value} is less.")
     if config.num_patches < 0 or config.warmup_steps < 0:
-        raise ConfigError(f"num_patches={config.num_patches} and warmup_steps={config.warmup_steps} must not be "
-                          f"negative.")
-    if config.warmup not in WARMUPS:
-        raise ConfigError(f'warmup="{config.warmup}" is not one of {", ".join(WARMUPS)}.')
-    if config.displaced_mode not in DISPLACED_MODES:
-        raise ConfigError(f'displaced_mode="{config.displaced_mode}" is not one of {", ".join(DISPLACED_MODES)}.')
-    if config.approximate not in APPROXIMATE:
-        raise ConfigError(f'approximate="{config.approximate}" is not one of {", ".join(APPROXIMATE)}.')
-    if config.compile not in COMPILES:
-        raise ConfigError(f'compile="{config.compile}" is not one of {", ".join(COMPILES)}.')
+        raise ConfigError(f"Set num_patches and warmup_steps to 0 or more: num_patches={config.num_patches} and "
+                          f"warmup_steps={config.warmup_steps} must not be negative.")
+    for name, words in (("mode", ("auto", "manual")), ("warmup", WARMUPS), ("displaced_mode", DISPLACED_MODES),
+                        ("approximate", APPROXIMATE), ("compile", COMPILES)):
+        value = getattr(config, name)
+        if value not in words:
+            raise ConfigError(f'Set {name} to {_one_of(words)}: {name}="{value}" is none of these.')
     num_stages, _ = len(config.num_stage_blocks), config.weights_memory_bytes
     if config.mode == "auto":
         return
     if num_stages not in (0, config.pipefusion_degree):
-        raise ConfigError(f'stage_blocks="{config.stage_blocks}" names {num_stages} stages, and pipefusion_degree='
-                          f'{config.pipefusion_degree}. Give one number a stage, or leave it empty.')
+        raise ConfigError("Give stage_blocks one number a stage, or leave it empty: "
+                          f'stage_blocks="{config.stage_blocks}" names {num_stages} stages, and '
+                          f"pipefusion_degree={config.pipefusion_degree}.")
     if config.displaced_degree > 1 and config.pipefusion_degree > 1:
-        raise ConfigError(f"displaced_degree={config.displaced_degree} and "
-                          f"pipefusion_degree={config.pipefusion_degree} both use what is left of the step before: a "
-                          f"stage would be behind twice. Set one of them to 1.")
+        raise ConfigError("Set displaced_degree or pipefusion_degree to 1: "
+                          f"displaced_degree={config.displaced_degree} and "
+                          f"pipefusion_degree={config.pipefusion_degree} both use what is left of the step before, "
+                          "and a stage would be behind twice.")
     _refuse_approximate(config)
     if config.cfg_degree > 2:
-        raise ConfigError(f"cfg_degree={config.cfg_degree}: guidance has two branches, so 1 or 2 can work.")
+        raise ConfigError(f"Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={config.cfg_degree} "
+                          "cannot work.")
     product, text = 1, []
     for name in DEGREES:
         value = getattr(config, name)
@@ -270,25 +267,26 @@ def _refuse_approximate(config):
     if config.approximate == "allowed":
         return
     if config.pipefusion_degree > 1 and config.num_patches != 1:
-        raise ConfigError(f'approximate="{config.approximate}" and pipefusion_degree={config.pipefusion_degree}: its '
-                          f'patches use keys and values of the step before. Use tensor_degree, num_patches 1, with '
-                          f'which stages wait for each other, or set approximate to allowed.')
+        raise ConfigError("Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set "
+                          f'approximate to allowed: approximate="{config.approximate}" and '
+                          f"pipefusion_degree={config.pipefusion_degree}, whose patches use keys and values of the "
+                          "step before.")
     if config.displaced_degree > 1 and (config.displaced_mode == AUTO or MODES[config.displaced_mode].is_stale):
-        raise ConfigError(f'approximate="{config.approximate}" and displaced_degree={config.displaced_degree}: in the '
-                          f'mode {config.displaced_mode} devices use rows of the step before. Set displaced_mode to '
-                          f'full_sync, or approximate to allowed.')
+        raise ConfigError("Set displaced_mode to full_sync, or approximate to allowed: "
+                          f'approximate="{config.approximate}" and displaced_degree={config.displaced_degree}, and '
+                          f"in the mode {config.displaced_mode} devices use rows of the step before.")
 
 
 def validate_stages(config, num_blocks, family):
     """Refuse stages that this model does not have blocks for. Raises ConfigError with what would work."""
     if config.pipefusion_degree > num_blocks:
-        raise ConfigError(f"pipefusion_degree={config.pipefusion_degree} is more than {family}'s {num_blocks} blocks. "
-                          f"Use at most {num_blocks}.")
+        raise ConfigError(f"Set pipefusion_degree to at most {num_blocks}: "
+                          f"pipefusion_degree={config.pipefusion_degree} is more than {family}'s {num_blocks} blocks.")
     counts = config.num_stage_blocks
     if counts and sum(counts) != num_blocks:
-        raise ConfigError(f'stage_blocks="{config.stage_blocks}" adds up to {sum(counts)}, and this {family} model has '
-                          f'{num_blocks} blocks. The numbers must add up to {num_blocks}; leave it empty to balance '
-                          f'the stages.')
+        raise ConfigError(f"Give stage_blocks numbers that add up to {num_blocks}, or leave it empty to balance the "
+                          f'stages: stage_blocks="{config.stage_blocks}" adds up to {sum(counts)}, and this {family} '
+                          f"model has {num_blocks} blocks.")
 
 
 def validate_layout(layout, num_heads, family, num_key_heads=None):
@@ -299,16 +297,16 @@ def validate_layout(layout, num_heads, family, num_key_heads=None):
         for name in ("ulysses_degree", "ring_degree", "pipefusion_degree", "tensor_degree"):
             value = getattr(layout, name)
             if value > 1:
-                raise ConfigError(f"{name}={value} shares out the tokens and blocks of a transformer, and {family} is "
-                                  f"a U-Net, which has neither from end to end. Use cfg_degree, data_degree or "
-                                  f"displaced_degree, and 1 here.")
+                raise ConfigError(f"Set {name} to 1, and use cfg_degree, data_degree or displaced_degree: "
+                                  f"{name}={value} shares out the tokens and blocks of a transformer, and {family} "
+                                  "is a U-Net, which has neither from end to end.")
         return
     if layout.tensor_degree > 1:
         _validate_tensor_degree(layout, num_heads, num_key_heads or num_heads, family)
     elif num_heads % degree:
         works = [d for d in range(1, num_heads + 1) if num_heads % d == 0]
-        raise ConfigError(f"ulysses_degree={degree} does not divide {family}'s {num_heads} attention heads. "
-                          f"Use {_one_of(works)}, or ring_degree instead.")
+        raise ConfigError(f"Set ulysses_degree to {_one_of(works)}, or use ring_degree: ulysses_degree={degree} does "
+                          f"not divide {family}'s {num_heads} attention heads.")
 
 
 def refuse_methods(layout, refused, family):
@@ -319,8 +317,8 @@ def refuse_methods(layout, refused, family):
         if value > 1:
             others = [f"{other}_degree" for other in ("cfg", "data", "ulysses", "ring", "tensor")
                       if other not in refused]
-            raise ConfigError(f"{name}_degree={value}: xDiT does not run {family} so, because {reason}. "
-                              f"Use {_one_of(others)}, and 1 here.")
+            raise ConfigError(f"Set {name}_degree to 1, and use {_one_of(others)}: {name}_degree={value} cannot be, "
+                              f"as xDiT does not run {family} so, because {reason}.")
 
 
 def _validate_tensor_degree(layout, num_heads, num_key_heads, family):
@@ -329,12 +327,13 @@ def _validate_tensor_degree(layout, num_heads, num_key_heads, family):
     if degree not in works:
         heads = f"{num_heads} attention heads" + (f" and {num_key_heads} key heads" if num_key_heads != num_heads
                                                   else "")
-        raise ConfigError(f"tensor_degree={degree} does not divide {family}'s {heads}. Use {_one_of(works)}.")
+        raise ConfigError(f"Set tensor_degree to {_one_of(works)}: tensor_degree={degree} does not divide {family}'s "
+                          f"{heads}.")
     if num_heads // degree % ulysses_degree:
         works = [d for d in range(1, num_heads // degree + 1) if num_heads // degree % d == 0]
-        raise ConfigError(f"ulysses_degree={ulysses_degree} does not divide the {num_heads // degree} of {family}'s "
-                          f"{num_heads} attention heads that a rank has with tensor_degree={degree}. Use "
-                          f"ulysses_degree {_one_of(works)}, or ring_degree instead.")
+        raise ConfigError(f"Set ulysses_degree to {_one_of(works)}, or use ring_degree: "
+                          f"ulysses_degree={ulysses_degree} does not divide the {num_heads // degree} of {family}'s "
+                          f"{num_heads} attention heads that a rank has with tensor_degree={degree}.")
 
 
 def _one_of(numbers):

@@ -47,8 +47,8 @@ def shard_start(num_tokens, num_shards, index, speeds=(), least=0):
 def check_shards(num_tokens, num_shards, what="tokens"):
     """Refuse more sequence shards than tokens, or than rows of tokens."""
     if num_tokens < num_shards:
-        raise ConfigError(f"The latent has {num_tokens} {what}, too few for ulysses_degree x ring_degree = "
-                          f"{num_shards}. Use a larger latent or lower degrees.")
+        raise ConfigError(f"Use a larger latent or lower degrees: it has {num_tokens} {what}, too few for "
+                          f"ulysses_degree x ring_degree = {num_shards}.")
 
 
 # --- PipeFusion: which blocks, which rows (docs/algorithms.md sections 2.1 and 2.4) ---
@@ -63,8 +63,8 @@ def split_stages(costs, num_stages, speeds=None, sizes=None, limits=None):
     """
     num_blocks = len(costs)
     if num_stages > num_blocks:
-        raise ConfigError(f"pipefusion_degree={num_stages} is more than the model's {num_blocks} blocks. "
-                          f"Use at most {num_blocks}.")
+        raise ConfigError(f"Set pipefusion_degree to at most {num_blocks}: pipefusion_degree={num_stages} is more "
+                          f"than the model's {num_blocks} blocks.")
     time = _ranges(costs)
     size = _ranges(sizes or [0] * num_blocks)
     speeds, limits = speeds or [1.0] * num_stages, limits or [math.inf] * num_stages

@@ -62,7 +62,7 @@ def test_weights_of_each_type_take_their_bytes(short, capsys):
 def test_what_does_not_fit_says_what_would(short, capsys):
     text = said(capsys, "flux.1-dev", "--size", "16384x16384", "--layouts", "one")
 
-    assert re.search(r"one: This run \(one device\) needs about [\d.]+ GB on cuda:0 .* It would fit with at most \d+ x",
+    assert re.search(r"one: Use at most \d+ x .*: this run \(one device\) needs about [\d.]+ GB on cuda:0 ",
                      text)
 
 

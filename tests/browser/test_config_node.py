@@ -126,6 +126,8 @@ def chinese(page):
 def test_what_is_refused_is_told_in_the_place_of_the_run_before(page, chinese):
     """On the nodes and in the panel; in Chinese where the page is."""
     open_demo(page, devices="cpu,cpu", mode="manual", ring_degree=3)
+    titles = page.evaluate("() => app.graph.nodes.filter(node => node.type === 'XDiTDemoPrompt')"
+                           ".map(node => node.title)")
     page.evaluate("""() => app.graph.nodes.find(node => node.type === "XDiTParallelSampler")
         .addWidget("text", "$$node-text-preview", "20 steps in 9.0 s", () => null)""")
     page.locator(".xdit-tab-button").click()
@@ -139,6 +141,7 @@ def test_what_is_refused_is_told_in_the_place_of_the_run_before(page, chinese):
     timeline = page.locator(".xdit-time").is_visible()
     page.locator(".xdit-tab-button").click()
 
+    assert titles == ["正向提示词", "负向提示词"]
     assert panel == ("请把 mode 设为 auto，或例如 ulysses_degree 2：各并行度（ring_degree=3）的乘积为 3，"
                      "而有 2 个设备。")
     assert node == "未运行：提示被拒绝" and not timeline

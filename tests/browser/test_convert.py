@@ -149,5 +149,5 @@ def test_the_server_says_which_files_it_would_refuse(host):
 
     assert status == 200                                       # the files of the templates are empty
     assert set(answer["models"]) == {"sd3.5_medium.safetensors"}
-    assert "is not a safetensors file" in answer["models"]["sd3.5_medium.safetensors"]
+    assert answer["models"]["sd3.5_medium.safetensors"] == "Download sd3.5_medium.safetensors again: it is empty."
     assert set(answer["vaes"]) == {"ae.safetensors"}

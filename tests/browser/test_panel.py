@@ -280,10 +280,44 @@ def test_a_prompt_that_fails_before_it_samples_is_told_on_the_node_in_a_note_and
     note = page.locator(".p-toast-message-error").first.inner_text()
     timeline = page.locator(".xdit-time").is_visible()
     page.evaluate(values, ["auto", 1, 3])
+    queue(page, 15)
+    page.wait_for_function("() => !document.querySelector('.p-toast-message-error')", timeout=10_000)
+    wait_for_run(page, "done")
 
     for text in (told, note, dict(shown)["XDiTParallelSampler"].removeprefix("failed: ")):
         assert "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches" in text
     assert dict(shown)["XDiTVAEDecode"] == "not run: the prompt failed before it" and not timeline
+
+
+SIZES = """([steps, size]) => {
+    const set = (type, name, value) => {
+        app.graph.nodes.find(node => node.type === type).widgets.find(widget => widget.name === name).value = value };
+    set("XDiTParallelSampler", "steps", steps);
+    set("EmptySD3LatentImage", "width", size);
+    set("EmptySD3LatentImage", "height", size);
+}"""
+
+
+@pytest.mark.slow
+def test_a_cancel_while_devices_are_measured_is_told_at_once(page, after_a_run):
+    """The workers go on measuring; the next run needs what they measure."""
+    page.evaluate(SIZES, [2000, 512])
+    queue(page, 16)
+    page.wait_for_function("() => /measuring/.test(document.querySelector('.xdit-phase')?.textContent ?? '')",
+                           timeout=120_000)
+    page.evaluate("async () => (await import('/scripts/api.js')).api.interrupt(null)")
+    wait_for_run(page, "cancelled")
+    group = page.locator(".xdit-group").get_attribute("data-state")
+    said = page.evaluate("""() => app.graph.nodes.find(node => node.type === "XDiTParallelSampler").widgets
+        .find(widget => widget.name === "$$node-text-preview").value""")
+    table = page.locator(".xdit-panel table").is_visible()
+    reason = page.locator("[data-fact=run_why]").count()
+    page.evaluate(SIZES, [STEPS, 128])
+    queue(page, 17)
+    page.wait_for_selector(".xdit-panel dl[data-state=done]", timeout=120_000)
+
+    assert group == "working" and said == "cancelled after 0 of 2000 steps"
+    assert not table and reason == 0                           # of no steps, and of no choice
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.browser.conftest import files_of_note, template, template_paths, validated
-from tests.comfyui_server import PACK
+from tests.comfyui_server import PACK, ROOT
 from tests.tiers import by_default
 
 PAGE_ONLY = {"upload"}                     # LoadImage's button
@@ -154,15 +154,23 @@ def graphs(workflow):
 
 
 @pytest.mark.slow
-def test_the_address_that_start_py_gives_opens_the_demo(chromium, host):
+def test_the_page_of_start_py_opens_the_demo_the_first_time(chromium, host):
+    """The demo's own pack is not among those of this host: its script comes by the browser."""
     page = chromium.new_page()
-    page.goto(f"{host.url}/?template=Demo&source={PACK}")
+    script = "/extensions/demo_page/open_demo.js"
+    page.route("**/extensions", lambda route: route.fulfill(json=[*route.fetch().json(), script]))
+    page.route(f"**{script}", lambda route: route.fulfill(path=ROOT / "tests" / "demo_page" / "web" / "open_demo.js",
+                                                          content_type="text/javascript"))
+    page.goto(host.url)
     page.wait_for_function("() => window.app?.graph?.nodes?.some(node => node.type === 'XDiTDemoPrompt')",
                            timeout=120_000)
     types = page.evaluate("() => app.graph.nodes.map(node => node.type)")
+    page.goto(host.url)                                        # again: what was left there, and no redirection
+    page.wait_for_function("() => window.app?.graph?.nodes?.length", timeout=120_000)
+    again = page.url
     page.close()
 
-    assert "CheckpointLoaderSimple" not in types
+    assert "CheckpointLoaderSimple" not in types and "template" not in again
 
 
 @pytest.mark.slow

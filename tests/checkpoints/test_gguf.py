@@ -117,7 +117,7 @@ ONES, F32 = np.ones((4, 8), np.float32), 0
 
 
 @pytest.mark.parametrize("tensors, how, words", [
-    ({"a": (ONES, F32, 2 ** 40)}, {}, "model.gguf is cut short: its header promises 1,099,"),
+    ({"a": (ONES, F32, 2 ** 40)}, {}, "model.gguf again, it is cut short: its header promises 1,099,"),
     ({"a": (ONES, F32, 0), "b": (ONES, F32, -32)}, {}, "has b start at byte"),
     ({"a": (ONES, 39, 0)}, {}, "holds a in the type MXFP4, which xDiT does not read"),
     ({"a": (ONES, 12345, 0)}, {}, "in the type number 12345"),
@@ -140,7 +140,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     assert open_checkpoint(tmp_path / "whole.gguf").shapes == {"a": (4, 4, 2), "b": (4, 8)}
     for length in range(len(whole)):
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="cut.gguf (is cut short|has a header that cannot be read)"):
+        with pytest.raises(CheckpointError, match="cut.gguf again(, it is cut short|: it has a header)"):
             open_checkpoint(tmp_path / "cut.gguf")
 
 

@@ -151,6 +151,34 @@ def test_an_abandoned_prediction_leaves_nothing_for_the_next(client, spec_of):
     assert client.group.segments.names() == []
 
 
+@pytest.mark.slow
+def test_measuring_goes_on_after_a_cancel_and_is_not_begun_anew(client):
+    """The cancel waits for nothing; who asks next takes what was measured meanwhile."""
+    group = client.group
+    posted, post = [], group.post
+
+    def cancel():
+        raise KeyboardInterrupt
+    group.post = lambda make_command, *given, **named: posted.append(make_command(0)) or post(make_command, *given,
+                                                                                                **named)
+    client.workers.check = cancel
+    with pytest.raises(KeyboardInterrupt):
+        client.probe("float32")
+    client.workers.check = lambda: None
+    began_s = time.monotonic()
+    during = client.catch_up(5.0)
+    waited_s = time.monotonic() - began_s
+    first = client.probe("float32")
+    probes = [type(command).__name__ for command in posted].count("Probe")
+    client.probe("float32")
+    group.post = post
+
+    assert during == {} and waited_s < 0.1
+    assert probes == 1 and set(first) == {0, 1} and first[0]["matrix_s"] > 0
+    assert [type(command).__name__ for command in posted].count("Probe") == 2
+    assert client.workers.state == "idle" and not list(group._requests)
+
+
 def test_dropping_a_model_gives_its_memory_back(client, spec_of):
     one, spec = example("PixArt-Sigma"), spec_of("PixArt-Sigma")
     before = client.report_memory()[0]["weight_bytes"] if client.holds(spec.name) else None

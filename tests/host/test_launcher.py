@@ -346,7 +346,7 @@ def test_windows_is_refused_before_anything_is_made(monkeypatch):
     before = set(left_behind())
     monkeypatch.setattr(sys, "platform", "win32")
 
-    with pytest.raises(WorkerStartError, match="run on Linux, and this is Windows: start ComfyUI inside WSL2"):
+    with pytest.raises(WorkerStartError, match="^Start ComfyUI inside WSL2: workers run on Linux"):
         WorkerGroup(("cuda:0",))
 
     assert gone(before)

@@ -9,7 +9,7 @@ import torch
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
-from xdit_backend.host.shortage import shortage_words
+from xdit_backend.host.shortage import remedies, shortage_words
 from xdit_backend.protocol.errors import WorkerFailedError
 from xdit_backend.worker.engine import TRIED_TO_ALLOCATE, UNITS, is_shortage
 
@@ -18,29 +18,31 @@ GB = 2 ** 30
 
 def test_words_say_who_holds_what_and_what_would_fit():
     """6 GB of 24 are the run's or free, and it would have taken 8: three quarters of it fits."""
-    words = shortage_words({"asked_bytes": 3 * GB, "free_bytes": GB, "total_bytes": 24 * GB, "weight_bytes": 14 * GB,
-                            "cast_bytes": 0,
-                            "key_value_bytes": 2 * GB, "activation_bytes": 3 * GB, "other_bytes": 4 * GB,
-                            "num_conditionings": 3}, 2)
+    numbers = {"asked_bytes": 3 * GB, "free_bytes": GB, "total_bytes": 24 * GB, "weight_bytes": 14 * GB,
+               "cast_bytes": 0, "key_value_bytes": 2 * GB, "activation_bytes": 3 * GB, "other_bytes": 4 * GB,
+               "num_conditionings": 3}
+    words = remedies(numbers, 2)
 
-    assert words.startswith("3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free. Held by: weights 14.0 GB, "
-                            "keys and values 2.0 GB, activations 3.0 GB, other programs and libraries 4.0 GB.")
+    assert shortage_words(numbers).startswith(
+        "3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free. Held by: weights 14.0 GB, keys and values 2.0 GB, "
+        "activations 3.0 GB, other programs and libraries 4.0 GB.")
     assert "at most 75% of these pixels (each side times 0.87)" in words and "at least 3 devices" in words
     assert ("weight_dtype fp8_e4m3fn (7.0 GB) or int8 (7.0 GB) or nf4, with the package bitsandbytes (3.") in words
     assert "4.0 GB; nvidia-smi" in words
 
 
 def test_only_types_that_would_fit_are_named():
-    words = shortage_words({"asked_bytes": 9 * GB, "free_bytes": GB, "weight_bytes": 14 * GB}, 1)
+    words = remedies({"asked_bytes": 9 * GB, "free_bytes": GB, "weight_bytes": 14 * GB}, 1)
 
     assert "weight_dtype nf4, with the package bitsandbytes (3.9 GB);" in words
-    assert "weight_dtype" not in shortage_words({"asked_bytes": 12 * GB, "free_bytes": GB, "weight_bytes": 14 * GB}, 1)
+    assert "weight_dtype" not in remedies({"asked_bytes": 12 * GB, "free_bytes": GB, "weight_bytes": 14 * GB}, 1)
 
 
 def test_nothing_is_reckoned_from_what_is_not_known():
-    words = shortage_words({"free_bytes": 100.0, "weight_bytes": 0.0}, 1)
+    numbers = {"free_bytes": 100.0, "weight_bytes": 0.0}
 
-    assert words == "it asked for more, and 0 MB are free. Use a smaller latent, or more devices."
+    assert shortage_words(numbers) == "it asked for more, and 0 MB are free."
+    assert remedies(numbers, 1) == "Use a smaller latent, or more devices."
 
 
 @pytest.mark.parametrize("words, num_bytes", [
@@ -65,9 +67,9 @@ def test_a_worker_without_memory_says_so_in_numbers_and_draws_the_next_one(clien
     client.begin_step("step 7 of 20")
     worker.rlimit(resource.RLIMIT_AS, (worker.memory_info().vms + 2 ** 25, before[1]))
     try:
-        with pytest.raises(WorkerFailedError, match=r"rank 1 \(cpu\) failed with OutOfMemoryError while computing a "
-                                                    r"step \(step 7 of 20\): memory ran out: \d+ MB more were asked "
-                                                    r"for, .* Use a smaller latent"):
+        with pytest.raises(WorkerFailedError, match=r"^Use a smaller latent.*\. Worker rank 1 \(cpu\) failed with "
+                                                    r"OutOfMemoryError while computing a step \(step 7 of 20\): memory "
+                                                    r"ran out: \d+ MB more were asked for, "):
             client.predict(spec_of("SD3"), layout(cfg=2), 4, [call_of(one), call_of(large)])
     finally:
         worker.rlimit(resource.RLIMIT_AS, before)

@@ -195,20 +195,20 @@ def test_controlnets_that_compute_with_the_models_own_layers_are_refused_by_name
     weights = {"lora_controlnet": torch.zeros(0), "input_hint_block.0.weight": torch.zeros(16, 3, 3, 3)}
 
     with pytest.raises(comfyui.errors.UnsupportedError,
-                       match="a Control-LoRA computes with layers of the model itself"):
+                       match="^Use a ControlNet .*: a Control-LoRA computes with the model's"):
         positive, negative = controls.apply(controls.prompts("sdxl"), None, ControlLora(weights))
         comfyui.sample(comfyui.ours("sdxl", comfyui.config()), "sdxl", positive=positive, negative=negative)
     positive, negative = controls.apply(controls.prompts("qwen-image"), "qwen-fun")
     with pytest.raises(comfyui.errors.UnsupportedError,
-                       match="Qwen-Image's Fun ControlNet computes with layers of the model itself"):
+                       match="^Use a ControlNet .*: Qwen-Image's Fun ControlNet computes with"):
         comfyui.sample(comfyui.ours("qwen-image", comfyui.config()), "qwen-image", positive=positive, negative=negative)
 
 
 def test_a_controlnet_of_another_model_is_refused_by_name_and_the_group_survives(comfyui, controls):
     sd3, sd15, hydit = (comfyui.ours(kind, comfyui.config("cpu,cpu")) for kind in ("sd3", "sd15", "hunyuandit"))
-    for model, kind, other, message in ((sd3, "sd3", "sd15", "something for its input blocks, which takes output only"),
+    for model, kind, other, message in ((sd3, "sd3", "sd15", "something for input blocks. Taken is output only"),
                                         (sd15, "sd15", "sdxl",
-                                         r"gives .128, 4, 5. for input block 5 of this SD 1.5 model, and it takes"),
+                                         r"makes .128, 4, 5. for input block 5 of this SD 1.5 model, and it takes"),
                                         (comfyui.ours("pixart", comfyui.config("cpu,cpu")), "pixart", "sd3",
                                          "PixArt-Sigma takes no Con"),
                                         (hydit, "hunyuandit", "hunyuandit", "1 tensors for the 2 skips")):

@@ -90,7 +90,7 @@ def test_previews_show_the_picture(demo):
 
 
 def test_a_long_prompt_is_refused(demo):
-    with pytest.raises(ValueError, match="has 30 words; the demo model reads 24"):
+    with pytest.raises(ValueError, match="^Shorten the prompt: it has 30 words, and the demo model reads 24"):
         demo.conditioning("word " * 30)
 
 

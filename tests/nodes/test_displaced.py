@@ -247,13 +247,13 @@ def test_the_same_run_again_is_the_same_and_nothing_is_left(comfyui):
 
 def test_what_cannot_be_displaced_is_refused_in_words(comfyui):
     with pytest.raises(comfyui.errors.ConfigError,
-                       match="displaced_degree=2 is too much for a latent of 7 rows: SD 1.5 .* at most 1 dev"):
+                       match="^Set displaced_degree to at most 1, .* too much for a latent of 7 rows, "):
         comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2)), "sd15",
                        latent=comfyui.latent("sd15", size=(7, 16)))
     with pytest.raises(comfyui.errors.ConfigError, match="displaced_degree=2 and pipefusion_degree=2"):
         comfyui.config("cpu,cpu,cpu,cpu", displaced=2, pipefusion=2)
     with pytest.raises(comfyui.errors.ConfigError,
-                       match='displaced_mode="stale" is not one of auto, corrected_async_gn'):
+                       match="Set displaced_mode to auto, corrected_async_gn"):
         comfyui.config("cpu,cpu", displaced=2, displaced_mode="stale")
 
 

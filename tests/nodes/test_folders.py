@@ -134,8 +134,8 @@ def test_a_folder_that_does_not_say_which_model_it_is_is_refused(comfyui):
     folder = save_folder(comfyui, "ltx-video", "folder-ltx-video")
     (folder / "vae").rename(folder / "elsewhere")
 
-    with pytest.raises(comfyui.errors.CheckpointError, match="^folder-ltx-video is a model of LTX-Video, of which a "
-                                                             "folder"):
+    with pytest.raises(comfyui.errors.CheckpointError, match="^Download the whole folder, .*: folder-ltx-video is "
+                                                             "a model of LTX-Video, of which a folder"):
         comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
     (folder / "elsewhere").rename(folder / "vae")
 

@@ -46,8 +46,8 @@ def test_settings_are_read_as_comfyui_keeps_them(kept, choose, settings, how, mi
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"Residency": "parked"}, "'parked' .* There are keep, park, release"),
-    ({"IdleMinutes": 0}, "IdleMinutes is 0 .* above 0"),
+    ({"Residency": "parked"}, "Choose one of keep, park, release in .* 'parked'"),
+    ({"IdleMinutes": 0}, "above 0, .*IdleMinutes is 0"),
     ({"IdleMinutes": "5"}, "IdleMinutes is '5'"), ({"IdleMinutes": True}, "IdleMinutes is True")])
 def test_other_settings_are_refused_by_name(kept, choose, settings, words):
     choose(**settings)

@@ -106,7 +106,7 @@ def test_functions_that_are_not_known_are_refused_by_name(comfyui):
     for kind, key, function, message in (("sd3", "double_block", lambda args, extra: args,
                                           "model patches such as IP-Adapter"),
                                          ("sd3", "double_block", other, "model patches such as IP-Adapter"),
-                                         ("sd15", "double_block", skip, "SD 1.5 does not heed what a node replaces")):
+                                         ("sd15", "double_block", skip, "SD 1.5 does not heed what it replaces")):
         model = comfyui.ours(kind, comfyui.config())
         model.set_model_patch_replace(function, "dit", key, 1)
         with pytest.raises(comfyui.errors.UnsupportedError, match=message):
@@ -114,6 +114,6 @@ def test_functions_that_are_not_known_are_refused_by_name(comfyui):
     for node, arguments, kind in ((pag, {"scale": 3.0}, "attn1"),
                                   (model_nodes(comfyui)["NAGuidance"], GUIDED, "attn1_output_patch")):
         with pytest.raises(comfyui.errors.UnsupportedError,
-                           match=f"SD3 does not heed what a node replaces in this workflow .{kind}."):
+                           match=f"^Remove the node .* SD3 does not heed what it replaces in this workflow .{kind}."):
             comfyui.sample(run_node(node, {"model": comfyui.ours("sd3", comfyui.config()), **arguments})[0], "sd3",
                            steps=1)

@@ -219,7 +219,7 @@ def test_methods_that_a_family_cannot_have_are_refused_by_name(comfyui, folder_o
     config = comfyui.config("cpu,cpu", **{"displaced_mode": "full_sync", "num_patches": 1, method: 2})
 
     with pytest.raises(comfyui.errors.ConfigError,
-                       match=f"{method}_degree=2: xDiT does not run {name} so, because .*Use cfg_degree"):
+                       match=f"^Set {method}_degree to 1, and use cfg_degree.*=2 .* not run {name} so, because "):
         comfyui.load_model.execute(folder_of(name)[0], "fp32", config)
 
 
@@ -290,7 +290,7 @@ def test_a_class_is_a_number_or_a_name(comfyui, folder_of):
         assert marks.shape == (1, 1, 1000) and marks.nonzero().tolist() == [[0, 0, number]]
     assert not label.execute(model, "").args[0][0][0].any()
     for text, words in (("1000", "0 to 999"), ("-1", "0 to 999"), ("9" * 5000, "0 to 999"),
-                        ("golden retreiver", "such as golden retriever"), ("crane", "classes 134 and 517")):
+                        ("golden retreiver", "such as golden retriever"), ("crane", "one of the numbers 134 and 517")):
         with pytest.raises(comfyui.errors.ConfigError, match=words):
             label.execute(model, text)
     with pytest.raises(comfyui.errors.ConfigError, match="does not draw classes"):
@@ -298,11 +298,11 @@ def test_a_class_is_a_number_or_a_name(comfyui, folder_of):
 
 
 @pytest.mark.parametrize("marks, words", [
-    (torch.randn(1, 77, 768), "without a text or a mix of classes"),
-    (torch.full((1, 1, 1000), 0.5), "without a text or a mix of classes"),
-    (torch.eye(1, 1000).expand(1, 2, 1000), "without a text or a mix of classes"),
-    (torch.eye(1, 99)[None], "use xDiT Class Label"),
-    (torch.eye(1, 1001)[None], "use xDiT Class Label")], ids=["text", "average", "two", "fewer", "more"])
+    (torch.randn(1, 77, 768), "adds a text or a mix of classes"),
+    (torch.full((1, 1, 1000), 0.5), "adds a text or a mix of classes"),
+    (torch.eye(1, 1000).expand(1, 2, 1000), "adds a text or a mix of classes"),
+    (torch.eye(1, 99)[None], "^Use xDiT Class Label: "),
+    (torch.eye(1, 1001)[None], "^Use xDiT Class Label: ")], ids=["text", "average", "two", "fewer", "more"])
 def test_a_prompt_that_is_no_class_is_refused(comfyui, folder_of, marks, words):
     model = comfyui.load_model.execute(folder_of("DiT")[0], "fp32", comfyui.config()).args[0]
 

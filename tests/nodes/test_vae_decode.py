@@ -175,7 +175,7 @@ def test_other_vaes_are_refused_by_name(comfyui, vae_of, name, arguments):
     vae.first_stage_model = getattr(importlib.import_module(module), class_name)(**arguments)
 
     with pytest.raises(comfyui.errors.UnsupportedError,
-                       match=f"does not support this VAE .{class_name}.*VAEs of SD, SDXL, SD3, Flux"):
+                       match=f"^Use VAE Decode for this VAE .{class_name}.*VAEs of SD, SDXL, SD3, Flux"):
         comfyui.vae_decode.execute({"samples": latents("vae-sd3", 1, 8, 8)}, vae, comfyui.config("cpu,cpu"))
 
 
@@ -193,7 +193,7 @@ def test_a_latent_that_reflection_cannot_pad_is_refused(comfyui, vae_of, shape, 
     with torch.inference_mode(), pytest.raises(RuntimeError, match="[Pp]adding"):
         comfyui.nodes.VAEDecode().decode(vae_of("vae-ltx095"), samples)
 
-    message = f"has {message} rows and columns, and this VAE decodes 2 x 2 or more. .* 64 x"
+    message = f"^Use a picture of at least 64 x 64 pixels: .* has {message} rows and columns, and this VAE decodes 2"
     with pytest.raises(comfyui.errors.UnsupportedError, match=message):
         comfyui.vae_decode.execute(samples, vae_of("vae-ltx095"), comfyui.config("cpu,cpu"))
 

@@ -374,7 +374,7 @@ def refusals(rank, world_size, latent_BCHW):
         "AttnProcessor": message_of(split_attention),
         "AutoencoderOobleck": message_of(
             AutoencoderOobleck(encoder_hidden_size=8, decoder_channels=8, decoder_input_channels=8)),
-        "padding is not": message_of(padded),
+        "is not followed": message_of(padded),
     }
     return messages, functions == [getattr(F, name) for name in FUNCTIONS]
 

@@ -126,7 +126,7 @@ class Fit:
             lambda: _lighter(subject, self.held, self.weights),
             {"forecast_keys_values 0": without_forecast} if settings.cached_steps > 1 else {})
         try:
-            check_memory(f"This run ({describe_layout(self.layout)})",
+            check_memory(f"this run ({describe_layout(self.layout)})",
                          DeviceMemory(self.names, self.device_bytes, self.weights), hints,
                          Latents(self.needed, shape[0], shape[2:], family.pixels(subject.checkpoint.config)[1:]))
         except ConfigError as error:

@@ -97,8 +97,8 @@ class Checkpoint:
     def check_is(self, spec):
         """Raise CheckpointError where the files have changed since the ModelSpec was made."""
         if not (spec.state or spec.name.rpartition("-")[2]).startswith(state_of(self.files)):
-            raise CheckpointError(f"{self.name} has changed on disk since Load xDiT Model read it, and its weights "
-                                  f"are needed again. Queue the prompt again: it loads the file anew.")
+            raise CheckpointError(f"Queue the prompt again, which loads the file anew: {self.name} has changed on "
+                                  "disk since Load xDiT Model read it, and its weights are needed again.")
 
     def under_diffusers_names(self, tensors):
         """{name in diffusers' model: tensor} of {name here: tensor}. Some may be on the meta device."""

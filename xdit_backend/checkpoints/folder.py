@@ -73,10 +73,10 @@ def read_json(path):
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:     # what is no text is a ValueError too
-        raise CheckpointError(f"{path} is not a JSON file that can be read ({error}). {INSTEAD}") from error
+        raise CheckpointError(f"{INSTEAD} {path} is not a JSON file that can be read ({error}).") from error
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{path} holds a {type(settings).__name__}, and diffusers writes settings by name there. "
-                              f"{INSTEAD}")
+        raise CheckpointError(f"{INSTEAD} {path} holds a {type(settings).__name__}, and diffusers writes settings by "
+                              "name there.")
     return settings
 
 
@@ -94,12 +94,12 @@ def _weights(own, name):
                               f"{own} lacks .safetensors files.{pickled} {INSTEAD}")
     if len(plain) > 1:
         several = " and as ".join(files[0].name for files in plain.values())
-        raise CheckpointError(f"{name} has its model more than once, as {several} in {own}. Which is meant is not "
-                              f"clear: leave the files of one.")
+        raise CheckpointError(f"Leave the files of one model in {own}: {name} has it more than once, as {several}, "
+                              "and which is meant is not clear.")
     (_, count), files = next(iter(plain.items()))
     if len(files) < count:
-        raise CheckpointError(f"{name} is not whole: {own} has {len(files)} of {count} shards, {files[0].name} among "
-                              f"them. {INSTEAD}")
+        raise CheckpointError(f"{INSTEAD} {name} is not whole: {own} has {len(files)} of {count} shards, "
+                              f"{files[0].name} among them.")
     return tuple(files)
 
 

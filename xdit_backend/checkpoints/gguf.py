@@ -38,29 +38,27 @@ def read_gguf(path):
         try:
             metadata, infos, start = _parse(_Reader(file, size))
         except (struct.error, UnicodeDecodeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{name} has a header that cannot be read ({error}). Download the file "
-                                  f"again.") from error
+            raise CheckpointError(f"Download {name} again: it has a header that cannot be read ({error}).") from error
     tensors, stored, ends = {}, {}, []
     for key, (dims, number, offset) in infos.items():
         type_ = names.get(number, f"number {number}")
         if type_ not in PLAIN and type_ not in QUANTISED:
-            raise CheckpointError(f"{name} holds {key} in the type {type_}, which xDiT does not read. It reads F32, "
-                                  f"F16, BF16 and {', '.join(QUANTISED)}: use such a file of the same model.")
+            raise CheckpointError(f"Use a file of this model in F32, F16, BF16 or {', '.join(QUANTISED)}: {name} "
+                                  f"holds {key} in the type {type_}, which xDiT does not read.")
         shape = tuple(reversed(dims))
         original = tuple(metadata.get(ORIGINAL + key, shape))
         if shape and shape[-1] % block_of(type_)[0] or math.prod(original) != math.prod(shape):
-            raise CheckpointError(f"{name} has {key} of shape {list(shape)} in "
+            raise CheckpointError(f"Download {name} again: it has {key} of shape {list(shape)} in "
                                   f"{type_}{f' for {list(original)}' * (original != shape)}, which does not go "
-                                  f"together. Download the file again.")
+                                  "together.")
         tensors[key], stored[key] = (type_, original), (start + offset, shape)
         ends.append((start + offset, start + offset + row_bytes(type_, math.prod(shape)), key))
     for (_, stop, key), (first, _, following) in zip(sorted(ends), sorted(ends)[1:]):
         if first < stop:
-            raise CheckpointError(f"{name} has {following} start at byte {first:,}, within {key}. Download the file "
-                                  f"again.")
+            raise CheckpointError(f"Download {name} again: it has {following} start at byte {first:,}, within {key}.")
     if ends and max(ends)[1] > size:
-        raise CheckpointError(f"{name} is cut short: its header promises {max(ends)[1]:,} bytes and the file has "
-                              f"{size:,}. Download it again.")
+        raise CheckpointError(f"Download {name} again, it is cut short: its header promises {max(ends)[1]:,} bytes "
+                              f"and the file has {size:,}.")
     return tensors, stored, {key: value for key, value in metadata.items() if type(value) is str}
 
 

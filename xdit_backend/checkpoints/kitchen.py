@@ -33,8 +33,8 @@ def check(layers, file_name):
     if not needs:
         return
     if "mxfp8" in needs and not hasattr(torch, "float8_e8m0fnu"):
-        raise CheckpointError(f"{file_name} holds weights in mxfp8, for which PyTorch 2.7 or newer is needed, and this "
-                              f"is {torch.__version__}. Use the bf16, fp8 or GGUF file of the same model.")
+        raise CheckpointError(f"Use the bf16, fp8 or GGUF file of the same model: {file_name} holds weights in "
+                              f"mxfp8, for which PyTorch 2.7 or newer is needed, and this is {torch.__version__}.")
     if is_installed():
         import comfy_kitchen.tensor
         needs = [format_ for format_ in needs if not hasattr(comfy_kitchen.tensor, LAYOUTS[format_])]

@@ -151,8 +151,8 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
         said |= {name.removesuffix(".comfy_quant"): _options(json.loads(read(name)))
                  for name in beside if name.endswith(".comfy_quant")}
     except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{file_name} says of its quantisation what cannot be read ({error}). Download it "
-                              f"again.") from error
+        raise CheckpointError(f"Download {file_name} again: what it says of its quantisation cannot be read "
+                              f"({error}).") from error
     found = {f"{layer}.weight": _layer(layer, options, shapes, dtypes, file_name) for layer, options in said.items()}
     lost = sorted(name for name in beside if name.endswith((".weight_scale", ".weight_scale_2", ".pre_quant_scale"))
                   and _weight(name) not in found)
@@ -181,7 +181,7 @@ def _layer(layer, options, shapes, dtypes, file_name):
     missing = [f"{layer}.{name}" for name in how.scales if name not in beside]
     if weight not in shapes or missing:
         what = f"the scale of {weight} ({missing[0]})" if weight in shapes else weight
-        raise CheckpointError(f"{file_name} lacks {what}. Download it again.")
+        raise CheckpointError(f"Download {file_name} again: it lacks {what}.")
     if dtypes[weight] not in how.stored or len(shapes[weight]) != 2:
         raise _refusal(file_name, f"says that {weight} is {format_}, and it is {dtypes[weight]} of shape "
                                   f"{list(shapes[weight])}")
@@ -235,5 +235,5 @@ def _weight(name):
 
 
 def _refusal(file_name, why):
-    return CheckpointError(f"{file_name} {why}. Use the bf16, fp16, fp8 (plain or scaled), int8 or GGUF file of the "
-                           f"same model.")
+    return CheckpointError("Use the bf16, fp16, fp8 (plain or scaled), int8 or GGUF file of the same model: "
+                           f"{file_name} {why}.")

@@ -124,10 +124,9 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     missing = [name for name in missing if name not in to_quantise and name.removesuffix("_scale") not in to_quantise]
     if missing or unexpected:
-        raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
-                              f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown "
-                              f"({', '.join(unexpected[:3])} ...). Use another file of this model, or Load Diffusion "
-                              f"Model.")
+        raise CheckpointError(f"Use another file of this model, or Load Diffusion Model: {spec.path} does not fit "
+                              f"{family.transformer}: {len(missing)} tensors are missing ({', '.join(missing[:3])} "
+                              f"...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")
     model.eval().requires_grad_(False)
     loaded.host_copies = host_copies or HostCopies()
     _move(loaded, addresses_of(maps), to_quantise, on_progress, offloaded)

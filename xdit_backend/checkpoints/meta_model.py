@@ -40,12 +40,12 @@ def meta_model(checkpoint, quantisation=""):
     except CheckpointError:
         raise
     except KeyError as error:
-        raise CheckpointError(f"{name} lacks the tensor {error.args[0]}, which a {family.name} model needs. Download "
-                              f"it again, or choose another file.") from error
+        raise CheckpointError(f"Download {name} again, or choose another file: it lacks the tensor {error.args[0]}, "
+                              f"which a {family.name} model needs.") from error
     except (ValueError, IndexError, TypeError, RuntimeError, ArithmeticError, AssertionError,
             NotImplementedError) as error:
-        raise CheckpointError(f"{name} looks like a {family.name} model, but its tensors have shapes that none has "
-                              f"({error}). Download it again, or choose another file.") from error
+        raise CheckpointError(f"Download {name} again, or choose another file: it looks like a {family.name} model, "
+                              f"but its tensors have shapes that none has ({error}).") from error
     if checkpoint.folder is not None and checkpoint.folder_config is None:
         _check_folder_agrees(folder_config, model.config, family, name)
     _compare(model.state_dict(), tensors, family, name)
@@ -59,8 +59,8 @@ def _folder_settings(checkpoint):
     try:
         return settings_of(checkpoint.folder.config)
     except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint.name} has a config.json whose settings are of other types than diffusers "
-                              f"writes ({error}). Download it again, or choose another folder.") from error
+        raise CheckpointError(f"Download {checkpoint.name} again, or choose another folder: settings of its "
+                              f"config.json are of other types than diffusers writes ({error}).") from error
 
 
 def _check_folder_agrees(folder_config, config, family, name):
@@ -68,9 +68,9 @@ def _check_folder_agrees(folder_config, config, family, name):
     for key in family.config.rules:
         if key in folder_config and key not in family.config_from_tensors and (_plain(folder_config[key])
                                                                                != _plain(config[key])):
-            raise CheckpointError(f"{name} is a model of {family.name} whose config.json says {key} = "
-                                  f"{folder_config[key]!r}, and its tensors are of {config[key]!r}. Download the "
-                                  f"folder again, or choose another.")
+            raise CheckpointError(f"Download the folder again, or choose another: {name} is a model of {family.name} "
+                                  f"whose config.json says {key} = {folder_config[key]!r}, and its tensors are of "
+                                  f"{config[key]!r}.")
 
 
 def _check_folder_config(config, family, name):
@@ -89,9 +89,9 @@ def _check_folder_config(config, family, name):
             expected = rules.get(key, defaults[key])
             fits = _plain(value) == _plain(expected)
         if not fits:
-            raise CheckpointError(f"{name} is a model of {family.name} whose config.json says {key} = {value!r}, and "
-                                  f"xDiT runs {family.name} with {expected!r} only. Use another model, or Load "
-                                  f"Diffusion Model.")
+            raise CheckpointError(f"Use another model, or Load Diffusion Model: {name} is a model of {family.name} "
+                                  f"whose config.json says {key} = {value!r}, and xDiT runs {family.name} with "
+                                  f"{expected!r} only.")
 
 
 def _plain(value):
@@ -110,5 +110,5 @@ def _compare(needed, found, family, name):
                        (whole, "has whole numbers where the weights have fractions")):
         if keys:
             more = f", and {len(keys) - NUM_NAMED} more" if len(keys) > NUM_NAMED else ""
-            raise CheckpointError(f"{name} {what}: {', '.join(keys[:NUM_NAMED])}{more}. Download it again, or choose "
-                                  f"another file.")
+            raise CheckpointError(f"Download {name} again, or choose another file: it {what}: "
+                                  f"{', '.join(keys[:NUM_NAMED])}{more}.")

@@ -37,9 +37,9 @@ def quantisation_of(weight_dtype, checkpoint):
         return ""
     if checkpoint.quantised:
         types = sorted({checkpoint.dtypes[name] for name in checkpoint.quantised})
-        raise ConfigError(f"weight_dtype {weight_dtype} would quantise {checkpoint.name} a second time: its weights "
-                          f"are {' and '.join(types)} already. Set weight_dtype to default, which leaves them so, or "
-                          f"use the bf16 or fp16 file of the same model.")
+        raise ConfigError("Set weight_dtype to default, which leaves weights as they are, or use the bf16 or fp16 "
+                          f"file of the same model: weight_dtype {weight_dtype} would quantise {checkpoint.name} a "
+                          f"second time, whose weights are {' and '.join(types)} already.")
     if not is_installed(TYPES[weight_dtype]):
         raise ConfigError(_what_to_install(TYPES[weight_dtype]))
     return weight_dtype
@@ -84,6 +84,6 @@ def _library(module, type_):
 def _what_to_install(type_):
     name = next(name for name, of_name in TYPES.items() if of_name == type_)
     packages = [package.replace("_", "-") for package in PACKAGES[type_]]
-    return (f"weight_dtype {name} needs the package {' or '.join(packages)}, which this Python does not have, or not "
-            f"for its PyTorch. Install with: python -m pip install -U {packages[-1]} (with ComfyUI's Python), and "
-            f"restart ComfyUI; or choose another weight_dtype.")
+    return (f"Install with: python -m pip install -U {packages[-1]} (with ComfyUI's Python), and restart ComfyUI; or "
+            f"choose another weight_dtype: {name} needs the package {' or '.join(packages)}, which this Python does "
+            "not have, or not for its PyTorch.")

@@ -21,7 +21,7 @@ def read_safetensors(path):
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size):
-            raise CheckpointError(f"{name} is not a safetensors file{_what_instead(start)}.")
+            raise _no_file_of_tensors(name, start)
         try:
             entries = json.loads(file.read(length))
             metadata = entries.pop("__metadata__", {})
@@ -30,11 +30,10 @@ def read_safetensors(path):
             tensors = {key: (entry["dtype"], tuple(entry["shape"])) for key, entry in entries.items()}
             end = _check_places({key: (*tensors[key], *entry["data_offsets"]) for key, entry in entries.items()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{name} has a header that cannot be read ({error}). Download the file "
-                                  f"again.") from error
+            raise CheckpointError(f"Download {name} again: it has a header that cannot be read ({error}).") from error
     if 8 + length + end > size:
-        raise CheckpointError(f"{name} is cut short: its header promises {8 + length + end:,} bytes and the file has "
-                              f"{size:,}. Download it again.")
+        raise CheckpointError(f"Download {name} again, it is cut short: its header promises {8 + length + end:,} "
+                              f"bytes and the file has {size:,}.")
 
     def read(key):
         start, stop = entries[key]["data_offsets"]
@@ -44,14 +43,14 @@ def read_safetensors(path):
     return tensors, metadata, read
 
 
-def _what_instead(start):
-    """What begins so, where a safetensors file was to be, and what to do about it."""
+def _no_file_of_tensors(name, start):
+    """The error of a file that begins so, where a safetensors file was to be."""
     if not start:
-        return ": it is empty. Download it again"
+        return CheckpointError(f"Download {name} again: it is empty.")
     if start.lstrip().startswith(b"<"):
-        return (": it is a web page, which some sites send in place of a file that needs a login. Log in there and "
-                "download it again")
-    return ". Choose a .safetensors file of a diffusion model"
+        return CheckpointError(f"Log in where it is from, and download {name} again: it is a web page, which some "
+                               f"sites send in place of a file that needs a login.")
+    return CheckpointError(f"Choose a .safetensors file of a diffusion model: {name} is not a safetensors file.")
 
 
 def _check_places(entries):

@@ -104,10 +104,11 @@ def _check_stored(splits, degree):
                        if any(part % (degree * split.block[0]) for part in split.parts))
     usable = [other for other in range(2, MAX_TRIED + 1) if fits(other)]
     words = f"{' or '.join(map(str, usable))}, " if usable else ""
-    raise UnsupportedError(f"tensor_degree={degree} cannot share out these quantised weights: {name} has "
+    types = ", int8 or Q8_0" if fits(degree, SMALLEST_BLOCK) else " or int8"
+    raise UnsupportedError(f"Use {words}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8{types}: "
+                           f"tensor_degree={degree} cannot share out these quantised weights, as {name} has "
                            f"{' and '.join(map(str, split.parts))} inputs, in blocks of {split.block[0]}, and each "
-                           f"device needs whole blocks. Use {words}tensor_degree 1 with pipefusion_degree, or weights "
-                           f"in bf16, fp16, fp8{', int8 or Q8_0' if fits(degree, SMALLEST_BLOCK) else ' or int8'}.")
+                           f"device needs whole blocks.")
 
 
 def _check_products(model, splits, degree):
@@ -115,10 +116,10 @@ def _check_products(model, splits, degree):
     for name, split in splits.items() if degree > 1 else ():
         path, _, leaf = name.rpartition(".")
         if leaf == "weight" and split.how == "rows" and getattr(model.get_submodule(path), "rounds_inputs", False):
-            raise UnsupportedError(f"tensor_degree={degree} cannot share out {name}: its products round each token's "
-                                   f"inputs by the largest of them, and each device would have some of them only. Use "
-                                   f"tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or "
-                                   f"ring_degree, or the bf16, fp16, fp8, mxfp8 or nvfp4 file of the same model.")
+            raise UnsupportedError(f"Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or "
+                                   f"ring_degree, or the bf16, fp16, fp8, mxfp8 or nvfp4 file of the same model: "
+                                   f"tensor_degree={degree} cannot share out {name}, whose products round each token's "
+                                   f"inputs by the largest of them, and each device would have some of them only.")
 
 
 def possible_splits(model, plan, degree=1):

@@ -27,9 +27,9 @@ def metadata_of(checkpoint):
         return checkpoint.metadata
     settings = family.folder_metadata(checkpoint.folder)
     if settings is None:
-        raise CheckpointError(f"{checkpoint.name} is a model of {family.name}, of which a folder with its "
-                              f"vae/config.json alone says which of them it is. Download the whole folder, or use the "
-                              f"file of this model in ComfyUI's format.")
+        raise CheckpointError("Download the whole folder, or use the file of this model in ComfyUI's format: "
+                              f"{checkpoint.name} is a model of {family.name}, of which a folder with its "
+                              "vae/config.json alone says which of them it is.")
     return {"config": json.dumps({"transformer": settings})}
 
 
@@ -41,13 +41,13 @@ def metadata_settings(checkpoint):
     try:
         settings = dict(json.loads(metadata.get("config", "{}")).get("transformer", {}))
     except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint.name} has metadata that cannot be read ({error}). Download it "
-                              f"again.") from error
+        raise CheckpointError(f"Download {checkpoint.name} again: it has metadata that cannot be read "
+                              f"({error}).") from error
     for name, values in family.settings.items():
         if settings.get(name, values[0]) not in values:
-            raise CheckpointError(f"{checkpoint.name} is a model of {family.name} whose metadata says {name} = "
-                                  f"{settings[name]!r}, and xDiT runs {' or '.join(map(repr, values))} only. Use Load "
-                                  f"Diffusion Model.")
+            raise CheckpointError(f"Use Load Diffusion Model: {checkpoint.name} is a model of {family.name} whose "
+                                  f"metadata says {name} = {settings[name]!r}, and xDiT runs "
+                                  f"{' or '.join(map(repr, values))} only.")
     return {f"_{name}": settings.get(name, values[0]) for name, values in family.settings.items()}
 
 

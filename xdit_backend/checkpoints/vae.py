@@ -52,8 +52,8 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
 
 
 def _refusal(reason):
-    return CheckpointError(f"This VAE cannot be run by xDiT. {reason} Distributed VAE Decode and Encode work with the "
-                           f"VAEs of {supported()}. Use VAE Decode or VAE Encode for this one.")
+    return CheckpointError(f"Use VAE Decode or VAE Encode for this VAE, which xDiT cannot run. {reason} Distributed "
+                           f"VAE Decode and Encode work with the VAEs of {supported()}.")
 
 
 def _family_of(tensors):

@@ -60,8 +60,8 @@ class TextEncoder(nn.Module):
         lists = [words_of(prompt) for prompt in prompts]
         for words in lists:
             if len(words) > MAX_WORDS:
-                raise ConfigError(f"This prompt has {len(words)} words; the demo model reads {MAX_WORDS} at most. "
-                                  f"Shorten it.")
+                raise ConfigError(f"Shorten the prompt: it has {len(words)} words, and the demo model reads "
+                                  f"{MAX_WORDS} at most.")
         return self(*arrange(lists), len(lists))
 
 

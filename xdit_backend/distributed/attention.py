@@ -47,8 +47,8 @@ def choose_kernel(dtype, head_size, num_keys, capability=None, has_cudnn=False, 
         return Kernel("efficient", dtype, 8)
     if dtype in (torch.float32, torch.bfloat16):
         return Kernel("efficient", torch.float32, 4)
-    raise UnsupportedError(f"Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in "
-                           f"{dtype}. Use ulysses_degree instead of ring_degree, or another weight_dtype.")
+    raise UnsupportedError("Use ulysses_degree instead of ring_degree, or another weight_dtype: Ring attention on "
+                           f"CUDA takes float16, bfloat16 and float32, and this model computes in {dtype}.")
 
 
 # (q, k, v, bias or None, scale) -> output, log-sum-exp

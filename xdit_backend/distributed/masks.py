@@ -17,9 +17,9 @@ def read_mask(mask, streams, tokens):
     mask: (B, T) or (B, 1, 1, T) over all tokens that the forward holds; True or 1 where a token may be attended to.
     """
     if mask.is_floating_point() or mask.shape[1:-1].numel() != 1:
-        raise UnsupportedError(f"This model masks its self-attention by a tensor of shape {tuple(mask.shape)} and "
-                               f"dtype {mask.dtype}, which sequence parallelism and PipeFusion cannot split. Use "
-                               f"cfg_degree instead.")
+        raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention by a tensor of shape "
+                               f"{tuple(mask.shape)} and dtype {mask.dtype}, which sequence parallelism and "
+                               "PipeFusion cannot split.")
     parts = mask.flatten(1).bool().split([tokens.held(stream) for stream in streams], 1)
     return {stream: part for stream, part in zip(streams, parts) if part.shape[1]}
 

@@ -122,9 +122,9 @@ def build_mesh(layout, world_size):
     degrees = {axis: getattr(layout, f"{axis}_degree") for axis in AXES}
     if math.prod(degrees.values()) != world_size:
         text = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all degrees 1"
-        raise ConfigError(f"The layout ({text}) is for {math.prod(degrees.values())} workers, and this group has "
-                          f"{world_size}. Use degrees whose product is {world_size}, or start a group on as many "
-                          f"devices as the layout needs.")
+        raise ConfigError(f"Use degrees whose product is {world_size}, or a group on as many devices as the layout "
+                          f"needs: the layout ({text}) is for {math.prod(degrees.values())} workers, and this group "
+                          f"has {world_size}.")
     if world_size == 1:
         return SINGLE
     places = torch.arange(world_size).view(*degrees.values())

@@ -131,7 +131,7 @@ class Convolution:
         for name in ("stride", "padding", "dilation"):
             value = getattr(self, name)
             if isinstance(value, str):
-                raise UnsupportedError(f'A convolution with {name}="{value}" cannot be split. Use VAE Decode.')
+                raise UnsupportedError(f'Use VAE Decode: a convolution with {name}="{value}" cannot be split.')
             each = tuple(value) if isinstance(value, (tuple, list)) else (value,) * self.num_dims
             object.__setattr__(self, name, each)
 
@@ -163,7 +163,7 @@ def conv_rows(x, convolution, split, edges=None, block_size=None):
     dim, other = split.dim, split.other_dim
     assert x.shape[dim] == split.size, f"{x.shape[dim]} rows, the split says {split.size}"
     if convolution.dilation[-2:] != (1, 1):
-        raise UnsupportedError(f"A convolution with dilation={convolution.dilation} cannot be split. Use VAE Decode.")
+        raise UnsupportedError(f"Use VAE Decode: a convolution with dilation={convolution.dilation} cannot be split.")
     along, num_across = convolution.reach(dim, edges), num_outputs(x.shape[other], *convolution.reach(other))
     out_starts = output_starts(split.starts, *along)
     needs = [input_rows(first, end, split.num_rows, *along) for first, end in zip(out_starts, out_starts[1:])]

@@ -78,9 +78,9 @@ def check_memory(what, ranks, hints, latents=None):
     text = ", ".join(f"{part / 1e9:.3g} GB of {name}" for name, part in parts.items() if part)
     would = [*(_latents_that_fit(ranks, latents) if latents is not None else ()),
              *_settings_that_fit(ranks, hints, latents, fullest.device)]
-    raise ConfigError(f"{what} needs about {held.total / 1e9:.3g} GB on {fullest.device} ({text}), and that has "
-                      f"{fullest.has / 1e9:.3g} GB. "
-                      + (f"It would fit with {'; or '.join(would)}." if would else "Use more devices, or larger ones."))
+    raise ConfigError(f"Use {'; or '.join(would) or 'more devices, or larger ones'}: {what} needs about "
+                      f"{held.total / 1e9:.3g} GB on {fullest.device} ({text}), and that has "
+                      f"{fullest.has / 1e9:.3g} GB.")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _latents_that_fit(ranks, latents):
     fewer = most_that_fits(lambda count: _fits(ranks, replace(latents, images=count)), images - 1)
     smaller = most_that_fits(lambda row: _fits(ranks, replace(latents, sizes=_scaled(sizes, row))), rows - 1)
     if fewer:
-        yield f"at most {fewer} image{'s' if fewer > 1 else ''} at once instead of {images}"
+        yield f"at most {fewer} of the {images} images at once"
     if smaller:
         height, width = (size * pixel for size, pixel in zip(_scaled(sizes, smaller)[-2:], pixels))
         yield f"at most {width} x {height} pixels instead of {columns * pixels[1]} x {rows * pixels[0]}"

@@ -63,8 +63,8 @@ class AttentionFunctions:
         if context is None or context.attention is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if attn_mask is not None or is_causal:
-            raise UnsupportedError("This model masks its self-attention in a way that sequence parallelism and "
-                                   "PipeFusion do not support yet. Use cfg_degree instead.")
+            raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
+                                   "sequence parallelism and PipeFusion do not support yet.")
         return self._attend(query, key, value, context, options.get("scale"))
 
     def dispatch_attention_fn(self, query, key, value, **options):

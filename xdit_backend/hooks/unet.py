@@ -188,8 +188,8 @@ class UNetHooks:
             return value
         if running.split is not None:
             if attn_mask is not None or options.get("is_causal"):
-                raise UnsupportedError("This model masks its self-attention, which displaced_degree does not support. "
-                                       "Use cfg_degree.")
+                raise UnsupportedError("Use cfg_degree: this model masks its self-attention, which displaced_degree "
+                                       "does not support.")
             split, width = running.split, key.shape[2] // running.split.size
             key, value = keys_and_values(key, value, [size * width for size in split.sizes], split.exchange, split.key)
         if running.operation == "scores":
@@ -251,5 +251,6 @@ class UNetHooks:
 
     def _check_attention(self, name, module):
         if not isinstance(module.processor, AttnProcessor2_0):
-            raise UnsupportedError(f"{name} is run by {type(module.processor).__name__}, which does not use torch's "
-                                   f"attention and would see this rank's rows only. Use cfg_degree or data_degree.")
+            raise UnsupportedError(f"Use cfg_degree or data_degree: {name} is run by "
+                                   f"{type(module.processor).__name__}, which does not use torch's attention and "
+                                   "would see this rank's rows only.")

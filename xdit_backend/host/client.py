@@ -28,6 +28,7 @@ class Client:
         self.workers = Workers(devices, machines, forkserver, on_phase, check)
         self.models, self.autoencoders = Models(self.workers, self._runs), Autoencoders(self.workers)
         self._step = ""                                        # see begin_step
+        self._probing = (None, "", 0)                          # the group, dtype and request of the last probe
 
     @property
     def devices(self):
@@ -199,8 +200,9 @@ class Client:
 
     def catch_up(self, timeout_s, since_s=-1.0):
         """Wait until the workers have done all that they were asked, but no longer than this, since a cancelled step
-        may take its time. Returns {rank: Done}, with the spans from since_s on, or {} where it takes longer."""
-        if not self.running:
+        may take its time. Returns {rank: Done}, with the spans from since_s on, or {} where it takes longer, and
+        while they measure their devices."""
+        if not self.running or self.group.is_probing:
             return {}
         deadline_s = time.monotonic() + timeout_s
 
@@ -217,8 +219,15 @@ class Client:
             return {}
 
     def probe(self, dtype):
-        """{rank: what it measured of its device and links, by name}; a few seconds.
-        dtype: that models compute in, "bfloat16"."""
-        per_machine = devices_per_machine(self.devices)
-        answers = self.workers.request(lambda request: messages.Probe(request, dtype, per_machine))
+        """{rank: what it measured of its device and links, by name}; a few seconds. After one that check() ended, the
+        workers have gone on, and what they measured is taken. dtype: that models compute in, "bfloat16"."""
+        per_machine, group = devices_per_machine(self.devices), self.group
+        if self._probing[:2] != (group, dtype):
+            self._probing = group, dtype, group.post(lambda request: messages.Probe(request, dtype, per_machine))
+        try:
+            answers = group.wait([self._probing[2]], self.workers.on_phase, self.workers.check)[1]
+        except XDiTError:
+            self._probing = (None, "", 0)
+            raise
+        self._probing = (None, "", 0)
         return {rank: done.numbers for rank, done in answers.items()}

@@ -54,8 +54,7 @@ class WorkerGroup:
     def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_fallbacks=0, machines=None,
                  forkserver=None):
         if sys.platform == "win32":
-            raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to "
-                                   f"use its nodes. {HELP}")
+            raise WorkerStartError(f"Start ComfyUI inside WSL2: workers run on Linux, and this is Windows. {HELP}")
         timeouts.check()
         self.devices = tuple(devices)
         self._forkserver = forkserver or Forkserver()
@@ -84,6 +83,10 @@ class WorkerGroup:
     def is_working(self):
         """Does a rank owe an answer?"""
         return self._requests.are_unanswered
+
+    @property
+    def is_probing(self):
+        return self._requests.are_kept_unanswered
 
     @property
     def idle_s(self):
@@ -167,7 +170,7 @@ class WorkerGroup:
 
         Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
         WorkerDiedError, also when the group has ended. When check() raises, the answers are aborted: workers finish
-        the commands, but leave loading, decoding and encoding soon, and take the next.
+        the commands, but leave loading, decoding and encoding soon, and take the next; a probe can be waited for anew.
         """
         try:
             while True:
@@ -177,7 +180,7 @@ class WorkerGroup:
                 complete = next((number for number in numbers if self._requests[number].is_complete), None)
                 if complete is not None:
                     numbers = [complete]
-                    return complete, self._requests[complete].done
+                    return complete, self._requests.take(complete)
                 try:
                     check()
                 except BaseException:

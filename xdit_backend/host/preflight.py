@@ -55,13 +55,13 @@ def check_versions():
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise WorkerStartError(f"The workers need {package} {needed} or newer, and this Python does not have it. "
-                                   f"Install it with: python -m pip install -r requirements.txt, in the folder of the "
-                                   f"xDiT nodes.") from None
+            raise WorkerStartError("Install with ComfyUI's Python, in the folder of the xDiT nodes (python -m pip "
+                                   f"install -r requirements.txt): the workers need {package} {needed} or newer, and "
+                                   "this Python does not have it.") from None
         if tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
-            raise WorkerStartError(f"The workers need {package} {needed} or newer, and {version} is installed. Update "
-                                   f"it with ComfyUI's Python: python -m pip install --upgrade {package}. Then "
-                                   f"restart ComfyUI.")
+            raise WorkerStartError(f"Update {package} with ComfyUI's Python (python -m pip install --upgrade "
+                                   f"{package}), then restart ComfyUI: the workers need {needed} or newer, and "
+                                   f"{version} is installed.")
 
 
 def check_devices(devices):
@@ -70,15 +70,15 @@ def check_devices(devices):
         return
     names = ", ".join(dict.fromkeys(cuda))
     if torch.version.cuda is None and torch.version.hip is None:
-        raise WorkerStartError(f"{names}: this PyTorch ({torch.__version__}) is built for CPUs. Install one for your "
-                               f"GPUs, as pytorch.org says, or set devices to \"cpu\".")
+        raise WorkerStartError('Install a PyTorch for your GPUs, as pytorch.org says, or set devices to "cpu": '
+                               f"{names} cannot be used, as this PyTorch ({torch.__version__}) is built for CPUs.")
     count = num_cuda_devices()
     missing = [device for device in dict.fromkeys(cuda) if int(device.partition(":")[2] or 0) >= count]
     if missing:
         there = (", ".join(f"cuda:{index}" for index in range(count))
                  or "none: is the driver there, and CUDA_VISIBLE_DEVICES right?")
-        raise WorkerStartError(f"{', '.join(missing)}: there is no such device here. PyTorch finds {there}. Set "
-                               f"devices in xDiT Parallel Config to what is there, or to \"auto\".")
+        raise WorkerStartError('Set devices in xDiT Parallel Config to "auto", or to what is here: '
+                               f"there is no {', '.join(missing)}. PyTorch finds {there}.")
 
 
 def num_cuda_devices():
@@ -90,22 +90,22 @@ def check_memory(num_workers):
     available, limit = available_memory()
     needed = num_workers * WORKER_BYTES
     if available < needed:
-        raise WorkerStartError(f"{num_workers} workers need at least {gigabytes(needed)} of host memory before they "
-                               f"hold a model, and {gigabytes(available)} of {gigabytes(limit)} are free. Close other "
-                               f"programs, use \"Unload Models\" in ComfyUI's menu, or give the container or WSL2 "
-                               f"more memory.")
+        raise WorkerStartError("Close other programs, unload ComfyUI's models in its menu, or give the container or "
+                               f"WSL2 more memory: {num_workers} workers need at least {gigabytes(needed)} of host "
+                               f"memory before they hold a model, and {gigabytes(available)} of {gigabytes(limit)} "
+                               "are free.")
 
 
 def check_shared_memory(memory_folder, disk_folder):
     free, disk_free = (shutil.disk_usage(folder).free for folder in (memory_folder, disk_folder))
     if free < LISTENER_BYTES:
-        raise WorkerStartError(f"{Path(memory_folder).parent} is full, and the workers find ComfyUI by files there. "
-                               f"Remove what is not needed. In Docker, --shm-size=2g gives /dev/shm more.")
+        raise WorkerStartError(f"Remove what is not needed from {Path(memory_folder).parent}: it is full, and the "
+                               "workers find ComfyUI by files there. In Docker, --shm-size=2g gives /dev/shm more.")
     if max(free, disk_free) < SEGMENT_BYTES:
-        raise WorkerStartError(f"Tensors travel between ComfyUI and the workers through {Path(memory_folder).parent}, "
-                               f"which has {gigabytes(free)} free, or {Path(disk_folder).parent}, which has "
-                               f"{gigabytes(disk_free)}; at least {gigabytes(SEGMENT_BYTES)} are needed. Free some "
-                               f"space. In Docker, --shm-size=2g gives /dev/shm more.")
+        raise WorkerStartError("Free some space: tensors travel between ComfyUI and the workers through "
+                               f"{Path(memory_folder).parent}, which has {gigabytes(free)} free, or "
+                               f"{Path(disk_folder).parent}, which has {gigabytes(disk_free)}; at least "
+                               f"{gigabytes(SEGMENT_BYTES)} are needed. In Docker, --shm-size=2g gives /dev/shm more.")
     if free < MIN_FREE_BYTES and str(memory_folder).startswith("/dev/shm"):
         return [f"/dev/shm has {gigabytes(free)} free: what does not fit goes through files on disk, which is slower. "
                 f"In Docker, --shm-size=2g gives it more."]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from ..protocol import errors
 from ..protocol.devices import own_name
 from ..protocol.errors import WorkerFailedError
-from ..protocol.messages import Decode, Done, Encode, LoadModel
-from .shortage import shortage_words
+from ..protocol.messages import Decode, Done, Encode, LoadModel, Probe
+from .shortage import remedies, shortage_words
 from .starting import HELP
 
 # What workers do, for a person
@@ -26,6 +26,7 @@ class Request:
     claimed: bool                                  # will nobody wait for it any more?
     can_stop: bool = False                         # do ranks leave it when nobody waits for it any more?
     activity: str = ""                             # with a space before it, for a sentence
+    kept: bool = False                             # do its answers stay for who waits again?
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
     failed_s: float = 0.0
@@ -46,14 +47,15 @@ class Request:
 
     def raised(self, num_ranks, where):
         """The exception that stands on the host for the first failure. where: all output is, a sentence."""
-        failure = self.first_failure
+        failure, self.kept = self.first_failure, False
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
             return kind(failure.message)
-        words = f"{failure.message.rstrip('. ')}."
+        first, words = "", f"{failure.message.rstrip('. ')}."
         if failure.numbers:                                    # torch's own words, which say less, are in the log
-            words = f"memory ran out: {shortage_words(failure.numbers, num_ranks)} {HELP}"
-        return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with "
+            first = f"{remedies(failure.numbers, num_ranks)} "
+            words = f"memory ran out: {shortage_words(failure.numbers)} {HELP}"
+        return WorkerFailedError(f"{first}Worker rank {failure.rank} ({failure.device}) failed with "
                                  f"{failure.kind}{self.activity}: {words} {where}".rstrip())
 
 
@@ -79,7 +81,8 @@ class Requests:
         activity = ACTIVITIES.get(type(command).__name__, "") + (activity and f" ({activity})")
         self._open[number] = Request(set(ranks), set(answering), list(segments), claimed=not answering,
                                      can_stop=isinstance(command, (LoadModel, Decode, Encode)),
-                                     activity=f" while {activity}" if activity else "")
+                                     activity=f" while {activity}" if activity else "",
+                                     kept=isinstance(command, Probe))
         return self._open[number]
 
     def answer(self, rank, message):
@@ -105,6 +108,11 @@ class Requests:
         return any(request.unanswered for request in self)
 
     @property
+    def are_kept_unanswered(self):
+        """Does any rank owe an answer that stays for who waits again?"""
+        return any(request.kept and request.unanswered for request in self)
+
+    @property
     def are_claimed(self):
         """Will nobody wait for any of them?"""
         return all(request.claimed for request in self)
@@ -114,13 +122,18 @@ class Requests:
         for number in numbers:
             self._open[number].claimed = True
 
+    def take(self, number):
+        """{rank: Done} of a complete request. It stays no longer."""
+        self._open[number].kept = False
+        return self._open[number].done
+
     def remove_answered(self, store):
         """Remove the segments of what every rank has answered from this SegmentStore, and what was claimed of it."""
         for number, request in list(self._open.items()):
             if not request.unanswered:
                 while request.segments:
                     store.remove(request.segments.pop())
-                if request.claimed:
+                if request.claimed and not request.kept:
                     del self._open[number]
 
 

@@ -12,24 +12,20 @@ OF_16_BITS = {"fp8_e4m3fn": 0.5, "int8": 0.5, "nf4, with the package bitsandbyte
 MIN_BYTES = 2 ** 20                        # less than that is not worth a word
 
 
-def shortage_words(numbers, num_ranks):
-    """A sentence or more about a failed rank's memory. numbers: of its messages.Failed; see Engine.shortage.
-
-    What fits is a bound from above: the run took at least what it held and had asked for, and might have asked for
-    more.
-    """
+def shortage_words(numbers):
+    """A sentence or two about a failed rank's memory. numbers: of its messages.Failed; see Engine.shortage."""
     asked, free = numbers.get("asked_bytes", 0), numbers.get("free_bytes", 0)
     held = ", ".join(f"{name} {gigabytes(numbers[key])}" for key, name in HOLDERS.items()
                      if numbers.get(key, 0) >= MIN_BYTES)
     of = f" of {gigabytes(numbers['total_bytes'])}" if "total_bytes" in numbers else ""
     text = (f"{f'{gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and "
             f"{gigabytes(free)}{of} are free.")
-    if held:
-        text += f" Held by: {held}."
-    return f"{text} {_remedies(numbers, num_ranks)}"
+    return f"{text} Held by: {held}." if held else text
 
 
-def _remedies(numbers, num_ranks):
+def remedies(numbers, num_ranks):
+    """What would fit, a sentence. It is a bound from above: the run took at least what it held and had asked for, and
+    might have asked for more."""
     taken = sum(numbers.get(key, 0)
                 for key in ("key_value_bytes", "exchange_bytes", "conditioning_bytes", "activation_bytes"))
     available, needed = taken + numbers.get("free_bytes", 0), taken + numbers.get("asked_bytes", 0)

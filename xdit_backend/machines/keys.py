@@ -47,8 +47,8 @@ def identity(folder):
     try:
         return _identity(folder)
     except OSError as error:
-        raise ConfigError(f"The key by which other machines join cannot be kept in {folder}: {error}. Give this user "
-                          f"room there, and leave to write.") from error
+        raise ConfigError(f"Give this user room in {folder}, and leave to write there: the key by which other "
+                          f"machines join cannot be kept ({error}).") from error
 
 
 def _identity(folder):
@@ -61,8 +61,8 @@ def _identity(folder):
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, umask=0o077)
         except FileNotFoundError:
-            raise ConfigError("Other machines join over TLS, and openssl, which makes the certificate, is not "
-                              "installed here. Install it, such as with: apt install openssl") from None
+            raise ConfigError("Install openssl, such as with apt install openssl, which makes the certificate for "
+                              "other machines: they join over TLS, and it is not here.") from None
         except (subprocess.SubprocessError, OSError) as error:
             raise ConfigError(f"openssl could not make a certificate for other machines to join: "
                               f"{getattr(error, 'stderr', None) or error}") from error

@@ -49,9 +49,9 @@ class Listener:
             self._server = socket.create_server((self.address, self.port))
         except OSError as error:
             there = ", ".join(own_addresses())
-            raise ConfigError(f"Other machines cannot join at {address}: {error}. Addresses of this machine are "
-                              f"{there}. Set one of these in Settings > xDiT, with another port, such as "
-                              f"{self.address}:{PORT + 1}, if this one is taken.") from error
+            raise ConfigError(f"Set one of {there} in Settings > xDiT, with another port, such as "
+                              f"{self.address}:{PORT + 1}, if this one is taken: other machines cannot join at "
+                              f"{address} ({error}).") from error
         self.port = self._server.getsockname()[1]
         self._sessions, self._lock, self._num_greeted = [], threading.Lock(), 0
         # name of a machine -> why it was not let in, or is not there any more
@@ -221,8 +221,9 @@ def read_address(text):
         if address.count(".") != 3 or not 0 <= number < 2 ** 16 or address == "0.0.0.0":
             raise ValueError
     except (OSError, ValueError):
-        raise ConfigError(f'"{text}" is not one address of this machine at which others could join. Such are '
-                          f'{", ".join(own_addresses())}; a port may follow, "{own_addresses()[0]}:{PORT}".') from None
+        raise ConfigError("Give one address of this machine at which others could join, such as "
+                          f'{", ".join(own_addresses())}; a port may follow, "{own_addresses()[0]}:{PORT}": "{text}" '
+                          "is none.") from None
     return address, number
 
 
@@ -239,8 +240,8 @@ def interface_of(address):
         own = [one.address for one in each if one.family == socket.AF_INET]
         if address in own or (address.startswith("127.") and "127.0.0.1" in own):
             return name
-    raise WorkerStartError(f"No network interface of this machine has the address {address}, at which others joined. "
-                           f"There are {', '.join(own_addresses())}.")
+    raise WorkerStartError(f"Set one of {', '.join(own_addresses())} in Settings > xDiT: no network interface of "
+                           f"this machine has the address {address}, at which others joined.")
 
 
 def versions():

@@ -40,8 +40,8 @@ def _latent(call):
     if any(length > most for length, most in zip(whole, call.config["max_size"])):
         taken, most = (f"{8 * frames - 7} frames of {8 * columns} x {8 * rows} pixels"
                        for frames, rows, columns in (whole, call.config["max_size"]))
-        raise ConfigError(f"This {NAME} model has positions for {most}, and the latent is of {taken}. Use fewer "
-                          f"frames, or a smaller width and height.")
+        raise ConfigError(f"Use fewer frames, or a smaller width and height: this {NAME} model has positions for "
+                          f"{most}, and the latent is of {taken}.")
     return even_sides(NAME, LATENT)(call)
 
 

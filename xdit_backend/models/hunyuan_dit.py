@@ -40,9 +40,9 @@ def _texts(call):
     texts, needed = [given(name)(call) for name in TEXTS], (call.config["text_len"], call.config["text_len_t5"])
     if any(text is None for text in texts) or any(text.shape[1] < least for text, least in zip(texts[::2], needed)):
         lengths = " and ".join("none" if text is None else str(text.shape[1]) for text in texts[::2])
-        raise ConfigError(f"HunyuanDiT takes two texts, of {needed[0]} and {needed[1]} tokens or more, and which of "
-                          f"these are real, and the conditioning has {lengths}. Use the CLIP of HunyuanDiT's "
-                          f"checkpoint, and CLIP Text Encode.")
+        raise ConfigError("Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode: HunyuanDiT takes two "
+                          f"texts, of {needed[0]} and {needed[1]} tokens or more, and which of these are real, and "
+                          f"the conditioning has {lengths}.")
     return texts
 
 

@@ -41,8 +41,8 @@ def _latent(call):
         dim, start = call.patch.dim, min(call.patch.start, first.shape[call.patch.dim])
         first = first.narrow(dim, start, min(latent.shape[dim], first.shape[dim] - start))
     if first.shape[3:] != latent.shape[3:]:
-        raise ConfigError(f"The given frames are a latent of {tuple(first.shape[3:])} rows and columns, and the "
-                          f"latent has {tuple(latent.shape[3:])}. Use the latent that Kandinsky5ImageToVideo gives.")
+        raise ConfigError("Use the latent that Kandinsky5ImageToVideo gives: the given frames are a latent of "
+                          f"{tuple(first.shape[3:])} rows and columns, and the latent has {tuple(latent.shape[3:])}.")
     latent[:, :first.shape[1], :first.shape[2]] = first
     return latent
 

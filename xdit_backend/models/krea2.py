@@ -65,8 +65,8 @@ def _text_width(shapes):
 
 def _picture(call):
     if call.latent.shape[2] > 1:
-        raise ConfigError(f"Krea 2 draws pictures, and this latent is of {call.latent.shape[2]} frames. Use an empty "
-                          f"latent of a picture, with batch_size for several.")
+        raise ConfigError("Use an empty latent of a picture, with batch_size for several: Krea 2 draws pictures, and "
+                          f"this latent is of {call.latent.shape[2]} frames.")
     return LATENT(call)
 
 

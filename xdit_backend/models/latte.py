@@ -13,9 +13,9 @@ LATENT = PerFrame((ALL_FRAMES, 2, 2))
 def _latent(call):
     num_frames, length = call.latent.shape[2], call.config["video_length"]
     if num_frames not in (1, length):
-        raise ConfigError(f"Latte draws videos of {length} frames, or a picture of one, and the latent has "
-                          f"{num_frames}. Its positions are for so many. Use a latent of {length} frames: a length of "
-                          f"{4 * length - 3} in EmptyHunyuanLatentVideo.")
+        raise ConfigError(f"Use a latent of {length} frames, which is a length of {4 * length - 3} in "
+                          f"EmptyHunyuanLatentVideo: Latte draws videos of {length} frames, or a picture of one, and "
+                          f"the latent has {num_frames}.")
     return LATENT(call)
 
 

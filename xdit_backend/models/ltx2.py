@@ -73,8 +73,8 @@ def _amend(model, config):
     each stream's gate is of the other's latest time.
     """
     if (config["gated_attn"], not config["use_prompt_embeddings"]) != tuple(config[f"_{name}"] for name in SAID):
-        raise CheckpointError(f"This LTX-2 file's metadata says otherwise than its tensors what model it is "
-                              f"({', '.join(SAID)}): they are another file's, or lost. Use the publisher's file.")
+        raise CheckpointError("Use the publisher's file: this LTX-2 file's metadata says otherwise than its tensors "
+                              f"what model it is ({', '.join(SAID)}), as they are another file's, or lost.")
     now, forward = [], model.forward
     for module in model.modules():
         if "rope_type" in vars(module):

@@ -60,9 +60,9 @@ def _pooled_text(call):
     """(B, T) bool: of these tokens, those that are pooled."""
     mask, count = text_mask(call), _num_text_tokens(call.conditioning)
     if mask is not None and mask[:, count:].any():
-        raise UnsupportedError("The conditioning's attention mask leaves out text tokens before the last real one, "
-                               "which xDiT does not run with Mochi. Use a text encoder that pads at the end, or Load "
-                               "Diffusion Model.")
+        raise UnsupportedError("Use a text encoder that pads at the end, or Load Diffusion Model: the conditioning's "
+                               "attention mask leaves out text tokens before the last real one, which xDiT does not "
+                               "run with Mochi.")
     return (all_text(call) if mask is None else mask)[:, :count]
 
 

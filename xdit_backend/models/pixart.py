@@ -36,8 +36,8 @@ def _scale(shapes):
 def _latent(call):
     height, width = call.patch.whole if call.patch else call.latent.shape[2], call.latent.shape[3]
     if height % 2 or width % 2 or height + width < 66:
-        raise ConfigError(f"PixArt cannot draw {width * 8} x {height * 8} pixels. Its model takes sides that are "
-                          f"multiples of 16, and together at least 528.")
+        raise ConfigError("Use sides that are multiples of 16, and together at least 528: PixArt cannot draw "
+                          f"{width * 8} x {height * 8} pixels.")
     return call.latent
 
 

@@ -31,8 +31,8 @@ def _latent(call):
     height, width = call.patch.whole if call.patch else call.latent.shape[2], call.latent.shape[3]
     most = call.config["pos_embed_max_size"] * 2
     if max(height, width) > most:
-        raise ConfigError(f"This SD3 model has positions for {most * 8} x {most * 8} pixels, and the latent is of "
-                          f"{width * 8} x {height * 8}. Use a smaller one.")
+        raise ConfigError(f"Use a smaller latent: this SD3 model has positions for {most * 8} x {most * 8} pixels, "
+                          f"and it is of {width * 8} x {height * 8}.")
     return LATENT(call)
 
 

@@ -28,13 +28,14 @@ def _latent(call):
     """The latent, and its part of the control video as more channels."""
     latent, control = call.latent, call.conditioning["vace_context"][:, 0]
     if any(side % 2 for side in latent.shape[3:]):
-        raise ConfigError(f"Wan VACE takes latents of even sides, and this one is of {latent.shape[3]} x "
-                          f"{latent.shape[4]}. Use a width and a height that are multiples of 16 pixels.")
+        raise ConfigError("Use a width and a height that are multiples of 16 pixels: Wan VACE takes latents of even "
+                          f"sides, and this one is of {latent.shape[3]} x {latent.shape[4]}.")
     if call.patch is not None:
         control = control.narrow(call.patch.dim, call.patch.start, latent.shape[call.patch.dim])
     if control.shape[2:] != latent.shape[2:]:
-        raise ConfigError(f"The control video is a latent of {tuple(control.shape[2:])} frames, rows and columns, and "
-                          f"the latent has {tuple(latent.shape[2:])}. Use the latent that WanVaceToVideo gives.")
+        raise ConfigError("Use the latent that WanVaceToVideo gives: the control video is a latent of "
+                          f"{tuple(control.shape[2:])} frames, rows and columns, and the latent has "
+                          f"{tuple(latent.shape[2:])}.")
     return torch.cat([latent, control.expand(len(latent), *control.shape[1:])], 1)
 
 

@@ -47,8 +47,8 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
 def _cached_pieces(context, streams, num_keys):
     """Where kept keys come from, as Tokens.pieces says it: other streams first, then the image."""
     if "image" in context.masks:
-        raise UnsupportedError("This model masks tokens of its image, which PipeFusion does not support yet. Use "
-                               "cfg_degree, ulysses_degree or ring_degree instead.")
+        raise UnsupportedError("Use cfg_degree, ulysses_degree or ring_degree instead: this model masks tokens of "
+                               "its image, which PipeFusion does not support yet.")
     others = [(stream, 0, context.tokens.held(stream)) for stream in streams if stream != "image"]
     return [*others, ("image", 0, num_keys - sum(size for _, _, size in others))]
 

@@ -28,7 +28,7 @@ from ..distributed.rows import Convolution, Padding, RowSplit, attention_rows, c
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError
 
-NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
+NOT_FOLLOWED = "Use VAE Decode: a padding of this VAE is not followed by its convolution, so that it cannot be split."
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class _RowFunctions:
         here = 2 * (-self.split.dim - 1)                       # torch counts pairs from the last dim
         before, after = tuple(pad[here:here + 2]) or (0, 0)
         if min(before, after) < 0 or (before or after) and value:
-            raise UnsupportedError(f"{mode} padding by {tuple(pad)} with {value} cannot be split. Use VAE Decode.")
+            raise UnsupportedError(f"Use VAE Decode: {mode} padding by {tuple(pad)} with {value} cannot be split.")
         others = (*pad[:here], 0, 0, *pad[here + 2:])
         padded = pad_whole(input, others, mode, value) if any(others) else input
         if before or after:
@@ -270,13 +270,13 @@ class _RowFunctions:
     def interpolate(self, input, size=None, scale_factor=None, mode="nearest", *rest, **options):
         factors = _pair(scale_factor) if size is None else [new / old for new, old in zip(size[-2:], input.shape[-2:])]
         if mode not in ("nearest", "nearest-exact") or not all(float(factor).is_integer() for factor in factors):
-            raise UnsupportedError(f"Upsampling with mode={mode}, size={size}, scale_factor={scale_factor} cannot be "
-                                   f"split, only nearest by a whole factor. Use VAE Decode.")
+            raise UnsupportedError(f"Use VAE Decode: upsampling with mode={mode}, size={size}, "
+                                   f"scale_factor={scale_factor} cannot be split, only nearest by a whole factor.")
         return interpolate(input, size=size, scale_factor=scale_factor, mode=mode)
 
     def attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         if attn_mask is not None or is_causal:
-            raise UnsupportedError("Masked attention in a VAE cannot be split. Use VAE Decode.")
+            raise UnsupportedError("Use VAE Decode: masked attention in a VAE cannot be split.")
         num_frames = query.shape[-2] // (self.split.size * self.latent_across)
         sizes = [size * self.latent_across * num_frames for size in self.split.sizes]
         return attention_rows(query, key, value, sizes, self.split, dropout_p=dropout_p, **options)
@@ -310,7 +310,7 @@ def _family(vae):
     family = family_of(vae)
     if family is None:
         names = ", ".join(family.autoencoder for family in FAMILIES.values())
-        raise UnsupportedError(f"{type(vae).__name__} cannot be split by rows, only {names}. Use VAE Decode.")
+        raise UnsupportedError(f"Use VAE Decode: {type(vae).__name__} cannot be split by rows, only {names}.")
     return family
 
 

@@ -207,8 +207,8 @@ class RowPlanner:
 
 
 def _does_not_fit(meta_vae, shape, scale, num_ranks, need, free_bytes):
-    what = (f"Decoding a latent of {shape[-1]} x {shape[-2]}" if scale == 1
-            else f"Encoding {shape[-1]} x {shape[-2]} pixels")
+    what = (f"decoding a latent of {shape[-1]} x {shape[-2]}" if scale == 1
+            else f"encoding {shape[-1]} x {shape[-2]} pixels")
     frames = f" and {shape[-3]} frames" if len(shape) == 5 else ""
     needed_bytes = need.peak_bytes * MARGIN
     # Memory is a constant and a share of the rows.
@@ -220,8 +220,8 @@ def _does_not_fit(meta_vae, shape, scale, num_ranks, need, free_bytes):
     rows_that_fit = own_rows - (needed_bytes - free_bytes) / row_bytes if row_bytes > 0 else 0
     hint = f"Use {-(-rows // int(rows_that_fit))} devices like these, a smaller picture" if rows_that_fit >= 1 else \
         "Use a smaller picture"
-    return (f"{what}{frames} needs {needed_bytes / 2**30:.1f} GB on each of {num_ranks} devices, and "
-            f"{free_bytes / 2**30:.1f} GB are free. {hint}, or VAE {'Decode' if scale == 1 else 'Encode'} (Tiled).")
+    return (f"{hint}, or VAE {'Decode' if scale == 1 else 'Encode'} (Tiled): {what}{frames} needs "
+            f"{needed_bytes / 2**30:.1f} GB on each of {num_ranks} devices, and {free_bytes / 2**30:.1f} GB are free.")
 
 
 def _least(free_bytes, ranks, device):

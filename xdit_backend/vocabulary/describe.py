@@ -236,8 +236,8 @@ def even_sides(name, latent):
     def rule(call):
         rows, columns = call.latent.shape[-2:]
         if rows % 2 or columns % 2:
-            raise ConfigError(f"{name} takes latents of even sides, and this one is of {rows} x {columns}. "
-                              f"Use a width and a height that are multiples of 16 pixels.")
+            raise ConfigError(f"Use a width and a height that are multiples of 16 pixels: {name} takes latents of "
+                              f"even sides, and this one is of {rows} x {columns}.")
         return latent(call)
     return rule
 
@@ -295,13 +295,13 @@ def text_mask(call):
     mask = given("attention_mask")(call)
     num_tokens = call.conditioning["context"].shape[1]
     if mask is not None and mask.shape[1] != num_tokens:
-        raise UnsupportedError(f"The conditioning has {num_tokens} text tokens and an attention mask of "
-                               f"{mask.shape[1]}, as Conditioning (Concat) makes of prompts with masks. Join the "
-                               f"prompts as text, in one Text Encode node.")
+        raise UnsupportedError("Join the prompts as text, in one Text Encode node: the conditioning has "
+                               f"{num_tokens} text tokens and an attention mask of {mask.shape[1]}, as Conditioning "
+                               "(Concat) makes of prompts with masks.")
     if mask is not None and mask.is_floating_point():
-        raise UnsupportedError("The conditioning weighs text tokens by an attention mask of fractions, which xDiT "
-                               "does not support. Use a text encoder whose mask is of ones and zeros, or Load "
-                               "Diffusion Model.")
+        raise UnsupportedError("Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model: the "
+                               "conditioning weighs text tokens by an attention mask of fractions, which xDiT does "
+                               "not support.")
     return None if mask is None else mask.bool()
 
 

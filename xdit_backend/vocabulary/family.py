@@ -153,9 +153,9 @@ class Family:
             elif isinstance(value, str):
                 words = self.choices.get(name, {})
                 if value not in words:
-                    raise UnsupportedError(f"xDiT runs {self.name} with {name} = {' or '.join(words) or 'nothing'}, "
-                                           f"and this workflow's conditioning has {value}. Change it in the node that "
-                                           f"sets it, or use Load Diffusion Model.")
+                    raise UnsupportedError("Change it in the node that sets it, or use Load Diffusion Model: xDiT "
+                                           f"runs {self.name} with {name} = {' or '.join(words) or 'nothing'}, and "
+                                           f"this workflow's conditioning has {value}.")
                 found[f"{name}.{words[value]}"] = torch.zeros(1)
             elif value is not None:
                 found[name] = _as_tensor(value)

@@ -43,10 +43,9 @@ def split_parts(latents, times, config):
     channels = config["audio_in_channels"] // FREQUENCIES
     if (len(sounds) > 1 or any(sound.ndim != 4 or sound.shape[1::2] != (channels, FREQUENCIES) or 0 in sound.shape
                                for sound in sounds)):
-        raise ConfigError(f"The latent has parts of the shapes "
-                          f"{', '.join(str(tuple(part.shape)) for part in latents)}, and LTX-2 works on a video and a "
-                          f"sound of (batch, {channels}, length, {FREQUENCIES}). Make them with the nodes for LTX-2's "
-                          f"latents, and join them with LTXVConcatAVLatent.")
+        raise ConfigError("Make them with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the "
+                          f"latent has parts of the shapes {', '.join(str(tuple(part.shape)) for part in latents)}, "
+                          f"and LTX-2 works on a video and a sound of (batch, {channels}, length, {FREQUENCIES}).")
     most = torch.stack([part.max() for part in times])[None]
     return video, times[0], dict(zip(("audio",), sounds)) | {"audio_times": times[1], "most_times": most}
 

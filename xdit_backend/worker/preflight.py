@@ -28,10 +28,10 @@ def prepare_device(device):
 
 def check_free(device, free, total):
     if free < MIN_FREE_BYTES:
-        raise WorkerStartError(f"{device} has {free / 2 ** 20:.0f} MB of {total / 2 ** 30:.1f} GB free, and a worker "
-                               f"needs at least {MIN_FREE_BYTES / 2 ** 20:.0f} MB before it holds a model. "
-                               f"nvidia-smi shows which programs use it: close them, use \"Unload Models\" in "
-                               f"ComfyUI's menu, or leave the device out in xDiT Parallel Config.")
+        raise WorkerStartError("Close other programs on it (nvidia-smi shows them), unload ComfyUI's models in its "
+                               f"menu, or leave it out in xDiT Parallel Config: {device} has {free / 2 ** 20:.0f} MB "
+                               f"of {total / 2 ** 30:.1f} GB free, and a worker needs at least "
+                               f"{MIN_FREE_BYTES / 2 ** 20:.0f} MB before it holds a model.")
 
 
 def try_links(rank, devices, device):

@@ -54,9 +54,9 @@ class Detection:
         """ComfyUI's BaseModel. Raises UnsupportedError for a dtype that cannot hold the model's numbers."""
         family, device = self._checkpoint.family, self._load_device
         if dtype_name(compute_dtype) in family.unsupported_dtypes:
-            raise UnsupportedError(f"{family.name} has numbers that {dtype_name(compute_dtype)} cannot hold, and "
-                                   f"{device} would compute in it. Set weight_dtype to fp32, or to bf16 where the "
-                                   f"device has it.")
+            raise UnsupportedError(f"Set weight_dtype to fp32, or to bf16 where the device has it: {family.name} has "
+                                   f"numbers that {dtype_name(compute_dtype)} cannot hold, and {device} would "
+                                   "compute in it.")
         self._model_config.set_inference_dtype(
             storage_dtype, None if storage_dtype == compute_dtype else compute_dtype, device=device)
         return self._model_config.get_model(self._tensors, "", device="meta")
@@ -66,16 +66,16 @@ class Detection:
         linear layer and no embedding, such as the gate of experts. weight_sources: see file_weights.py."""
         checkpoint, prediction = self._checkpoint, self._prediction
         if prediction is not None and base_model.model_type != prediction:
-            raise CheckpointError(f"{checkpoint.name} is a model of {checkpoint.family.name} whose scheduler says "
-                                  f"{prediction.name}, and ComfyUI samples such a model by "
-                                  f"{base_model.model_type.name} only. Use another model.")
+            raise CheckpointError(f"Use another model: {checkpoint.name} is a model of {checkpoint.family.name} "
+                                  f"whose scheduler says {prediction.name}, and ComfyUI samples such a model by "
+                                  f"{base_model.model_type.name} only.")
         for name, sources in weight_sources().items() if checkpoint.layers else ():
             scaled = [source for source, _ in sources if source in checkpoint.layers]
             module = base_model.diffusion_model.get_submodule(name.rpartition(".")[0])
             if scaled and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-                raise CheckpointError(f"{checkpoint.name} has a scale for {scaled[0]}, which ComfyUI does not heed: "
-                                      f"what this file should draw is not clear. Use the bf16, fp16, plain fp8 or "
-                                      f"GGUF file of the same model.")
+                raise CheckpointError("Use the bf16, fp16, plain fp8 or GGUF file of the same model: "
+                                      f"{checkpoint.name} has a scale for {scaled[0]}, which ComfyUI does not heed, "
+                                      "so that what this file should draw is not clear.")
 
 
 def _detected(checkpoint):
@@ -93,11 +93,11 @@ def _detected(checkpoint):
     tensors = tensors | read_values(checkpoint, family.values)
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=checkpoint.model_metadata)
     if model_config is None:
-        raise CheckpointError(f"ComfyUI does not recognise {name} as a {family.name} model. Use another file of this "
-                              f"model.")
+        raise CheckpointError(f"Use another file of this model: ComfyUI does not recognise {name} as a {family.name} "
+                              "model.")
     uses_metadata = (bool(family.settings)
              or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config)
     if checkpoint.metadata and not uses_metadata:
-        raise CheckpointError(f"{name} says in its metadata that it differs from other {family.name} models, which "
-                              f"xDiT would not heed. Use Load Diffusion Model.")
+        raise CheckpointError(f"Use Load Diffusion Model: {name} says in its metadata that it differs from other "
+                              f"{family.name} models, which xDiT would not heed.")
     return model_config, tensors, apply_scheduler_config(model_config, checkpoint)

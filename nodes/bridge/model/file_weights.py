@@ -20,11 +20,10 @@ def read_weights(checkpoint, base_model):
     Raises UnsupportedError for a quantised file: unpacked, it might not fit in memory.
     """
     if checkpoint.is_packed:
-        raise UnsupportedError(f"{checkpoint.name} holds quantised weights or is a GGUF file. Nodes that write or mix "
-                               f"a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that "
-                               f"take it as their second model) need plain ones: use the bf16, fp16 or plain fp8 file "
-                               f"of the same model there. As the first model of a ModelMerge node, and with LoRA, it "
-                               f"works.")
+        raise UnsupportedError("Use the bf16, fp16 or plain fp8 file of this model for nodes that write or mix a "
+                               "MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take "
+                               f"it as their second model): {checkpoint.name} holds quantised weights or is a GGUF "
+                               "file. As the first model of a ModelMerge node, and with LoRA, it works.")
     tensors = {checkpoint.name_of(name, file): tensor for file in checkpoint.files
                for name, tensor in load_file(file).items()
                if checkpoint.name_of(name, file)}
@@ -69,9 +68,9 @@ def prepare_text(base_model, checkpoint, prefixes, context, **options):
                                           (context,), options)
     except UnsupportedError as error:
         # a weight that is not here was asked for more than its shape
-        raise CheckpointError(f"{checkpoint.name} lacks weights of {' and '.join(prefixes)} with which ComfyUI "
-                              f"prepares this text. Use the publisher's whole file, or a text encoder that prepares "
-                              f"it.") from error
+        raise CheckpointError("Use the publisher's whole file, or a text encoder that prepares this text: "
+                              f"{checkpoint.name} lacks weights of {' and '.join(prefixes)} with which ComfyUI "
+                              f"does.") from error
 
 
 class _Preparing(torch.nn.Module):

@@ -48,8 +48,8 @@ def under_comfyui_names(tensors, checkpoint):
         # which takes some for other families
         found = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or {}
         if sum(tensor.numel() for tensor in found.values()) != sum(tensor.numel() for tensor in tensors.values()):
-            raise CheckpointError(f"{checkpoint.name} is a diffusers folder of a {family.name} model, and ComfyUI's "
-                                  f"names are not known for all tensors of it. {INSTEAD}")
+            raise CheckpointError(f"{INSTEAD} {checkpoint.name} is a diffusers folder of a {family.name} model, and "
+                                  "ComfyUI's names are not known for all tensors of it.")
     return found
 
 
@@ -71,8 +71,8 @@ def refuse_undetectable(tensors, checkpoint):
     for key, value in seen.items():
         if (key not in family.config_from_tensors and config.get(key) is not None
                 and _plain(value) != _plain(config[key])):
-            raise CheckpointError(f"{name} is a model of {family.name} with {key} = {config[key]!r}, which ComfyUI "
-                                  f"could not tell from its tensors: it would take it for {value!r}. {INSTEAD}")
+            raise CheckpointError(f"{INSTEAD} {name} is a model of {family.name} with {key} = {config[key]!r}, which "
+                                  f"ComfyUI could not tell from its tensors: it would take it for {value!r}.")
 
 
 def _plain(value):

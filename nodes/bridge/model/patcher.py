@@ -48,11 +48,11 @@ class ShellPatcher(RemotePatcher):
     def _file_state(self, filter_prefix=None):
         """{name: tensor} of the BaseModel, those of the diffusion model as the file has them."""
         if self.remote.spec.quantisation:
-            raise UnsupportedError(f"This MODEL was quantised as it was loaded (weight_dtype "
-                                   f"{self.remote.spec.quantisation}). Nodes that write or mix a MODEL's own weights "
-                                   f"(ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their "
-                                   f"second model) need plain ones: set weight_dtype to default there. As the first "
-                                   f"model of a ModelMerge node, and with LoRA, it works.")
+            raise UnsupportedError("Set weight_dtype to default for nodes that write or mix a MODEL's own weights "
+                                   "(ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their "
+                                   "second model): this one was quantised as it was loaded (weight_dtype "
+                                   f"{self.remote.spec.quantisation}). As the first model of a ModelMerge node, and "
+                                   "with LoRA, it works.")
         weights = read_weights(self.remote.checkpoint, self.model)
         state = self.model.state_dict() | {f"diffusion_model.{name}": tensor for name, tensor in weights.items()}
         return {name: tensor for name, tensor in state.items() if filter_prefix is None
@@ -62,8 +62,8 @@ class ShellPatcher(RemotePatcher):
         state, patches = self._file_state(prefix), effective_patches(self)
         lost = [name for name, tensor in state.items() if tensor.is_meta]
         if lost:
-            raise UnsupportedError(f"{lost[0]} is not in the file of this MODEL, so that a node cannot save it. Use "
-                                   f"Load Diffusion Model.")
+            raise UnsupportedError(f"Use Load Diffusion Model: {lost[0]} is not in the file of this MODEL, so that a "
+                                   "node cannot save it.")
         held = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
         return {name.removeprefix(prefix): self._patched(name, tensor, patches).to(held[name])
                 for name, tensor in state.items()}
@@ -102,16 +102,16 @@ class ShellPatcher(RemotePatcher):
 
     def _check_fits(self, patches):
         if not patches:
-            raise UnsupportedError(f"Nothing of this LoRA is for {self.remote.family.name}: ComfyUI's log names its "
-                                   f"tensors. Use one that was made for this model.")
+            raise UnsupportedError(f"Use a LoRA that was made for {self.remote.family.name}: nothing of this one is "
+                                   "for it. ComfyUI's log names its tensors.")
 
     # --- hooks: LoRA of a prompt, or of a range of steps. ComfyUI says which are in effect before each call ---
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         self._check_fits(patches)
         if any(isinstance(what, tuple) and what[0] == "model_as_lora" for what in patches.values()):
-            raise UnsupportedError("xDiT does not support Create Hook Model as LoRA. It would be dropped without "
-                                   "notice. Remove it, or use Load Diffusion Model.")
+            raise UnsupportedError("Remove Create Hook Model as LoRA, or use Load Diffusion Model: xDiT does not "
+                                   "support it, and it would be dropped without notice.")
         return super().add_hook_patches(hook, patches, strength_patch, strength_model)
 
     def patch_hooks(self, hooks):
@@ -127,11 +127,10 @@ class ShellPatcher(RemotePatcher):
 
     def clone(self, disable_dynamic=False, model_override=None, force_deepcopy=False):
         if force_deepcopy:
-            raise UnsupportedError("A node asks for a second copy of this MODEL's weights, and xDiT's workers hold "
-                                   "one. Use Load Diffusion Model for it.")
+            raise UnsupportedError("Use Load Diffusion Model for the node that asks for a second copy of this "
+                                   "MODEL's weights: xDiT's workers hold one.")
         return super().clone(model_override=model_override)
 
     def deepclone_multigpu(self, new_load_device=None, models_cache=None):
-        raise UnsupportedError(f"A node asks for this MODEL on {new_load_device}. Its devices are those of xDiT "
-                               f"Parallel Config, which runs it on several GPUs itself: set them there and remove the "
-                               f"node.")
+        raise UnsupportedError("Set devices in xDiT Parallel Config, which runs this MODEL on several GPUs itself, "
+                               f"and remove the node that asks for it on {new_load_device}.")

@@ -27,9 +27,9 @@ def apply_scheduler_config(model_config, checkpoint):
     is_edm = "EDM" in scheduler and isinstance(model_config, comfy.supported_models.SDXL)
     for key, values in (CONTINUOUS if is_edm else DISCRETE).items():
         if config.get(key, values[0]) not in values or not is_edm and re.search("EDM|Flow", scheduler):
-            raise CheckpointError(f"{checkpoint.name} is sampled as its scheduler_config.json says ({scheduler}, "
-                                  f"{key} = {config.get(key)!r}), and ComfyUI samples such models otherwise. Use "
-                                  f"another model.")
+            raise CheckpointError(f"Use another model: {checkpoint.name} is sampled as its scheduler_config.json "
+                                  f"says ({scheduler}, {key} = {config.get(key)!r}), and ComfyUI samples such models "
+                                  "otherwise.")
     is_velocity = config.get("prediction_type") == "v_prediction"
     if is_edm:
         settings |= {"sigma_data": 1.0 if is_velocity else 0.5, "sigma_max": config.get("sigma_max", 80.0),

@@ -121,8 +121,8 @@ def _lighter_bytes(checkpoint, spec, dtypes_of):
 def _weight_of(base_model, name):
     """A weight with the patches of the MODEL that runs: clones have others."""
     if base_model.current_patcher is None:
-        raise UnsupportedError(f"A node reads weights of this MODEL (diffusion_model.{name}) while no sampler runs "
-                               f"it, and xDiT's workers hold them. Use Load Diffusion Model for it.")
+        raise UnsupportedError("Use Load Diffusion Model for the node that reads weights of this MODEL "
+                               f"(diffusion_model.{name}) while no sampler runs it: xDiT's workers hold them.")
     return base_model.current_patcher.weight(name)
 
 

@@ -47,8 +47,8 @@ def changes_of(patcher, hooked={}):
     # hooks reach buffers too, and parameters beside submodules
     for key in effective | hooked:
         if not found.get(key.removeprefix(PREFIX)) or not key.startswith(PREFIX):
-            raise UnsupportedError(f"A LoRA or another node changes {key}, which the file of this MODEL does not "
-                                   f"have. Remove it, or use Load Diffusion Model.")
+            raise UnsupportedError(f"Remove the LoRA or node that changes {key}, or use Load Diffusion Model: the "
+                                   "file of this MODEL does not have it.")
     for weight, sources in found.items():
         for name, rows in sources:
             within.setdefault(name, []).append((PREFIX + weight, rows))
@@ -187,8 +187,8 @@ def _sent(parts, share):
 
 
 def _mismatch(key, why):
-    return UnsupportedError(f"A LoRA or another weight patch does not fit {key}: {why}. It was made for another "
-                            f"model: use one that was made for this one.")
+    return UnsupportedError("Use a LoRA, or another weight patch, that was made for this model: the one given does "
+                            f"not fit {key} ({why}).")
 
 
 @contextlib.contextmanager

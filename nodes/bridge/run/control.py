@@ -21,9 +21,9 @@ def refuse_controls(conds):
     for control in (entry.get("control") for cond in conds for entry in cond or ()):
         while control is not None:
             if type(control) in TAKE_WEIGHTS:
-                raise UnsupportedError(f"{TAKE_WEIGHTS[type(control)]} computes with layers of the model itself, and "
-                                       f"xDiT's workers hold them. Use a ControlNet that has its own, or Load "
-                                       f"Diffusion Model.")
+                raise UnsupportedError("Use a ControlNet that has layers of its own, or Load Diffusion Model: "
+                                       f"{TAKE_WEIGHTS[type(control)]} computes with the model's, and xDiT's workers "
+                                       "hold them.")
             control = getattr(control, "previous_controlnet", None)
 
 
@@ -40,29 +40,28 @@ def places_of(family, config, control, shape):
         return {}
     shapes = family.control_shapes(config, shape)
     if not shapes:
-        raise UnsupportedError(f"ComfyUI's {family.name} takes no ControlNet conditioning, and this workflow has "
-                               f"some, which would be dropped without notice. Remove Apply ControlNet.")
+        raise UnsupportedError(f"Remove Apply ControlNet: ComfyUI's {family.name} takes no ControlNet conditioning, "
+                               "and would drop this workflow's without notice.")
     known, found = {place.partition(".")[0] for place in shapes}, {}
     for name, tensors in control.items():
         if name not in known and any(tensor is not None for tensor in tensors):
-            raise UnsupportedError(f"This ControlNet gives {family.name} something for its {name} blocks, which takes "
-                                   f"{' and '.join(sorted(known))} only: it was made for another model. Use one for "
-                                   f"{family.name}.")
+            raise UnsupportedError(f"Use a ControlNet for {family.name}: this one was made for another model, as it "
+                                   f"gives something for {name} blocks. Taken is {' and '.join(sorted(known))} only.")
         if name in known:
             found |= _numbered(family, name, tensors, sum(place.startswith(f"{name}.") for place in shapes))
     given = sum(tensor is not None for name in known for tensor in control.get(name, ()))
     if not family.is_unet and family.plan.skips(family.num_blocks(config)) and given != len(shapes):
-        raise ConfigError(f"The ControlNet gives {given} tensors for the {len(shapes)} skips of this {family.name} "
-                          f"model, and ComfyUI's takes one for each. Use a ControlNet that was made for this model.")
+        raise ConfigError(f"Use a ControlNet that was made for this model: this one gives {given} tensors for the "
+                          f"{len(shapes)} skips of {family.name}, and ComfyUI's takes one for each.")
     for place, tensor in found.items():
         if (not torch.is_tensor(tensor) or tensor.shape[0] not in (1, shape[0])
                 or tuple(tensor.shape[1:]) != shapes[place]):
             given = tuple(tensor.shape[1:]) if torch.is_tensor(tensor) else type(tensor).__name__
             of_size = torch.is_tensor(tensor) and family.is_unet and given[:1] == shapes[place][:1]
-            raise ConfigError(f"The ControlNet gives {given} for {place.replace('.', ' block ')} of this "
-                              f"{family.name} model, and it takes {shapes[place]} with this latent. Use "
-                              + ("a width and a height that are multiples of 64 pixels." if of_size else
-                                 f"a ControlNet that was made for {family.name}."))
+            instead = ("a width and a height that are multiples of 64 pixels" if of_size else
+                       f"a ControlNet that was made for {family.name}")
+            raise ConfigError(f"Use {instead}: the given ControlNet makes {given} for {place.replace('.', ' block ')} "
+                              f"of this {family.name} model, and it takes {shapes[place]} with this latent.")
     return found
 
 

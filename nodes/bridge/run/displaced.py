@@ -77,12 +77,12 @@ def _check_size(family, config, layout, shape):
         ranks, tokens = degree * layout.ring_degree * layout.ulysses_degree, num_tokens(
             shape[2:], family.patch_size(config))
         if tokens < ranks:
-            raise ConfigError(f"The latent has {tokens} tokens, too few for displaced_degree x ring_degree x "
-                              f"ulysses_degree = {ranks}. Use a larger latent or lower degrees.")
+            raise ConfigError(f"Use a larger latent or lower degrees: it has {tokens} tokens, too few for "
+                              f"displaced_degree x ring_degree x ulysses_degree = {ranks}.")
         return
     multiple = 2 ** (family.plan.num_levels(config) - 1)
     if cut_bands(shape[2], degree, multiple) is None:
         most = -(-shape[2] // multiple)
-        raise ConfigError(f"displaced_degree={degree} is too much for a latent of {shape[2]} rows: {family.name} "
-                          f"shares them out by {multiple}, so at most {most} devices can have some. Use a lower "
-                          f"degree, or a higher picture.")
+        raise ConfigError(f"Set displaced_degree to at most {most}, or draw a higher picture: "
+                          f"displaced_degree={degree} is too much for a latent of {shape[2]} rows, which "
+                          f"{family.name} shares out by {multiple}.")

@@ -122,8 +122,8 @@ class PatchwiseSampler:
             return
         asked = [self._waiting.pop(index) for index in range(len(self._tasks))]
         if len({tuple(request.name for request in requests) for requests in asked}) > 1:
-            raise UnsupportedError("Parallel Sampler cannot run this workflow piece by piece: its pieces ask the "
-                                   "model for different prompts at the same step. Use KSampler.")
+            raise UnsupportedError("Use KSampler: Parallel Sampler cannot run this workflow piece by piece, as its "
+                                   "pieces ask the model for different prompts at the same step.")
         whole = [dataclasses.replace(parts[0], latent=torch.cat([part.latent for part in parts], run.dim))
                  for parts in zip(*asked)]
         predictions = run.predict_whole(whole)

@@ -169,9 +169,8 @@ class RemoteModel:
         """
         in_parts = self.family.parts and isinstance(x, list) and isinstance(timestep, tuple)
         if not (in_parts or torch.is_tensor(timestep)) or not torch.is_tensor(context):
-            raise ConfigError(f"A node calls this MODEL in a way of its own, and {self.family.name} takes a latent, a "
-                              f"timestep and conditioning. Use a sampler node, or the kind of model that the node is "
-                              f"for.")
+            raise ConfigError("Use a sampler node, or the kind of model that the node is for: it calls this MODEL in "
+                              f"a way of its own, and {self.family.name} takes a latent, a timestep and conditioning.")
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         net = self.modules[""][0]
         forwards = [vars(class_)["forward"] for class_ in type(net).__mro__ if "forward" in vars(class_)]
@@ -195,8 +194,8 @@ class RemoteModel:
         # whatever is not finite is so from a run's first noise level on
         begins = self._checked_sigmas == {sigma}
         if begins:
-            check_finite((x, *call_conditioning.values()), "The latent",
-                         "Look at what made it: another sampler, or an encode in half precision.")
+            check_finite((x, *call_conditioning.values()), "the latent",
+                         "Look at what made it, another sampler, or an encode in half precision")
         asked = self.family, self.setup.transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
@@ -210,9 +209,8 @@ class RemoteModel:
         prediction = branches.ask(branches.ModelCall(self, call, schedule, sigmas, num_branches,
                                                     transformer_options.get(WHOLE), transformer_options.get(DRAINED)))
         if begins:
-            check_finite((prediction, *parts.values()), f"What {self.family.name} predicts at the first step",
-                         f"Its weights, a LoRA or the conditioning have such numbers, or {self.spec.compute_dtype} is "
-                         f"too small for it: try another weight_dtype in Load xDiT Model, without LoRA.")
+            check_finite((prediction, *parts.values()), f"what {self.family.name} predicts at the first step",
+                         f"Try another weight_dtype in Load xDiT Model than {self.spec.compute_dtype}, without LoRA")
         prediction = prediction.to(x.device)
         if scores is not None:
             scores.write(x.device)

@@ -33,8 +33,8 @@ def check_links(**given):
         else:
             fits = torch.is_tensor(value) if name == "pixels" else not isinstance(value, PLAIN)
         if not fits:
-            raise ConfigError(f"{name} is {str(value)[:MAX_SHOWN]}, and needs {NEEDED[name]}. Connect the output of "
-                              f"a node that makes it.")
+            raise ConfigError(f"Connect the output of a node that makes it: {name} is {str(value)[:MAX_SHOWN]}, and "
+                              f"needs {NEEDED[name]}.")
 
 
 def check_latent(setup, x, channels=None):
@@ -46,22 +46,21 @@ def check_latent(setup, x, channels=None):
     if not torch.is_tensor(x) or x.is_nested or x.ndim != num_dims + 2 or x.shape[1] != channels:
         given = f"the shape {tuple(x.shape)}" if torch.is_tensor(x) and not x.is_nested else "several parts"
         needs = f"{channels} channels, " + ("frames, rows and columns" if num_dims == 3 else "rows and columns")
-        raise ConfigError(f"The latent has {given}, and {family.name} works on (batch, {needs}). It was made for "
-                          f"another model: use the VAE or the empty latent node that belongs to this one"
-                          + (". Or remove what puts channels beside it, such as a noise mask." if channels > own
-                             else "."))
+        mask = ", or remove what puts channels beside it, such as a noise mask" if channels > own else ""
+        raise ConfigError(f"Use the VAE or the empty latent node that belongs to this model{mask}: the latent has "
+                          f"{given}, and {family.name} works on (batch, {needs}). It was made for another model.")
     if 0 in x.shape:
-        raise ConfigError(f"The latent, or the area of it that a prompt is for, is empty: its shape is "
-                          f"{tuple(x.shape)}. Move or enlarge an area that lies outside of the picture, or remove it.")
+        raise ConfigError("Move or enlarge an area that lies outside of the picture, or remove it: the latent, or "
+                          f"the area of it that a prompt is for, is empty (its shape is {tuple(x.shape)}).")
 
 
 def check_text(family, text):
     """Refuse a prompt of no tokens: with most families ComfyUI fails, before the workers see it.
     text: (B, tokens, width), or None."""
     if torch.is_tensor(text) and text.ndim > 1 and not text.shape[1]:
-        raise ConfigError(f"The conditioning has a text of no tokens (its shape is {tuple(text.shape)}), and "
-                          f"{family.name} takes one or more. For an empty prompt use the text encoder's node with an "
-                          f"empty text.")
+        raise ConfigError("For an empty prompt use the text encoder's node with an empty text: the conditioning has "
+                          f"a text of no tokens (its shape is {tuple(text.shape)}), and {family.name} takes one or "
+                          "more.")
 
 
 def check_conditioning(setup, conditioning, x):
@@ -70,10 +69,10 @@ def check_conditioning(setup, conditioning, x):
     family, num_classes = setup.family, setup.num_classes
     for reference in (tensor for name, tensor in conditioning.items() if name.startswith("ref_latents.")):
         if reference.ndim != x.ndim or reference.shape[1] != x.shape[1]:
-            raise ConfigError(f"The conditioning has a reference latent of {reference.shape[1]} channels and "
-                              f"{reference.ndim} dims, and this {family.name} model takes {x.shape[1]} and {x.ndim}. "
-                              f"Encode the picture with the VAE that belongs to it; models that take pictures "
-                              f"otherwise (Fill, Canny, Depth) take none.")
+            raise ConfigError("Encode the reference picture with this model's VAE: the conditioning has a reference "
+                              f"latent of {reference.shape[1]} channels and {reference.ndim} dims, and this "
+                              f"{family.name} model takes {x.shape[1]} and {x.ndim}. Models that take pictures "
+                              "otherwise (Fill, Canny, Depth) take none.")
     maker = "xDiT Class Label" if num_classes else "the CLIP that belongs to this model"
     for name, argument in family.conditioning.items():
         if argument is None or name not in conditioning:
@@ -84,12 +83,12 @@ def check_conditioning(setup, conditioning, x):
         # of a wider pooled text the first numbers count
         if given < needed or (given > needed and name != "y"):
             what = {"y": "pooled text", "clip_fea": "a picture's CLIP vision tokens"}.get(name, "text")
-            raise ConfigError(f"The conditioning has {what} of {given} numbers a token, and this {family.name} model "
-                              f"takes {needed}. It was made by another text encoder: use {maker}.")
+            raise ConfigError(f"Use {maker}: the conditioning has {what} of {given} numbers a token, and this "
+                              f"{family.name} model takes {needed}. It was made by another text encoder.")
 
 
 def check_finite(tensors, what, hint):
-    """Refuse tensors with NaN or infinite numbers. what: they are. Raises ConfigError."""
+    """Refuse tensors with NaN or infinite numbers. what: they are. hint: what to do. Raises ConfigError."""
     if not all(tensor.isfinite().all() for tensor in tensors):
-        raise ConfigError(f"{what} has numbers that are not finite (NaN or infinite), and no picture can come of it. "
-                          f"{hint}")
+        raise ConfigError(f"{hint}: {what} has numbers that are not finite (NaN or infinite), and no picture can "
+                          f"come of it.")

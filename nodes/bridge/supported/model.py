@@ -108,20 +108,20 @@ def refuse_call(family, transformer_options, extra):
     """
     own = "rope_options", family.rope_options(extra)
     if own[1] and not transformer_options.get("rope_options"):
-        raise UnsupportedError(f"A node calls this MODEL's diffusion model itself, without the places that ComfyUI "
-                               f"gives {family.name}'s tokens (rope_options). Use a sampler node, or Load Diffusion "
-                               f"Model.")
+        raise UnsupportedError("Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion "
+                               f"model itself, without the places that ComfyUI gives {family.name}'s tokens "
+                               "(rope_options).")
     _refuse(_transformer_options(dict(option for option in transformer_options.items() if option != own)))
     reason = family.unsupported_arguments(extra)
     if reason is not None:
-        raise UnsupportedError(f"xDiT runs {family.name} without {reason}, which this workflow has. Change the node "
-                               f"that adds it, or use Load Diffusion Model.")
+        raise UnsupportedError(f"Change the node that adds {reason}, or use Load Diffusion Model: xDiT runs "
+                               f"{family.name} without it.")
     known = {"context", CONTROLNETS_TEXT, *family.conditioning, *family.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
     if unknown:
-        raise UnsupportedError(f"xDiT runs {family.name} without {', '.join(unknown)}, which this workflow's "
-                               f"conditioning has. It would be dropped without notice. Remove the node that adds it, "
-                               f"or use Load Diffusion Model.")
+        raise UnsupportedError(f"Remove the node that adds {', '.join(unknown)} to the conditioning, or use Load "
+                               f"Diffusion Model: xDiT runs {family.name} without it, and it would be dropped "
+                               "without notice.")
 
 
 def refuse_changed_modules(net, modules):
@@ -133,8 +133,9 @@ def _refuse(found):
     found = list(dict.fromkeys(found))
     if found:
         more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-        raise UnsupportedError(f"xDiT does not support {'; '.join(found[:MAX_NAMED])}{more} on this MODEL. It would "
-                               f"be dropped without notice. Remove the node that adds it, or use Load Diffusion Model.")
+        raise UnsupportedError("Remove the node that adds it, or use Load Diffusion Model: xDiT does not support "
+                               f"{'; '.join(found[:MAX_NAMED])}{more} on this MODEL, and it would be dropped without "
+                               "notice.")
 
 
 def _named(text, value):

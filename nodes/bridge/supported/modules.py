@@ -46,8 +46,8 @@ class WorkerParameter(torch.nn.Parameter):
             return torch.Tensor.__torch_function__.__func__(cls, function, types, args, kwargs or {})
         if name == "copy_" and not isinstance(args[0], cls):
             return args[0].copy_(args[1].read())
-        raise UnsupportedError(f"A node reads the weights of this MODEL or computes with its layers itself ({name}), "
-                               f"and xDiT's workers hold them. Use Load Diffusion Model for it.")
+        raise UnsupportedError("Use Load Diffusion Model for the node that reads the weights of this MODEL or "
+                               f"computes with its layers itself ({name}): xDiT's workers hold them.")
 
 
 def remember_modules(net):

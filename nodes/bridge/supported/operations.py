@@ -56,8 +56,8 @@ def operations_of(family, config, transformer_options):
                 if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):
                     found[name] = operation
             elif family.is_unet:
-                raise UnsupportedError(f"xDiT replaces attention in the middle block of {family.name} only, and a "
-                                       f"node does so in {name}. Remove it, or use Load Diffusion Model.")
+                raise UnsupportedError(f"Remove the node that replaces attention in {name}, or use Load Diffusion "
+                                       f"Model: of {family.name} xDiT does so in the middle block only.")
     return found
 
 
@@ -141,8 +141,8 @@ def _cell(function, name):
 
 
 def _ignored_patches(family, kind):
-    return UnsupportedError(f"ComfyUI's {family.name} does not heed what a node replaces in this workflow ({kind}): "
-                            f"it is for other models, and would be dropped without notice. Remove the node ({NODES}).")
+    return UnsupportedError(f"Remove the node ({NODES}): ComfyUI's {family.name} does not heed what it replaces in "
+                            f"this workflow ({kind}), which is for other models and would be dropped without notice.")
 
 
 def _blocks(family, config, kind):

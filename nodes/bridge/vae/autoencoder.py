@@ -26,14 +26,14 @@ def decode(vae, latent, config):
     if latent.ndim == 5 and vae.latent_dim == 2:               # (B, C, F, H, W): an image VAE decodes the first frame
         latent = latent[:, :, 0]
     if latent.shape[1] != vae.latent_channels or latent.ndim != vae.latent_dim + 2:
-        raise UnsupportedError(f"The latent has {latent.shape[1]} channels and {latent.ndim} dims, and this VAE "
-                               f"decodes {vae.latent_channels} channels and {vae.latent_dim + 2} dims. Connect the "
-                               f"VAE that belongs to the model.")
+        raise UnsupportedError(f"Connect the VAE that belongs to the model: the latent has {latent.shape[1]} "
+                               f"channels and {latent.ndim} dims, and this VAE decodes {vae.latent_channels} "
+                               f"channels and {vae.latent_dim + 2} dims.")
     least, scale = kind.least_side(vae.first_stage_model), vae.spacial_compression_decode()
     if min(latent.shape[-2:]) < least:                         # ComfyUI's own node ends in an error of torch's
         rows, columns = latent.shape[-2:]
-        raise UnsupportedError(f"The latent has {rows} x {columns} rows and columns, and this VAE decodes {least} x "
-                               f"{least} or more. Use a picture of at least {least * scale} x {least * scale} pixels.")
+        raise UnsupportedError(f"Use a picture of at least {least * scale} x {least * scale} pixels: the latent has "
+                               f"{rows} x {columns} rows and columns, and this VAE decodes {least} x {least} or more.")
     frames = [kind.decoded_frames(vae, latent.shape[2])] if latent.ndim == 5 else []
     shape = (latent.shape[0], *frames, latent.shape[-2] * scale, latent.shape[-1] * scale,
              # of Wan's that upscales: pixels of a finer picture
@@ -55,8 +55,8 @@ def encode(vae, pixels, config):
     pixels = vae.vae_encode_crop_pixels(pixels)
     scale = vae.spacial_compression_encode()
     if 0 in pixels.shape:
-        raise UnsupportedError(f"The picture is smaller than {scale} x {scale} pixels, the least that this VAE "
-                               f"encodes. Use a larger one.")
+        raise UnsupportedError(f"Use a picture of at least {scale} x {scale} pixels: this one is smaller than what "
+                               "this VAE encodes.")
     pixels = pixels.movedim(-1, 1)
     if vae.latent_dim == 3:
         pixels = pixels.movedim(1, 0).unsqueeze(0)             # the batch is a video: (1, C, F, H, W)
@@ -112,7 +112,6 @@ def _kind_of(vae, what):
     vae.throw_exception_if_invalid()
     kind = kind_of(vae.first_stage_model)
     if kind is None:
-        raise UnsupportedError(f"Distributed VAE {what} does not support this VAE "
-                               f"({type(vae.first_stage_model).__name__}) yet. It works with the VAEs of "
-                               f"{supported()}. Use VAE {what} for this one.")
+        raise UnsupportedError(f"Use VAE {what} for this VAE ({type(vae.first_stage_model).__name__}): Distributed "
+                               f"VAE {what} does not support it yet. It works with the VAEs of {supported()}.")
     return kind

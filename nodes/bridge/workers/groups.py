@@ -41,19 +41,19 @@ def check_packages():
     """Refuse to go on when a package that the workers need is missing."""
     missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"xDiT needs {', '.join(missing)}, which this Python does not have. Install with: "
-                          f"python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with "
-                          f"ComfyUI's Python), and restart ComfyUI.")
+        raise ConfigError(f"Install {', '.join(missing)}, which this Python does not have: python -m pip install -r "
+                          "requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart "
+                          "ComfyUI.")
 
 
 def devices_of(config):
     """The devices a config means on this machine. Raises ConfigError when it cannot work here."""
     devices = resolve_devices(config.devices, num_cuda_devices(), config.mode)
     if machines_of(devices) and not chosen_address():
-        raise ConfigError(f'devices="{config.devices}": {", ".join(machines_of(devices))} can join where ComfyUI '
-                          f'listens for others. '
-                          f"Set the address of this machine in Settings > xDiT > Other machines, one of "
-                          f"{', '.join(own_addresses())}, and read docs/machines.md before. Or leave them out.")
+        raise ConfigError(f'Leave out {", ".join(machines_of(devices))}, or set the address of this machine in '
+                          f'Settings > xDiT > Other machines, one of {", ".join(own_addresses())}, and read '
+                          f'docs/machines.md before: devices="{config.devices}", and ComfyUI does not listen for '
+                          "other machines.")
     validate(config, len(devices))
     return devices
 
@@ -142,8 +142,8 @@ class Groups:
         cards = self.listener().cards(machine_of(device), show_text,
                                       comfy.model_management.throw_exception_if_processing_interrupted)
         if own_name(device) not in cards:
-            raise ConfigError(f"{device}: there is no such device. {machine_of(device)} has {', '.join(cards)}. Name "
-                              f"one of these in xDiT Parallel Config.")
+            raise ConfigError(f"Name one of {', '.join(cards)} in xDiT Parallel Config: {machine_of(device)} has no "
+                              f"device {device}.")
         return cards[own_name(device)]
 
     @property
@@ -179,8 +179,8 @@ class Groups:
         """Measure again the devices that were used last, or those of a default ParallelConfig. Returns their names."""
         devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
         if len(devices) < 2:
-            raise ConfigError(f"There is nothing to measure: {devices[0]} works alone. Set devices in xDiT Parallel "
-                              f"Config, and run once.")
+            raise ConfigError("Set devices in xDiT Parallel Config, and run once: there is nothing to measure, as "
+                              f"{devices[0]} works alone.")
         self._know(devices, dtype, self._measure(devices, dtype))
         return devices
 

@@ -90,10 +90,11 @@ class MemoryCheck:
         spec, available = self._setup.spec, available_memory()[0]
         needed = spec.host_bytes * len(ranks_by_part(len(self._setup.devices), spec))
         if needed > available:
-            raise ConfigError(f"{self._setup.family.title} has no room on its devices for all weights, and those that "
-                              f"come from host memory take {needed / 1e9:.3g} GB there, of which {available / 1e9:.3g} "
-                              f"GB are free. Weights that the file has as they are used take none: set weight_dtype to "
-                              f"default, or use a file of that type. Or close other programs.")
+            raise ConfigError("Set weight_dtype to default, use a file of that type, or close other programs: "
+                              f"{self._setup.family.title} has no room on its devices for all weights, and those "
+                              f"that come from host memory take {needed / 1e9:.3g} GB there, of which "
+                              f"{available / 1e9:.3g} GB are free. Weights that the file has as they are used take "
+                              "none.")
 
     def words(self, forecasts):
         """Where the weights are, for a person; "" where all are on the devices. forecasts: run.forecasts.Forecasts."""
@@ -127,9 +128,9 @@ class MemoryCheck:
         if given and self._least_bytes > given and setup.spec.stages is None:
             what = ("a U-Net's weights, none of which come from host memory," if setup.family.is_unet
                     else "what is outside of its blocks and two blocks at a time")
-            raise ConfigError(f'weights_memory="{setup.config.weights_memory}": of {setup.family.title}, {what} take '
-                              f"{math.ceil(self._least_bytes / 1e7) / 100} GB of each device. Give at least so many "
-                              f'GB, or set weights_memory to "auto".')
+            raise ConfigError(f'Set weights_memory to "auto", or to {math.ceil(self._least_bytes / 1e7) / 100} GB or '
+                              f"more: of {setup.family.title}, {what} take so much of each device, and "
+                              f'weights_memory="{setup.config.weights_memory}" is less.')
         held = (self._of_ranks(self._least_bytes) if given is None and self._may_offload else self.weight_bytes)
         hints = self._spread(Job(1, 0, 1))
         if given == 0 and self._may_offload and self._least_bytes <= self._room:
@@ -166,7 +167,7 @@ class MemoryCheck:
                           if setup.config.cached_steps > 1 else {})
         num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
-        check_memory(f"This run ({describe_layout(layout)})",
+        check_memory(f"this run ({describe_layout(layout)})",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
                                   available_memory()[0]),
                      Hints(self._spread(job(num_images, sizes)), self._lighter, other_settings),

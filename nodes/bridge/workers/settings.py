@@ -34,11 +34,11 @@ def chosen_idle():
     settings = _settings()
     how, minutes = settings.get(HOW, Idle.how), settings.get(MINUTES, Idle.minutes)
     if how not in IDLE_WAYS:
-        raise ConfigError(f"{HOW} is {how!r} in ComfyUI's settings. There are {', '.join(IDLE_WAYS)}: choose one in "
-                          f"Settings > xDiT.")
+        raise ConfigError(f"Choose one of {', '.join(IDLE_WAYS)} in Settings > xDiT: {HOW} is {how!r} in ComfyUI's "
+                          "settings.")
     if type(minutes) not in (int, float) or not 0 < minutes <= LONGEST_MINUTES:
-        raise ConfigError(f"{MINUTES} is {minutes!r} in ComfyUI's settings. It takes minutes, above 0, at most "
-                          f"{LONGEST_MINUTES}.")
+        raise ConfigError(f"Give minutes above 0, at most {LONGEST_MINUTES}, in Settings > xDiT: {MINUTES} is "
+                          f"{minutes!r} in ComfyUI's settings.")
     return Idle(how, float(minutes))
 
 
@@ -47,8 +47,8 @@ def chosen_address():
     Raises ConfigError where that is no text."""
     address = _settings().get(ADDRESS, "")
     if not isinstance(address, str):
-        raise ConfigError(f"{ADDRESS} is {address!r} in ComfyUI's settings. It takes an address of this machine, as "
-                          f"text, or nothing.")
+        raise ConfigError(f"Give an address of this machine as text, or nothing, in Settings > xDiT: {ADDRESS} is "
+                          f"{address!r} in ComfyUI's settings.")
     return address.strip()
 
 
