@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..xdit_backend.config import APPROXIMATE, DISPLACED_MODES, WARMUPS, ParallelConfig
+from ..xdit_backend.config import APPROXIMATE, COMPILES, DISPLACED_MODES, WARMUPS, ParallelConfig
 from .bridge.workers.groups import devices_of, show_text
 
 Parallel = io.Custom("XDIT_PARALLEL")
@@ -55,6 +55,11 @@ class XDiTParallelConfig(io.ComfyNode):
                                 "computes: the picture is the same. auto: as much as the run leaves, and all where "
                                 'they fit. A number: so many GB, such as "10". "all on the device": a model that does '
                                 "not fit is refused."),
+                io.Combo.Input("compile", options=list(COMPILES), default=COMPILES[0], optional=True,
+                               tooltip="blocks: the workers run each block of the model as torch.compile makes it, "
+                               "with fewer and larger kernels. The first step takes the minutes that compiling takes, "
+                               "and each new size of picture again; for many pictures of one size. The picture is "
+                               "the same but for rounding. TorchCompileModel does the same for one MODEL."),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )

@@ -16,6 +16,9 @@ from ..protocol.errors import UnsupportedError
 from .attention import RunningAttention
 
 MAX_GRAPHS = 64                            # of a kind of block; then all are forgotten, and made again when asked for
+# of torch.compile. A weight may be given numbers of another type or shape, which its module's dict does not tell
+SETTINGS = {"skip_tensor_guards_with_matching_dict_tags": False, "use_recursive_dict_tags_for_guards": False}
+LIMITS = "recompile_limit", "accumulated_recompile_limit", "cache_size_limit", "accumulated_cache_size_limit"
 FAILURES = ("torch._dynamo.exc", "torch._inductor.exc")        # files of what torch.compile raises by itself
 
 log = logging.getLogger(__name__)
@@ -86,10 +89,9 @@ class CompiledBlocks:
 def compiled(forward, backend):
     """A forward as torch.compile makes it, whole. Raises UnsupportedError where it cannot, when it is first called."""
     made = torch.compile(forward, backend=backend, dynamic=False, fullgraph=True)
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MAX_GRAPHS
-    # a weight may be given numbers of another type or shape, and its module's dict does not tell
-    torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
-    torch._dynamo.config.use_recursive_dict_tags_for_guards = False
+    for name, value in {**SETTINGS, **dict.fromkeys(LIMITS, MAX_GRAPHS)}.items():
+        if hasattr(torch._dynamo.config, name):                # which PyTorch's versions differ in
+            setattr(torch._dynamo.config, name, value)
 
     @functools.wraps(forward)
     def run(*args, **kwargs):
