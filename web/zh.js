@@ -105,6 +105,8 @@ export const ZH = {
     "请在“xDiT 并行配置”中设置 devices，并运行一次：没有可测量的，{0} 单独工作。",
   "Set weight_dtype to default, use a file of that type, or close other programs: {} has no room on its devices for all weights, and those that come from host memory take {} GB there, of which {} GB are free. Weights that the file has as they are used take none.":
     "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 在其设备上放不下全部权重，而从主机内存取来的权重在那里占 {1} GB，其中 {2} GB 空闲。文件中与使用时相同的权重不占内存。",
+  "Set compile to off in xDiT Parallel Config, or remove TorchCompileModel: PyTorch cannot compile this model here ({}).":
+    "请在 xDiT Parallel Config 中把 compile 设为 off，或移除 TorchCompileModel：PyTorch 无法在这里编译此模型（{0}）。",
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":
     "请把 weights_memory 设为“auto”，或至少 {0} GB：{1} 的 {2} 在每个设备上占用这么多，而 weights_memory=\"{3}\" 更小。",
   "Choose one of {} in Settings > xDiT: {} is {} in ComfyUI's settings.":
