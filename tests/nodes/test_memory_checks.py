@@ -120,21 +120,22 @@ def whole_bytes(comfyui, kind):
     return comfyui.ours(kind, comfyui.config()).model.remote.bytes_on("cpu")
 
 
-@pytest.mark.parametrize("number", [True, False], ids=["a number", "auto"])
+@pytest.mark.parametrize("kind, number", [("sd3", True), ("sd3", False), ("sdxl", False)],
+                         ids=["a number", "auto", "a U-Net"])
 def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host_memory(comfyui, said, monkeypatch,
-                                                                                       number):
+                                                                                       kind, number):
     """Each of two devices has room for 0.95 of the weights; stages and tensor shards, which would fit, are not taken
     where a number is given, and are not to be had for one device."""
-    weights = whole_bytes(comfyui, "sd3")
+    weights = whole_bytes(comfyui, kind)
     apart(comfyui, monkeypatch)
-    wanted = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu" if number else "cpu", mode="auto")), "sd3",
+    wanted = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu" if number else "cpu", mode="auto")), kind,
                             steps=2)
     monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: weights * 0.95)
     given = {"weights_memory": f"{0.9 * weights / 1e9:.6f}"} if number else {}
-    model = comfyui.ours("sd3", comfyui.config("cpu,cpu" if number else "cpu", mode="auto", **given))
+    model = comfyui.ours(kind, comfyui.config("cpu,cpu" if number else "cpu", mode="auto", **given))
     said.clear()
 
-    result = comfyui.sample(model, "sd3", steps=2)
+    result = comfyui.sample(model, kind, steps=2)
 
     assert torch.equal(result, wanted)
     stay, come = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory in every "

@@ -115,7 +115,7 @@ class RemoteModel:
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
         self._run_bytes = self.memory.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
-        self._most_run_bytes = max(self._most_run_bytes, self.memory.forecast_of_run(job, layout))
+        self._most_run_bytes = max(self._most_run_bytes, self.memory.forecast_of_run(job, layout, self._run_bytes))
         return self._run_bytes * self.devices.count(str(self.load_device))
 
     def free_memory_elsewhere(self):

@@ -66,11 +66,11 @@ class MemoryCheck:
         activations = of_one_device * working_share(job, degrees, branches_apart=True)
         return activations + (0.0 if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
 
-    def forecast_of_run(self, job, layout):
-        """The same by the forecast, which ComfyUI's estimate may be several times of; 0 of a U-Net."""
+    def forecast_of_run(self, job, layout, estimate=0.0):
+        """The same by the forecast, which ComfyUI's estimate may be several times of; of a U-Net that estimate."""
         setup = self._setup
         if setup.net is None:
-            return 0.0
+            return estimate
         needed = self._of_rank(job, degrees_of(layout, setup.config, setup.spec.stages), setup.config)
         return needed.activations + needed.keys_values
 
@@ -111,7 +111,7 @@ class MemoryCheck:
         """Does the mode "auto" of weights_memory have weights come from host memory? With stages they would come once
         for each patch."""
         setup = self._setup
-        return setup.spec.stages is None and not setup.family.is_unet and all(map(has_own_memory, setup.devices))
+        return setup.spec.stages is None and all(map(has_own_memory, setup.devices))
 
     @property
     def _room(self):
@@ -126,11 +126,10 @@ class MemoryCheck:
         """Refuse weights that do not fit on a device, before they are read."""
         setup, given = self._setup, self._setup.config.weights_memory_bytes
         if given and self._least_bytes > given and setup.spec.stages is None:
-            what = ("a U-Net's weights, none of which come from host memory," if setup.family.is_unet
-                    else "what is outside of its blocks and two blocks at a time")
             raise ConfigError(f'Set weights_memory to "auto", or to {math.ceil(self._least_bytes / 1e7) / 100} GB or '
-                              f"more: of {setup.family.title}, {what} take so much of each device, and "
-                              f'weights_memory="{setup.config.weights_memory}" is less.')
+                              f"more: of {setup.family.title}, what is outside of its blocks and two blocks at a time "
+                              f'take so much of each device, and weights_memory="{setup.config.weights_memory}" is '
+                              f"less.")
         held = (self._of_ranks(self._least_bytes) if given is None and self._may_offload else self.weight_bytes)
         hints = self._spread(Job(1, 0, 1))
         if given == 0 and self._may_offload and self._least_bytes <= self._room:
