@@ -1,5 +1,5 @@
 """Every family under every method: with weights from host memory a step gives the same bits as with all on the device,
-in float32 and in bfloat16, and no block comes twice a step."""
+in float32 and in bfloat16, and no block comes twice a step, of PipeFusion twice a patch, for two branches."""
 
 import itertools
 import random
@@ -159,8 +159,7 @@ def check(name, dtype, layouts):
             if not all(held for held, _, _ in counted):
                 wrong.append(f"{name}, {layout}: nothing comes where {share} stays")
             steps = sum(isinstance(command, messages.Predict) for command in run.commands)
-            times = 2 if layout in ("displaced", "pipefusion") else 1          # branches one after the other
-            if any(came > times * steps * held + ahead for held, came, ahead in counted):
+            if any(came > steps * held + ahead for held, came, ahead in counted):
                 wrong.append(f"{name}, {layout}: a block comes twice a step: {counted}")
         return wrong
     finally:
