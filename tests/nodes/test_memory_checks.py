@@ -1,6 +1,7 @@
 """A run that a device has no room for is refused before it starts, with what would fit:
 that does run, and one more does not."""
 
+import dataclasses
 import functools
 import importlib
 import re
@@ -15,8 +16,10 @@ from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import fits, size
 from xdit_backend.checkpoints.block_weights import offload_plan
 from xdit_backend.checkpoints.net import job_of
+from xdit_backend.dry_run.rank import count
 from xdit_backend.forecast.choice import Machine
 from xdit_backend.forecast.cost import Device, Links
+from xdit_backend.partition import FULL
 
 
 def limited(comfyui, monkeypatch, num_bytes, kind, **degrees):
@@ -215,3 +218,27 @@ def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, layout_name, n
 
     assert fit.weights_memory == check.weights_memory_beside(check.forecast_of_run(job, fit.layout), False)
     assert (fit.weights_memory > 0) == (num_bytes < 30e9) == ("come from host memory" in fit.answer())
+
+
+def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_patches_as_can_be(comfyui, monkeypatch):
+    """Of Flux.1 dev, 22 GB, on two cards of 12 GB: the node says how often, and a rank holds what was foreseen."""
+    fit, check = asked(comfyui, "pipefusion2", 12e9, "auto")
+    job = fit.job(1, fit.subject.run.shape[2:])
+    check.check_weights()
+    before = check.requested_patches
+
+    budget = check.weights_memory_beside(check.forecast_of_run(job, fit.layout), False)
+    spec = dataclasses.replace(check._setup.spec, weights_memory=budget)
+    check._setup.spec = spec
+    coming = type(check)(check._setup, check._plan_of, None, dict)
+    counted = count(fit.subject.checkpoint, spec, fit.layout, 0, dataclasses.replace(fit.subject.run, num_patches=2),
+                    [12e9 * FULL] * 2)
+
+    assert before == 0 and coming.requested_patches == 2 and 0 < budget < 12e9
+    said = coming.words(types.SimpleNamespace(plan=None, timed=None))
+    stay, once, a_step = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory "
+                                              r"for each of 2 patches, (\S+) GB in every step$", said).groups())
+    assert counted.weight_bytes <= budget and abs(counted.weight_bytes / 1e9 - stay) < 0.1 * stay
+    assert a_step == pytest.approx(2 * once, rel=0.01) and abs(counted.come_bytes / 1e9 - a_step) < 0.1 * a_step
+    with pytest.raises(comfyui.errors.ConfigError, match="needs about"):
+        asked(comfyui, "pipefusion2", 1e9, "auto")[1].check_weights()

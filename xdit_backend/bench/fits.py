@@ -94,7 +94,8 @@ class Fit:
         if given is not None or self.stages is not None:
             return given or 0
         plan_of = functools.partial(self.subject.plan_of, self.layout.tensor_degree)
-        return weights_memory_in(rank_room(self.names, self.device_bytes) - self.run_bytes, plan_of)
+        return weights_memory_in(rank_room(self.names, self.device_bytes) - self.run_bytes,
+                                 lambda budget: plan_of(budget).device_bytes)
 
     @functools.cached_property
     def offload(self):

@@ -56,11 +56,13 @@ def measured_words(measured_s, one_s):
     return f" ({one_s / measured_s:.1f}x as fast as one device)" if one_s else ""
 
 
-def weights_words(stay_bytes, come_bytes, chosen, num_steps):
+def weights_words(stay_bytes, come_bytes, chosen, num_steps, num_patches=1):
     """Where weights are that do not all fit on the devices, and what that costs. stay_bytes, come_bytes: of a rank.
-    chosen: the run's Forecast, or None."""
+    chosen: the run's Forecast, or None. num_patches: for each of which they come, one after the other."""
+    often = ("in every step" if num_patches == 1 else
+             f"for each of {num_patches} patches, {num_patches * come_bytes / 1e9:.3g} GB in every step")
     text = (f"Weights: {stay_bytes / 1e9:.3g} GB of each device, and {come_bytes / 1e9:.3g} GB come from host memory "
-            f"in every step")
+            f"{often}")
     if chosen is None or not chosen.come_s:
         return text
     step_s = (chosen.seconds - chosen.causes["weights"]) / num_steps

@@ -230,7 +230,9 @@ class RemoteModel:
         reasons: see by_patches.py."""
         self._end_pipeline()
         self._schedule = schedule
-        self._pipeline = PipelineRun(self._client(), self.setup, self.setup.layout(1), schedule, shape)
+        client = self._client()
+        self._pipeline = PipelineRun(client, self.setup, self.setup.layout(1), schedule, shape,
+                                     self.memory.requested_patches)
         self._show(self._pipeline.describe(whole_reason, drained_reason))
         return self._pipeline
 

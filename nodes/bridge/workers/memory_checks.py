@@ -17,6 +17,7 @@ from ....xdit_backend.forecast.memory_check import (
     rank_room,
     weights_memory_in,
 )
+from ....xdit_backend.forecast.offloading import stage_offload
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
@@ -41,11 +42,10 @@ class MemoryCheck:
     def __init__(self, setup, plan_of, exchanged_bytes, lighter_bytes):
         self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
         self._plan_of = functools.lru_cache(maxsize=8)(plan_of)
-        self._plan = self._plan_of(setup.spec.weights_memory or math.inf)
-        self.model_bytes = self._plan.device_bytes             # of a rank with all blocks
         # of each rank on its device, and what comes from host memory, until the workers have told theirs
-        self.weight_bytes = self._of_ranks(self._plan.device_bytes)
-        self.offloaded_bytes = self._of_ranks(self._plan.offloaded_bytes)
+        self.weight_bytes, self.offloaded_bytes = self._held(setup.spec.weights_memory or math.inf)
+        # of a rank with all blocks
+        self.model_bytes = self._plan_of(math.inf).device_bytes if self._has_parts else max(self.weight_bytes)
         self._checked = set()                                  # what of this run has been found to fit
 
     def update(self, loaded):
@@ -81,9 +81,9 @@ class MemoryCheck:
         if given is not None or not self._may_offload:
             return given or 0
         room = self._room - run_bytes
-        if is_held and self._plan.device_bytes <= room:
+        if is_held and self._most_held(spec.weights_memory or math.inf) <= room:
             return spec.weights_memory
-        return weights_memory_in(room, self._plan_of)
+        return weights_memory_in(room, self._most_held)
 
     def check_host(self):
         """Refuse weights that come from host memory and take a place there of their own, where there is none."""
@@ -104,14 +104,39 @@ class MemoryCheck:
         # pages of the file that memory has no room for
         on_disk = come * len(ranks_by_part(len(self._setup.devices), self._setup.spec)) > available_memory()[1]
         slow = ", more than host memory has: they are read from the disk" if on_disk else ""
-        return f". {weights_words(stay, come, chosen, num_steps)}{slow}" if come else ""
+        num_patches = 1 if self._setup.spec.stages is None else self.requested_patches
+        return f". {weights_words(stay, come, chosen, num_steps, num_patches)}{slow}" if come else ""
+
+    @property
+    def requested_patches(self):
+        """Of PipeFusion, as planner.choose_num_patches has it: as many as stages where these have weights come, for
+        each patch anew."""
+        stages, requested = self._setup.spec.stages, self._setup.config.requested_patches
+        return requested or (stages.pipefusion_degree if any(self.offloaded_bytes) else 0)
 
     @property
     def _may_offload(self):
-        """Does the mode "auto" of weights_memory have weights come from host memory? With stages they would come once
-        for each patch."""
-        setup = self._setup
-        return setup.spec.stages is None and all(map(has_own_memory, setup.devices))
+        """Does the mode "auto" of weights_memory have weights come from host memory?"""
+        return all(map(has_own_memory, self._setup.devices))
+
+    @property
+    def _has_parts(self):
+        """Has a rank the blocks of its stage alone?"""
+        stages = self._setup.spec.stages
+        return stages is not None and not stages.every_block and self._setup.net is not None
+
+    def _held(self, budget_bytes):
+        """([bytes of each rank's weights on its device], [of those that come]), where those may be so many."""
+        if not self._has_parts:
+            plan = self._plan_of(budget_bytes)
+            return [[size] * len(self._setup.devices) for size in (plan.device_bytes, plan.offloaded_bytes)]
+        whole, net, stages = self._plan_of(math.inf).device_bytes, self._setup.net, self._setup.spec.stages
+        held = [stage_offload(net, whole, size, stages.pipefusion_degree, budget_bytes)
+                for size in self._of_ranks(whole)]
+        return list(map(list, zip(*held)))
+
+    def _most_held(self, budget_bytes):
+        return max(self._held(budget_bytes)[0])
 
     @property
     def _room(self):
@@ -120,17 +145,17 @@ class MemoryCheck:
     @property
     def _least_bytes(self):
         """What weights take of a device at least."""
-        return self._plan_of(1).device_bytes
+        return self._most_held(1)
 
     def check_weights(self):
         """Refuse weights that do not fit on a device, before they are read."""
         setup, given = self._setup, self._setup.config.weights_memory_bytes
-        if given and self._least_bytes > given and setup.spec.stages is None:
+        if given and self._least_bytes > given:
             raise ConfigError(f'Set weights_memory to "auto", or to {math.ceil(self._least_bytes / 1e7) / 100} GB or '
                               f"more: of {setup.family.title}, what is outside of its blocks and two blocks at a time "
                               f'take so much of each device, and weights_memory="{setup.config.weights_memory}" is '
                               f"less.")
-        held = (self._of_ranks(self._least_bytes) if given is None and self._may_offload else self.weight_bytes)
+        held = self._held(1)[0] if given is None and self._may_offload else self.weight_bytes
         hints = self._spread(Job(1, 0, 1))
         if given == 0 and self._may_offload and self._least_bytes <= self._room:
             hints.insert(0, 'weights_memory "auto", with which weights come from host memory')
