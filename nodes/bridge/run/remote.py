@@ -35,10 +35,9 @@ class RemoteModel:
     def __init__(self, computing_in, dtype, load_device):
         self._computing_in = computing_in
         self._set_up(dtype)
-        setup = self.setup
+        setup, self.load_device = self.setup, load_device
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
-        self.load_device = load_device
         self.modules, self.weight_sources = {}, None           # see attach
         self._checked_sigmas = set()                           # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
@@ -67,7 +66,7 @@ class RemoteModel:
             self._set_up(dtype, before.weights_memory)
         run_bytes = self._most_run_bytes or self.memory.forecast_of_run(USUAL_JOB, self.setup.layout(1))
         weights_memory = self.memory.weights_memory_beside(run_bytes, self._model_memory() is not None)
-        if weights_memory != self.spec.weights_memory:
+        if weights_memory != before.weights_memory:
             self._set_up(dtype, weights_memory)
         if self.spec.name != before.name:
             GROUPS.release(self.devices, before.name, base_model)
@@ -230,9 +229,8 @@ class RemoteModel:
         reasons: see by_patches.py."""
         self._end_pipeline()
         self._schedule = schedule
-        client = self._client()
-        self._pipeline = PipelineRun(client, self.setup, self.setup.layout(1), schedule, shape,
-                                     self.memory.requested_patches)
+        client, patches = self._client(), self.memory.requested_patches
+        self._pipeline = PipelineRun(client, self.setup, self.setup.layout(1), schedule, shape, patches)
         self._show(self._pipeline.describe(whole_reason, drained_reason))
         return self._pipeline
 
