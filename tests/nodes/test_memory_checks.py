@@ -146,6 +146,24 @@ def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host
     assert stay * 1e9 <= (0.9 if number else 0.95) * weights and come > 0
 
 
+def test_weights_that_host_memory_has_no_room_for_are_said_to_come_from_the_disk_and_how_fast(comfyui, said,
+                                                                                             monkeypatch):
+    """The file is read once, before the workers have it."""
+    weights, checks, read = whole_bytes(comfyui, "sd3"), apart(comfyui, monkeypatch), []
+    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: weights * 0.95)
+    model = comfyui.ours("sd3", comfyui.config(mode="auto"))
+    monkeypatch.setattr(checks, "available_memory", lambda: (model.model.remote.spec.host_bytes + 1, 10 ** 12))
+    monkeypatch.setattr(checks, "disk_bytes_s", lambda path: read.append(path) or 1e6)
+
+    comfyui.sample(model, "sd3", steps=1)
+
+    come, rate, step_s = map(float, re.search(
+        r"and (\S+) GB come from host memory in every step, more than it has room for: (\S+) GB/s from disk, (\S+) s a "
+        r"step\. Faster would be more host memory, or weights of a smaller type", said[0]).groups())
+    assert read == [model.model.remote.checkpoint.files[0]] and rate == 1e-3
+    within(abs(step_s - come * 1e3) / step_s, 0.05)
+
+
 def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkeypatch):
     """All weights are on the device for a small picture; for a larger one the workers load the model anew, and have
     some come. Where not even that does, the run is refused."""

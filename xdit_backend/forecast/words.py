@@ -72,6 +72,12 @@ def weights_words(stay_bytes, come_bytes, chosen, num_steps, num_patches=1):
             f"would be weights of a smaller type (fp8, GGUF), or fewer devices, or pipefusion_degree")
 
 
+def disk_words(bytes_s, step_bytes):
+    """What it costs where host memory has no room for the weights that come. bytes_s: at which the file is read."""
+    return (f"more than it has room for: {bytes_s / 1e9:.2g} GB/s from disk, {seconds_words(step_bytes / bytes_s)} a "
+            f"step. Faster would be more host memory, or weights of a smaller type (fp8, GGUF)")
+
+
 def why(chosen):
     """What limits the chosen layout."""
     return REASONS[chosen.limited_by].format(share=chosen.causes[chosen.limited_by] / chosen.seconds)

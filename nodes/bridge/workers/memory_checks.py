@@ -4,6 +4,7 @@ shell.py, asked by remote.py."""
 import dataclasses
 import functools
 import math
+import os
 
 import torch
 
@@ -25,8 +26,8 @@ from ....xdit_backend.forecast.planner import (
     memory_settings,
     spread_that_fits,
 )
-from ....xdit_backend.forecast.words import weights_words
-from ....xdit_backend.host_memory import available_memory
+from ....xdit_backend.forecast.words import disk_words, weights_words
+from ....xdit_backend.host_memory import available_memory, disk_bytes_s
 from ....xdit_backend.partition import ranks_by_part
 from ....xdit_backend.protocol.devices import machine_of, own_name
 from ....xdit_backend.protocol.errors import ConfigError
@@ -47,6 +48,7 @@ class MemoryCheck:
         # of a rank with all blocks
         self.model_bytes = self._plan_of(math.inf).device_bytes if self._has_parts else max(self.weight_bytes)
         self._checked = set()                                  # what of this run has been found to fit
+        self._disk_bytes_s = 0.0                               # at which the file is read; 0: not measured
 
     def update(self, loaded):
         """The workers have loaded the model. loaded: host.model_memory.ModelMemory."""
@@ -86,7 +88,8 @@ class MemoryCheck:
         return weights_memory_in(room, self._most_held)
 
     def check_host(self):
-        """Refuse weights that come from host memory and take a place there of their own, where there is none."""
+        """Refuse weights that come from host memory and take a place there of their own, where there is none. Where
+        the file's pages have none, measure how fast it is read, while nobody has them."""
         spec, available = self._setup.spec, available_memory()[0]
         needed = spec.host_bytes * len(ranks_by_part(len(self._setup.devices), spec))
         if needed > available:
@@ -95,17 +98,35 @@ class MemoryCheck:
                               f"that come from host memory take {needed / 1e9:.3g} GB there, of which "
                               f"{available / 1e9:.3g} GB are free. Weights that the file has as they are used take "
                               "none.")
+        if self._disk_bytes > 0:
+            self._disk_bytes_s = disk_bytes_s(self._largest_file)
 
     def words(self, forecasts):
         """Where the weights are, for a person; "" where all are on the devices. forecasts: run.forecasts.Forecasts."""
         plan, run = forecasts.plan, forecasts.timed
         chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps)
         come, stay = max(self.offloaded_bytes), max(self.weight_bytes)
-        # pages of the file that memory has no room for
-        on_disk = come * len(ranks_by_part(len(self._setup.devices), self._setup.spec)) > available_memory()[1]
-        slow = ", more than host memory has: they are read from the disk" if on_disk else ""
         num_patches = 1 if self._setup.spec.stages is None else self.requested_patches
-        return f". {weights_words(stay, come, chosen, num_steps, num_patches)}{slow}" if come else ""
+        if not come:
+            return ""
+        if self._disk_bytes <= 0:
+            return f". {weights_words(stay, come, chosen, num_steps, num_patches)}"
+        self._disk_bytes_s = self._disk_bytes_s or disk_bytes_s(self._largest_file)
+        from_disk = disk_words(self._disk_bytes_s, num_patches * self._disk_bytes)
+        return f". {weights_words(stay, come, None, 1, num_patches)}, {from_disk}"
+
+    @property
+    def _disk_bytes(self):
+        """Bytes of the file that are read from the disk in every step, or for every patch: all that come from its pages
+        once memory lacks room for some, since those are forgotten first that are needed next. 0: there is room."""
+        setup = self._setup
+        num_parts = len(ranks_by_part(len(setup.devices), setup.spec))
+        of_file = (max(self.offloaded_bytes) - setup.spec.host_bytes) * num_parts
+        return of_file if of_file > available_memory()[0] else 0
+
+    @property
+    def _largest_file(self):
+        return max(self._setup.checkpoint.files, key=os.path.getsize)
 
     @property
     def requested_patches(self):
