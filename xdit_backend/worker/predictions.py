@@ -122,6 +122,8 @@ class Predictions:
                 for part, exchange in zip(parts, exchanges) if exchanges[0] is not None else ():
                     calls.enter_context(self._call(exchange, command, part.branch, traffic))
                 results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
+            if offloaded is not None:
+                offloaded.check_files()
             for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
                 if message is None:
                     self._write(loaded.family, part, latent, context, output)
