@@ -129,6 +129,11 @@ class MemoryCheck:
         return max(self._setup.checkpoint.files, key=os.path.getsize)
 
     @property
+    def come_bytes(self):
+        """Of weights, that come to the fullest device in a step by patches, or whole."""
+        return max(self.offloaded_bytes) * (1 if self._setup.spec.stages is None else max(1, self.requested_patches))
+
+    @property
     def requested_patches(self):
         """Of PipeFusion, as planner.choose_num_patches has it: as many as stages where these have weights come, for
         each patch anew."""
