@@ -64,6 +64,24 @@ def test_workers_whose_weights_come_predict_the_same(client, folder, degrees, st
     client.drop(less.name)
 
 
+def test_two_models_in_turn_predict_what_each_does_alone(client, folder):
+    """As the two experts of a workflow: weights of both come, in two types."""
+    checkpoint, one, want, specs = open_checkpoint(folder), example("Flux.1", torch.float32), [], []
+    channels = checkpoint.family.num_channels(one.config)
+    for storage in ("float32", "float8_e4m3fn"):
+        whole = checkpoint.spec(storage, "float32")
+        want.append([each.clone() for each in client.predict(whole, layout(ulysses=2), channels, [call_of(one)])])
+        client.drop(whole.name)
+        specs.append(checkpoint.spec(storage, "float32", weights_memory=1))
+    for number in (0, 1, 0, 1, 1, 0):
+        got = client.predict(specs[number], layout(ulysses=2), channels, [call_of(one)])
+        assert all(torch.equal(*pair) for pair in zip(got, want[number]))
+    assert not torch.equal(want[0][0], want[1][0])
+    assert all(any(client.models.memory(spec.name).offloaded_bytes) for spec in specs)
+    for spec in specs:
+        client.drop(spec.name)
+
+
 def test_a_file_that_is_written_to_fails_the_run_in_words_and_one_that_is_removed_does_not(client, tmp_path):
     """Its weights are maps of the file, so what is written reaches the workers."""
     from diffusers import FluxTransformer2DModel
