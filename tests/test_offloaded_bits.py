@@ -60,7 +60,8 @@ class Folder:
         if layout.pipefusion_degree == 1:
             return None
         blocks = self.family.num_blocks(self.branches[0].config)
-        return Stages(2, 1, (blocks // 2, blocks - blocks // 2))
+        return Stages(2, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree,
+                      (blocks // 2, blocks - blocks // 2))
 
     def budget(self, layout, share):
         """Bytes of a device for what is outside of the blocks, the buffers, and so much of the blocks."""
@@ -139,15 +140,15 @@ def _align(transformer):
                 weight.data = weight.data.clone()
 
 
-def check(name, dtype, layouts):
-    """None of these layouts gives other bits with weights that come."""
+def check(name, dtype, layouts, world_size=2):
+    """What is wrong under these layouts of so many ranks, with weights that come."""
     store, requests = SegmentStore(), itertools.count(1)
     try:
         with tempfile.TemporaryDirectory() as path, torch.no_grad():
             folder = Folder(name, dtype, Path(path))
             runs = {(words(layout), share): run_of(folder, layout, store, requests, share and STAY[share])
                     for layout in layouts for share in (None, *STAY)}
-            ranks = run_ranks(executed, 2, [(run.spec.name, run.commands) for run in runs.values()])
+            ranks = run_ranks(executed, world_size, [(run.spec.name, run.commands) for run in runs.values()])
         wrong = []
         for (layout, share), run, *counted in zip(runs, runs.values(), *ranks):
             if share is None:
@@ -164,6 +165,12 @@ def check(name, dtype, layouts):
         return wrong
     finally:
         store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Flux.1", "Wan", "SD3", "SDXL"])
+def test_weights_that_come_give_the_same_bits_under_products_of_two_methods(name):
+    assert not check(name, "float32", layouts_of(name, 2), 4)
 
 
 @pytest.mark.slow
