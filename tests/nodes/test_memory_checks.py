@@ -18,7 +18,7 @@ from xdit_backend.checkpoints.block_weights import offload_plan
 from xdit_backend.checkpoints.net import job_of
 from xdit_backend.dry_run.rank import count
 from xdit_backend.forecast.choice import Machine
-from xdit_backend.forecast.cost import Device, Links
+from xdit_backend.forecast.cost import Degrees, Device, Links
 from xdit_backend.partition import FULL
 
 
@@ -262,3 +262,16 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
     assert a_step == pytest.approx(2 * once, rel=0.01) and abs(counted.come_bytes / 1e9 - a_step) < 0.1 * a_step
     with pytest.raises(comfyui.errors.ConfigError, match="needs about"):
         asked(comfyui, "pipefusion2", 1e9, "auto")[1].check_weights()
+
+
+def test_what_displaced_patches_of_a_u_net_send_leaves_less_room_for_weights(comfyui, monkeypatch):
+    """It is what a run of two devices takes beside its activations, of half of the rows of one branch at a time."""
+    apart(comfyui, monkeypatch)
+    taken = []
+    for names, degrees in (("cpu", {}), ("cpu,cpu", {"displaced": 2})):
+        base = comfyui.ours("sdxl", comfyui.config(names, **degrees)).model
+        base.memory_required([2, 4, 32, 32])
+        taken.append(base.remote._most_run_bytes)
+    exchanged = base.remote.memory._exchanged(1, 2, (32, 32), Degrees(displaced=2), comfyui.config())
+
+    assert 0 < exchanged == pytest.approx(taken[1] - taken[0] / 4)

@@ -106,14 +106,14 @@ class RemoteModel:
 
         of_one_device: ComfyUI's own answer, for the whole model on one device.
         """
-        branches, whole = 2 - input_shape[0] % 2, input_shape
+        branches, whole, one = 2 - input_shape[0] % 2, input_shape, of_one_device(input_shape, cond_shapes=cond_shapes)
         if len(whole) == 3:                                    # of several parts, packed into one row of numbers
             whole = (whole[0], self._taken_channels, 1, 1, -(-whole[2] // self._taken_channels))
         tokens = self.family.latent.num_tokens(whole) * self.family.latent.sequences(whole)
         job = Job(tokens, 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
-        self._run_bytes = self.memory.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
+        self._run_bytes = self.memory.of_run(job, layout, one, tuple(whole[2:]))
         self._most_run_bytes = max(self._most_run_bytes, self.memory.forecast_of_run(job, layout, self._run_bytes))
         return self._run_bytes * self.devices.count(str(self.load_device))
 

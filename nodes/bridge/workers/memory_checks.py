@@ -61,12 +61,22 @@ class MemoryCheck:
     def end_run(self):
         self._checked.clear()
 
-    def of_run(self, job, layout, of_one_device):
-        """Bytes that a rank takes beside weights. of_one_device: of activations where nothing is divided."""
+    def of_run(self, job, layout, of_one_device, sizes):
+        """Bytes that a rank takes beside weights. of_one_device: of activations where nothing is divided. sizes: of the
+        latent, without batch and channels."""
         setup = self._setup
         degrees = degrees_of(layout, setup.config, setup.spec.stages)
         activations = of_one_device * working_share(job, degrees, branches_apart=True)
-        return activations + (0.0 if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
+        return activations + (self._exchanged(job.images, job.branches, sizes, degrees, setup.config)
+                              if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
+
+    def _exchanged(self, images, branches, sizes, degrees, config):
+        """Bytes that a rank of a U-Net keeps of what displaced patches send."""
+        if degrees.displaced == 1:
+            return 0
+        own, dtype = (-(-images // degrees.data) * -(-branches // degrees.cfg),
+                      getattr(torch, self._setup.spec.compute_dtype))
+        return config.cached_steps * degrees.displaced * self._exchanged_bytes(sizes, degrees.displaced, dtype, own)
 
     def forecast_of_run(self, job, layout, estimate=0.0):
         """The same by the forecast, which ComfyUI's estimate may be several times of; of a U-Net that estimate."""
@@ -207,10 +217,7 @@ class MemoryCheck:
         def needed(images, sizes, config=setup.config):
             if setup.net is not None:
                 return self._of_rank(job(images, sizes), degrees, config)
-            own = -(-images // degrees.data) * -(-branches // degrees.cfg)
-            dtype = getattr(torch, setup.spec.compute_dtype)
-            sent = 0 if degrees.displaced == 1 else self._exchanged_bytes(sizes, degrees.displaced, dtype, own)
-            return Memory(0.0, config.cached_steps * degrees.displaced * sent, 0.0)
+            return Memory(0.0, self._exchanged(images, branches, sizes, degrees, config), 0.0)
 
         without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
         other_settings = ({"forecast_keys_values 0": functools.partial(needed, config=without)}
