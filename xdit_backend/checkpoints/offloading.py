@@ -68,8 +68,8 @@ class OffloadedBlocks:
             with suppress(OSError):
                 now = os.stat(file)
                 if now.st_ino == was.st_ino and (now.st_mtime_ns, now.st_size) != (was.st_mtime_ns, was.st_size):
-                    raise CheckpointError(f"{file} was written to while a run had weights come from it. Queue the "
-                                          f"prompt again: it loads the file anew.")
+                    raise CheckpointError(f"Queue the prompt again, which loads the file anew: {file} was written to "
+                                          f"while a run had weights come from it.")
 
     @property
     def blocks(self):
