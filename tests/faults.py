@@ -1,5 +1,5 @@
-"""Workers and hosts killed, stopped and cancelled at random moments: a run ends in time with its picture or in words,
-the next is right.
+"""Workers and hosts killed, stopped and cancelled, and files written to, at random moments: a run ends in time with its
+picture or in words, the next is right.
 
     OMP_NUM_THREADS=1 python -m tests.faults [--first N] [--count N] [--workers 2 or 4]
 
@@ -52,15 +52,17 @@ LAYOUTS = {2: {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulys
                "pipefusion x ulysses": Layout(pipefusion_degree=2, ulysses_degree=2),
                "pipefusion x tensor": Layout(pipefusion_degree=2, tensor_degree=2),
                "data x displaced": Layout(data_degree=2, displaced_degree=2)}}
-COMING = {"cfg", "ulysses", "tensor", "cfg x ulysses"}         # whose weights come from host memory in every step
+# whose weights come from host memory in every step
+COMING = {"cfg", "ulysses", "tensor", "pipefusion", "displaced", "cfg x ulysses", "pipefusion x ulysses"}
 PHASES = ("idle", "starting", "loading", "computing", "decoding")
 LONGEST_S = {"idle": 0.0, "starting": 3.0, "loading": 0.3, "computing": 1.5, "decoding": 0.4}          # until a fault
-FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun", "kill forkserver", "kill host")
+FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun", "kill forkserver", "kill host", "write to file")
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "stop": signal.SIGSTOP, "kill torchrun": signal.SIGKILL,
            "kill forkserver": signal.SIGKILL}
 HOST_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV, signal.SIGINT)
 GONE_S = 5                                 # after which nothing of a host that was killed runs
-NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("decoding", "kill host")}
+NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("decoding", "kill host"),
+         *((phase, "write to file") for phase in PHASES if phase != "computing")}
 TOLERANCE = 1e-9
 
 
@@ -95,7 +97,8 @@ def draw(number, num_workers=2):
     rng = random.Random(number)
     phase = rng.choice(PHASES)
     kind = rng.choice([kind for kind in FAULTS if (phase, kind) not in NEVER])
-    return Fault(number, rng.choice(list(LAYOUTS[num_workers])), phase, kind, rng.randrange(num_workers),
+    layouts = [name for name in LAYOUTS[num_workers] if kind != "write to file" or name in COMING]
+    return Fault(number, rng.choice(layouts), phase, kind, rng.randrange(num_workers),
                  rng.uniform(0, LONGEST_S[phase]))
 
 
@@ -106,10 +109,10 @@ class Host:
     def __init__(self, folder, num_workers):
         self.client, self.folder = Client(("cpu",) * num_workers), folder
         self.layouts, self.wanted = LAYOUTS[num_workers], {}
-        self.one = example("SD3", rows=48, columns=48, batch=2, more={"num_layers": 4})
+        self.one = example("SD3", rows=48, columns=48, batch=2, more={"num_layers": 6})
         if not Path(folder, "transformer").exists():
             self.one.model.save_pretrained(Path(folder, "transformer"))
-        self._header = open_checkpoint(folder)
+        self._header, self._undo = open_checkpoint(folder), lambda: None
         self._vae = random_decoder(32)
         self._others = set(psutil.Process().children(recursive=True))          # of groups that other tests use
         self._latent = torch.randn(2, 4, 24, 24, generator=torch.Generator().manual_seed(0))
@@ -174,6 +177,8 @@ class Host:
         except XDiTError as error:
             outcome = "said so"
             words = ("queue the prompt again", "while starting")
+            if fault.kind == "write to file":
+                words = ("was written to while a run had weights come from it",)
             assert any(each in str(error).lower() for each in words), f"{fault}: {error}"
         finally:
             timer.join()
@@ -183,14 +188,35 @@ class Host:
                 with suppress(XDiTError):
                     in_time(lambda: self.run(fault.layout, fault.phase))
             self.check(result, fault, "")
+        self._undo()
         self.check(in_time(lambda: self.run(fault.layout, fault.phase)), fault, "afterwards")
         return outcome
 
     def _strike(self, fault):
+        if fault.kind == "write to file":
+            self._undo = written_to(self._header.files[0])
+            return
         victim = below(os.getpid(), self._others).get(fault.kind.removeprefix("kill ") if " " in fault.kind
                                                       else fault.rank)
         if victim is not None and fault.kind in SIGNALS:
             victim.send_signal(SIGNALS[fault.kind])
+
+
+def written_to(path):
+    """Overwrite a part of a file; returns what undoes it."""
+    was = os.stat(path)
+    with open(path, "r+b") as file:
+        file.seek(was.st_size // 2)
+        part = file.read(4096)
+        file.seek(was.st_size // 2)
+        file.write(bytes(len(part)))
+
+    def undo():
+        with open(path, "r+b") as file:
+            file.seek(was.st_size // 2)
+            file.write(part)
+        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    return undo
 
 
 def kill_host(fault, folder, num_workers):

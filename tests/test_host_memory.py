@@ -1,10 +1,12 @@
 """Host memory is the machine's, or what a container has left of its limit."""
 
 import collections
+import time
 
 import psutil
 import pytest
 
+from xdit_backend import host_memory
 from xdit_backend.host_memory import available_memory
 
 GB = 2 ** 30
@@ -31,3 +33,32 @@ def test_the_limit_of_a_container_counts_and_files_it_has_read_do_not(tmp_path, 
 def test_a_limit_beyond_the_machine_is_none(tmp_path):
     assert available_memory(cgroup(tmp_path, 1, 2 ** 63 - 4096, 0, 0))[1] == psutil.virtual_memory().total
     assert available_memory(cgroup(tmp_path / "memory", 2, "max", 0, 0))[1] == psutil.virtual_memory().total
+
+
+def test_a_file_is_read_at_the_rate_at_which_its_pages_come(tmp_path, monkeypatch):
+    """Pages that take longer to come make it slower. All of a small file is read, of a large one a part."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(2 ** 22))
+    pages = host_memory.mmap.mmap
+    asked = []
+
+    class Slow:
+        def __init__(self, *args, **options):
+            self.pages = pages(*args, **options)
+            asked.append(options["offset"])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.pages.close()
+
+        def __getitem__(self, part):
+            time.sleep(0.2)
+            return self.pages[part]
+    fast = host_memory.disk_bytes_s(path)
+    monkeypatch.setattr(host_memory.mmap, "mmap", Slow)
+
+    assert host_memory.disk_bytes_s(path) == pytest.approx(2 ** 22 / 0.2, rel=0.3) and fast > 2 ** 22 / 0.1
+    assert host_memory.disk_bytes_s(path, 2 ** 20) == pytest.approx(2 ** 20 / 0.2, rel=0.3)
+    assert asked == [0, 3 * 2 ** 19]

@@ -157,6 +157,7 @@ function runView(run) {
     ["run_how", translated(language(), run.how)],
     ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
     ["run_a_step", run.a_step ? `${run.a_step.toFixed(run.a_step < 1 ? 3 : 2)} s` : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
+    ["run_link", run.come && run.a_step ? text("link_use", { size: size(run.come), rate: size(run.come / run.a_step) }) : ""],
     ...planFacts(run), ["run_error", run.error && errorView(run.error)],
   ].filter(([, value]) => value);
   const progress = run.state === "running" && run.steps

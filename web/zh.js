@@ -153,6 +153,8 @@ export const ZH = {
     "它是 Flux.2 latent 的小型自编码器，其各块带有归一化。",
   "Queue the prompt again, which loads the file anew: {} has changed on disk since Load xDiT Model read it, and its weights are needed again.":
     "请再次排队：会重新加载文件：{0} 在“加载 xDiT 模型”读取之后在磁盘上已更改，而现在又需要它的权重。",
+  "Queue the prompt again, which loads the file anew: {} was written to while a run had weights come from it.":
+    "请再次排队：会重新加载文件：运行正从 {0} 取权重时，该文件被写入。",
   "{} is not a diffusers folder with a transformer or a U-Net: {} lacks config.json.{}":
     "{0} 不是含有 transformer 或 U-Net 的 diffusers 文件夹：{1} 缺少 config.json。{2}",
   "{} {} holds a {}, and diffusers writes settings by name there.":

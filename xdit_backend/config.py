@@ -20,7 +20,8 @@ DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
 APPROXIMATE = ("allowed", "not allowed")
 DISPLACED_MODES = (AUTO, *MODES)
 COMPILES = "off", "blocks"
-ALL_ON_DEVICE = "all on the device"        # of weights_memory
+ALL_ON_DEVICE = "all on the device"
+WEIGHTS_MEMORY = {"auto": None, ALL_ON_DEVICE: 0}      # words of weights_memory, and what they are in bytes
 FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # which older workflows name where nobody chose
 KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
 MAX_SHOWN = 60                             # characters of a value that is none of these
@@ -84,19 +85,9 @@ class ParallelConfig:
 
     @property
     def weights_memory_bytes(self):
-        """weights_memory in bytes of each device; 0: all weights are on the device; None: as many as it has room for.
-        Raises ConfigError for other text."""
+        """Bytes of each device that weights may take; 0: all are there; None: as many as it has room for."""
         text = self.weights_memory.strip().lower()
-        if text in ("auto", ALL_ON_DEVICE):
-            return None if text == "auto" else 0
-        try:
-            num_bytes = float(text.removesuffix("gb")) * 1e9
-        except ValueError:
-            num_bytes = math.nan
-        if not 1 <= num_bytes < math.inf:
-            raise ConfigError('Set weights_memory to a number of GB above 0, such as "10", to "auto" or to '
-                              f'"{ALL_ON_DEVICE}": weights_memory="{self.weights_memory}" is none of these.')
-        return int(num_bytes)
+        return WEIGHTS_MEMORY[text] if text in WEIGHTS_MEMORY else int(float(text.removesuffix("gb")) * 1e9)
 
     @property
     def idle(self):
@@ -234,12 +225,12 @@ def validate(config, num_devices):
         value = getattr(config, name)
         if value not in words:
             raise ConfigError(f'Set {name} to {_one_of(words)}: {name}="{value}" is none of these.')
-    num_stages, _ = len(config.num_stage_blocks), config.weights_memory_bytes
+    check_weights_memory(config.weights_memory)
     if config.mode == "auto":
         return
-    if num_stages not in (0, config.pipefusion_degree):
+    if (count := len(config.num_stage_blocks)) not in (0, config.pipefusion_degree):
         raise ConfigError("Give stage_blocks one number a stage, or leave it empty: "
-                          f'stage_blocks="{config.stage_blocks}" names {num_stages} stages, and '
+                          f'stage_blocks="{config.stage_blocks}" names {count} stages, and '
                           f"pipefusion_degree={config.pipefusion_degree}.")
     if config.displaced_degree > 1 and config.pipefusion_degree > 1:
         raise ConfigError("Set displaced_degree or pipefusion_degree to 1: "
@@ -260,6 +251,18 @@ def validate(config, num_devices):
         raise ConfigError(
             f"Set mode to auto, or for example {_example(num_devices)}: the degrees ({', '.join(text) or 'all 1'}) "
             f"multiply to {product}, and there are {num_devices} devices.")
+
+
+def check_weights_memory(given):
+    """Refuse text that is none of what ParallelConfig.weights_memory may be."""
+    text = given.strip().lower()
+    try:
+        num_bytes = float(text.removesuffix("gb")) * 1e9
+    except ValueError:
+        num_bytes = math.nan
+    if text not in WEIGHTS_MEMORY and not 1 <= num_bytes < math.inf:
+        raise ConfigError('Set weights_memory to a number of GB above 0, such as "10", to "auto" or to '
+                          f'"{ALL_ON_DEVICE}": weights_memory="{given}" is none of these.')
 
 
 def _refuse_approximate(config):

@@ -1,10 +1,15 @@
-"""How much host memory there is, for the host and for workers: the machine's, or what a container may take of it."""
+"""How much host memory there is, for the host and for workers: the machine's, or what a container may take of it. And
+how fast files are read that it has no room for."""
 
+import mmap
+import os
+import time
 from pathlib import Path
 
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
+READ_BYTES, PIECE_BYTES = 2 ** 27, 2 ** 24
 
 
 def available_memory(cgroups=CGROUPS):
@@ -27,3 +32,19 @@ def available_memory(cgroups=CGROUPS):
         if own_limit < limit:
             available, limit = min(available, max(0, own_available)), own_limit
     return available, limit
+
+
+def disk_bytes_s(path, read_bytes=READ_BYTES):
+    """Bytes a second at which a map of a file is read whose pages are not in memory, as weights of blocks are that come
+    from it. Of a part of the file, which the system is asked to forget first."""
+    size = os.stat(path).st_size
+    start = max(0, size - read_bytes) // 2 // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    count = min(read_bytes, size - start)
+    with open(path, "rb") as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+        with mmap.mmap(file.fileno(), count, access=mmap.ACCESS_READ, offset=start) as pages:
+            started_s = time.perf_counter()
+            for place in range(0, count, PIECE_BYTES):
+                pages[place:place + PIECE_BYTES]
+            return count / (time.perf_counter() - started_s)

@@ -235,3 +235,20 @@ def block_indices(model, lists):
     blocks = [[f"{name}.{number}" for name in list_.names] for list_ in lists
               for number in range(len(model.get_submodule(list_.name)))]
     return {path: index for index, paths in enumerate(blocks) for path in paths}
+
+
+def unet_blocks(model):
+    """Paths of the residual and the transformer blocks of diffusers' U-Net, which hold nearly all of its weights, in
+    the order in which they run."""
+    paths = []
+    sides = [*(f"down_blocks.{number}" for number in range(len(model.down_blocks))), "mid_block",
+             *(f"up_blocks.{number}" for number in range(len(model.up_blocks)))]
+    for side in sides:
+        block = model.get_submodule(side)
+        for number, (_, attention) in enumerate(itertools.zip_longest(block.resnets,
+                                                                      getattr(block, "attentions", None) or ())):
+            paths.append(f"{side}.resnets.{number}")
+            if attention is not None:
+                paths += [f"{side}.attentions.{number}.transformer_blocks.{inner}"
+                          for inner in range(len(attention.transformer_blocks))]
+    return paths

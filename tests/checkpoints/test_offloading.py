@@ -26,7 +26,6 @@ from xdit_backend.checkpoints.transformer import build
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.exchange import Exchange
 from xdit_backend.distributed.mesh import SINGLE, build_mesh
-from xdit_backend.forecast.offloading import step_seconds
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.models import FAMILIES
 from xdit_backend.parallel.key_values import KeyValues
@@ -326,13 +325,14 @@ class Sleeper(torch.nn.Module):
         self.times_s.append(time.perf_counter() - started_s)
 
 
-@pytest.mark.parametrize("a_copy", [0.5, 1.0, 2.0, 4.0])
-def test_a_step_takes_a_tenth_more_at_most_than_its_blocks_and_copies_did_side_by_side_in_the_same_minutes(a_copy):
-    """Blocks and copies sleep, so that other work on this machine counts for little; one step that it does not slow
-    down is enough."""
+@pytest.mark.parametrize("copies_take", [0.5, 1.0, 2.0, 4.0])
+def test_a_step_takes_a_tenth_more_at_most_than_its_blocks_or_its_copies_in_the_same_minutes(copies_take):
+    """All copies of a step take so many times as long as all blocks. They sleep, so that other work on this machine
+    counts for little; one step that it does not slow down is enough."""
     num_blocks, block_s = 12, 0.02
     chosen = range(1, num_blocks, 2)
-    blocks, copies = [Sleeper(number) for number in range(num_blocks)], SlowCopies(a_copy * block_s)
+    blocks, copies = ([Sleeper(number) for number in range(num_blocks)],
+                      SlowCopies(copies_take * block_s * num_blocks / len(chosen)))
     offloaded = OffloadedBlocks(CPU, CopyThread(CPU, copies))
     for index in chosen:
         offloaded.add(index, [blocks[index].weight])
@@ -346,8 +346,7 @@ def test_a_step_takes_a_tenth_more_at_most_than_its_blocks_and_copies_did_side_b
 
     def expected_s():
         own_s = statistics.median(taken_s for block in blocks for taken_s in block.times_s)
-        return step_seconds(dict.fromkeys(range(num_blocks), own_s),
-                            dict.fromkeys(range(num_blocks), statistics.median(copies.times_s)), tuple(chosen))
+        return max(num_blocks * own_s, len(chosen) * statistics.median(copies.times_s))
     step()
     before, times_s = offloaded.copied_bytes, []
     while len(times_s) < 60 and min(times_s, default=math.inf) >= 1.1 * expected_s():

@@ -132,6 +132,11 @@ def test_a_step_takes_as_long_as_computing_or_as_its_weights_come():
             assert made.come_s == made.memory.come / host_bytes_s
             assert made.seconds == pytest.approx(max(large.seconds, JOB.steps * made.come_s))
             assert (made.limited_by == "weights") == (host_bytes_s == 1e9)
+        alone = replace(CARD, host_bytes_s=host_bytes_s, host_alone_bytes_s=20e9)
+        both = [forecast(NET, JOB, degrees, Machine((alone,) * 2, Links(LINKS.rates)), COMING)
+                for degrees in (Degrees(), Degrees(ulysses=2))] if host_bytes_s else []
+        # a card that copies alone, and two at once
+        assert [one.memory.come / one.come_s for one in both] == pytest.approx([20e9, host_bytes_s][:len(both)])
     assert large.memory.come == large.come_s == 0
     assert not forecast(NET, JOB, Degrees(), Machine((CARD,), Links())).fits
 

@@ -2,7 +2,9 @@
 after the other, and when they were parked."""
 
 import dataclasses
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from xdit_backend.checkpoints.block_weights import plan_weights, unmapped_bytes
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
+from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.protocol.specs import Stages
 
 
@@ -59,6 +62,52 @@ def test_workers_whose_weights_come_predict_the_same(client, folder, degrees, st
         assert client.models.memory(less.name).parked_bytes == there.weight_bytes
     client.drop(spec.name)
     client.drop(less.name)
+
+
+def test_two_models_in_turn_predict_what_each_does_alone(client, folder):
+    """As the two experts of a workflow: weights of both come, in two types."""
+    checkpoint, one, want, specs = open_checkpoint(folder), example("Flux.1", torch.float32), [], []
+    channels = checkpoint.family.num_channels(one.config)
+    for storage in ("float32", "float8_e4m3fn"):
+        whole = checkpoint.spec(storage, "float32")
+        want.append([each.clone() for each in client.predict(whole, layout(ulysses=2), channels, [call_of(one)])])
+        client.drop(whole.name)
+        specs.append(checkpoint.spec(storage, "float32", weights_memory=1))
+    for number in (0, 1, 0, 1, 1, 0):
+        got = client.predict(specs[number], layout(ulysses=2), channels, [call_of(one)])
+        assert all(torch.equal(*pair) for pair in zip(got, want[number]))
+    assert not torch.equal(want[0][0], want[1][0])
+    assert all(any(client.models.memory(spec.name).offloaded_bytes) for spec in specs)
+    for spec in specs:
+        client.drop(spec.name)
+
+
+def test_a_file_that_is_written_to_fails_the_run_in_words_and_one_that_is_removed_does_not(client, tmp_path):
+    """Its weights are maps of the file, so what is written reaches the workers."""
+    from diffusers import FluxTransformer2DModel
+    torch.manual_seed(0)
+    FluxTransformer2DModel(**FAMILIES["Flux.1"].tiny.config | {"num_single_layers": 14}).save_pretrained(
+        tmp_path / "transformer")
+    checkpoint, one = open_checkpoint(tmp_path), example("Flux.1", torch.float32)
+    file, spec = Path(checkpoint.files[0]), checkpoint.spec("float32", "float32", weights_memory=1)
+
+    def predict():
+        return client.predict(spec, layout(cfg=2), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
+    want, whole, was = [each.clone() for each in predict()], file.read_bytes(), file.stat()
+    file.rename(tmp_path / "elsewhere")
+    assert all(torch.equal(*pair) for pair in zip(predict(), want))
+    (tmp_path / "elsewhere").rename(file)
+
+    with open(file, "r+b") as opened:
+        opened.seek(len(whole) // 2)
+        opened.write(bytes(len(whole) // 4))
+    with pytest.raises(CheckpointError, match="^Queue the prompt again, which .* was written to while a run had "):
+        predict()
+    with open(file, "r+b") as opened:
+        opened.write(whole)
+    os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert all(torch.equal(*pair) for pair in zip(predict(), want))
+    client.drop(spec.name)
 
 
 def test_waits_for_weights_are_told_apart_in_the_picture_of_a_run(client, folder):

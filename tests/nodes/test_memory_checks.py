@@ -1,6 +1,7 @@
 """A run that a device has no room for is refused before it starts, with what would fit:
 that does run, and one more does not."""
 
+import dataclasses
 import functools
 import importlib
 import re
@@ -15,8 +16,10 @@ from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import fits, size
 from xdit_backend.checkpoints.block_weights import offload_plan
 from xdit_backend.checkpoints.net import job_of
+from xdit_backend.dry_run.rank import count
 from xdit_backend.forecast.choice import Machine
-from xdit_backend.forecast.cost import Device, Links
+from xdit_backend.forecast.cost import Degrees, Device, Links
+from xdit_backend.partition import FULL
 
 
 def limited(comfyui, monkeypatch, num_bytes, kind, **degrees):
@@ -120,26 +123,47 @@ def whole_bytes(comfyui, kind):
     return comfyui.ours(kind, comfyui.config()).model.remote.bytes_on("cpu")
 
 
-@pytest.mark.parametrize("number", [True, False], ids=["a number", "auto"])
+@pytest.mark.parametrize("kind, number", [("sd3", True), ("sd3", False), ("sdxl", False)],
+                         ids=["a number", "auto", "a U-Net"])
 def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host_memory(comfyui, said, monkeypatch,
-                                                                                       number):
+                                                                                       kind, number):
     """Each of two devices has room for 0.95 of the weights; stages and tensor shards, which would fit, are not taken
     where a number is given, and are not to be had for one device."""
-    weights = whole_bytes(comfyui, "sd3")
+    weights = whole_bytes(comfyui, kind)
     apart(comfyui, monkeypatch)
-    wanted = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu" if number else "cpu", mode="auto")), "sd3",
+    wanted = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu" if number else "cpu", mode="auto")), kind,
                             steps=2)
     monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: weights * 0.95)
     given = {"weights_memory": f"{0.9 * weights / 1e9:.6f}"} if number else {}
-    model = comfyui.ours("sd3", comfyui.config("cpu,cpu" if number else "cpu", mode="auto", **given))
+    model = comfyui.ours(kind, comfyui.config("cpu,cpu" if number else "cpu", mode="auto", **given))
     said.clear()
 
-    result = comfyui.sample(model, "sd3", steps=2)
+    result = comfyui.sample(model, kind, steps=2)
 
     assert torch.equal(result, wanted)
     stay, come = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory in every "
                                       r"step", said[0]).groups())
     assert stay * 1e9 <= (0.9 if number else 0.95) * weights and come > 0
+
+
+def test_weights_that_host_memory_has_no_room_for_are_said_to_come_from_the_disk_and_how_fast(comfyui, said,
+                                                                                             monkeypatch):
+    """The file is read once, before the workers have it."""
+    weights, checks, read = whole_bytes(comfyui, "sd3"), apart(comfyui, monkeypatch), []
+    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: weights * 0.95)
+    model = comfyui.ours("sd3", comfyui.config(mode="auto"))
+    monkeypatch.setattr(checks, "available_memory", lambda: (model.model.remote.spec.host_bytes + 1, 10 ** 12))
+    monkeypatch.setattr(checks, "disk_bytes_s", lambda path: read.append(path) or 1e6)
+
+    comfyui.sample(model, "sd3", steps=1)
+
+    panel = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.page.panel")
+    assert panel.state()["run"]["come"] == max(model.model.remote.memory.offloaded_bytes) > 0
+    come, rate, step_s = map(float, re.search(
+        r"and (\S+) GB come from host memory in every step, more than it has room for: (\S+) GB/s from disk, (\S+) s a "
+        r"step\. Faster would be more host memory, or weights of a smaller type", said[0]).groups())
+    assert read == [model.model.remote.checkpoint.files[0]] and rate == 1e-3
+    within(abs(step_s - come * 1e3) / step_s, 0.05)
 
 
 def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkeypatch):
@@ -214,3 +238,40 @@ def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, layout_name, n
 
     assert fit.weights_memory == check.weights_memory_beside(check.forecast_of_run(job, fit.layout), False)
     assert (fit.weights_memory > 0) == (num_bytes < 30e9) == ("come from host memory" in fit.answer())
+
+
+def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_patches_as_can_be(comfyui, monkeypatch):
+    """Of Flux.1 dev, 22 GB, on two cards of 12 GB: the node says how often, and a rank holds what was foreseen."""
+    fit, check = asked(comfyui, "pipefusion2", 12e9, "auto")
+    job = fit.job(1, fit.subject.run.shape[2:])
+    check.check_weights()
+    before = check.requested_patches
+
+    budget = check.weights_memory_beside(check.forecast_of_run(job, fit.layout), False)
+    spec = dataclasses.replace(check._setup.spec, weights_memory=budget)
+    check._setup.spec = spec
+    coming = type(check)(check._setup, check._plan_of, None, dict)
+    counted = count(fit.subject.checkpoint, spec, fit.layout, 0, dataclasses.replace(fit.subject.run, num_patches=2),
+                    [12e9 * FULL] * 2)
+
+    assert before == 0 and coming.requested_patches == 2 and 0 < budget < 12e9
+    said = coming.words(types.SimpleNamespace(plan=None, timed=None))
+    stay, once, a_step = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory "
+                                              r"for each of 2 patches, (\S+) GB in every step$", said).groups())
+    assert counted.weight_bytes <= budget and abs(counted.weight_bytes / 1e9 - stay) < 0.1 * stay
+    assert a_step == pytest.approx(2 * once, rel=0.01) and abs(counted.come_bytes / 1e9 - a_step) < 0.1 * a_step
+    with pytest.raises(comfyui.errors.ConfigError, match="needs about"):
+        asked(comfyui, "pipefusion2", 1e9, "auto")[1].check_weights()
+
+
+def test_what_displaced_patches_of_a_u_net_send_leaves_less_room_for_weights(comfyui, monkeypatch):
+    """It is what a run of two devices takes beside its activations, of half of the rows of one branch at a time."""
+    apart(comfyui, monkeypatch)
+    taken = []
+    for names, degrees in (("cpu", {}), ("cpu,cpu", {"displaced": 2})):
+        base = comfyui.ours("sdxl", comfyui.config(names, **degrees)).model
+        base.memory_required([2, 4, 32, 32])
+        taken.append(base.remote._most_run_bytes)
+    exchanged = base.remote.memory._exchanged(1, 2, (32, 32), Degrees(displaced=2), comfyui.config())
+
+    assert 0 < exchanged == pytest.approx(taken[1] - taken[0] / 4)

@@ -3,6 +3,8 @@ on three and on four CPU workers."""
 
 import itertools
 import math
+import time
+import types
 
 import pytest
 import torch
@@ -44,6 +46,24 @@ def test_workers_measure_what_a_forecast_needs(world_size, per_machine, sizes):
     assert all(math.isfinite(one.seconds) and one.seconds > 0 for one in made) and choose(made).fits
 
 
+def copied(rank, world_size):
+    probe.HOST_BYTES, probe.ROUNDS = 2 ** 16, 1
+    copies, slow = [], 0.05
+    probe.StagingBuffers = lambda device: types.SimpleNamespace(
+        copy=lambda source, target: (copies.append(time.perf_counter()), time.sleep(slow)))
+    rates = probe.measure_host_copies(probe.Stopwatch(rank, world_size, torch.device("cpu"), torch.float32))
+    return rates, copies[-probe.ALONE:]
+
+
+def test_copies_from_host_memory_are_measured_at_once_and_alone():
+    (first, own), (second, other) = run_ranks(copied, 2)
+
+    for rates in (first, second):
+        for rate in (rates["host_bytes_s"], rates["host_alone_bytes_s"]):
+            assert 2 ** 16 / 1.0 < rate <= 2 ** 16 / 0.05
+    assert own[-1] + 0.05 <= other[0]                          # one after the other
+
+
 def test_a_machine_is_found_from_the_times_that_it_would_take():
     """Rates, rows at half of the rate, latencies and what is hidden, from times by the forecast's own lines."""
     numbers = {"matrix_flops": 1e12, "rows": 4096, "short_rows": 512, "matrix_s": (4096 + 300) / 4096 * 0.01,
@@ -54,7 +74,7 @@ def test_a_machine_is_found_from_the_times_that_it_would_take():
                "block_launch_s": 1e-3,
                "round_alone_s": 0.04, "round_s": 0.05, "round_of_all_s": 0.06, "launch_hidden": 0.25,
                "beside_attention_s": 0.01, "beside_hop_s": 0.004, "beside_both_s": 0.012,
-               "launch 2 all_to_all_s": 1e-4, "launch 2 hop_s": 2e-4, "host_bytes_s": 12e9}
+               "launch 2 all_to_all_s": 1e-4, "launch 2 hop_s": 2e-4, "host_bytes_s": 12e9, "host_alone_bytes_s": 20e9}
     for collective, sent in SENT.items():
         numbers |= {f"{collective} 2 {name}_s": 5e-5 + sent(2) * num_bytes / 1e10 for name, num_bytes in
                     (("small", SMALL_BYTES), ("large", LARGE_BYTES))}
@@ -67,7 +87,8 @@ def test_a_machine_is_found_from_the_times_that_it_would_take():
             (device.matrix_flops_s, 1e14), (device.half_rows, 300), (device.attention_flops_s, 5e13),
             (device.half_keys, 200),
             (device.narrow_share, 0.5), (machine.alone, 0.05 / 0.04 * 0.06 / 0.055),
-            (device.launch_hidden, 0.25), (device.host_bytes_s, 12e9), (links.hidden, 0.5),
+            (device.launch_hidden, 0.25), (device.host_bytes_s, 12e9), (device.host_alone_bytes_s, 20e9),
+            (links.hidden, 0.5),
             (links.rate("hop", 2), 1e10),
             (links.rate("gather", 2), 1e10), (links.latency("all_to_all", 2), 5e-5), (device.collective_launch_s, 1e-4),
             (device.round_launch_s, 2e-4)):

@@ -91,10 +91,11 @@ class Fit:
     def weights_memory(self):
         """ModelSpec.weights_memory, as the node has it."""
         given = self.config.weights_memory_bytes
-        if given is not None or self.stages is not None or self.subject.net is None:
+        if given is not None or self.stages is not None:
             return given or 0
         plan_of = functools.partial(self.subject.plan_of, self.layout.tensor_degree)
-        return weights_memory_in(rank_room(self.names, self.device_bytes) - self.run_bytes, plan_of)
+        return weights_memory_in(rank_room(self.names, self.device_bytes) - self.run_bytes,
+                                 lambda budget: plan_of(budget).device_bytes)
 
     @functools.cached_property
     def offload(self):

@@ -18,7 +18,7 @@ from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.layers import FORMATS
 from ..checkpoints.net import net_of
 from ..checkpoints.quantise import TYPES
-from ..config import ParallelConfig, refuse_methods, validate_layout
+from ..config import ParallelConfig, check_weights_memory, refuse_methods, validate_layout
 from ..dry_run.inputs import conditioning_shapes, latent_shape
 from ..dry_run.published import PUBLISHED
 from ..dry_run.rank import Run, count, outline, stage_ranks, world_size_of
@@ -172,6 +172,7 @@ def subject_of(options):
               num_patches=options.patches, forecast=config_of(Layout()).forecast_keys_values)
     words = (f"{family.name}, {size[0]}x{size[1]}{f', {frames} frames' if frames > 1 else ''}, {text} text tokens, "
              f"{branches} branch{'es' if branches > 1 else ''}, weights {wanted or storage}")
+    check_weights_memory(options.weights_memory)
     return Subject(checkpoint, storage, compute, quantisation, run, text, words, options.weights_memory)
 
 

@@ -3,10 +3,12 @@ and by the host beforehand: both have the model on the meta device.
 """
 
 import dataclasses
+import re
 
 import torch
 
 from ..forecast.offloading import plan_offload
+from ..partition import level_of, unet_blocks
 from ..protocol.segments import DTYPES
 from .offloading import aligned
 from .packed import packed_weights
@@ -23,11 +25,11 @@ def offload_plan(model, family, spec, budget_bytes):
 def plan_weights(model, family, spec, budget_bytes, blocks=None):
     """(the OffloadPlan of a rank, {name of a weight that comes from host memory: its block}).
 
-    model: on the meta device, as it is held; a U-Net's all stays. budget_bytes: of the device, that weights may take.
-    blocks: of this rank; None: all.
+    model: on the meta device, as it is held. A U-Net's blocks are those of partition.unet_blocks. budget_bytes: of the
+    device, that weights may take. blocks: of this rank; None: all.
     """
     movable, beside_bytes = _by_block(model, family, spec, blocks)
-    costs = [size * share for size, share in block_sizes(model, family)] if movable else []
+    costs = _costs(model, family)
     sizes = {block: sum(weights.values()) for block, weights in movable.items()}
     plan = plan_offload(sizes, {block: costs[block] for block in sizes}, beside_bytes, budget_bytes)
     return plan, {name: block for block in plan.blocks for name in movable[block]}
@@ -64,13 +66,35 @@ def unmapped_bytes(checkpoint, model, spec, names):
     return total
 
 
+def _costs(model, family):
+    """What computing each block takes, relative: its weights meet all tokens of the image, or pixels."""
+    if not family.is_unet:
+        return [size * share for size, share in block_sizes(model, family)]
+    num_levels = family.plan.num_levels(model.config)
+    return [sum(weight.numel() for weight in model.get_submodule(path).parameters()) / 4 ** level_of(path, num_levels)
+            for path in unet_blocks(model)]
+
+
+def _tensors(model, family, spec):
+    """[(name, number of its block, bytes)] of all weights; None: it stays on the device in any case."""
+    tensors = tensor_bytes(model, family, spec)
+    if not family.is_unet:
+        return [(name, None if name.startswith(family.plan.outside) else block, size) for name, block, size in tensors]
+    numbers = {path: number for number, path in enumerate(unet_blocks(model))}
+
+    def block_of(name):
+        path = re.match(r".*?\.(?:resnets|transformer_blocks)\.\d+(?=\.)", name)
+        return numbers.get(path[0]) if path else None
+    return [(name, block_of(name), size) for name, _, size in tensors]
+
+
 def _by_block(model, family, spec, blocks):
     """({block: {name of a weight: its bytes}}, bytes of what stays on the device in any case)."""
     found, beside_bytes = {}, 0
-    for name, block, size in tensor_bytes(model, family, spec):
+    for name, block, size in _tensors(model, family, spec):
         if block is not None and blocks is not None and block not in blocks:
             continue
-        if block is None or name.startswith(family.plan.outside):
+        if block is None:
             beside_bytes += size
         else:
             found.setdefault(block, {})[name] = size

@@ -142,7 +142,8 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
 def _offloaded(loaded, names):
     """The OffloadedBlocks of a model. names: {name of a weight: its block}, in the order of the blocks."""
     staging = StagingBuffers(loaded.device, loaded.piece_bytes)
-    blocks, weights = OffloadedBlocks(loaded.device, CopyThread(loaded.device, staging)), {}
+    blocks = OffloadedBlocks(loaded.device, CopyThread(loaded.device, staging), files=loaded.checkpoint.files)
+    weights: dict[int, list] = {}
     tensors = dict((*loaded.model.named_parameters(), *loaded.model.named_buffers()))
     for name, block in names.items():
         if name in tensors:                                    # a rank may have none of a bias

@@ -5,12 +5,15 @@ A weight of such a block is a view of its buffer, whose address stays. What it h
 comes is what is held: float8 or packed bytes, unpacked where they are used.
 """
 
+import os
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from ..forecast.offloading import NUM_BUFFERS
+from ..protocol.errors import CheckpointError
 
 ALIGNMENT = 512                            # bytes; of a weight's place in a buffer, as torch's allocator has it
 
@@ -44,10 +47,11 @@ class OffloadedBlocks:
     """The blocks of a model on this rank whose weights are in host memory.
 
     copies: a CopyThread, or what has its methods. Forwards that take turns after each block share what has come: a
-    buffer gets another block when all of them have run the one that it holds.
+    buffer gets another block when all of them have run the one that it holds. files: that weights in host memory are
+    maps of.
     """
 
-    def __init__(self, device, copies, num_buffers=NUM_BUFFERS):
+    def __init__(self, device, copies, num_buffers=NUM_BUFFERS, files=()):
         self._device, self._copies, self._num_buffers = device, copies, num_buffers
         self._blocks: dict[int, OffloadedBlock] = {}
         self._buffers: list[Buffer] = []
@@ -55,6 +59,17 @@ class OffloadedBlocks:
         self._num_forwards = 1
         self.copied_bytes = 0              # since the model was loaded
         self._mark, self._waits = (lambda: None), []
+        self._files = {file: os.stat(file) for file in files}
+
+    def check_files(self):
+        """Raise CheckpointError where a file was written to since the model was loaded: what came is perhaps of both.
+        The map of one that was removed, or has another in its place, is what it was."""
+        for file, was in self._files.items():
+            with suppress(OSError):
+                now = os.stat(file)
+                if now.st_ino == was.st_ino and (now.st_mtime_ns, now.st_size) != (was.st_mtime_ns, was.st_size):
+                    raise CheckpointError(f"Queue the prompt again, which loads the file anew: {file} was written to "
+                                          f"while a run had weights come from it.")
 
     @property
     def blocks(self):

@@ -211,7 +211,7 @@ def load(checkpoint, spec, model, packed, part):
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype), transformer.casts)
     unpack_at_use(model, packed, transformer.casts)
-    hooks = (UNetHooks(model, family.plan) if family.is_unet
+    hooks = (UNetHooks(model, family.plan, transformer.offloaded) if family.is_unet
              else Hooks(model, family.plan, splits, transformer.offloaded))
     return Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks)
 

@@ -85,7 +85,7 @@ def forecast(net, job, degrees, machine, settings=DEFAULT_SETTINGS):
         room = USABLE_MEMORY * min(group.memory_bytes)
         offloaded = offloaded_memory(net, needed, room, settings.weights_memory)
         needed, fits = (needed, fits) if offloaded is None else (offloaded, True)
-        come_s = needed.come / device.host_bytes_s
+        come_s = needed.come / (group.working == 1 and device.host_alone_bytes_s or device.host_bytes_s)
         # what copying takes longer than all else does
         seconds |= {"weights": max(0.0, job.steps * come_s - sum(seconds.values()))} if come_s else {}
     return Forecast(degrees, seconds, needed, fits, group.working, come_s)

@@ -118,6 +118,7 @@ class Device:
     launch_hidden: float = 1.0
     # of copies from host memory, while all devices of the machine copy; 0: not measured, or it is the host itself
     host_bytes_s: float = 0.0
+    host_alone_bytes_s: float = 0.0        # while it alone copies; 0: as fast
 
     def attention_rate(self, head_size):
         """Operations a second of attention with heads of this size:

@@ -57,12 +57,10 @@ def rank_room(devices, device_bytes):
                for device, size in zip(devices, device_bytes))
 
 
-def weights_memory_in(room_bytes, plan_of):
-    """What ModelSpec.weights_memory is to be where weights may take so many bytes of a device. plan_of(bytes that they
-    may take): their OffloadPlan."""
-    if plan_of(math.inf).device_bytes <= room_bytes:
-        return 0
-    return int(max(room_bytes, plan_of(1).device_bytes))
+def weights_memory_in(room_bytes, held_of):
+    """What ModelSpec.weights_memory is to be where weights may take so many bytes of a device. held_of(bytes that they
+    may take): those that they do."""
+    return 0 if held_of(math.inf) <= room_bytes else int(max(room_bytes, held_of(1)))
 
 
 def check_memory(what, ranks, hints, latents=None):

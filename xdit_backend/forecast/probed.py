@@ -55,6 +55,7 @@ def _device(numbers, name, memory_bytes):
                   attention_flops_s=numbers["attention_flops"] / wide_s,
                   memory_bytes_s=numbers["move_bytes_s"], convolution_flops_s=numbers.get("convolution_flops_s", 0.0),
                   host_bytes_s=numbers.get("host_bytes_s", 0.0),
+                  host_alone_bytes_s=numbers.get("host_alone_bytes_s", 0.0),
                   half_rows=half_rows, half_keys=half_keys,
                   block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0,
                   name=name, memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches)

@@ -56,11 +56,13 @@ def measured_words(measured_s, one_s):
     return f" ({one_s / measured_s:.1f}x as fast as one device)" if one_s else ""
 
 
-def weights_words(stay_bytes, come_bytes, chosen, num_steps):
+def weights_words(stay_bytes, come_bytes, chosen, num_steps, num_patches=1):
     """Where weights are that do not all fit on the devices, and what that costs. stay_bytes, come_bytes: of a rank.
-    chosen: the run's Forecast, or None."""
+    chosen: the run's Forecast, or None. num_patches: for each of which they come, one after the other."""
+    often = ("in every step" if num_patches == 1 else
+             f"for each of {num_patches} patches, {num_patches * come_bytes / 1e9:.3g} GB in every step")
     text = (f"Weights: {stay_bytes / 1e9:.3g} GB of each device, and {come_bytes / 1e9:.3g} GB come from host memory "
-            f"in every step")
+            f"{often}")
     if chosen is None or not chosen.come_s:
         return text
     step_s = (chosen.seconds - chosen.causes["weights"]) / num_steps
@@ -68,6 +70,12 @@ def weights_words(stay_bytes, come_bytes, chosen, num_steps):
         return f"{text}, hidden ({seconds_words(chosen.come_s)} of {seconds_words(step_s)})"
     return (f"{text}, which takes {seconds_words(chosen.come_s)} where computing takes {seconds_words(step_s)}. Faster "
             f"would be weights of a smaller type (fp8, GGUF), or fewer devices, or pipefusion_degree")
+
+
+def disk_words(bytes_s, step_bytes):
+    """What it costs where host memory has no room for the weights that come. bytes_s: at which the file is read."""
+    return (f"more than it has room for: {bytes_s / 1e9:.2g} GB/s from disk, {seconds_words(step_bytes / bytes_s)} a "
+            f"step. Faster would be more host memory, or weights of a smaller type (fp8, GGUF)")
 
 
 def why(chosen):

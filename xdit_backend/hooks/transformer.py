@@ -103,23 +103,22 @@ class Hooks:
         tensor.
         """
         self._begin_blocks([context])
-        with self.serving(context), running(self._attention):
+        with self.serving(context):
+            return self._forward(context)
+
+    def run_in_turn(self, contexts):
+        """As `run` for each of several forwards: while the sums of one travel, the next computes; and where weights of
+        blocks come from host memory, all run a block before one runs the next."""
+        self._begin_blocks(contexts)
+        forwards = [functools.partial(self._forward, context) for context in contexts]
+        return take_turns(forwards, contexts, self.serving, self._offloaded is not None)
+
+    def _forward(self, context):
+        with running(self._attention):
             try:
                 return self._model(**context.inputs, return_dict=False)[0], None
             except StageEnd as end:
                 return None, end.message
-
-    def run_in_turn(self, contexts):
-        """As `run` for each of several forwards without stages: while the sums of one travel, the next computes; and
-        where weights of blocks come from host memory, all run a block before one runs the next."""
-        self._begin_blocks(contexts)
-
-        def forward(context):
-            with running(self._attention):
-                return self._model(**context.inputs, return_dict=False)
-        forwards = [functools.partial(forward, context) for context in contexts]
-        outputs = take_turns(forwards, contexts, self.serving, self._offloaded is not None)
-        return [(output[0], None) for output in outputs]
 
     def _begin_blocks(self, contexts):
         if self._offloaded is not None:

@@ -8,6 +8,7 @@ forward runs; its convolutions, norms and self-attentions work on rows (rows.py)
 import functools
 import inspect
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,11 @@ from ..distributed.norm_rows import group_norm_rows
 from ..distributed.rows import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, keys_and_values
 from ..parallel.nag import apply_nag
-from ..partition import halved, level_of
+from ..partition import halved, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
 from .compiled import CompiledBlocks
 from .own_code import OwnCode, functional
+from .turns import take_turns
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class UNetHooks:
 
     num_blocks = 0
 
-    def __init__(self, model, plan, on_compile=lambda done, total: None):
-        self.plan, self._model, self._context = plan, model, None
+    def __init__(self, model, plan, offloaded=None, on_compile=lambda done, total: None):
+        """offloaded: the blocks whose weights come from host memory (checkpoints/offloading.py), if there are such.
+        on_compile: of CompiledBlocks."""
+        self.plan, self._model, self._context, self._offloaded = plan, model, None, offloaded
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they would ask each other"
         model._has_hooks = True
         self.num_levels = plan.num_levels(model.config)
@@ -63,17 +67,51 @@ class UNetHooks:
                 module.forward = self._hook_of_text(module.forward, name)
         self._install_control(model, plan.skips(model.config))
         self._install_compiled(model, on_compile)
+        if offloaded is not None:                              # around what is compiled
+            for number, path in enumerate(unet_blocks(model)):
+                block = model.get_submodule(path)
+                block.forward = self._hook_block(block.forward, number)
 
     def run(self, context):
         """Run the model's forward as the context says. Every rank of the displaced axis does.
 
         Returns (output of the forward, None), as Hooks does: where the context has bands, this rank's rows of it.
         """
+        self._begin_blocks(1)
+        with self._serving(context):
+            return self._model(**context.inputs, return_dict=False)[0], None
+
+    def run_in_turn(self, contexts):
+        """As `run` for each of several forwards, of which all run a block before one runs the next: its weights come
+        from host memory."""
+        self._begin_blocks(len(contexts))
+        forwards = [functools.partial(self._model, **context.inputs, return_dict=False) for context in contexts]
+        return [(output[0], None) for output in take_turns(forwards, contexts, self._serving, True)]
+
+    @contextmanager
+    def _serving(self, context):
+        """The model's forward runs as the context says while under this."""
         self._context = context
         try:
-            return self._model(**context.inputs, return_dict=False)[0], None
+            yield
         finally:
             self._context = None
+
+    def _begin_blocks(self, num_forwards):
+        if self._offloaded is not None:
+            self._offloaded.begin(range(len(unet_blocks(self._model))), num_forwards)
+
+    def _hook_block(self, forward, number):
+        """Its weights are on the device while it runs."""
+        @functools.wraps(forward)
+        def hooked(*args, **kwargs):
+            self._offloaded.enter(number)
+            output = forward(*args, **kwargs)
+            self._offloaded.leave(number)
+            if self._context is not None:
+                self._context.end_block(number)
+            return output
+        return hooked
 
     def _place_convolution(self, name, module, level):
         assert module.dilation == (1, 1) and module.padding_mode == "zeros", f"{name}: no U-Net of a family has such"

@@ -68,11 +68,11 @@ class Models:
 
         def held_blocks(model):
             nonlocal blocks
-            blocks = every_block = range(len(block_sizes(model, family)))
+            blocks = range(len(block_sizes(model, family)))
             if spec.stages is not None:
                 counts = spec.stages.num_blocks or self._balanced(spec, model, family)
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
-            return every_block if spec.stages is None or spec.stages.every_block else blocks
+            return None if spec.stages is None or spec.stages.every_block else blocks
 
         transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree,
                                        self._host_copies(spec, segments))
@@ -80,7 +80,7 @@ class Models:
         if transformer.offloaded is not None:
             transformer.offloaded.restore()                    # where there is no room, it shows now
         on_compile = functools.partial(self._report_phase, "compiling blocks")
-        hooks = (UNetHooks(model, family.plan, on_compile) if family.is_unet
+        hooks = (UNetHooks(model, family.plan, transformer.offloaded, on_compile) if family.is_unet
                  else Hooks(model, family.plan, transformer.splits, transformer.offloaded, on_compile))
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
                                          self._residency(transformer))

@@ -1,7 +1,7 @@
 """Predictions on this rank: conditioning that is kept for a run, process groups, and the traffic between stages.
 Used by the engine."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -113,13 +113,17 @@ class Predictions:
         link = self._link(mesh, command.layout)
         for parts in self._together(command, mesh, offloaded is not None):
             latents = [self._latent(loaded, mesh, part) for part in parts]
-            exchange = self._exchange(command, mesh, parts[0].branch.conditioning)
+            exchanges = [self._exchange(command, mesh, part.branch.conditioning) for part in parts]
             contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
-                        for part, latent in zip(parts, latents)]
-            if handles:
-                contexts[0].receive_message = partial(self._receive, link, handles.pop(0), traffic, waits)
-            with nullcontext() if exchange is None else self._call(exchange, command, parts[0].branch, traffic):
+                        for part, latent, exchange in zip(parts, latents, exchanges)]
+            for context in contexts if handles else ():
+                context.receive_message = partial(self._receive, link, handles.pop(0), traffic, waits)
+            with ExitStack() as calls:
+                for part, exchange in zip(parts, exchanges) if exchanges[0] is not None else ():
+                    calls.enter_context(self._call(exchange, command, part.branch, traffic))
                 results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
+            if offloaded is not None:
+                offloaded.check_files()
             for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
                 if message is None:
                     self._write(loaded.family, part, latent, context, output)
@@ -166,11 +170,12 @@ class Predictions:
     def _together(self, command, mesh, is_offloaded):
         """Run the parts of a command one by one; where layers are split over ranks, two branches at a time, which take
         turns while sums travel; where weights come from host memory, all, so that these come once."""
-        parts, others = self._parts(command, mesh), (mesh.degrees["pipefusion"], mesh.degrees["displaced"])
-        if others != (1, 1):
-            return [[part] for part in parts]
-        if is_offloaded:
+        parts, keeps = self._parts(command, mesh), mesh.degrees["pipefusion"] * mesh.degrees["displaced"] > 1
+        # images of one conditioning share what is kept, one after the other
+        if is_offloaded and not (keeps and len({part.branch.conditioning for part in parts}) < len(parts)):
             return [parts] if parts else []
+        if keeps:
+            return [[part] for part in parts]
         takes_turns = mesh.degrees["tensor"] > 1 and not command.by_image
         return ([parts[index:index + 2] for index in range(0, len(parts), 2)] if takes_turns
                 else [[part] for part in parts])

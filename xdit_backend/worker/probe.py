@@ -26,6 +26,7 @@ ACROSS_BYTES = 2 ** 20         # large, between machines: a slow network takes a
 ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 768, 192, 2 ** 22)
 HEADS = 8
 MIN_S, ROUNDS = 0.01, 7
+ALONE = 3                      # copies of one device while the others rest
 ROUND_S, SHARED_ROUNDS = 0.05, 12         # of rounds in which all wait for the last, as in a step
 BLOCK_TOKENS, BLOCK_WIDTH = 16, 64
 
@@ -47,7 +48,7 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
         numbers |= measure_waiting(watch)
     numbers["block_launch_s"] = measure_launches(watch)
     if device.type == "cuda":
-        numbers["host_bytes_s"] = measure_host_copies(watch)
+        numbers |= measure_host_copies(watch)
     for index, size in enumerate(sizes):
         report("measuring the links", 2 + index, steps)
         large_bytes = ACROSS_BYTES if per_machine and per_machine % size else LARGE_BYTES
@@ -184,11 +185,22 @@ def measure_launches(watch):
 
 
 def measure_host_copies(watch):
-    """Bytes a second of weights that come from host memory to this device, while those of all others do."""
+    """Bytes a second of weights that come from host memory to this device, while those of all others do, and alone:
+    all share the host's memory, and some a link to it. The memory is this process's, which the system places near."""
     staging = StagingBuffers(watch.device)
     source = torch.ones(HOST_BYTES, dtype=torch.uint8)
     target = torch.empty(HOST_BYTES, dtype=torch.uint8, device=watch.device)
-    return HOST_BYTES / watch.seconds({"": lambda: staging.copy(source, target)}, repeats=1)[""]
+    rates = {"host_bytes_s": HOST_BYTES / watch.seconds({"": lambda: staging.copy(source, target)}, repeats=1)[""]}
+    for turn in range(watch.world_size):
+        if watch.together:
+            dist.barrier()
+        if turn == watch.rank:
+            started_s = time.perf_counter()
+            for _ in range(ALONE):
+                staging.copy(source, target)
+            watch.done()
+            rates["host_alone_bytes_s"] = ALONE * HOST_BYTES / (time.perf_counter() - started_s)
+    return rates
 
 
 def measure_links(watch, size, traffic, large_bytes, is_first):

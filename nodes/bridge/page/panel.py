@@ -185,7 +185,7 @@ def _run(run):
     return {"number": run.number, "prompt": run.prompt, "file": run.file, "devices": list(run.devices),
             "state": run.state, "error": run.error, "how": run.how, "why_no_plan": run.why_no_plan,
             "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
-            "a_step": round(run.seconds_per_step, 4), "plan": plan}
+            "a_step": round(run.seconds_per_step, 4), "come": run.come_bytes, "plan": plan}
 
 
 def _forecast(one):

@@ -21,12 +21,12 @@ class PipelineRun:
     keys and values. warmup_steps = 0 is a cold start: in the first step, a patch sees only the patches before it.
     """
 
-    def __init__(self, client, setup, layout, schedule, shape):
+    def __init__(self, client, setup, layout, schedule, shape, requested_patches):
         config = setup.config
         self._client, self._spec, self._config, self._layout = client, setup.spec, config, layout
         self._num_channels, self._patch_size = setup.num_channels, setup.family.patch_size(setup.transformer_config)
         sequence_degree = layout.ring_degree * layout.ulysses_degree
-        num_patches = choose_num_patches(config.requested_patches, layout.pipefusion_degree, shape, self._patch_size,
+        num_patches = choose_num_patches(requested_patches, layout.pipefusion_degree, shape, self._patch_size,
                                          sequence_degree)
         self.shape = tuple(shape)
         self.patches = cut_patches(shape, self._patch_size, num_patches)

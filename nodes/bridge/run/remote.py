@@ -35,10 +35,9 @@ class RemoteModel:
     def __init__(self, computing_in, dtype, load_device):
         self._computing_in = computing_in
         self._set_up(dtype)
-        setup = self.setup
+        setup, self.load_device = self.setup, load_device
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
-        self.load_device = load_device
         self.modules, self.weight_sources = {}, None           # see attach
         self._checked_sigmas = set()                           # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
@@ -67,7 +66,7 @@ class RemoteModel:
             self._set_up(dtype, before.weights_memory)
         run_bytes = self._most_run_bytes or self.memory.forecast_of_run(USUAL_JOB, self.setup.layout(1))
         weights_memory = self.memory.weights_memory_beside(run_bytes, self._model_memory() is not None)
-        if weights_memory != self.spec.weights_memory:
+        if weights_memory != before.weights_memory:
             self._set_up(dtype, weights_memory)
         if self.spec.name != before.name:
             GROUPS.release(self.devices, before.name, base_model)
@@ -107,15 +106,15 @@ class RemoteModel:
 
         of_one_device: ComfyUI's own answer, for the whole model on one device.
         """
-        branches, whole = 2 - input_shape[0] % 2, input_shape
+        branches, whole, one = 2 - input_shape[0] % 2, input_shape, of_one_device(input_shape, cond_shapes=cond_shapes)
         if len(whole) == 3:                                    # of several parts, packed into one row of numbers
             whole = (whole[0], self._taken_channels, 1, 1, -(-whole[2] // self._taken_channels))
         tokens = self.family.latent.num_tokens(whole) * self.family.latent.sequences(whole)
         job = Job(tokens, 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
-        self._run_bytes = self.memory.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
-        self._most_run_bytes = max(self._most_run_bytes, self.memory.forecast_of_run(job, layout))
+        self._run_bytes = self.memory.of_run(job, layout, one, tuple(whole[2:]))
+        self._most_run_bytes = max(self._most_run_bytes, self.memory.forecast_of_run(job, layout, self._run_bytes))
         return self._run_bytes * self.devices.count(str(self.load_device))
 
     def free_memory_elsewhere(self):
@@ -230,7 +229,8 @@ class RemoteModel:
         reasons: see by_patches.py."""
         self._end_pipeline()
         self._schedule = schedule
-        self._pipeline = PipelineRun(self._client(), self.setup, self.setup.layout(1), schedule, shape)
+        client, patches = self._client(), self.memory.requested_patches
+        self._pipeline = PipelineRun(client, self.setup, self.setup.layout(1), schedule, shape, patches)
         self._show(self._pipeline.describe(whole_reason, drained_reason))
         return self._pipeline
 

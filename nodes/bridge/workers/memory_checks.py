@@ -4,6 +4,7 @@ shell.py, asked by remote.py."""
 import dataclasses
 import functools
 import math
+import os
 
 import torch
 
@@ -17,6 +18,7 @@ from ....xdit_backend.forecast.memory_check import (
     rank_room,
     weights_memory_in,
 )
+from ....xdit_backend.forecast.offloading import stage_offload
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
@@ -24,8 +26,8 @@ from ....xdit_backend.forecast.planner import (
     memory_settings,
     spread_that_fits,
 )
-from ....xdit_backend.forecast.words import weights_words
-from ....xdit_backend.host_memory import available_memory
+from ....xdit_backend.forecast.words import disk_words, weights_words
+from ....xdit_backend.host_memory import available_memory, disk_bytes_s
 from ....xdit_backend.partition import ranks_by_part
 from ....xdit_backend.protocol.devices import machine_of, own_name
 from ....xdit_backend.protocol.errors import ConfigError
@@ -41,12 +43,12 @@ class MemoryCheck:
     def __init__(self, setup, plan_of, exchanged_bytes, lighter_bytes):
         self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
         self._plan_of = functools.lru_cache(maxsize=8)(plan_of)
-        self._plan = self._plan_of(setup.spec.weights_memory or math.inf)
-        self.model_bytes = self._plan.device_bytes             # of a rank with all blocks
         # of each rank on its device, and what comes from host memory, until the workers have told theirs
-        self.weight_bytes = self._of_ranks(self._plan.device_bytes)
-        self.offloaded_bytes = self._of_ranks(self._plan.offloaded_bytes)
+        self.weight_bytes, self.offloaded_bytes = self._held(setup.spec.weights_memory or math.inf)
+        # of a rank with all blocks
+        self.model_bytes = self._plan_of(math.inf).device_bytes if self._has_parts else max(self.weight_bytes)
         self._checked = set()                                  # what of this run has been found to fit
+        self._disk_bytes_s = 0.0                               # at which the file is read; 0: not measured
 
     def update(self, loaded):
         """The workers have loaded the model. loaded: host.model_memory.ModelMemory."""
@@ -59,18 +61,28 @@ class MemoryCheck:
     def end_run(self):
         self._checked.clear()
 
-    def of_run(self, job, layout, of_one_device):
-        """Bytes that a rank takes beside weights. of_one_device: of activations where nothing is divided."""
+    def of_run(self, job, layout, of_one_device, sizes):
+        """Bytes that a rank takes beside weights. of_one_device: of activations where nothing is divided. sizes: of the
+        latent, without batch and channels."""
         setup = self._setup
         degrees = degrees_of(layout, setup.config, setup.spec.stages)
         activations = of_one_device * working_share(job, degrees, branches_apart=True)
-        return activations + (0.0 if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
+        return activations + (self._exchanged(job.images, job.branches, sizes, degrees, setup.config)
+                              if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
 
-    def forecast_of_run(self, job, layout):
-        """The same by the forecast, which ComfyUI's estimate may be several times of; 0 of a U-Net."""
+    def _exchanged(self, images, branches, sizes, degrees, config):
+        """Bytes that a rank of a U-Net keeps of what displaced patches send."""
+        if degrees.displaced == 1:
+            return 0
+        own, dtype = (-(-images // degrees.data) * -(-branches // degrees.cfg),
+                      getattr(torch, self._setup.spec.compute_dtype))
+        return config.cached_steps * degrees.displaced * self._exchanged_bytes(sizes, degrees.displaced, dtype, own)
+
+    def forecast_of_run(self, job, layout, estimate=0.0):
+        """The same by the forecast, which ComfyUI's estimate may be several times of; of a U-Net that estimate."""
         setup = self._setup
         if setup.net is None:
-            return 0.0
+            return estimate
         needed = self._of_rank(job, degrees_of(layout, setup.config, setup.spec.stages), setup.config)
         return needed.activations + needed.keys_values
 
@@ -81,12 +93,13 @@ class MemoryCheck:
         if given is not None or not self._may_offload:
             return given or 0
         room = self._room - run_bytes
-        if is_held and self._plan.device_bytes <= room:
+        if is_held and self._most_held(spec.weights_memory or math.inf) <= room:
             return spec.weights_memory
-        return weights_memory_in(room, self._plan_of)
+        return weights_memory_in(room, self._most_held)
 
     def check_host(self):
-        """Refuse weights that come from host memory and take a place there of their own, where there is none."""
+        """Refuse weights that come from host memory and take a place there of their own, where there is none. Where
+        the file's pages have none, measure how fast it is read, while nobody has them."""
         spec, available = self._setup.spec, available_memory()[0]
         needed = spec.host_bytes * len(ranks_by_part(len(self._setup.devices), spec))
         if needed > available:
@@ -95,23 +108,71 @@ class MemoryCheck:
                               f"that come from host memory take {needed / 1e9:.3g} GB there, of which "
                               f"{available / 1e9:.3g} GB are free. Weights that the file has as they are used take "
                               "none.")
+        if self._disk_bytes > 0:
+            self._disk_bytes_s = disk_bytes_s(self._largest_file)
 
     def words(self, forecasts):
         """Where the weights are, for a person; "" where all are on the devices. forecasts: run.forecasts.Forecasts."""
         plan, run = forecasts.plan, forecasts.timed
         chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps)
         come, stay = max(self.offloaded_bytes), max(self.weight_bytes)
-        # pages of the file that memory has no room for
-        on_disk = come * len(ranks_by_part(len(self._setup.devices), self._setup.spec)) > available_memory()[1]
-        slow = ", more than host memory has: they are read from the disk" if on_disk else ""
-        return f". {weights_words(stay, come, chosen, num_steps)}{slow}" if come else ""
+        num_patches = 1 if self._setup.spec.stages is None else self.requested_patches
+        if not come:
+            return ""
+        if self._disk_bytes <= 0:
+            return f". {weights_words(stay, come, chosen, num_steps, num_patches)}"
+        self._disk_bytes_s = self._disk_bytes_s or disk_bytes_s(self._largest_file)
+        from_disk = disk_words(self._disk_bytes_s, num_patches * self._disk_bytes)
+        return f". {weights_words(stay, come, None, 1, num_patches)}, {from_disk}"
+
+    @property
+    def _disk_bytes(self):
+        """Bytes of the file that are read from the disk in every step, or for every patch: all that come from its pages
+        once memory lacks room for some, since those are forgotten first that are needed next. 0: there is room."""
+        setup = self._setup
+        num_parts = len(ranks_by_part(len(setup.devices), setup.spec))
+        of_file = (max(self.offloaded_bytes) - setup.spec.host_bytes) * num_parts
+        return of_file if of_file > available_memory()[0] else 0
+
+    @property
+    def _largest_file(self):
+        return max(self._setup.checkpoint.files, key=os.path.getsize)
+
+    @property
+    def come_bytes(self):
+        """Of weights, that come to the fullest device in a step by patches, or whole."""
+        return max(self.offloaded_bytes) * (1 if self._setup.spec.stages is None else max(1, self.requested_patches))
+
+    @property
+    def requested_patches(self):
+        """Of PipeFusion, as planner.choose_num_patches has it: as many as stages where these have weights come, for
+        each patch anew."""
+        stages, requested = self._setup.spec.stages, self._setup.config.requested_patches
+        return requested or (stages.pipefusion_degree if any(self.offloaded_bytes) else 0)
 
     @property
     def _may_offload(self):
-        """Does the mode "auto" of weights_memory have weights come from host memory? With stages they would come once
-        for each patch."""
-        setup = self._setup
-        return setup.spec.stages is None and not setup.family.is_unet and all(map(has_own_memory, setup.devices))
+        """Does the mode "auto" of weights_memory have weights come from host memory?"""
+        return all(map(has_own_memory, self._setup.devices))
+
+    @property
+    def _has_parts(self):
+        """Has a rank the blocks of its stage alone?"""
+        stages = self._setup.spec.stages
+        return stages is not None and not stages.every_block and self._setup.net is not None
+
+    def _held(self, budget_bytes):
+        """([bytes of each rank's weights on its device], [of those that come]), where those may be so many."""
+        if not self._has_parts:
+            plan = self._plan_of(budget_bytes)
+            return [[size] * len(self._setup.devices) for size in (plan.device_bytes, plan.offloaded_bytes)]
+        whole, net, stages = self._plan_of(math.inf).device_bytes, self._setup.net, self._setup.spec.stages
+        held = [stage_offload(net, whole, size, stages.pipefusion_degree, budget_bytes)
+                for size in self._of_ranks(whole)]
+        return list(map(list, zip(*held)))
+
+    def _most_held(self, budget_bytes):
+        return max(self._held(budget_bytes)[0])
 
     @property
     def _room(self):
@@ -120,18 +181,17 @@ class MemoryCheck:
     @property
     def _least_bytes(self):
         """What weights take of a device at least."""
-        return self._plan_of(1).device_bytes
+        return self._most_held(1)
 
     def check_weights(self):
         """Refuse weights that do not fit on a device, before they are read."""
         setup, given = self._setup, self._setup.config.weights_memory_bytes
-        if given and self._least_bytes > given and setup.spec.stages is None:
-            what = ("a U-Net's weights, none of which come from host memory," if setup.family.is_unet
-                    else "what is outside of its blocks and two blocks at a time")
+        if given and self._least_bytes > given:
             raise ConfigError(f'Set weights_memory to "auto", or to {math.ceil(self._least_bytes / 1e7) / 100} GB or '
-                              f"more: of {setup.family.title}, {what} take so much of each device, and "
-                              f'weights_memory="{setup.config.weights_memory}" is less.')
-        held = (self._of_ranks(self._least_bytes) if given is None and self._may_offload else self.weight_bytes)
+                              f"more: of {setup.family.title}, what is outside of its blocks and two blocks at a time "
+                              f'take so much of each device, and weights_memory="{setup.config.weights_memory}" is '
+                              f"less.")
+        held = self._held(1)[0] if given is None and self._may_offload else self.weight_bytes
         hints = self._spread(Job(1, 0, 1))
         if given == 0 and self._may_offload and self._least_bytes <= self._room:
             hints.insert(0, 'weights_memory "auto", with which weights come from host memory')
@@ -157,10 +217,7 @@ class MemoryCheck:
         def needed(images, sizes, config=setup.config):
             if setup.net is not None:
                 return self._of_rank(job(images, sizes), degrees, config)
-            own = -(-images // degrees.data) * -(-branches // degrees.cfg)
-            dtype = getattr(torch, setup.spec.compute_dtype)
-            sent = 0 if degrees.displaced == 1 else self._exchanged_bytes(sizes, degrees.displaced, dtype, own)
-            return Memory(0.0, config.cached_steps * degrees.displaced * sent, 0.0)
+            return Memory(0.0, self._exchanged(images, branches, sizes, degrees, config), 0.0)
 
         without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
         other_settings = ({"forecast_keys_values 0": functools.partial(needed, config=without)}

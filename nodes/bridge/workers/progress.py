@@ -36,6 +36,7 @@ class Run:
     stepped_s: list = field(default_factory=list)      # when the last steps ended
     shown_s: float = 0.0
     how: str = ""
+    come_bytes: int = 0                    # of weights, from host memory to a device in every step
     dtype: str = ""
     why_no_plan: str = ""                  # as Forecasts.why_none says
     prompt: str = ""                       # ComfyUI's id of the prompt that it is of
@@ -81,6 +82,7 @@ class Run:
         """Take over how the run is split, and its Plan, as far as the RemoteModel has chosen by now."""
         if self.remote is not None and self.remote.how is not None:
             self.how, self.plan = self.remote.how, self.remote.forecasts.plan
+            self.come_bytes = self.remote.memory.come_bytes
 
 
 class Runs:

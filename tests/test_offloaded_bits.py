@@ -1,0 +1,188 @@
+"""Every family under every method: with weights from host memory a step gives the same bits as with all on the device,
+in float32 and in bfloat16, and no block comes twice a step, of PipeFusion twice a patch, for two branches."""
+
+import itertools
+import random
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.zoo import UNETS, example
+from tests.ranks import run_ranks
+from tests.steps import PUBLISHED, layouts_of, save, words
+from xdit_backend.checkpoints.block_weights import plan_weights
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.transformer import build
+from xdit_backend.models import FAMILIES
+from xdit_backend.partition import cut_patches, stage_blocks
+from xdit_backend.protocol import messages, specs
+from xdit_backend.protocol.segments import SegmentStore, map_segment
+from xdit_backend.protocol.specs import Stages
+from xdit_backend.worker.engine import Engine
+
+BLOCKS = {2: 8, 3: 12, 4: 12, 8: 12}       # of a tiny model's list of blocks -> of one here
+COUNTS = ("num_layers", "num_single_layers", "n_layers", "num_mmdit_layers", "num_single_dit_layers",
+          "num_visual_blocks")
+SIZES = {False: {"rows": 6, "columns": 10}, True: {"rows": 16, "columns": 12}}             # True: of U-Nets
+TYPES = ("float32", "bfloat16")
+STAY = {"half": 0.5, "a tenth": 0.1}       # of the blocks, beside the buffers that the others come through
+
+
+def deeper(name):
+    """What of a tiny model's config gives it so many blocks that some of them come."""
+    config = FAMILIES[name].tiny.config
+    if name in UNETS:
+        return PUBLISHED[name]
+    found = {key: BLOCKS[config[key]] for key in COUNTS if key in config}
+    if "llama_layers" in config:                               # one for each block
+        found["llama_layers"] = list(range(sum(found.values())))
+    return PUBLISHED.get(name, {}) | found
+
+
+class Folder:
+    """A family's model on disk, and the branches that are asked of it."""
+
+    def __init__(self, name, dtype, folder):
+        self.name, self.dtype, self.family = name, dtype, FAMILIES[name]
+        self.branches = [example(name, getattr(torch, dtype), num_text_tokens=count, seed=seed, more=deeper(name),
+                                 batch=2, **SIZES[name in UNETS]) for seed, count in enumerate((7, 9))]
+        save(self.branches[0], folder)
+        self.checkpoint = replace(open_checkpoint(folder), recognised=self.family)
+
+    def spec(self, layout, weights_memory=0):
+        return self.checkpoint.spec(self.dtype, self.dtype, self._stages(layout), layout.tensor_degree,
+                                    weights_memory=weights_memory)
+
+    def _stages(self, layout):
+        if layout.pipefusion_degree == 1:
+            return None
+        blocks = self.family.num_blocks(self.branches[0].config)
+        return Stages(2, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree,
+                      (blocks // 2, blocks - blocks // 2))
+
+    def budget(self, layout, share):
+        """Bytes of a device for what is outside of the blocks, the buffers, and so much of the blocks."""
+        with torch.device("meta"):
+            model = build(self.family, self.checkpoint.config)
+        spec, found = self.spec(layout), []
+        parts = [None] if spec.stages is None else [stage_blocks(spec.stages.num_blocks, stage) for stage in range(2)]
+        for blocks in parts:
+            least = plan_weights(model, self.family, spec, 1, blocks)[0]
+            found.append(least.device_bytes + share * least.offloaded_bytes)
+        return int(min(found))
+
+
+@dataclass
+class Run:
+    """Steps with a budget: what the workers are told, what they write, and how many steps by the whole latent."""
+
+    spec: specs.ModelSpec
+    commands: list
+    made: list
+
+
+def run_of(folder, layout, store, requests, share):
+    spec = folder.spec(layout, 0 if share is None else folder.budget(layout, share))
+    names, made = [f"{folder.name} {layout} {share} {number}" for number in range(2)], []
+    commands = [messages.LoadModel(next(requests), spec)]
+    for name, one in zip(names, folder.branches, strict=True):
+        commands.append(messages.Conditioning(next(requests), name, {
+            key: store.share(tensor) for key, tensor in one.conditioning.items()}))
+
+    def branch(one, name, rows):
+        latent = one.latent if rows is None else one.latent.narrow(rows[0].dim, rows[0].start, rows[1])
+        shape = (latent.shape[0], folder.family.num_channels(one.config), *latent.shape[2:])
+        shapes = [shape, *(tuple(one.conditioning[part].shape) for part in folder.family.parts)]
+        written = [store.create(each, one.latent.dtype)[0] for each in shapes]
+        made.extend(written)
+        return specs.Branch(store.share(latent.contiguous()), store.share(one.timestep), name, written[0],
+                            parts=dict(zip(folder.family.parts, written[1:], strict=True)))
+
+    def step(rows=None, **settings):
+        branches = [branch(one, name, rows) for name, one in zip(names, folder.branches, strict=True)]
+        patch = None if rows is None else rows[0]
+        commands.append(messages.Predict(next(requests), spec.name, layout, branches, patch, keep=True, **settings))
+
+    step()
+    step(stale=layout.displaced_degree > 1)
+    if layout.pipefusion_degree > 1 and not folder.family.parts:
+        for rows in cut_patches(folder.branches[0].latent.shape, folder.family.latent.patch, 2):
+            step(rows)
+    commands += [messages.DropConditioning(next(requests), names), messages.DropModel(next(requests), spec.name)]
+    return Run(spec, commands, made)
+
+
+def executed(rank, world_size, runs):
+    """[(bytes of the weights that come, those that have come, of the largest two blocks)] of each run."""
+    engine, found = Engine(rank, torch.device("cpu"), lambda *phase: None), []
+    for name, commands in runs:
+        for command in commands:
+            if isinstance(command, messages.DropModel):
+                offloaded = engine._models[name].transformer.offloaded
+                found.append((0, 0, 0) if offloaded is None else (
+                    offloaded.host_bytes, offloaded.copied_bytes, offloaded.buffer_bytes))
+            engine.execute(command)
+            if isinstance(command, messages.LoadModel):
+                _align(engine._models[name].transformer)
+    return found
+
+
+def _align(transformer):
+    """Of one row, MKL's products have other last bits where a matrix begins elsewhere in a line of the cache, as those
+    of a map of a file do. Devices have no maps."""
+    apart = {} if transformer.offloaded is None else transformer.offloaded.weights
+    with torch.inference_mode():
+        for weight in (*transformer.model.parameters(), *transformer.model.buffers()):
+            if id(weight) not in apart:
+                weight.data = weight.data.clone()
+
+
+def check(name, dtype, layouts, world_size=2):
+    """What is wrong under these layouts of so many ranks, with weights that come."""
+    store, requests = SegmentStore(), itertools.count(1)
+    try:
+        with tempfile.TemporaryDirectory() as path, torch.no_grad():
+            folder = Folder(name, dtype, Path(path))
+            runs = {(words(layout), share): run_of(folder, layout, store, requests, share and STAY[share])
+                    for layout in layouts for share in (None, *STAY)}
+            ranks = run_ranks(executed, world_size, [(run.spec.name, run.commands) for run in runs.values()])
+        wrong = []
+        for (layout, share), run, *counted in zip(runs, runs.values(), *ranks):
+            if share is None:
+                continue
+            for made, wanted in zip(run.made, runs[layout, None].made, strict=True):
+                if not torch.equal(*map(map_segment, (made, wanted))):
+                    wrong.append(f"{name}, {layout}, {dtype}: {share} stays, other bits")
+                    break
+            if not all(held for held, _, _ in counted):
+                wrong.append(f"{name}, {layout}: nothing comes where {share} stays")
+            steps = sum(isinstance(command, messages.Predict) for command in run.commands)
+            if any(came > steps * held + ahead for held, came, ahead in counted):
+                wrong.append(f"{name}, {layout}: a block comes twice a step: {counted}")
+        return wrong
+    finally:
+        store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Flux.1", "Wan", "SD3", "SDXL"])
+def test_weights_that_come_give_the_same_bits_under_products_of_two_methods(name):
+    assert not check(name, "float32", layouts_of(name, 2), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_that_come_give_the_same_bits_under_every_method(name, dtype):
+    assert not check(name, dtype, layouts_of(name, 1))
+
+
+def test_weights_that_come_give_the_same_bits_in_what_is_drawn(request):
+    """A transformer and a U-Net, in either type."""
+    rng = random.Random(request.config.option.smoke_seed)
+    for names, dtype in zip((FAMILIES.keys() - UNETS.keys(), UNETS), rng.sample(TYPES, 2)):
+        name = rng.choice(sorted(names))
+        assert not check(name, dtype, rng.sample(layouts_of(name, 1), 2))
