@@ -72,7 +72,8 @@ class Live:
     streams are whole; held: whole, beside the blocks, such as what is to be cut and tables of positions; and of a
     rank's own tokens, block: most in a block by itself; exchange: where Ulysses packs queries, keys and values. keys:
     those and values of one block, which are kept; told: those of the block before with all that they are views of,
-    which displaced patches have yet to send. Both where queries have as many heads.
+    which displaced patches have yet to send. Both where queries have as many heads. own: 1 where tokens of one image
+    are cut without a copy; those of several images are copied, while the first block runs beside the whole.
     """
 
     alone: float = 15.0
@@ -84,6 +85,7 @@ class Live:
     exchange: float = 18.0
     keys: float = 2.0
     told: float = 2.0
+    own: float = 1.0
 
 
 # beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
@@ -109,7 +111,8 @@ def _live_rows(net, job, degrees, settings):
         told = live.told * net.key_share / degrees.ulysses / degrees.tensor
         inside = max(inside + told / degrees.displaced,
                      keys + (exchange + UNPACKED) / sequence / degrees.displaced)
-    return batch * max(live.outside, live.held + inside)
+    own = live.own / sequence / degrees.displaced if batch > 1 else 0.0
+    return batch * max(live.outside, live.held + own + inside)
 
 
 def _divided(live, residual, degrees):
