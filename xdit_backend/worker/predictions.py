@@ -112,19 +112,8 @@ class Predictions:
             self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         link = self._link(mesh, command.layout)
         for parts in self._together(command, mesh, offloaded is not None):
-            latents = [self._latent(loaded, mesh, part) for part in parts]
-            exchange = self._exchange(command, mesh, parts[0].branch.conditioning)
-            contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
-                        for part, latent in zip(parts, latents)]
-            if handles:
-                contexts[0].receive_message = partial(self._receive, link, handles.pop(0), traffic, waits)
-            with nullcontext() if exchange is None else self._call(exchange, command, parts[0].branch, traffic):
-                results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
-            for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
-                if message is None:
-                    self._write(loaded.family, part, latent, context, output)
-                else:
-                    link.send(message, traffic)
+            receive = partial(self._receive, link, handles.pop(0), traffic, waits) if handles else None
+            self._run(command, parts, receive, traffic)
         # by now activations have taken what they need
         if command.patch is not None and offloaded is None and not loaded.transformer.casts.are_kept:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
@@ -132,6 +121,23 @@ class Predictions:
         clock.add(start, end, waits + weight_waits)
         self._record(command, start, end, {"wait": waits, "weights": weight_waits}, traffic)
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
+
+    def _run(self, command, parts, receive, traffic):
+        """Run these parts at a time. When it returns, nothing of their forwards is left but what is kept. receive: for
+        what the stage before has sent; None: nothing has."""
+        loaded, mesh = self._models[command.model], self._mesh(command)
+        latents = [self._latent(loaded, mesh, part) for part in parts]
+        exchange = self._exchange(command, mesh, parts[0].branch.conditioning)
+        contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
+                    for part, latent in zip(parts, latents)]
+        contexts[0].receive_message = receive
+        with nullcontext() if exchange is None else self._call(exchange, command, parts[0].branch, traffic):
+            results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
+        for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
+            if message is None:
+                self._write(loaded.family, part, latent, context, output)
+            else:
+                self._link(mesh, command.layout).send(message, traffic)
 
     def _receive(self, link, handle, traffic, waits):
         asked = self._clock.mark()
