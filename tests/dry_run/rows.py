@@ -81,10 +81,10 @@ def counted(row, layout_name, rank=-1, storage="bfloat16", quantisation=""):
                  rank % world_size_of(layout), run)
 
 
-def weights_of(row, layout_name, rank=-1):
+def weights_of(row, layout_name, rank=-1, storage="bfloat16"):
     """Bytes of the weights that a rank has to hold, by arithmetic on the model's shapes."""
     (checkpoint, _), layout = row, parse_layout(layout_name)
-    family, spec, rank = checkpoint.family, spec_of(checkpoint, layout), rank % world_size_of(layout)
+    family, spec, rank = checkpoint.family, spec_of(checkpoint, layout, storage), rank % world_size_of(layout)
     model, _ = outline(checkpoint, spec)
     degree, splits = layout.tensor_degree, {}
     if degree > 1:
