@@ -1,5 +1,5 @@
 """Files of published models at their full size, with a real header and holes for content, as each rank loads them on a
-pretended device: its own weights to the byte, each copied once, without a wait, and never more than one tensor twice."""
+pretended device: its own weights to the byte, each copied once, without a wait, never more than one tensor twice."""
 
 import json
 import math
@@ -61,6 +61,14 @@ def sparse_folder(folder, model):
     return open_checkpoint(str(folder))
 
 
+def keep_what_is_moved(monkeypatch):
+    """The list of all that is moved to the device: a weight has that memory, but a pretended tensor lives only as long
+    as what refers to it."""
+    plain, on_device = loading.moved, []
+    monkeypatch.setattr(loading, "moved", lambda *given: on_device.append(plain(*given)) or on_device[-1])
+    return on_device
+
+
 @pytest.mark.parametrize("name, blocks, layout_name, storage", [
     pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.slow) for row in ROWS])
 def test_a_rank_loads_its_own_weights_once(tmp_path, monkeypatch, name, blocks, layout_name, storage):
@@ -72,10 +80,8 @@ def test_a_rank_loads_its_own_weights_once(tmp_path, monkeypatch, name, blocks, 
         own = own_blocks(empty, model.family, spec, rank) if spec.stages is not None else None
         outside = build_empty(model.family, checkpoint.config)
         monkeypatch.setattr(loading, "build_empty", lambda family, config, made=outside: made)
-        plain, on_device = loading.moved, []
         with monkeypatch.context() as changed, pretended_cuda(), DeviceWork() as work, Holes() as holes:
-            # a weight's memory is its own; a pretended tensor lives as long as what refers to it
-            changed.setattr(loading, "moved", lambda *given: on_device.append(plain(*given)) or on_device[-1])
+            on_device = keep_what_is_moved(changed)
             loading.load_transformer(spec, CUDA, choose_blocks=own and (lambda _, own=own: own),
                                      tensor_rank=rank % spec.tensor_degree)
             largest = max(tensor.numel() for tensor in on_device)

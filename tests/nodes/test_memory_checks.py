@@ -111,7 +111,7 @@ def apart(comfyui, monkeypatch):
     spread = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.spread")
     for module in (checks, spread):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
-    forecast = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.forecast.memory_check")
+    forecast = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.forecast.memory")
     monkeypatch.setattr(forecast, "CONTEXT_BYTES", 0)
     return checks
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ..partition import FULL, shard_sizes, split_stages, stage_blocks, stage_of
 
 USABLE_MEMORY = 0.95           # of a device's memory that a run may take
+CONTEXT_BYTES = 6e8            # of a GPU, that CUDA and its libraries take for themselves
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,11 @@ def rank_weights(weight_bytes, net, stages, device_bytes):
                  for stage in range(stages.pipefusion_degree)]
     return [round((net.outside_bytes + sizes[stage_of(rank, stages)]) * weight_bytes / net.held_bytes)
             for rank in range(count)]
+
+
+def room_of(memory_bytes):
+    """Bytes that a rank has for all that it holds on a device with memory of its own. memory_bytes: the rank's part."""
+    return USABLE_MEMORY * memory_bytes - CONTEXT_BYTES
 
 
 def fits_stages(net, degrees, needed, memory_bytes):
