@@ -43,18 +43,24 @@ class Holes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sparse_folder(folder, model):
-    """A diffusers folder of a published.Unwritten in bfloat16, which takes no room on the disk."""
+def sparse_file(path, shapes):
+    """A safetensors file of tensors in bfloat16, which takes no room on the disk. shapes: {name: shape}."""
     start, header = 0, {}
-    for key, shape in model.shapes.items():
+    for name, shape in shapes.items():
         num_bytes = 2 * math.prod(shape)
-        header[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, start + num_bytes]}
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, start + num_bytes]}
         start += num_bytes
     written = json.dumps(header).encode()
     written += b" " * (-len(written) % 8)
-    with open(folder / "diffusion_pytorch_model.safetensors", "wb") as file:
+    with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(written)) + written)
         file.truncate(8 + len(written) + start)
+    return path
+
+
+def sparse_folder(folder, model):
+    """A diffusers folder of a published.Unwritten."""
+    sparse_file(folder / "diffusion_pytorch_model.safetensors", model.shapes)
     config = {"_class_name": model.family.transformer} | {
         key: value for key, value in model.config.items() if not key.startswith("_")}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

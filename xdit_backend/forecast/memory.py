@@ -56,6 +56,9 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
         keys_values = settings.cached_steps * a_block * max(stage_counts(net, degrees.pipefusion))
     if degrees.pipefusion > 1 and settings.offload:
         keys_values, host = (settings.cached_steps + 1) * a_block, keys_values
+    if degrees.pipefusion > 1 and not net.joint:               # those of the text, which are made once a step
+        keys_values += (2 * degrees.batch(job) * job.text * net.width * net.element_bytes / degrees.tensor
+                        * max(stage_counts(net, degrees.pipefusion)))
     if degrees.displaced > 1:
         keys_values = settings.exchanged_copies * settings.cached_steps * a_block * net.blocks
     return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values,
