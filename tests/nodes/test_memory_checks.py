@@ -259,6 +259,6 @@ def test_flux2_in_fp8_on_two_cards_is_answered_alike(comfyui, monkeypatch, tmp_p
     # a run with built-in guidance is by Ulysses; what stays on the cards leaves room for both branches
     assert remote.setup.layout(1).ulysses_degree == 2 and remote.spec.stages is None
     both, one = answer("cfg2", "--branches", "2"), answer("ulysses2")
-    assert both.held == remote.memory.model_bytes
+    assert both.held == remote.setup.net.held_bytes
     assert both.weights_memory == remote.memory.weights_memory_beside(remote._most_run_bytes, False)
     assert all(fit.answer().startswith("fits: ") and "come from host memory" in fit.answer() for fit in (both, one))
