@@ -81,21 +81,23 @@ def counted(row, layout_name, rank=-1, storage="bfloat16", quantisation=""):
                  rank % world_size_of(layout), run)
 
 
-def weights_of(row, layout_name, rank=-1):
-    """Bytes of the weights that a rank has to hold, by arithmetic on the model's shapes."""
+def weights_of(row, layout_name, rank=-1, storage="bfloat16", item_bytes=0):
+    """Bytes of the weights that a rank has to hold, by arithmetic on the model's shapes. item_bytes: of
+    those of a file whose numbers all take so many, as they come from it."""
     (checkpoint, _), layout = row, parse_layout(layout_name)
-    family, spec, rank = checkpoint.family, spec_of(checkpoint, layout), rank % world_size_of(layout)
+    family, spec, rank = checkpoint.family, spec_of(checkpoint, layout, storage), rank % world_size_of(layout)
     model, _ = outline(checkpoint, spec)
     degree, splits = layout.tensor_degree, {}
     if degree > 1:
         splits = tensor_splits(model, family.plan, degree)
+    in_file = model.state_dict().keys() if item_bytes else ()
     here, indices, total = own_blocks(model, family, spec, rank), block_indices(model, family.blocks), 0
     for name, tensor, dtype in held(model, family, spec):
         is_outside = family.is_unet or name.startswith(family.plan.outside)
         block = None if is_outside else indices.get(block_path(name))
         if block is None or block in here:
             share = splits[name].share(degree, rank % degree) if name in splits else 1
-            total += round(tensor.numel() * share) * dtype.itemsize
+            total += round(tensor.numel() * share) * (item_bytes if name in in_file else dtype.itemsize)
     return total
 
 

@@ -8,8 +8,7 @@ from xdit_backend.bench import fits, size
 from xdit_backend.dry_run.rank import count
 from xdit_backend.forecast.choice import Machine
 from xdit_backend.forecast.cost import Device, Links
-from xdit_backend.forecast.memory import USABLE_MEMORY
-from xdit_backend.forecast.memory_check import CONTEXT_BYTES
+from xdit_backend.forecast.memory import room_of
 
 ALLOWED = 0.03
 MODELS = {"flux.1-dev": "ulysses2", "qwen-image": "cfg2", "wan2.1-14b-720p": "cfg2", "hunyuanvideo-1.5": "cfg2",
@@ -31,7 +30,7 @@ def test_a_rank_holds_what_its_card_has_room_for_and_what_was_forecast(name, lay
     fit = fit_of(name, layout, card_gb)
     answer = fit.answer()
     if not answer.startswith("fits"):                          # activations and two blocks at a time are too much
-        assert fit.subject.plan_of(1, 1).device_bytes + fit.run_bytes > USABLE_MEMORY * card_gb * 1e9 - CONTEXT_BYTES
+        assert fit.subject.plan_of(1, 1).device_bytes + fit.run_bytes > room_of(card_gb * 1e9)
         return
     spec = fit.subject.spec(None, 1, fit.weights_memory)
     counted = count(fit.subject.checkpoint, spec, fit.layout, 0, fit.subject.run)

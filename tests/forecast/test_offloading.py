@@ -9,7 +9,7 @@ import pytest
 from xdit_backend.config import ParallelConfig
 from xdit_backend.forecast.choice import Machine, forecast
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
-from xdit_backend.forecast.memory import DEFAULT_SETTINGS, USABLE_MEMORY, Memory
+from xdit_backend.forecast.memory import DEFAULT_SETTINGS, Memory, room_of
 from xdit_backend.forecast.offloading import NUM_BUFFERS, offloaded_memory, plan_offload, step_seconds
 from xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, plan_run
 from xdit_backend.forecast.words import weights_words
@@ -128,7 +128,7 @@ def test_a_step_takes_as_long_as_computing_or_as_its_weights_come():
         made = forecast(NET, JOB, Degrees(), Machine((replace(CARD, host_bytes_s=host_bytes_s),), Links()), COMING)
         assert made.fits == (host_bytes_s > 0)
         if made.fits:
-            assert made.memory.total <= USABLE_MEMORY * CARD.memory_bytes and made.memory.come > 8e9
+            assert made.memory.total <= room_of(CARD.memory_bytes) and made.memory.come > 8e9
             assert made.come_s == made.memory.come / host_bytes_s
             assert made.seconds == pytest.approx(max(large.seconds, JOB.steps * made.come_s))
             assert (made.limited_by == "weights") == (host_bytes_s == 1e9)

@@ -10,6 +10,8 @@ import types
 import pytest
 import torch
 
+from tests.checkpoints.test_header import PUBLISHED
+from tests.dry_run.test_loading import sparse_file
 from tests.nodes.test_pipefusion import EXACT
 from tests.tolerances import close, within
 from xdit_backend.__main__ import make_parser
@@ -114,7 +116,7 @@ def apart(comfyui, monkeypatch):
     spread = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.spread")
     for module in (checks, spread):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
-    forecast = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.forecast.memory_check")
+    forecast = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.forecast.memory")
     monkeypatch.setattr(forecast, "CONTEXT_BYTES", 0)
     return checks
 
@@ -275,3 +277,49 @@ def test_what_displaced_patches_of_a_u_net_send_leaves_less_room_for_weights(com
     exchanged = base.remote.memory._exchanged(1, 2, (32, 32), Degrees(displaced=2), comfyui.config())
 
     assert 0 < exchanged == pytest.approx(taken[1] - taken[0] / 4)
+
+
+def flux2_file(comfyui, monkeypatch, folder):
+    """Flux.2 dev in bfloat16, under the names of ComfyUI's own module, with holes for content."""
+    import comfy.ldm.flux.model
+    import comfy.model_detection
+    import comfy.ops
+    import comfy.supported_models
+    monkeypatch.setattr(comfy.supported_models.Flux2, "unet_extra_config", {}, raising=False)
+    shapes = {name: torch.empty(shape, device="meta") for name, shape in PUBLISHED["flux2-dev"][1].items()}
+    arguments = comfy.model_detection.detect_unet_config(shapes, "", {})
+    module = comfy.ldm.flux.model.Flux(**arguments, dtype=torch.bfloat16, device="meta",
+                                       operations=comfy.ops.disable_weight_init)
+    return sparse_file(folder / "flux2.safetensors", {name: tuple(tensor.shape) for name, tensor in
+                                                      module.state_dict().items()})
+
+
+def test_flux2_in_fp8_on_two_cards_is_answered_alike(comfyui, monkeypatch, tmp_path):
+    """Two cards of 16 GB, 2048 pixels: bench size by the model's name, and Load xDiT Model with a file of it."""
+    pack, cards = comfyui.pack.__name__, ("cuda:0", "cuda:1")
+    for name, value in {"devices_of": lambda config: cards, "memory_of": lambda device: int(16e9),
+                        "load_device_of": lambda devices: torch.device("cpu")}.items():
+        monkeypatch.setattr(comfyui.shell, name, value)
+    monkeypatch.setattr(comfyui.groups, "prepare", lambda devices: None)
+    monkeypatch.setattr(importlib.import_module(f"{pack}.nodes.bridge.model.spread").GROUPS, "machine",
+                        lambda *given, **more: None)
+    monkeypatch.setattr(comfyui.detection.Detection, "dtypes",
+                        lambda self, *given: (torch.float8_e4m3fn, torch.bfloat16))
+    path = flux2_file(comfyui, monkeypatch, tmp_path)
+    remote = comfyui.shell.load_shell(str(path), "fp8_e4m3fn", comfyui.config("cuda:0,cuda:1")).model.remote
+    remote._most_run_bytes = 0
+    for num_branches in (2, 1):                                # as ComfyUI asks before any run
+        remote.memory_required(lambda *given, **more: 0, [num_branches, 128, 128, 128])
+
+    def answer(layout_name, *more):
+        options = ["bench", "size", "flux.2-dev", "--weight-dtype", "fp8_e4m3fn", "--size", "2048x2048", *more]
+        card = Device(1e14, 1e14, 1e12, memory_bytes=16e9, host_bytes_s=12e9)
+        return fits.Fit(size.subject_of(make_parser().parse_args(options)), size.parse_layout(layout_name),
+                        Machine((card,) * 2, Links()))
+
+    # a run with built-in guidance is by Ulysses; what stays on the cards leaves room for both branches
+    assert remote.setup.layout(1).ulysses_degree == 2 and remote.spec.stages is None
+    both, one = answer("cfg2", "--branches", "2"), answer("ulysses2")
+    assert both.held == remote.setup.net.held_bytes
+    assert both.weights_memory == remote.memory.weights_memory_beside(remote._most_run_bytes, False)
+    assert all(fit.answer().startswith("fits: ") and "come from host memory" in fit.answer() for fit in (both, one))

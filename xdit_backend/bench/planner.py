@@ -22,6 +22,7 @@ from .published import (
     NEAR,
     NETS,
     RELATIVES,
+    TRAFFIC,
     collective_of,
     degrees_of,
     positive,
@@ -78,7 +79,8 @@ def usual_constants(rows, probed):
         constants[("matrix share", row.card)] = (0.65, 0.25)
         constants[("attention share", row.card)] = (0.5, 0.25)
         family = RELATIVES.get(row.model, row.model)
-        constants[("kernels", family)] = (min(1.5, NETS[family].kernels), 1.0)
+        traffic = TRAFFIC.get(family, 0) / TRAFFIC["pixart-alpha"]
+        constants[("kernels", family)] = (traffic or min(1.5, NETS[family].kernels), 1.0)
         constants[("host", row.machine)] = (1.0, 0.6)
     for row in probed:
         measured = collective_of(row)

@@ -62,7 +62,9 @@ class DeviceWork(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         given = tensors_in((args, kwargs))
-        if not any(isinstance(tensor, FakeTensor) for tensor in given) and not _goes_to_cuda(kwargs):
+        # packages hold pretended tensors in tensors of their own, which are on CUDA too
+        is_pretended = any(isinstance(tensor, FakeTensor) or tensor.is_cuda for tensor in given)
+        if not is_pretended and not _goes_to_cuda(kwargs):
             with unset_fake_temporarily():                     # the host's own numbers stay numbers
                 return func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
         reads = name in READS or (name in BY_PLACES and any(_is_mask(place) for place in args[1]))

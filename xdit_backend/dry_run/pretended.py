@@ -78,6 +78,8 @@ class CudaFunctions(TorchFunctionMode):
             return _attention(*args, **(kwargs or {}))
         if func is torch.batch_norm_stats:
             return tuple(args[0].new_empty(args[0].shape[1], dtype=torch.float32) for _ in range(2))
+        if getattr(func, "__name__", "") == "pad":             # torch looks it up anew, where a VAE has its own
+            func = torch._C._nn.pad
         return func(*args, **(kwargs or {}))
 
 

@@ -74,6 +74,10 @@ PUBLISHED = {
 }
 
 
+# the format that needs a number of columns that it rotates together, and what is usual; it has a scale for each row
+ROTATED, COLUMNS_ROTATED = "convrot_w4a4", 256
+
+
 @dataclass(frozen=True)
 class Unwritten:
     """A checkpoint of a published model that is in no file: what is asked of a checkpoints.Checkpoint to count it.
@@ -114,7 +118,8 @@ class Unwritten:
             return {}
         how = FORMATS[self.type_]
         layers = {name: Layer(self.type_, shape, {what: f"{name.removesuffix('weight')}{what}" for what in how.scales},
-                              num_scales=0 if how.block else 1)
+                              0 if how.block else shape[0] if self.type_ == ROTATED else 1,
+                              COLUMNS_ROTATED if self.type_ == ROTATED else 0)
                   for name, (shape, linear) in self.tensors.items() if linear}
         return {name: layer for name, layer in layers.items() if layer.shape[1] % layer.block[0] == 0}
 

@@ -41,7 +41,7 @@ class Run:
     """A step of sampling. shape: of the latents of one branch, (B, C, H, W) or (B, C, F, H, W). conditioning: {name:
     shape, with its batch}; a name that ends in "mask" or "ids" is of whole numbers. call_conditioning: the same, of
     each call alone. branches: of guidance. num_patches: of PipeFusion; 0: two a stage. forecast: of keys and values, as
-    messages.Predict's."""
+    messages.Predict's. has_control: does a ControlNet add something at every place where one can?"""
 
     shape: tuple[int, ...]
     conditioning: dict[str, tuple[int, ...]]
@@ -49,6 +49,7 @@ class Run:
     branches: int = 1
     num_patches: int = 0
     forecast: float = 0.0
+    has_control: bool = False
 
 
 @dataclass(frozen=True)
@@ -317,7 +318,9 @@ class _Calls:
                 self.run.call_conditioning.items()}
         parts = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
                  for key in family.parts or () if key in here}
-        return Branch(latent, timestep, name, written, call_conditioning=here, parts=parts)
+        places = family.control_shapes(config, shape) if self.run.has_control else {}
+        control = {place: self.memory.share(torch.zeros(shape[0], *given)) for place, given in places.items()}
+        return Branch(latent, timestep, name, written, control, call_conditioning=here, parts=parts)
 
     def _request(self):
         self.num_requests += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..partition import shard_sizes
 from .cost import Degrees, Device, Links, Run, Tokens, block_parts
-from .memory import DEFAULT_SETTINGS, USABLE_MEMORY, Memory, fits_stages, rank_memory
+from .memory import DEFAULT_SETTINGS, Memory, fits_stages, rank_memory, room_of
 from .offloading import offloaded_memory
 from .seconds import run_seconds
 
@@ -82,7 +82,7 @@ def forecast(net, job, degrees, machine, settings=DEFAULT_SETTINGS):
                           equivalent_devices)
     fits, come_s = fits_stages(net, degrees, needed, group.memory_bytes), 0.0
     if settings.weights_memory and degrees.pipefusion == 1 and device.host_bytes_s:
-        room = USABLE_MEMORY * min(group.memory_bytes)
+        room = room_of(min(group.memory_bytes))
         offloaded = offloaded_memory(net, needed, room, settings.weights_memory)
         needed, fits = (needed, fits) if offloaded is None else (offloaded, True)
         come_s = needed.come / (group.working == 1 and device.host_alone_bytes_s or device.host_bytes_s)

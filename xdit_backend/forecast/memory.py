@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ..partition import FULL, shard_sizes, split_stages, stage_blocks, stage_of
 
 USABLE_MEMORY = 0.95           # of a device's memory that a run may take
+CONTEXT_BYTES = 6e8            # of a GPU, that CUDA and its libraries take for themselves
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
         keys_values = settings.cached_steps * a_block * max(stage_counts(net, degrees.pipefusion))
     if degrees.pipefusion > 1 and settings.offload:
         keys_values, host = (settings.cached_steps + 1) * a_block, keys_values
+    if degrees.pipefusion > 1 and not net.joint:               # those of the text, which are made once a step
+        keys_values += (2 * degrees.batch(job) * job.text * net.width * net.element_bytes / degrees.tensor
+                        * max(stage_counts(net, degrees.pipefusion)))
     if degrees.displaced > 1:
         keys_values = settings.exchanged_copies * settings.cached_steps * a_block * net.blocks
     return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values,
@@ -72,7 +76,8 @@ class Live:
     streams are whole; held: whole, beside the blocks, such as what is to be cut and tables of positions; and of a
     rank's own tokens, block: most in a block by itself; exchange: where Ulysses packs queries, keys and values. keys:
     those and values of one block, which are kept; told: those of the block before with all that they are views of,
-    which displaced patches have yet to send. Both where queries have as many heads.
+    which displaced patches have yet to send. Both where queries have as many heads. own: 1 where tokens of one image
+    are cut without a copy; those of several images are copied, while the first block runs beside the whole.
     """
 
     alone: float = 15.0
@@ -84,6 +89,7 @@ class Live:
     exchange: float = 18.0
     keys: float = 2.0
     told: float = 2.0
+    own: float = 1.0
 
 
 # beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
@@ -109,7 +115,8 @@ def _live_rows(net, job, degrees, settings):
         told = live.told * net.key_share / degrees.ulysses / degrees.tensor
         inside = max(inside + told / degrees.displaced,
                      keys + (exchange + UNPACKED) / sequence / degrees.displaced)
-    return batch * max(live.outside, live.held + inside)
+    own = live.own / sequence / degrees.displaced if batch > 1 else 0.0
+    return batch * max(live.outside, live.held + own + inside)
 
 
 def _divided(live, residual, degrees):
@@ -163,6 +170,11 @@ def rank_weights(weight_bytes, net, stages, device_bytes):
                  for stage in range(stages.pipefusion_degree)]
     return [round((net.outside_bytes + sizes[stage_of(rank, stages)]) * weight_bytes / net.held_bytes)
             for rank in range(count)]
+
+
+def room_of(memory_bytes):
+    """Bytes that a rank has for all that it holds on a device with memory of its own. memory_bytes: the rank's part."""
+    return USABLE_MEMORY * memory_bytes - CONTEXT_BYTES
 
 
 def fits_stages(net, degrees, needed, memory_bytes):

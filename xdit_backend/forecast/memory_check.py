@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..protocol.errors import ConfigError
-from .memory import USABLE_MEMORY, Memory, most_that_fits
+from .memory import Memory, most_that_fits, room_of
 
-CONTEXT_BYTES = 6e8                        # of a GPU, that CUDA and its libraries take for themselves
 NOTHING = Memory(0.0, 0.0, 0.0)
 HOST = "this machine's host memory"
 
@@ -53,8 +52,7 @@ class Hints:
 def rank_room(devices, device_bytes):
     """Bytes that a rank has on the fullest device for all that it holds there. devices, device_bytes: of each rank, its
     name and what it has in all."""
-    return min(USABLE_MEMORY * size / devices.count(device) - CONTEXT_BYTES
-               for device, size in zip(devices, device_bytes))
+    return min(room_of(size / devices.count(device)) for device, size in zip(devices, device_bytes))
 
 
 def weights_memory_in(room_bytes, held_of):

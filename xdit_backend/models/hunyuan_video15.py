@@ -87,7 +87,8 @@ HUNYUAN_VIDEO15 = Family(
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
                "encoder_hidden_states_2": _given_or_none("txt_byt5", "text_embed_2_dim"),
                "image_embeds": _given_or_none("clip_fea", "image_embed_dim")},
-    live={"alone": 12.3, "residual": 4.4, "whole": 7.4, "outside": 3.3, "held": 1.3, "block": 11.9, "exchange": 14.1},
+    live={"alone": 12.3, "residual": 4.4, "whole": 7.4, "outside": 3.3, "held": 1.3, "block": 11.9, "exchange": 14.1,
+          "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5,

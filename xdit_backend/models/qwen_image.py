@@ -86,7 +86,8 @@ QWEN_IMAGE = Family(
                "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes,
                "places": LATENT.reference_positions,
                "at_zero": _at_zero},
-    live={"alone": 15.0, "residual": 7.2, "whole": 10.2, "outside": 2.6, "held": 1.3, "block": 14.8, "exchange": 18.2},
+    live={"alone": 15.0, "residual": 7.2, "whole": 10.2, "outside": 2.6, "held": 1.3, "block": 14.8, "exchange": 18.2,
+          "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5,
                           control="input", patched="double"),),

@@ -87,7 +87,8 @@ Z_IMAGE = Family(
     arguments={"x": lambda call: list(LATENT(call).unsqueeze(2)), "t": timestep(-1, 1),
                "cap_feats": lambda call: list(given("context")(call)), "first_row": _first_row,
                "num_pads": _num_pads},
-    live={"alone": 16.0, "residual": 5.4, "whole": 9.2, "outside": 6.0, "held": 2.3, "block": 14.9, "exchange": 14.3},
+    live={"alone": 16.0, "residual": 5.4, "whole": 9.2, "outside": 6.0, "held": 2.3, "block": 14.9, "exchange": 14.3,
+          "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),
                           streams={"x": PICTURE},

@@ -112,23 +112,8 @@ class Predictions:
             self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         link = self._link(mesh, command.layout)
         for parts in self._together(command, mesh, offloaded is not None):
-            latents = [self._latent(loaded, mesh, part) for part in parts]
-            exchanges = [self._exchange(command, mesh, part.branch.conditioning) for part in parts]
-            contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
-                        for part, latent, exchange in zip(parts, latents, exchanges)]
-            for context in contexts if handles else ():
-                context.receive_message = partial(self._receive, link, handles.pop(0), traffic, waits)
-            with ExitStack() as calls:
-                for part, exchange in zip(parts, exchanges) if exchanges[0] is not None else ():
-                    calls.enter_context(self._call(exchange, command, part.branch, traffic))
-                results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
-            if offloaded is not None:
-                offloaded.check_files()
-            for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
-                if message is None:
-                    self._write(loaded.family, part, latent, context, output)
-                else:
-                    link.send(message, traffic)
+            receives = [partial(self._receive, link, handles.pop(0), traffic, waits) for _ in parts] if handles else []
+            self._run(command, parts, receives, traffic)
         # by now activations have taken what they need
         if command.patch is not None and offloaded is None and not loaded.transformer.casts.are_kept:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
@@ -136,6 +121,28 @@ class Predictions:
         clock.add(start, end, waits + weight_waits)
         self._record(command, start, end, {"wait": waits, "weights": weight_waits}, traffic)
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
+
+    def _run(self, command, parts, receives, traffic):
+        """Run these parts at a time. When it returns, nothing of their forwards is left but what is kept. receives: for
+        what the stage before has sent, of each part; none where nothing has."""
+        loaded, mesh = self._models[command.model], self._mesh(command)
+        latents = [self._latent(loaded, mesh, part) for part in parts]
+        exchanges = [self._exchange(command, mesh, part.branch.conditioning) for part in parts]
+        contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
+                    for part, latent, exchange in zip(parts, latents, exchanges)]
+        for context, receive in zip(contexts, receives):
+            context.receive_message = receive
+        with ExitStack() as calls:
+            for part, exchange in zip(parts, exchanges) if exchanges[0] is not None else ():
+                calls.enter_context(self._call(exchange, command, part.branch, traffic))
+            results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
+        if loaded.transformer.offloaded is not None:
+            loaded.transformer.offloaded.check_files()
+        for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
+            if message is None:
+                self._write(loaded.family, part, latent, context, output)
+            else:
+                self._link(mesh, command.layout).send(message, traffic)
 
     def _receive(self, link, handle, traffic, waits):
         asked = self._clock.mark()

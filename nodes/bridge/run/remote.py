@@ -6,7 +6,6 @@ import torch
 
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 
-from ....xdit_backend.forecast.cost import Job
 from ....xdit_backend.forecast.planner import USUAL_JOB, branches_together, describe_layout
 from ....xdit_backend.forecast.words import layout_words
 from ....xdit_backend.host.calls import Call
@@ -110,7 +109,8 @@ class RemoteModel:
         if len(whole) == 3:                                    # of several parts, packed into one row of numbers
             whole = (whole[0], self._taken_channels, 1, 1, -(-whole[2] // self._taken_channels))
         tokens = self.family.latent.num_tokens(whole) * self.family.latent.sequences(whole)
-        job = Job(tokens, 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
+        images = max(1, input_shape[0] // branches)
+        job = dataclasses.replace(USUAL_JOB, tokens=tokens, branches=branches, images=images)
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
         self._run_bytes = self.memory.of_run(job, layout, one, tuple(whole[2:]))

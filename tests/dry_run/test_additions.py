@@ -1,0 +1,78 @@
+"""What a step is asked for beside the plain one: what a ControlNet adds, text that is masked, a LoRA on weights that
+are packed. It mixes no devices, waits nowhere else, sends no more, and takes no more kernels than it has to."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.dry_run.rows import ALLOWED_WAITS, LAYOUTS, TEXT_TOKENS, counted, place_of, published, tiny
+from xdit_backend.checkpoints.casting import add_at_use
+from xdit_backend.dry_run import rank
+from xdit_backend.dry_run.pretended import CUDA
+from xdit_backend.models import FAMILIES
+
+CONTROLLED = [name for name, family in FAMILIES.items()
+              if name in LAYOUTS and family.control_shapes(family.tiny.config, tiny(name)[1].shape)]
+# Mochi reads its mask, of which a pretended device has no numbers.
+MASKED = [name for name in LAYOUTS if name != "Mochi" and "attention_mask" in FAMILIES[name].conditioning]
+MASKED_WAITS = {*ALLOWED_WAITS, "copy at transformer_qwenimage.py compute_text_seq_len_from_mask"}     # diffusers' own
+ADDED, ONCE = 4, 2             # kernels for a place, and in a forward: copies to the device and into place, and a sum
+LORA_RANK = 16
+
+
+def rows(names):
+    """(family, layout), by default of every third family one, in turn."""
+    drawn = {(name, LAYOUTS[name][(index + 1) % len(LAYOUTS[name])]) for index, name in enumerate(names)
+             if index % 3 == 0}
+    return [pytest.param(name, layout, marks=[] if (name, layout) in drawn else pytest.mark.slow)
+            for name in names for layout in LAYOUTS[name]]
+
+
+@pytest.mark.parametrize("name, layout", rows(CONTROLLED))
+def test_what_a_controlnet_adds(name, layout):
+    checkpoint, run = tiny(name)
+    num_places = len(checkpoint.family.control_shapes(checkpoint.config, run.shape))
+    plain, row = (counted((checkpoint, dataclasses.replace(run, has_control=each)), layout, 0)
+                  for each in (False, True))
+
+    assert row.mixed == {} and row.waits == plain.waits
+    assert row.sent_bytes == plain.sent_bytes and row.weight_bytes == plain.weight_bytes
+    patches = 4 if "pipefusion" in layout else 1
+    assert 0 < row.kernels - plain.kernels <= (ADDED * num_places + ONCE) * patches
+
+
+@pytest.mark.parametrize("name, layout", rows(MASKED))
+def test_text_that_is_masked(name, layout):
+    checkpoint, run = tiny(name)
+    masked = dataclasses.replace(run, conditioning=run.conditioning | {"attention_mask": (1, TEXT_TOKENS)})
+    plain, row = counted((checkpoint, run), layout), counted((checkpoint, masked), layout)
+
+    assert row.mixed == {} and {place_of(wait) for wait in row.waits} <= MASKED_WAITS
+    assert row.sent_bytes == plain.sent_bytes and row.kernels > plain.kernels
+
+
+@pytest.mark.parametrize("type_, layout", [
+    ("Q4_K", "one"), pytest.param("Q8_0", "pipefusion2", marks=pytest.mark.slow),
+    pytest.param("float8_e4m3fn", "ulysses2", marks=pytest.mark.slow)])
+def test_a_lora_on_packed_weights(monkeypatch, type_, layout):
+    """Two small products for each, where it is multiplied as it is packed; else one that is added as it is unpacked."""
+    checkpoint, run = published("flux.1-dev")
+    row = dataclasses.replace(checkpoint, type_=type_), run
+    plain, load = counted(row, layout), rank.load
+
+    def with_lora(checkpoint, spec, model, packed, part):
+        loaded = load(checkpoint, spec, model, packed, part)
+        for name in packed:
+            linear = model.get_submodule(name.removesuffix(".weight"))
+            if linear.weight.is_meta:                          # of another stage
+                continue
+            sizes = (linear.out_features, LORA_RANK), (LORA_RANK, linear.in_features)
+            add_at_use(linear, *(torch.empty(size, dtype=torch.bfloat16, device=CUDA) for size in sizes))
+        return loaded
+    monkeypatch.setattr(rank, "load", with_lora)
+    found = counted(row, layout)
+
+    assert found.mixed == {} and found.waits == plain.waits and found.sent_bytes == plain.sent_bytes
+    assert plain.flops < found.flops < 1.2 * plain.flops
+    assert 0 < found.weight_bytes - plain.weight_bytes < 0.05 * plain.weight_bytes
