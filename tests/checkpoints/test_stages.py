@@ -1,12 +1,13 @@
 """A rank of a pipeline reads its own stage's blocks and what is outside the blocks, and nothing else of the file."""
 
+import functools
 import json
 
 import pytest
-import safetensors
 import torch
 
 from tests.models.zoo import FOLDERS, PIPELINES, example
+from xdit_backend.checkpoints import file_map, reading
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.shares import block_sizes
@@ -17,27 +18,14 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def names_read(monkeypatch):
     """Names of the tensors that are read while this is there."""
-    names, safe_open = [], safetensors.safe_open
+    names, map_tensors = [], file_map.map_tensors
 
-    class Counting:
-        def __init__(self, *args):
-            self.file = safe_open(*args)
-
-        def __enter__(self):
-            self.inner = self.file.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self.file.__exit__(*error)
-
-        def keys(self):
-            return self.inner.keys()
-
-        def get_tensor(self, name):
+    def counting(path):
+        def read(name, mapped):
             names.append(name)
-            return self.inner.get_tensor(name)
-
-    monkeypatch.setattr(safetensors, "safe_open", Counting)
+            return mapped()
+        return {name: functools.partial(read, name, mapped) for name, mapped in map_tensors(path).items()}
+    monkeypatch.setattr(reading, "map_tensors", counting)
     return names
 
 

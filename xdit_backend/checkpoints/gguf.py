@@ -11,6 +11,7 @@ import struct
 import torch
 
 from ..protocol.errors import CheckpointError
+from .file_map import map_memory
 from .ggml import numbers
 
 MAGIC = b"GGUF"
@@ -66,7 +67,7 @@ def read_tensors(checkpoint, wanted):
     """{name: tensor} of a GGUF file, maps of it; quantised ones are (rows, bytes of a row) uint8. What is not
     wanted(name) is on the meta device."""
     path, = checkpoint.files
-    memory = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
+    memory = torch.frombuffer(map_memory(path), dtype=torch.uint8)
     tensors = {}
     for name, (first, shape) in checkpoint.stored.items():
         type_ = checkpoint.dtypes[name]

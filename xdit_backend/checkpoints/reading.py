@@ -4,6 +4,7 @@ Called by the loader on each rank."""
 import torch
 
 from . import kitchen
+from .file_map import map_tensors
 from .gguf import read_tensors
 from .packed import SCALED, unpacked
 
@@ -12,33 +13,29 @@ META = torch.empty(0, device="meta")
 
 def read_file(checkpoint, wanted):
     """{name: tensor of the file, a map of it}; what is not wanted(name) is on the meta device."""
-    from safetensors import safe_open
     if checkpoint.stored:
         return read_tensors(checkpoint, wanted)
     tensors = {}
     for path in checkpoint.files:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                short = checkpoint.name_of(name, path)
-                if short is not None:
-                    layer = checkpoint.layers.get(short)
-                    tensor = (file.get_tensor(name) if wanted(short) else
-                              torch.empty(layer.stored_shape if layer else checkpoint.shapes[short],
-                                          dtype=layer and layer.how.held, device="meta"))
-                    tensors[short] = layer.weight(tensor) if layer else tensor
+        for name, mapped in map_tensors(path).items():
+            short = checkpoint.name_of(name, path)
+            if short is not None:
+                layer = checkpoint.layers.get(short)
+                tensor = (mapped() if wanted(short) else
+                          torch.empty(layer.stored_shape if layer else checkpoint.shapes[short],
+                                      dtype=layer and layer.how.held, device="meta"))
+                tensors[short] = layer.weight(tensor) if layer else tensor
     return tensors
 
 
 def read_beside(checkpoint, tensors):
     """{name of a weight of ComfyUI's quantised layers: {what it is: tensor} of what stands beside it, as held of all
     its rows}. Nothing of weights that are on the meta device."""
-    from safetensors import safe_open
     if not checkpoint.layers:
         return {}
-    with safe_open(checkpoint.files[0], "pt") as file:
-        return {name: layer.by_rows({what: file.get_tensor(checkpoint.prefix + there)
-                                     for what, there in layer.beside.items()})
-                for name, layer in checkpoint.layers.items() if not tensors[name].is_meta}
+    mapped = map_tensors(checkpoint.files[0])
+    return {name: layer.by_rows({what: mapped[checkpoint.prefix + there]() for what, there in layer.beside.items()})
+            for name, layer in checkpoint.layers.items() if not tensors[name].is_meta}
 
 
 def read_plain(checkpoint, tensors, without=()):

@@ -5,9 +5,8 @@ And the few tensors whose values ComfyUI looks at when it makes a model; see det
 """
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
+from ....xdit_backend.checkpoints.file_map import map_tensors
 from ....xdit_backend.checkpoints.gguf import read_tensors
 from ....xdit_backend.checkpoints.reading import read_file, read_plain
 from ....xdit_backend.protocol.errors import CheckpointError, UnsupportedError
@@ -24,8 +23,8 @@ def read_weights(checkpoint, base_model):
                                "MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take "
                                f"it as their second model): {checkpoint.name} holds quantised weights or is a GGUF "
                                "file. As the first model of a ModelMerge node, and with LoRA, it works.")
-    tensors = {checkpoint.name_of(name, file): tensor for file in checkpoint.files
-               for name, tensor in load_file(file).items()
+    tensors = {checkpoint.name_of(name, file): mapped() for file in checkpoint.files
+               for name, mapped in map_tensors(file).items()
                if checkpoint.name_of(name, file)}
     if checkpoint.folder_config is not None:                              # a diffusers folder
         tensors = under_comfyui_names(tensors, checkpoint) | marker_tensors_of(checkpoint)
@@ -45,10 +44,9 @@ def read_values(checkpoint, names):
     found = read_tensors(checkpoint, names.__contains__) if checkpoint.stored else {}
     found = {name: tensor for name, tensor in found.items() if name in names}
     for path in checkpoint.files if names and not checkpoint.stored else ():
-        with safe_open(path, "pt") as file:
-            there = {checkpoint.name_of(key, path) or key.removeprefix(checkpoint.prefix): key
-                     for key in file.keys()}  # noqa: SIM118
-            found |= {name: file.get_tensor(there[name]) for name in names if name in there}
+        there = {checkpoint.name_of(key, path) or key.removeprefix(checkpoint.prefix): mapped
+                 for key, mapped in map_tensors(path).items()}
+        found |= {name: there[name]() for name in names if name in there}
     return found
 
 
