@@ -403,7 +403,7 @@ def cold_tokens_are_zero():
 
 def modulation_of_the_step_before():
     once = Hooks._hook_once
-    Hooks._hook_once = lambda self, forward, key, span: once(self, forward, key, "run")
+    Hooks._hook_once = lambda self, module, forward, key, span: once(self, module, forward, key, "run")
 
 
 def skips_are_lost():

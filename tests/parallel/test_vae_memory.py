@@ -113,14 +113,14 @@ def test_every_rank_refuses_what_does_not_fit_on_one_and_says_what_would_do():
     first, second = run_ranks(plan, 2, "sd", shape, 1, [2 ** 62, free])
 
     assert first == second
-    assert "Decoding a latent of 12 x 64 needs" in first and "on each of 2 devices" in first
+    assert "decoding a latent of 12 x 64 needs" in first and "on each of 2 devices" in first
     assert any(f"Use {number} devices" in first for number in (7, 8))
 
 
 def test_refuses_what_fits_on_no_number_of_devices():
     message, = run_ranks(plan, 1, "wan", picture("wan", 1, 2, 2).shape, 8, [1000])
 
-    assert ("Encoding 16 x 16 pixels and 9 frames needs" in message
+    assert ("encoding 16 x 16 pixels and 9 frames needs" in message
             and "Use a smaller picture, or VAE Encode (Tiled)" in message)
 
 
