@@ -14,7 +14,7 @@ const OUTSIDE = 40;                        // places that are tried in each dire
 export function placeBeside(graph, node, [width, height]) {
   const nodes = graph.nodes.map(({ pos, size }) => [pos[0], pos[1] - TITLE, size[0], size[1] + TITLE]);
   const boxes = (graph.groups ?? []).map(({ bounding }) => [...bounding]);
-  const isFree = ([x, y], high = height, those = nodes) => [...those, ...boxes.map(([left, top, wide]) => [left, top, wide, GROUP_TITLE])]
+  const isFree = ([x, y], high = height, those = nodes, groups = boxes) => [...those, ...groups.map(([left, top, wide]) => [left, top, wide, GROUP_TITLE])]
     .every((other) => !overlap([x, y - TITLE, width, high + TITLE], other));
   const size = [width, height], beside = node.size[1];
   const own = around(boxes, node.pos)[0];
@@ -24,7 +24,8 @@ export function placeBeside(graph, node, [width, height]) {
     for (const pos of placesAt(boxes[own], node.pos, width, height)) {
       const groups = grown(boxes, nodes, around(boxes, node.pos), [pos[0] - MARGIN, pos[1] - TITLE - GROUP_TITLE, width + 2 * MARGIN,
         height + TITLE + GROUP_TITLE + MARGIN]);
-      if (groups && isFree(pos)) return { pos, groups, size, beside };
+      const titles = boxes.map((box, index) => groups?.find(([at]) => at === index)?.[2] ?? box);      // which go with a group that grows
+      if (groups && isFree(pos, height, nodes, titles)) return { pos, groups, size, beside };
     }
     const lower = nodes.map((box, index) => (graph.nodes[index] === node ? [...box.slice(0, 3), LEAST + TITLE] : box));
     const between = placesIn(boxes[own], width, LEAST).find((pos) => isFree(pos, LEAST, lower));
