@@ -58,6 +58,7 @@ def test_blocks_have_one_graph_a_kind_and_compute_the_same(name, method):
         within((one.family.prediction(out, one.latent) - wanted).abs().max().item(), EXACT)
         graphs.append(counters["stats"]["unique_graphs"])
 
+    assert all(getattr(module, "once_output", None) is None for module in one.model.modules())
     kinds = len({(type(block), list_.name) for list_ in one.family.plan.lists
                  for block in one.model.get_submodule(list_.name)})
     assert graphs[0] > 0 and graphs[1] == graphs[2] <= 2 * (kinds + 2) and not counters["graph_break"]
@@ -145,3 +146,20 @@ def test_a_graph_that_asks_wrongly_is_seen(monkeypatch, mutant):
 
     assert not all(torch.allclose(step("eager", kept, time), of_step, atol=1e-6)
                    for time, of_step in zip(times, wanted))
+
+
+class Elsewhere:
+    """A processor that attends by none of PyTorch's functions."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        return hidden_states * 2, encoder_hidden_states * 2
+
+
+def test_an_attention_that_does_not_come_to_the_operator_is_refused():
+    one = example("Flux.1")
+    hooks = Hooks(one.model, one.family.plan)
+    for block in one.model.transformer_blocks:
+        block.attn.processor = Elsewhere()
+
+    with pytest.raises(UnsupportedError, match="^Set compile to off"):
+        forward(one, hooks)

@@ -50,7 +50,8 @@ class AttentionFunctions:
 
     def __init__(self, running, needs_text):
         self._running, self._needs_text = running, needs_text
-        self._traced_name = ""             # of the attention whose graph is being made
+        # of the attention whose graph is being made, and whether that has attended
+        self._traced_name, self._is_traced = "", False
         self.own_code = OwnCode(F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
                                 dispatch_attention_fn=self.dispatch_attention_fn)
 
@@ -86,12 +87,15 @@ class AttentionFunctions:
 
     def traced(self, name, forward, args, kwargs):
         """The forward of an attention in a block, within a graph that is being made."""
-        self._traced_name = name
+        self._traced_name, self._is_traced = name, False
         output = forward(*args, **kwargs)
+        if not self._is_traced:                                # each rank would attend to its own tokens only
+            raise UnsupportedError(f"The attention {name} did not call PyTorch's scaled_dot_product_attention.")
         self._traced_name = ""
         return output
 
     def _in_graph(self, query, key, value, mask, is_causal, options):
+        self._is_traced = True
         if options.get("enable_gqa"):
             key, value = repeat_heads(query, key, value)
         return attention(query, key, value, mask, self._traced_name, is_causal, options.get("scale"))

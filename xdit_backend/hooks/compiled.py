@@ -58,9 +58,11 @@ class CompiledBlocks:
         arguments = {name: plainly_strided(value) if torch.is_tensor(value) else value
                      for name, value in arguments.items()}
         output = block.forwards[backend](**arguments)
-        if self.keeps_once and not self.knows_once:
-            context.key_values.once |= {key: (moment, block.once[key[1]][0].once_output)
-                                        for key, moment in known.items()}
+        for key, moment in known.items():
+            module, _ = block.once[key[1]]
+            if not self.knows_once:
+                context.key_values.once[key] = moment, module.once_output
+            module.once_output = None                          # it is kept as long as keys and values are
         return output
 
     def _find_once(self, index, block, context, arguments):
