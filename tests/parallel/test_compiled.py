@@ -68,9 +68,9 @@ ALL = [(name, layout) for name in CONFIGS if name != REFUSED for layout in layou
 FEW = [("Flux.1", "ulysses"), ("Wan", "tensor"), ("Z-Image", "pipefusion")]
 
 
-def check(asked, folder):
+def check(asked, folder, weights_memory=0):
     """Each on two ranks: whole files, two branches and two images a step."""
-    outcomes = errors_of(asked, folder, 2, compile_backend="eager")
+    outcomes = errors_of(asked, folder, 2, weights_memory=weights_memory, compile_backend="eager")
     assert outcomes.keys() == set(asked)
     for (name, layout), error in outcomes.items():
         assert not isinstance(error, Exception), f"{name}, {words(layout)}: {error}"
@@ -79,6 +79,12 @@ def check(asked, folder):
 
 def test_steps_of_two_ranks_are_the_same_compiled(tmp_path):
     check([(name, layout) for name, layout in ALL if (name, words(layout)) in FEW], tmp_path)
+
+
+def test_branches_take_turns_between_compiled_blocks_whose_weights_come(tmp_path):
+    coming = [("Flux.1", "ulysses"), ("SDXL", "data")]
+    check([(name, layout) for name, _ in coming for layout in layouts_of(name, 1) if (name, words(layout)) in coming],
+          tmp_path, weights_memory=1)
 
 
 @pytest.mark.slow
