@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..protocol.errors import CheckpointError, ConfigError
+from ..protocol.segments import DTYPES, dtype_name
 
 TYPES = {"int8": "INT8", "nf4": "NF4"}     # by the names of weight_dtype
 # who makes a type, the first that is installed; no file has these types. ComfyUI brings comfy-kitchen.
@@ -66,12 +67,25 @@ def quantised(weight, type_):
 
 def dequantised(blocks, dtype):
     """The numbers of rows of NF4's blocks, uint8 (rows, bytes), as (rows, columns) of `dtype`."""
+    if torch.compiler.is_compiling():                          # which looks into nothing of bitsandbytes
+        return nf4_numbers(blocks, dtype_name(dtype))
     library, pieces = _library("bitsandbytes.functional", "NF4"), blocks.reshape(-1, BLOCK[1])
     levels, factors = (piece.contiguous() for piece in pieces.split([BLOCK[0] // 2, BLOCK[1] - BLOCK[0] // 2], 1))
     shape = torch.Size((len(blocks), blocks.shape[1] // BLOCK[1] * BLOCK[0]))
     state = library.QuantState(factors.view(torch.float32).view(-1), shape, blocksize=BLOCK[0], quant_type="nf4",
                                dtype=dtype)
     return library.dequantize_4bit(levels.view(-1, 1), state)
+
+
+@torch.library.custom_op("xdit::nf4_numbers", mutates_args=())
+def nf4_numbers(blocks: torch.Tensor, dtype: str) -> torch.Tensor:
+    """`dequantised`, as an operator of compiled blocks."""
+    return dequantised(blocks, DTYPES[dtype]).contiguous()
+
+
+@nf4_numbers.register_fake
+def _(blocks, dtype):
+    return blocks.new_empty(blocks.shape[0], blocks.shape[1] // BLOCK[1] * BLOCK[0], dtype=DTYPES[dtype])
 
 
 def _library(module, type_):
