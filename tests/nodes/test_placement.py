@@ -208,8 +208,8 @@ def test_comfyui_is_told_what_a_run_takes_on_its_device_and_asks_for_room_on_the
         model = pretended.model(*devices, **degrees)
         return model.model.memory_required(shape)
 
-    # keys, values; forecasts; branches; tokens, width, half of the blocks, bytes
-    kept = 2 * 2 * 2 * 1024 * 256 * 2 * 4
+    # keys, values; forecasts; branches; tokens with those of a usual text, width, half of the blocks, bytes
+    kept = 2 * 2 * 2 * (1024 + 512) * 256 * 2 * 4
     assert told("cuda:0", "cuda:1", ulysses=2) == told("cuda:0", "cuda:1", cfg=2) == whole / 2
     assert told("cuda:0", "cuda:0", ring=2) == whole           # both ranks are there
     assert told("cuda:0", "cuda:1", pipefusion=2) == whole / 2 + kept

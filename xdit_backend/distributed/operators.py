@@ -1,6 +1,6 @@
 """Operators of compiled blocks: torch.compile looks into none of them, a graph knows their inputs and the shapes of
 their outputs alone. What they do is asked of the model that runs, so that all its blocks have one graph.
-Used by hooks/attention.py and parallel/tensor.py.
+Used by hooks and parallel/tensor.py.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -59,6 +59,33 @@ def tensor_sums(tensors: list[Tensor]) -> list[Tensor]:
 @tensor_sums.register_fake
 def _(tensors):
     return [tensor.new_empty(tensor.shape) for tensor in tensors]
+
+
+@torch.library.custom_op("xdit::sequence_sum", mutates_args=())
+def sequence_sum(tensor: Tensor) -> Tensor:
+    """The sum of the sequence ranks' tensors."""
+    context = RUNNING.get().context()
+    return start_all_reduce([tensor.clone(memory_format=torch.contiguous_format)], context.mesh.sequence_group,
+                            context.traffic)()[0]
+
+
+@sequence_sum.register_fake
+def _(tensor):
+    return tensor.new_empty(tensor.shape)
+
+
+@torch.library.custom_op("xdit::sequence_rows", mutates_args=())
+def sequence_rows(rows_BCHW: Tensor, degree: int) -> Tensor:
+    """The rows of all sequence ranks, as many of each: (B, C, degree H, W)."""
+    context = RUNNING.get().context()
+    return all_gather(rows_BCHW, [rows_BCHW.shape[2]] * degree, 2, context.mesh.sequence_group,
+                      context.traffic).contiguous()
+
+
+@sequence_rows.register_fake
+def _(rows_BCHW, degree):
+    batch, channels, rows, columns = rows_BCHW.shape
+    return rows_BCHW.new_empty(batch, channels, degree * rows, columns)
 
 
 @torch.library.custom_op("xdit::tensor_gathered", mutates_args=())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..distributed import operators
 from ..distributed.collectives import all_gather, all_reduce
 from .regions import has_placeholder
 
@@ -72,6 +73,8 @@ def summed(forward, running):
         context = running()
         if context is None or context.mesh.sequence_degree == 1:
             return forward(hidden_states)
+        if torch.compiler.is_compiling():
+            return forward(hidden_states, total=operators.sequence_sum)
         return forward(hidden_states,
                        total=lambda part: all_reduce([part], context.mesh.sequence_group, context.traffic)[0])
     return with_total
@@ -86,7 +89,10 @@ def with_halos(forward, running):
             return forward(image_BCHW)
         num_rows, rank, degree = image_BCHW.shape[2], context.mesh.sequence_rank, context.mesh.sequence_degree
         edges = torch.cat([image_BCHW[:, :, :1], image_BCHW[:, :, -1:]], 2)
-        edges = all_gather(edges, [2] * degree, 2, context.mesh.sequence_group, context.traffic)
+        if torch.compiler.is_compiling():
+            edges = operators.sequence_rows(edges, degree)
+        else:
+            edges = all_gather(edges, [2] * degree, 2, context.mesh.sequence_group, context.traffic)
         # none at the picture's edges
         above, below = edges[:, :, :2 * rank][:, :, -1:], edges[:, :, 2 * rank + 2:][:, :, :1]
         return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], num_rows)
