@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import AttnProcessor2_0
-from diffusers.models.resnet import ResnetBlock2D
 
 from ..distributed.norm_rows import group_norm_rows
 from ..distributed.rows import Convolution, input_rows
@@ -66,10 +64,10 @@ class UNetHooks:
                 self.counts["of text"] += 1
                 module.forward = self._hook_of_text(module.forward, name)
         self._install_control(model, plan.skips(model.config))
+        self._blocks = list(map(model.get_submodule, unet_blocks(model)))
         self._install_compiled(model, on_compile)
         if offloaded is not None:                              # around what is compiled
-            for number, path in enumerate(unet_blocks(model)):
-                block = model.get_submodule(path)
+            for number, block in enumerate(self._blocks):
                 block.forward = self._hook_block(block.forward, number)
 
     def run(self, context):
@@ -99,7 +97,7 @@ class UNetHooks:
 
     def _begin_blocks(self, num_forwards):
         if self._offloaded is not None:
-            self._offloaded.begin(range(len(unet_blocks(self._model))), num_forwards)
+            self._offloaded.begin(range(len(self._blocks)), num_forwards)
 
     def _hook_block(self, forward, number):
         """Its weights are on the device while it runs."""
@@ -127,9 +125,8 @@ class UNetHooks:
 
     def _install_compiled(self, model, on_compile):
         """What may run as torch.compile makes it, where each rank has whole images."""
-        blocks = [module for module in model.modules() if isinstance(module, (BasicTransformerBlock, ResnetBlock2D))]
-        self._compiled = CompiledBlocks(model, len(blocks), on_compile)
-        for index, block in enumerate(blocks):
+        self._compiled = CompiledBlocks(model, len(self._blocks), on_compile)
+        for index, block in enumerate(self._blocks):
             block.forward = self._hook_compiled(block.forward, index)
 
     def _hook_compiled(self, forward, index):
