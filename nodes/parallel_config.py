@@ -35,7 +35,7 @@ class XDiTParallelConfig(io.ComfyNode):
             search_aliases=["multi gpu", "ulysses", "ring", "usp", "cfg parallel", "pipefusion", "distrifusion"],
             inputs=[
                 io.String.Input("devices", default="auto",
-                                tooltip='"auto" takes every GPU, or one CPU worker where there is none. '
+                                tooltip='"auto" takes every GPU, or two CPU workers where there is none. '
                                 'Or name them: "cuda:0,cuda:1", "cpu,cpu". Of another machine: '
                                 '"cuda:0,other-pc/cuda:0".'),
                 io.Combo.Input("mode", options=["auto", "manual"], default="auto",

@@ -74,10 +74,9 @@ class Host(contextlib.AbstractContextManager):
             *(["--cpu"] if cpu else []),
         ]
         with open(self.log, "wb") as log:
-            # A shell has its background jobs ignore Ctrl-C, and what they start too; stop() counts on it.
-            heed_interrupts = None if os.name == "nt" else lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-            self.process = subprocess.Popen(command, cwd=base, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                            env=os.environ | (environment or {}), preexec_fn=heed_interrupts)
+            with _interrupts_heeded():
+                self.process = subprocess.Popen(command, cwd=base, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                                env=os.environ | (environment or {}))
         try:
             self._wait_until_it_answers(timeout_s=900)
         except BaseException:
@@ -169,6 +168,20 @@ class Host(contextlib.AbstractContextManager):
         if not lines:
             lines = [f"    {json.dumps(error)}"]
         return "\n".join(["ComfyUI refused the workflow:", *lines])
+
+
+@contextlib.contextmanager
+def _interrupts_heeded():
+    """What starts in here heeds Ctrl-C, as Host.stop needs: a shell has its background jobs ignore it, and what they
+    start too."""
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _free_port():

@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.conftest import ROOT
-from xdit_backend.config import (
-    ParallelConfig,
-    devices_per_machine,
-    fitting,
-    resolve_devices,
-    validate,
-    validate_layout,
-    validate_stages,
-)
+from xdit_backend.config import ParallelConfig, fitting, validate, validate_layout, validate_stages
+from xdit_backend.protocol.devices import devices_per_machine, resolve_devices
 from xdit_backend.protocol.displaced_modes import chosen_for
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.specs import Layout
@@ -122,9 +115,17 @@ def test_impossible_devices_are_refused(devices, num_cuda, words):
 @pytest.mark.parametrize("devices, num_cuda, expected", [
     ("cuda:0,cuda:1,cuda:2", 2, ("cuda:0", "cuda:1")), ("cuda:3,cuda:1", 2, ("cuda:1",)),
     ("cuda:2,cuda:3", 2, ("cuda:0", "cuda:1")),
-    ("cuda:0,cuda:1", 0, ("cpu",)), ("cpu,cpu", 2, ("cpu", "cpu"))])
-def test_auto_takes_those_of_another_machines_devices_that_are_there(devices, num_cuda, expected):
+    ("cuda:0,cuda:1", 0, ("cpu", "cpu")), ("auto", 0, ("cpu", "cpu")), ("cpu", 0, ("cpu",)),
+    ("cpu,cpu", 2, ("cpu", "cpu"))])
+def test_auto_takes_those_of_another_machines_devices_that_are_there(devices, num_cuda, expected, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert resolve_devices(devices, num_cuda, "auto") == expected
+
+
+def test_auto_is_one_worker_on_one_core(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+
+    assert resolve_devices("auto", 0, "auto") == ("cpu",)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 6])
@@ -185,11 +186,12 @@ def test_stages_must_fit_the_models_blocks():
     ({"devices": "cpu,cpu", "ring_degree": 3}, 0, {"devices": "cpu,cpu", "ring_degree": 2}),
     ({"devices": "cpu, cpu, cpu", "cfg_degree": 2}, 0, {"devices": "cpu, cpu, cpu", "cfg_degree": 1}),
     ({"devices": "gpu0", "ulysses_degree": 8}, 8, {"ulysses_degree": 8}),
-    ({"devices": "cuda:0,cuda:1", "cfg_degree": 2}, 0, {"devices": "cpu", "cfg_degree": 1}),
+    ({"devices": "cuda:0,cuda:1", "cfg_degree": 2}, 0, {"devices": "cpu,cpu", "cfg_degree": 2}),
     ({"devices": ",".join(f"cuda:{index}" for index in range(64)), "ring_degree": 3}, 64, {"ring_degree": 64}),
     ({"devices": "cpu,cpu", "displaced_degree": 2, "tensor_degree": 2}, 0, {"devices": "cpu,cpu"}),
 ], ids=str)
-def test_what_fits_is_near_and_can_work(given, num_cuda, expected):
+def test_what_fits_is_near_and_can_work(given, num_cuda, expected, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     found = fitting(ParallelConfig(mode="manual", **given), num_cuda)
 
     devices = resolve_devices(found.devices, num_cuda)

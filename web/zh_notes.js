@@ -41,8 +41,8 @@ export const ZH_NOTES = {
     "`xdit_demo.safetensors` 和 `xdit_demo_vae.safetensors` 随本扩展提供。模型很小，画表情符号：一张脸、一个人、动物或物体，128 x 128 像素。",
   "Type a prompt into **Demo Prompt**, such as `woman astronaut on a purple background`. At most 24 words; backgrounds: white, black, gray, red, orange, yellow, green, blue, purple, pink, brown, cyan.":
     "在**演示提示词**中输入英文提示词，例如 `woman astronaut on a purple background`。最多 24 个词；背景可为 white、black、gray、red、orange、yellow、green、blue、purple、pink、brown、cyan。",
-  "Without a GPU `auto` is one CPU worker: type `cpu,cpu` into **devices** of **xDiT Parallel Config** to see two share the work.":
-    "没有 GPU 时，`auto` 是一个 CPU 工作进程：在 **xDiT 并行配置**的 **devices** 中输入 `cpu,cpu`，即可看到两个工作进程分担工作。",
+  "Without a GPU two CPU workers share the work.":
+    "没有 GPU 时由两个 CPU 工作进程分担工作。",
   "It is here to try the nodes and their settings with. It is far too small for two GPUs to be faster than one: use your own models for that.":
     "它用于试用节点及其设置。模型太小，两个 GPU 不会比一个快：请用您自己的模型比较速度。",
   "**xDiT Parallel Config** takes every CUDA device there is. With two GPUs it runs the positive and the negative prompt side by side, which gives exactly the picture of one GPU. ComfyUI's own SamplerCustomAdvanced samples here: it runs our MODEL on all GPUs as well.":

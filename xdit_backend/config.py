@@ -3,14 +3,12 @@
 Used by the nodes before anything is launched, and by the planner when a run begins.
 """
 
-import collections
 import dataclasses
 import itertools
 import math
-import re
 from dataclasses import dataclass
 
-from .protocol.devices import MACHINE_NAME, machine_of, machines_of, own_name
+from .protocol.devices import resolve_devices
 from .protocol.displaced_modes import AUTO, MODES
 from .protocol.errors import ConfigError
 from .protocol.specs import Layout
@@ -121,48 +119,6 @@ class ParallelConfig:
     def layout(self):
         """The degrees of manual mode."""
         return Layout(**{name: getattr(self, name) for name in DEGREES})
-
-
-def resolve_devices(devices, num_cuda_devices, mode="manual"):
-    """Turn the `devices` setting into torch device names, one a worker.
-
-    "auto" takes every CUDA device, else one CPU worker. Of devices that this machine does not have, the mode "auto"
-    takes those that are there, and what "auto" takes where none is: a workflow from another machine runs. Those of this
-    machine come first, then those of each other one together, so that ranks which talk most are on one. What another
-    machine has is known when it has joined.
-    Raises ConfigError for names that make no sense, and in other modes for those that are not there.
-    """
-    cuda = [f"cuda:{index}" for index in range(num_cuda_devices)]
-    names = [name.strip().lower() for name in devices.split(",") if name.strip()]
-    if not names:
-        raise ConfigError('Set devices to "auto", or to names with commas such as "cuda:0,cuda:1": devices is empty.')
-    if names == ["auto"]:
-        return tuple(cuda) or ("cpu",)
-    names = [f"{name}:0" if own_name(name) == "cuda" else name for name in names]
-    for name in names:
-        if not re.fullmatch(rf"({MACHINE_NAME}/)?(cpu|cuda:\d+)", name):
-            raise ConfigError('Set devices to "auto", or to names such as "cuda:0,cuda:1" or "cpu,cpu"; those of '
-                              f'another machine with its name, "cuda:0,other-pc/cuda:0": of devices="{devices}", '
-                              f'"{name}" is not a device.')
-        if name.startswith("cuda:") and name not in cuda and mode != "auto":
-            raise ConfigError(f'Set devices to "{",".join(cuda) or "cpu"}" and the degrees to a product of '
-                              f'{max(1, len(cuda))}, or mode to "auto" to take what is there: of devices="{devices}", '
-                              f'{name} is not on this machine, which has {", ".join(cuda) or "no CUDA device"}.')
-    if len({own_name(name).partition(":")[0] for name in names}) > 1:
-        raise ConfigError(f'Name devices of one kind: devices="{devices}" mixes CPU and CUDA workers.')
-    own = tuple(name for name in names if name == "cpu" or name in cuda)
-    others = [name for machine in machines_of(names) for name in names if machine_of(name) == machine]
-    if others and not own:
-        raise ConfigError("Name a device of this machine too, which has "
-                          f'{", ".join(cuda) or "the device cpu alone"}: devices="{devices}" names none.')
-    return (own or tuple(cuda) or ("cpu",)) + tuple(others)
-
-
-def devices_per_machine(devices):
-    """The largest size of groups of neighbours, of what resolve_devices gives, that lie within one machine;
-    0: there is one machine."""
-    counts = collections.Counter(map(machine_of, devices))
-    return math.gcd(*counts.values()) if len(counts) > 1 else 0
 
 
 def fitting(config, num_cuda_devices):

@@ -165,6 +165,7 @@ def test_the_page_of_start_py_opens_the_demo_the_first_time(chromium, host):
     page.wait_for_function("() => window.app?.graph?.nodes?.some(node => node.type === 'XDiTDemoPrompt')",
                            timeout=120_000)
     types = page.evaluate("() => app.graph.nodes.map(node => node.type)")
+    page.wait_for_url(lambda url: "template" not in url)       # ComfyUI takes it away once the template is there
     page.goto(host.url)                                        # again: what was left there, and no redirection
     page.wait_for_function("() => window.app?.graph?.nodes?.length", timeout=120_000)
     again = page.url

@@ -4,10 +4,10 @@ from contextlib import suppress
 
 import psutil
 
-from ..config import resolve_devices
 from ..host.client import Client
 from ..host.forkserver import Forkserver
 from ..host.preflight import num_cuda_devices
+from ..protocol.devices import resolve_devices
 
 
 def count_cuda(device):

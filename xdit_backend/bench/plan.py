@@ -18,7 +18,7 @@ from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.net import job_of, net_of
 from ..checkpoints.quantise import TYPES
 from ..checkpoints.shares import possible_splits
-from ..config import ParallelConfig, resolve_devices
+from ..config import ParallelConfig
 from ..forecast.choice import candidates, extra_candidates, forecasts
 from ..forecast.files import read_machine
 from ..forecast.planner import Devices, choose_spread, memory_settings, plan_run, usual_branches
@@ -26,6 +26,7 @@ from ..forecast.words import plan_words, table, why
 from ..host import measurements
 from ..host.client import Client
 from ..host.preflight import num_cuda_devices
+from ..protocol.devices import resolve_devices
 from ..protocol.errors import ConfigError
 
 WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn",

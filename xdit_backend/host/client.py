@@ -7,9 +7,9 @@ themselves.
 
 import time
 
-from ..config import devices_per_machine
 from ..partition import last_stage_ranks
 from ..protocol import messages
+from ..protocol.devices import devices_per_machine
 from ..protocol.errors import WorkerDiedError, XDiTError
 from .autoencoders import Autoencoders
 from .calls import WHOLE, CallHandle, share_call

@@ -13,8 +13,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..config import resolve_devices
 from ..host_memory import available_memory
+from ..protocol.devices import resolve_devices
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ReportMemory
 from . import logs

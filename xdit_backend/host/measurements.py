@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from ..config import devices_per_machine
 from ..forecast.calibration import MIN_FACTOR, Calibration, after
 from ..forecast.choice import Machine
 from ..forecast.files import read_machine, to_json
 from ..forecast.probed import machine_of_probe
 from ..host_memory import available_memory
+from ..protocol.devices import devices_per_machine
 from ..protocol.errors import ConfigError
 
 RUNS = "runs.json"             # one factor a family and card

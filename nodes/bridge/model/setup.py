@@ -6,9 +6,10 @@ from typing import Any
 
 from ....xdit_backend.checkpoints.checkpoint import Checkpoint
 from ....xdit_backend.checkpoints.net import job_of
-from ....xdit_backend.config import ParallelConfig, devices_per_machine
+from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.forecast.cost import Net
 from ....xdit_backend.forecast.planner import AttentionHeads, Spread, choose_layout
+from ....xdit_backend.protocol.devices import devices_per_machine
 from ....xdit_backend.protocol.specs import ModelSpec
 
 

@@ -1,8 +1,9 @@
 """How a model's weights are spread over devices: by a person's degrees, or as forecasts say. Asked by shell.py."""
 
 from ....xdit_backend.checkpoints.shares import possible_splits
-from ....xdit_backend.config import devices_per_machine, refuse_methods, validate_layout, validate_stages
+from ....xdit_backend.config import refuse_methods, validate_layout, validate_stages
 from ....xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, usual_branches
+from ....xdit_backend.protocol.devices import devices_per_machine
 from ..workers.groups import GROUPS
 from ..workers.memory_checks import has_own_memory
 

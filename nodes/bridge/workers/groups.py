@@ -14,7 +14,7 @@ import comfy.model_management
 import folder_paths
 from comfy_execution.utils import get_executing_context
 
-from ....xdit_backend.config import ParallelConfig, fitting, resolve_devices, validate
+from ....xdit_backend.config import ParallelConfig, fitting, validate
 from ....xdit_backend.forecast.choice import speeds_of
 from ....xdit_backend.host import measurements
 from ....xdit_backend.host.client import Client
@@ -23,7 +23,7 @@ from ....xdit_backend.host.preflight import num_cuda_devices
 from ....xdit_backend.host.torchrun import prepare
 from ....xdit_backend.host_memory import available_memory
 from ....xdit_backend.machines.listener import Listener, own_addresses, read_address
-from ....xdit_backend.protocol.devices import machine_of, machines_of, own_name
+from ....xdit_backend.protocol.devices import machine_of, machines_of, own_name, resolve_devices
 from ....xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
 from .idle import watch
 from .progress import Runs
