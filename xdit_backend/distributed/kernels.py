@@ -133,7 +133,7 @@ def _misfit(kernel, q_BNTH, v_BNTH, use, with_lse):
     """(why it does not take these tensors, in a word or two; the same as a sentence); two times "" where it does."""
     module, head_size = _module(kernel, use), q_BNTH.shape[3]
     if isinstance(module, str):
-        return "it cannot be used", module
+        return f"no {use.name}", module
     why = _why_not_on(kernel, q_BNTH.device)
     if why:
         return str(q_BNTH.device.type), why
