@@ -109,6 +109,8 @@ export const ZH = {
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} {1}。",
   "Set attention to sdpa in xDiT Parallel Config: {} on {} {}.":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{1} 上的 {0} {2}。",
+  "Set attention to sdpa in xDiT Parallel Config: {} refuses queries of shape {} and type {} ({}: {}).":
+    "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} 拒绝形状为 {1}、类型为 {2} 的查询（{3}：{4}）。",
   "is not installed (package {})":
     "未安装（软件包 {0}）",
   "runs on CUDA devices of compute capability {}, and {}":

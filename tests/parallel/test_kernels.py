@@ -8,14 +8,18 @@ import torch
 import torch.nn.functional as F
 
 from tests import kernel_packages
+from tests.models.zoo import example
 from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.distributed import kernels
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.kernels import KERNELS, KernelUse, attend, attend_with_lse, repeat_heads
-from xdit_backend.distributed.mesh import build_mesh
+from xdit_backend.distributed.mesh import SINGLE, build_mesh
+from xdit_backend.hooks.transformer import Hooks
+from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.host.calls import refuse_unusable
 from xdit_backend.parallel import usp
+from xdit_backend.parallel.key_values import KeyValues
 from xdit_backend.parallel.usp import Attention, usp_attention
 from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.specs import KernelChoice, Layout
@@ -106,6 +110,9 @@ def test_a_package_that_is_missing_or_broken_or_too_old_is_named(tmp_path, monke
         attend(q, k, v, KernelUse("sage", True))                # whose first version is enough without Ring
         with pytest.raises(UnsupportedError, match="gives no log-sum-exp .* install sageattention 2"):
             attend_with_lse(q, k, v, KernelUse("sage", True))
+        sys.modules["sageattention"].DTYPES = ()
+        with pytest.raises(UnsupportedError, match=r"SageAttention refuses queries of shape \(1, 2, 5, 64\) and type"):
+            attend(q, k, v, KernelUse("sage"))
         monkeypatch.setattr(kernels, "capability_of", lambda device: (8, 9))
         unusable = kernels.unusable(torch.device("cuda:0"))
     assert unusable["sage"] == "" and "compute capability 9.x, and cuda:0 has 8.9" in unusable["flash3"]
@@ -114,6 +121,27 @@ def test_a_package_that_is_missing_or_broken_or_too_old_is_named(tmp_path, monke
         refuse_unusable(KernelChoice("sage", True), {0: {"sage": ""}, 1: here}, ("cuda:0", "cpu"))
     refuse_unusable(KernelChoice("sage"), {0: here}, ("cpu",))
     refuse_unusable(KernelChoice("sdpa", True), {0: here}, ("cpu",))
+
+
+@pytest.mark.parametrize("name, backend", [(name, "") for name in ("SD3", "Wan", "Flux.1", "SDXL")] + [
+    ("Wan", "eager"), ("SDXL", "eager"), pytest.param("SD3", "eager", marks=pytest.mark.slow),
+    pytest.param("Flux.1", "eager", marks=pytest.mark.slow)])
+def test_blocks_attend_by_the_kernel_compiled_or_not(installed, name, backend):
+    """Whole, and with keys and values that are kept for patches."""
+    one = example(name)
+    wanted = one.run()
+    hooks = UNetHooks(one.model, one.family.plan) if one.family.is_unet else Hooks(one.model, one.family.plan)
+    kept = {"key_values": KeyValues(), "first_image": 0, "num_images": 1}
+    torch._dynamo.reset()
+    for keeping in [{}] if one.family.is_unet else [{}, kept]:
+        use = KernelUse("flash", True)
+        context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning, kernel=use,
+                                            compile_backend=backend, **keeping)
+        out = one.family.prediction(hooks.run(context)[0], one.latent)
+
+        within((out - wanted).abs().max(), 1e-10)
+        assert use.counts.pop("flash") > 1 and set(use.counts) <= {"sdpa (masks)"}
+    torch._dynamo.reset()
 
 
 def parallel(rank, world_size, folder, name, ring, ulysses, mutant):

@@ -19,6 +19,9 @@ from ..protocol.specs import SDPA
 from .attention import HALF, aligned, attention_with_lse
 from .masks import as_bias
 
+# what packages raise of tensors that they do not take
+REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
+
 
 @dataclass(frozen=True)
 class AttentionKernel:
@@ -30,13 +33,12 @@ class AttentionKernel:
     package: str                           # that a person installs
     call: Callable
     capability: tuple[int, int] = (8, 0)   # of CUDA devices, at least
-    is_exact: bool = True                  # but for rounding
     only_major: int = 0                    # of the capability; 0: all
     dtypes: tuple = HALF
     head_sizes: tuple[int, ...] = tuple(range(8, 257, 8))      # heads of others are padded to the next
     takes_groups: bool = True              # key heads of which one serves several query heads
     takes_masks: bool = False
-    lse_argument: str = ""                 # without which its function gives no log-sum-exp; "": it always can
+    gives_lse: Callable = lambda module: True              # does the version that is installed?
 
 
 @dataclass
@@ -74,8 +76,8 @@ def _xformers(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
 KERNELS = {
     "flash": AttentionKernel("FlashAttention 2", "flash_attn", "flash-attn", _flash),
     "flash3": AttentionKernel("FlashAttention 3", "flash_attn_interface", "flash-attn-3", _flash, (9, 0), only_major=9),
-    "sage": AttentionKernel("SageAttention", "sageattention", "sageattention", _sage, is_exact=False,
-                            head_sizes=(64, 128), lse_argument="return_lse"),
+    "sage": AttentionKernel("SageAttention", "sageattention", "sageattention", _sage, head_sizes=(64, 128),
+                            gives_lse=lambda module: _takes(module.sageattn, "return_lse")),
     "xformers": AttentionKernel("xFormers", "xformers.ops", "xformers", _xformers, (6, 0),
                                 dtypes=(*HALF, torch.float32), takes_groups=False, takes_masks=True),
 }
@@ -136,14 +138,14 @@ def _misfit(kernel, q_BNTH, v_BNTH, use, with_lse):
         return f"no {use.name}", module
     why = _why_not_on(kernel, q_BNTH.device)
     if why:
-        return str(q_BNTH.device.type), why
+        return "this device", why
     if q_BNTH.dtype not in kernel.dtypes:
         given = _name(q_BNTH.dtype)
         return given, f"takes {', '.join(map(_name, kernel.dtypes))}, and this model computes in {given}"
     if head_size > kernel.head_sizes[-1] or v_BNTH.shape[3] != head_size:
         return f"heads of {head_size}", (f"takes heads of at most {kernel.head_sizes[-1]} numbers, alike for queries "
                                          f"and values, and this model has some of {head_size}")
-    if with_lse and kernel.lse_argument and not _takes(module.sageattn, kernel.lse_argument):
+    if with_lse and not kernel.gives_lse(module):
         return "Ring", (f"gives no log-sum-exp in the version that is installed, which ring_degree needs: install "
                         f"{kernel.package} 2 or use ulysses_degree")
     return "", ""
@@ -162,7 +164,12 @@ def _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
     given = (F.pad(each, (0, missing)) if missing else each for each in (q_BNTH, k_BNTH, v_BNTH))
     # BNTH -> BTNH; the kernels want a head's numbers in one piece
     given = (each if each.stride(3) == 1 else each.contiguous() for each in given)
-    out, lse = kernel.call(use.modules[use.name], *(each.transpose(1, 2) for each in given), bias, scale, with_lse)
+    try:
+        out, lse = kernel.call(use.modules[use.name], *(each.transpose(1, 2) for each in given), bias, scale, with_lse)
+    except REFUSALS as error:
+        raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {kernel.title} refuses queries of "
+                               f"shape {tuple(q_BNTH.shape)} and type {_name(q_BNTH.dtype)} "
+                               f"({type(error).__name__}: {str(error)[:200]}).") from error
     out = out.transpose(1, 2)[..., :head_size]
     return out, None if lse is None else lse[..., :num_queries, None]
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ..config import resolve_devices
-from ..distributed.kernels import KERNELS
 from ..host_memory import available_memory
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ReportMemory
@@ -24,7 +23,7 @@ from .preflight import num_cuda_devices
 from .torchrun import INHERITED, INHERITED_PREFIXES
 
 PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf",
-            "comfyui-frontend-package", *(kernel.package for kernel in KERNELS.values()))
+            "comfyui-frontend-package", "flash-attn", "flash-attn-3", "sageattention", "xformers")
 TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # what such names begin with
 SMALL_SHARED_MEMORY = 2 ** 30
 
