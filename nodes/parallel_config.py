@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..xdit_backend.config import APPROXIMATE, COMPILES, DISPLACED_MODES, WARMUPS, ParallelConfig
+from ..xdit_backend.config import APPROXIMATE, ATTENTIONS, COMPILES, DISPLACED_MODES, WARMUPS, ParallelConfig
 from .bridge.workers.groups import devices_of, show_text
 
 Parallel = io.Custom("XDIT_PARALLEL")
@@ -60,6 +60,14 @@ class XDiTParallelConfig(io.ComfyNode):
                                "with fewer and larger kernels. The first step takes the minutes that compiling takes, "
                                "and each new size of picture again; for many pictures of one size. The picture is "
                                "the same but for rounding. TorchCompileModel does the same for one MODEL."),
+                io.Combo.Input("attention", options=list(ATTENTIONS), default=ATTENTIONS[0], optional=True,
+                               tooltip="What computes attention. as ComfyUI: what ComfyUI was started with "
+                               "(--use-sage-attention, --use-flash-attention, or xFormers where it is installed), else "
+                               "PyTorch's own, and PyTorch's own where that does not fit. sdpa: PyTorch's own. flash "
+                               "(FlashAttention 2), flash3 (FlashAttention 3), xformers: the same picture but for "
+                               "rounding. sage (SageAttention): rounds to 8 bits, faster, and the picture differs a "
+                               "little. Each needs its package in ComfyUI's Python; attention with a mask is "
+                               "PyTorch's own, but for xformers."),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )

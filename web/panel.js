@@ -154,7 +154,7 @@ function runView(run) {
   const left = run.state === "running" && run.a_step ? text("time_left", { seconds: seconds((run.steps - run.step) * run.a_step) }) : "";
   const facts = [
     ["run_state", text(`run_${run.state}`) + (left && `, ${left}`)], ["run_file", run.file], ["run_devices", run.devices.join(", ")],
-    ["run_how", translated(language(), run.how)],
+    ["run_how", translated(language(), run.how)], ["run_kernels", translated(language(), run.kernels)],
     ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
     ["run_a_step", run.a_step ? `${run.a_step.toFixed(run.a_step < 1 ? 3 : 2)} s` : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
     ["run_link", run.come && run.a_step ? text("link_use", { size: size(run.come), rate: size(run.come / run.a_step) }) : ""],

@@ -105,6 +105,24 @@ export const ZH = {
     "请在“xDiT 并行配置”中设置 devices，并运行一次：没有可测量的，{0} 单独工作。",
   "Set weight_dtype to default, use a file of that type, or close other programs: {} has no room on its devices for all weights, and those that come from host memory take {} GB there, of which {} GB are free. Weights that the file has as they are used take none.":
     "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 在其设备上放不下全部权重，而从主机内存取来的权重在那里占 {1} GB，其中 {2} GB 空闲。文件中与使用时相同的权重不占内存。",
+  "Set attention to sdpa in xDiT Parallel Config: {} {}.":
+    "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} {1}。",
+  "Set attention to sdpa in xDiT Parallel Config: {} on {} {}.":
+    "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{1} 上的 {0} {2}。",
+  "Set attention to sdpa in xDiT Parallel Config: {} refuses queries of shape {} and type {} ({}: {}).":
+    "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} 拒绝形状为 {1}、类型为 {2} 的查询（{3}：{4}）。",
+  "is not installed (package {})":
+    "未安装（软件包 {0}）",
+  "runs on CUDA devices of compute capability {}, and {}":
+    "在计算能力 {0} 的 CUDA 设备上运行，而 {1}",
+  "takes {}, and this model computes in {}":
+    "接受 {0}，而此模型以 {1} 计算",
+  "takes heads of at most {} numbers, alike for queries and values, and this model has some of {}":
+    "接受最多 {0} 个数且查询与值相同的注意力头，而此模型有 {1} 个数的头",
+  "gives no log-sum-exp in the version that is installed, which ring_degree needs: install {} 2 or use ulysses_degree":
+    "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp：请安装 {0} 2 或使用 ulysses_degree",
+  "cannot be imported ({}): reinstall {} for PyTorch {}":
+    "无法导入（{0}）：请为 PyTorch {2} 重新安装 {1}",
   "Set compile to off in xDiT Parallel Config, or remove TorchCompileModel: PyTorch cannot compile this model here ({}).":
     "请在 xDiT Parallel Config 中把 compile 设为 off，或移除 TorchCompileModel：PyTorch 无法在这里编译此模型（{0}）。",
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":
@@ -585,6 +603,8 @@ export const ZH = {
     "1 步，用时 {0} 秒，每步 {1} 秒，{2}",
   "{} steps in {} s, {} s a step, {}":
     "{0} 步，用时 {1} 秒，每步 {2} 秒，{3}",
+  "{}, attention by {}":
+    "{0}，注意力由 {1} 计算",
   "{} ({}x as fast as one device) (forecast: {})":
     "{0}，速度为单个设备的 {1} 倍（预测：{2}）",
   "{} (forecast: {})":

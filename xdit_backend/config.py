@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .protocol.devices import resolve_devices
 from .protocol.displaced_modes import AUTO, MODES
 from .protocol.errors import ConfigError
-from .protocol.specs import Layout
+from .protocol.specs import ATTENTIONS, Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
@@ -57,6 +57,7 @@ class ParallelConfig:
     approximate: str = APPROXIMATE[0]          # may the picture differ a little from one device's? One of APPROXIMATE
     # GB of each device that weights may take, others come from host memory in every step; "auto", or ALL_ON_DEVICE
     weights_memory: str = "auto"
+    attention: str = ATTENTIONS[0]             # by which kernel attention runs, one of ATTENTIONS
     compile: str = COMPILES[0]                 # are blocks run as torch.compile makes them? One of COMPILES
 
     def __post_init__(self):
@@ -177,7 +178,7 @@ def validate(config, num_devices):
         raise ConfigError(f"Set num_patches and warmup_steps to 0 or more: num_patches={config.num_patches} and "
                           f"warmup_steps={config.warmup_steps} must not be negative.")
     for name, words in (("mode", ("auto", "manual")), ("warmup", WARMUPS), ("displaced_mode", DISPLACED_MODES),
-                        ("approximate", APPROXIMATE), ("compile", COMPILES)):
+                        ("approximate", APPROXIMATE), ("compile", COMPILES), ("attention", ATTENTIONS)):
         value = getattr(config, name)
         if value not in words:
             raise ConfigError(f'Set {name} to {_one_of(words)}: {name}="{value}" is none of these.')

@@ -28,7 +28,7 @@ def open_demo(page, **values):
 
 def test_it_shows_what_counts(page):
     low = open_demo(page, mode="auto", warmup_steps=1, num_patches=0)
-    always = {"devices", "mode", "weights_memory", "compile"}
+    always = {"devices", "mode", "weights_memory", "compile", "attention"}
     steps = [("mode", "auto", always | {"approximate"}),
              ("num_patches", 8, always | {"approximate", "num_patches"}),
              ("mode", "manual", always | DEGREES),

@@ -3,17 +3,20 @@ on three and on four CPU workers."""
 
 import itertools
 import math
+import sys
 import time
 import types
 
 import pytest
 import torch
 
+from tests import kernel_packages
 from tests.ranks import run_ranks
 from tests.tolerances import within
+from xdit_backend.distributed import kernels
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.forecast.choice import choose, forecasts
-from xdit_backend.forecast.cost import Job, Net
+from xdit_backend.forecast.cost import Device, Job, Net
 from xdit_backend.forecast.probed import ACROSS_BYTES, LARGE_BYTES, SENT, SMALL_BYTES, machine_of_probe
 from xdit_backend.worker import probe
 
@@ -112,3 +115,24 @@ def test_between_machines_smaller_messages_are_enough():
         within(abs(links.rate("hop", size) / rate - 1), 1e-6)
         within(abs(links.latency("all_reduce", size) / 5e-4 - 1), 1e-6)
     assert links.per_machine == 2
+
+
+def test_packages_are_timed_beside_torchs_own_attention_and_the_forecast_reads_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "capability_of", kernels.capability_of)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    slow = (kernel_packages.SAGE2 + "\nimport time\nfast = sageattn\ndef sageattn(*args, **kwargs):\n"
+            "    time.sleep(0.05)\n    return fast(*args, **kwargs)\n")
+    broken = {"flash_attn_interface.py": "raise ImportError('built for another torch')", "xformers/ops.py": "1 / 0"}
+    kernel_packages.use(kernel_packages.write(tmp_path, **broken, **{"sageattention/__init__.py": slow}), exact=False)
+    for name, value in {"ROUNDS": 1, "MIN_S": 0.0, "ON_CPU": (64, 64, 16, 96, 48, 2 ** 10)}.items():
+        monkeypatch.setattr(probe, name, value)
+    try:
+        numbers = probe.measure_kernels(torch.device("cpu"), torch.bfloat16)
+    finally:
+        kernel_packages.forget()
+
+    assert set(numbers) == {f"kernel {name} {head}" for name in ("flash", "sage") for head in (64, 128)}
+    assert numbers["kernel sage 64"] < 0.5
+    plain = Device(1e12, 1e12, 1e11, kernels={"sage 128": 2.0, "sage 64": 1.5})
+    assert plain.by_kernel("flash") == plain and plain.by_kernel("sage").attention_rate(128) == 2e12
+    within(plain.by_kernel("sage").attention_rate(64) / 1.5e12 - 1, 1e-12)

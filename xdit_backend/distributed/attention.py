@@ -59,7 +59,7 @@ OPERATORS = {
     aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, scale=scale)[:2],
     "flash": lambda q, k, v, bias, scale: aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2],
     "efficient": lambda q, k, v, bias, scale: aten._scaled_dot_product_efficient_attention(
-        q, k, v, _aligned(bias, q), True, scale=scale)[:2],
+        q, k, v, aligned(bias, q), True, scale=scale)[:2],
 }
 
 
@@ -88,7 +88,7 @@ def run_kernel(kernel, q_BNTH, k_BNTH, v_BNTH, scale=None, mask=None):
     return out[..., :head_size].to(dtype), lse.flatten(2)[..., :num_queries, None]
 
 
-def _aligned(bias, q_BNTH):
+def aligned(bias, q_BNTH):
     """The bias for all heads and queries, in a row of memory whose length the kernel takes: a multiple of 16."""
     if bias is None:
         return None

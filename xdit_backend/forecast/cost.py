@@ -119,6 +119,14 @@ class Device:
     # of copies from host memory, while all devices of the machine copy; 0: not measured, or it is the host itself
     host_bytes_s: float = 0.0
     host_alone_bytes_s: float = 0.0        # while it alone copies; 0: as fast
+    # attention by packages that are installed, "sage 128" with heads of 128: times as fast as torch's own
+    kernels: dict[str, float] = field(default_factory=dict, hash=False)
+
+    def by_kernel(self, name):
+        """The device whose attention runs by this kernel, where that was measured."""
+        wide, narrow = (self.kernels.get(f"{name} {head}", 1.0) for head in (128, 64))
+        return replace(self, attention_flops_s=self.attention_flops_s * wide,
+                       narrow_share=self.narrow_share * narrow / wide)
 
     def attention_rate(self, head_size):
         """Operations a second of attention with heads of this size:

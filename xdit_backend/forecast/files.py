@@ -79,8 +79,11 @@ def _devices(entry, name):
     count = entry.get("count", 1)
     _check(isinstance(count, int) and 1 <= count <= MAX_DEVICES, name,
            f"count is {count!r}, and must be a number from 1 to {MAX_DEVICES}")
+    kernels = entry.get("kernels", {})
+    _check(isinstance(kernels, dict), name, f"kernels is {kernels!r}, and must be an object of numbers")
     given = {key: str(value) if key == "name" else _number(value, key, name) for key, value in entry.items()
-             if key != "count"}
+             if key not in ("count", "kernels")}
+    given["kernels"] = {str(key): _number(value, "kernels", name) for key, value in kernels.items()}
     return [Device(**given)] * count
 
 

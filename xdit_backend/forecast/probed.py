@@ -6,6 +6,7 @@ from .choice import Machine
 from .cost import COLLECTIVES, Device, Links
 
 SMALL_BYTES, LARGE_BYTES, ACROSS_BYTES = 2 ** 16, 2 ** 24, 2 ** 20        # as in worker/probe.py
+KERNEL = "kernel "             # begins names of measure_kernels
 # What a rank sends in a collective of a group: of the message's bytes, so much
 SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0,
         "all_reduce": lambda size: 2 * (size - 1) / size, "gather": lambda size: (size - 1) / size}
@@ -58,7 +59,8 @@ def _device(numbers, name, memory_bytes):
                   host_alone_bytes_s=numbers.get("host_alone_bytes_s", 0.0),
                   half_rows=half_rows, half_keys=half_keys,
                   block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0,
-                  name=name, memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches)
+                  name=name, memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches,
+                  kernels={key.removeprefix(KERNEL): value for key, value in numbers.items() if key.startswith(KERNEL)})
 
 
 def _line(full_s, short_s, full, short):

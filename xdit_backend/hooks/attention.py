@@ -7,13 +7,16 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 
+from ..distributed.kernels import attend as attend_here
+from ..distributed.kernels import repeat_heads
 from ..distributed.masks import gathered_mask
 from ..distributed.operators import attention
 from ..parallel.displaced import displaced_attention
 from ..parallel.nag import apply_nag
 from ..parallel.pipefusion import patch_attention
-from ..parallel.usp import Attention, repeat_heads, usp_attention
+from ..parallel.usp import Attention, usp_attention
 from ..protocol.errors import UnsupportedError
+from ..protocol.specs import SDPA
 from .own_code import OwnCode, functional
 from .places import Place, one_key_per_group
 
@@ -61,8 +64,10 @@ class AttentionFunctions:
         if torch.compiler.is_compiling():
             return self._in_graph(query, key, value, attn_mask, is_causal, options)
         context = self._running()
-        if context is None or context.attention is None:
+        if context is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if context.attention is None:
+            return attend_here(query, key, value, context.kernel, attn_mask, is_causal, options.get("scale"))
         if attn_mask is not None or is_causal:
             raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
                                    "sequence parallelism and PipeFusion do not support yet.")
@@ -75,10 +80,13 @@ class AttentionFunctions:
             return self._in_graph(query, key, value, options.get("attn_mask"), options.get("is_causal", False),
                                   options).transpose(1, 2)
         context = self._running()
-        if context is None or context.attention is None:
-            return dispatch_attention_fn(query, key, value, **options)
         backend = options.get("backend") or _AttentionBackendRegistry.get_active_backend()[0]
-        if AttentionBackendName(backend) != AttentionBackendName.NATIVE:
+        is_native = AttentionBackendName(backend) == AttentionBackendName.NATIVE
+        if context is None or (context.attention is None and (not is_native or context.kernel.name == SDPA)):
+            if context is not None:
+                context.kernel.counts[SDPA] += 1
+            return dispatch_attention_fn(query, key, value, **options)
+        if not is_native and context.attention is not None:
             context.attention.refuse_uncalled()
         mask, is_causal, scale = options.get("attn_mask"), options.get("is_causal", False), options.get("scale")
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
@@ -109,7 +117,7 @@ class AttentionFunctions:
         """As scaled_dot_product_attention, for the operator. name: of the attention in the block that runs."""
         context = self._running()
         if not name or not context.shares_attention:
-            return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale)
+            return attend_here(query, key, value, context.kernel, mask, is_causal, scale)
         context.attention = context.attentions[name]
         try:
             return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
@@ -145,9 +153,10 @@ def attend(query, key, value, context, layer, scale):
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
     # what no later patch brings anew, the first attends to alone
     if context.key_values is not None and "image" in (*streams, *key_streams):
-        return patch_attention(query, key, value, Attention(sizes, key_sizes, None, scale), context, layer)
+        unmasked = Attention(sizes, key_sizes, None, scale, context.kernel)
+        return patch_attention(query, key, value, unmasked, context, layer)
     mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
-    whole = Attention(sizes, key_sizes, mask, scale)
+    whole = Attention(sizes, key_sizes, mask, scale, context.kernel)
     if context.exchange is not None:
         return displaced_attention(query, key, value, whole, context, layer.key)
     return usp_attention(query, key, value, whole, context.mesh, context.traffic)

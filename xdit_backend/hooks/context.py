@@ -8,6 +8,7 @@ import torch
 
 from ..distributed.collectives import Traffic
 from ..distributed.exchange import Exchange
+from ..distributed.kernels import KernelUse
 from ..distributed.mesh import Mesh
 from ..distributed.tokens import Tokens
 from ..parallel.key_values import KeyValues
@@ -50,6 +51,7 @@ class ForwardContext:
     first_image: int = 0                   # of the batch that key_values holds
     num_images: int = 1
     compile_backend: str = ""              # of torch.compile, as whose graphs blocks run; "": as they are
+    kernel: KernelUse = field(default_factory=KernelUse)       # by which attention runs
     exchange: Exchange | None = None       # with displaced_degree: what other ranks have sent
     # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
     bands: tuple[int, ...] | None = None

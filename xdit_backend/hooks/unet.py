@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor2_0
 
+from ..distributed.kernels import attend
 from ..distributed.norm_rows import group_norm_rows
+from ..distributed.operators import attention, running
 from ..distributed.rows import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, keys_and_values
 from ..parallel.nag import apply_nag
@@ -50,6 +52,8 @@ class UNetHooks:
         own_code = OwnCode(F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
         for name, module in model.named_modules():
             level = level_of(name, self.num_levels)
+            if hasattr(module, "processor"):
+                own_code.place(module)
             if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
                 self._place_convolution(name, module, level)
             elif isinstance(module, torch.nn.GroupNorm):
@@ -58,7 +62,6 @@ class UNetHooks:
             elif name.endswith(f".{plan.self_attention}"):
                 self.counts["self-attention"] += 1
                 self._check_attention(name, module)
-                own_code.place(module)
                 module.forward = self._hook_self_attention(module.forward, name, level)
             elif name.endswith(tuple(f".{path}" for path in plan.of_text)):
                 self.counts["of text"] += 1
@@ -77,14 +80,18 @@ class UNetHooks:
         """
         self._begin_blocks(1)
         with self._serving(context):
-            return self._model(**context.inputs, return_dict=False)[0], None
+            return self._forward(context), None
+
+    def _forward(self, context):
+        with running(self):
+            return self._model(**context.inputs, return_dict=False)[0]
 
     def run_in_turn(self, contexts):
         """As `run` for each of several forwards, of which all run a block before one runs the next: its weights come
         from host memory."""
         self._begin_blocks(len(contexts))
-        forwards = [functools.partial(self._model, **context.inputs, return_dict=False) for context in contexts]
-        return [(output[0], None) for output in take_turns(forwards, contexts, self._serving, True)]
+        forwards = [functools.partial(self._forward, context) for context in contexts]
+        return [(output, None) for output in take_turns(forwards, contexts, self._serving, True)]
 
     @contextmanager
     def _serving(self, context):
@@ -214,22 +221,29 @@ class UNetHooks:
 
     def _scaled_dot_product_attention(self, query, key, value, attn_mask=None, **options):
         """As torch's, (B, N, T, H). Within a hooked attention: of this rank's queries to the keys of all rows."""
+        is_causal, scale = options.get("is_causal", False), options.get("scale")
         if torch.compiler.is_compiling():
+            return attention(query, key, value, attn_mask, "", is_causal, scale)
+        if self._context is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
-        running = None if self._context is None else self._context.attention
-        if running is None:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
-        if running.operation == "values":
+        now = self._context.attention
+        if now is None:
+            return attend(query, key, value, self._context.kernel, attn_mask, is_causal, scale)
+        if now.operation == "values":
             return value
-        if running.split is not None:
-            if attn_mask is not None or options.get("is_causal"):
+        if now.split is not None:
+            if attn_mask is not None or is_causal:
                 raise UnsupportedError("Use cfg_degree: this model masks its self-attention, which displaced_degree "
                                        "does not support.")
-            split, width = running.split, key.shape[2] // running.split.size
+            split, width = now.split, key.shape[2] // now.split.size
             key, value = keys_and_values(key, value, [size * width for size in split.sizes], split.exchange, split.key)
-        if running.operation == "scores":
+        if now.operation == "scores":
             self._write_scores(query, key)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+        return attend(query, key, value, self._context.kernel, attn_mask, is_causal, scale)
+
+    def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
+        """As _scaled_dot_product_attention, for the operator: no other rank takes part."""
+        return attend(query, key, value, self._context.kernel, mask, is_causal, scale)
 
     def _write_scores(self, query, key):
         """What share of it each key gets from this rank's queries."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..protocol import specs
+from ..protocol.errors import UnsupportedError
 from .launcher import WorkerGroup
 
 
@@ -27,6 +28,7 @@ class Call:
     # predictions for the latent's other parts, to be filled
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
+    kernel: specs.KernelChoice = field(default_factory=specs.KernelChoice)  # of attention
 
     @property
     def is_changed(self):
@@ -96,3 +98,13 @@ def share_call(call, name, num_channels, store, segments):
                           call_conditioning,
                           filled)
     return branch, view, extra_outputs
+
+
+def refuse_unusable(kernel, unusable, devices):
+    """Refuse a KernelChoice that some worker cannot carry out. unusable: {rank: what its Ready says}. Raises
+    UnsupportedError, before anything is sent."""
+    if kernel.is_required:
+        for rank, why in sorted((rank, whys.get(kernel.name, "")) for rank, whys in unusable.items()):
+            if why:
+                raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {kernel.name} on "
+                                       f"{devices[rank]} {why}.")

@@ -5,14 +5,16 @@ workers.py is the group, models.py and autoencoders.py know what it holds; here 
 themselves.
 """
 
+import collections
 import time
 
 from ..partition import last_stage_ranks
 from ..protocol import messages
 from ..protocol.devices import devices_per_machine
 from ..protocol.errors import WorkerDiedError, XDiTError
+from ..protocol.specs import BY_KERNEL
 from .autoencoders import Autoencoders
-from .calls import WHOLE, CallHandle, share_call
+from .calls import WHOLE, CallHandle, refuse_unusable, share_call
 from .conditionings import Conditionings
 from .models import Models
 from .workers import Workers
@@ -86,6 +88,7 @@ class Client:
             self._check_kept(run)
         self.models.load(spec)
         group = self.workers.holding
+        refuse_unusable(calls[0].kernel, group.unusable_kernels, self.devices)
         names = [call.name or self._name(call.conditioning, run, group) for call in calls]
         branches, predictions, extra_outputs = [], [], []
         with group.segments.removed_on_failure() as segments:
@@ -96,7 +99,8 @@ class Client:
                 extra_outputs += filled
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
-                                             speeds=self.workers.speeds, compile_backend=calls[0].compile_backend),
+                                             speeds=self.workers.speeds, compile_backend=calls[0].compile_backend,
+                                             kernel=calls[0].kernel),
             segments, last_stage_ranks(layout, len(self.devices)), self._step)
         return CallHandle(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(extra_outputs))
 
@@ -183,6 +187,16 @@ class Client:
         """{rank: {name: sum}} of all measurements since the group started. Waits until all ranks have caught up."""
         self.report_memory()
         return {rank: dict(numbers) for rank, numbers in self.group.totals.items()}
+
+    @property
+    def kernel_counts(self):
+        """A Counter: attentions that the running group's ranks have computed since it started, by the kernel, with the
+        reason where it is another than was asked for: "sage", "sdpa (masks)". Available also while it works."""
+        counts: collections.Counter = collections.Counter()
+        for numbers in self.workers.current.totals.values() if self.running else ():
+            counts.update({name.removeprefix(BY_KERNEL): round(count) for name, count in numbers.items()
+                           if name.startswith(BY_KERNEL)})
+        return counts
 
     @property
     def memory(self):

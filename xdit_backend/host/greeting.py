@@ -48,6 +48,7 @@ class Greeting:
     def __init__(self, group_start, channels, workers, on_phase, check):
         self._group_start, self._channels, self._workers, self._on_phase, self._check = (
             group_start, channels, workers, on_phase, check)
+        self._unusable_kernels = {}                            # rank -> what its Ready says of attention's kernels
         self._greeted = [*group_start.at_once]
         self._begun = {JOINING: {}, TRYING_LINKS: {}}          # what ranks do to reach each other -> rank -> since when
         self._failures, self._silent = [], []  # StartFailed of ranks; channels that nothing more comes from
@@ -56,7 +57,7 @@ class Greeting:
         self._deadline_s = time.monotonic() + START_TIMEOUT_S
 
     def run(self):
-        """Returns when every worker is ready. Raises WorkerStartError,
+        """Returns when every worker is ready: {rank: its unusable kernels}. Raises WorkerStartError,
         or LinkError where another way to join them may help."""
         devices = self._group_start.devices
         self._on_phase(Phase(0, "starting workers", 0, len(devices)))
@@ -72,6 +73,7 @@ class Greeting:
             self._listen()
             if self._silent or has_ended:
                 self._check_failed(has_ended)
+        return self._unusable_kernels
 
     def _check_machines(self):
         traces = self._group_start.traces
@@ -125,6 +127,7 @@ class Greeting:
             self._on_phase(message)
         if isinstance(message, Ready):
             self._channels[message.rank] = channel
+            self._unusable_kernels[message.rank] = message.unusable_kernels
             if message.rank in self._group_start.own:          # another machine's number would be another process here
                 with suppress(psutil.NoSuchProcess):
                     self._workers[message.rank] = psutil.Process(message.pid)

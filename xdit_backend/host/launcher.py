@@ -61,9 +61,8 @@ class WorkerGroup:
         self._owns_forkserver = forkserver is None
         self._machines, self._lock, self._requests = machines, threading.RLock(), Requests()
         self._watch = Watch(self._requests)
-        # rank -> sums of the measurements in its answers, by name
-        self.totals = {}
-        self.memory = {}                                       # rank -> what it last said of its memory, by name
+        # rank -> by name: sums of the measurements in its answers, what it last said of its memory, its Ready's kernels
+        self.totals, self.memory, self.unusable_kernels = {}, {}, {}
         self._resources = None
         # when it was last given or did work, other than reporting its memory
         self._used_s = time.monotonic()
@@ -298,7 +297,8 @@ class WorkerGroup:
         return self._resources.launch(self._forkserver, interface, variables, self._has_fallbacks, check)
 
     def _greet(self, group_start, on_phase, check):
-        Greeting(group_start, self._resources.channels, self._resources.workers, on_phase, check).run()
+        self.unusable_kernels = Greeting(group_start, self._resources.channels, self._resources.workers, on_phase,
+                                         check).run()
 
     # --- end ---
 

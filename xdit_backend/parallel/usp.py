@@ -6,13 +6,13 @@ PipeFusion and displaced patches take the same Attention, and begin and end as i
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
-from ..distributed.attention import attention_with_lse, merge_attention
+from ..distributed.attention import merge_attention
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
+from ..distributed.kernels import KernelUse, attend, attend_with_lse
 from ..partition import shard_sizes
 
 
@@ -25,11 +25,11 @@ class Attention:
     # (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank; None: all
     mask: torch.Tensor | None = None
     scale: float | None = None             # of queries times keys; None: torch's
+    kernel: KernelUse = field(default_factory=KernelUse)
 
     def whole(self, q_BNTH, k_BNTH, v_BNTH, mask):
         """Plain attention to keys that are all here."""
-        return F.scaled_dot_product_attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask,
-                                              scale=self.scale)
+        return attend(q_BNTH, k_BNTH, v_BNTH, self.kernel, mask, scale=self.scale)
 
 
 def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
@@ -62,13 +62,6 @@ def _ring_sizes(sizes, mesh):
     return [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
 
 
-def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
-    """Grouped-query attention: repeat the key heads, of which one serves several query heads."""
-    repeats = q_BNTH.shape[1] // k_BNTH.shape[1]
-    return ((k_BNTH, v_BNTH) if repeats == 1
-            else (k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)))
-
-
 def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     """Attention over keys and values that go round the ring; each transfer runs while the block at hand is computed.
 
@@ -86,9 +79,8 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
             shape = (*key_value.shape[:3], arriving, key_value.shape[4])
             exchange = RingExchange(key_value, shape, mesh.ring_group, traffic)
         if q_BNTH.shape[2] and key_value.shape[3]:
-            keys_BNTH, values_BNTH = repeat_heads(q_BNTH, key_value[0], key_value[1])
-            block_out, block_lse = attention_with_lse(q_BNTH, keys_BNTH, values_BNTH, attention.scale,
-                                                      masks[(rank - step) % degree])
+            block_out, block_lse = attend_with_lse(q_BNTH, key_value[0], key_value[1], attention.kernel,
+                                                   masks[(rank - step) % degree], attention.scale)
             if out is None:
                 out, lse = block_out.to(torch.promote_types(block_out.dtype, torch.float32)), block_lse
             else:

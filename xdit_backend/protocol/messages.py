@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from .errors import XDiTError
 from .segments import Segment
-from .specs import RESULT, AutoencoderSpec, Branch, Change, Layout, ModelSpec, Patch
+from .specs import RESULT, AutoencoderSpec, Branch, Change, KernelChoice, Layout, ModelSpec, Patch
 from .strict import STRICT, Natural, Printable, Rank, Share, Speed
 
 JOINING = "joining the devices"                                # the Phase in which a worker joins the others
@@ -112,6 +112,7 @@ class Predict:
     # of each rank, relative, the same for all calls of a run; (): alike
     speeds: tuple[Speed, ...] = ()
     compile_backend: str = ""      # of torch.compile: blocks run as its graphs; "": as they are
+    kernel: KernelChoice = dataclasses.field(default_factory=KernelChoice)      # of attention
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -209,6 +210,8 @@ class Ready:
     rank: Rank
     pid: Natural
     device: str
+    # of attention: a name of KernelChoice -> why it cannot run here; "": it can
+    unusable_kernels: dict[str, Printable] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=STRICT)

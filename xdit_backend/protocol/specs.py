@@ -11,6 +11,10 @@ from .strict import STRICT, Degree, Natural, Speed
 
 # of a field whose segments the workers write; the host fills all others
 RESULT = {"is_result": True}
+SDPA = "sdpa"                              # torch's own attention
+BY_KERNEL = "attention by "                # begins the names of a prediction's numbers that count attentions
+# what a person may choose: what ComfyUI was started with, or a kernel of distributed/kernels.py
+ATTENTIONS = "as ComfyUI", SDPA, "flash", "flash3", "sage", "xformers"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -104,6 +108,14 @@ class Patch:
     dim: Natural
     start: Natural
     whole: Natural
+
+
+@dataclass(frozen=True, config=STRICT)
+class KernelChoice:
+    """By which kernel attention is to run: SDPA, or one of distributed/kernels.py."""
+
+    name: Literal["sdpa", "flash", "flash3", "sage", "xformers"] = "sdpa"
+    is_required: bool = False      # what it does not take is refused; else torch's own attends there
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..distributed.exchange import Exchange
+from ..distributed.kernels import KernelUse
 from ..distributed.mesh import build_mesh, with_speeds
 from ..parallel.key_values import KeyValues, Offload
 from ..parallel.pipefusion import Link
@@ -15,7 +16,7 @@ from ..parallel.vae_memory import free_bytes
 from ..partition import FULL, shard_sizes
 from ..protocol.displaced_modes import MODES
 from ..protocol.segments import map_segment
-from ..protocol.specs import Branch
+from ..protocol.specs import BY_KERNEL, Branch
 from ..protocol.transfers import on_device
 from .clock import Clock
 
@@ -39,6 +40,7 @@ class Predictions:
         self._meshes, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
         self._staging, self._clock, self._timeline = staging, Clock(device), timeline
+        self._kernel = KernelUse()         # of the command at hand
         self._most_kept_bytes = 0          # in the run at hand or the last one
 
     @property
@@ -102,6 +104,7 @@ class Predictions:
         """Run this rank's branch, batch share, stage and token shard;
         the first rank of the last stage writes the prediction."""
         loaded, mesh = self._models[command.model], self._mesh(command)
+        self._kernel = KernelUse(command.kernel.name, command.kernel.is_required, self._kernel.modules)
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
         start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
         try:
@@ -120,7 +123,8 @@ class Predictions:
         end = clock.mark()
         clock.add(start, end, waits + weight_waits)
         self._record(command, start, end, {"wait": waits, "weights": weight_waits}, traffic)
-        return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
+        by_kernel = {f"{BY_KERNEL}{name}": float(count) for name, count in self._kernel.counts.items()}
+        return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take(), **by_kernel}
 
     def _run(self, command, parts, receives, traffic):
         """Run these parts at a time. When it returns, nothing of their forwards is left but what is kept. receives: for
@@ -242,7 +246,7 @@ class Predictions:
         scores = None if branch.scores is None else self._map(branch.scores)[:, rows]
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
-                              compile_backend=command.compile_backend, **keeping)
+                              compile_backend=command.compile_backend, kernel=self._kernel, **keeping)
 
     def _call(self, exchange, command, branch, traffic):
         """One call of a model, as the command's mode has the ranks tell each other."""

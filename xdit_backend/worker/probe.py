@@ -5,7 +5,9 @@ Every rank runs it at the same time, in the same order, so that what they share 
 in a run.
 """
 
+import functools
 import itertools
+import logging
 import math
 import statistics
 import time
@@ -15,8 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
+from ..distributed.kernels import KernelUse, attend, unusable
 from ..distributed.mesh import group_timeout
+from ..protocol.specs import SDPA
 from ..protocol.transfers import StagingBuffers
+
+log = logging.getLogger(__name__)
 
 SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
 HOST_BYTES = 2 ** 28          # no processor's cache has it
@@ -43,6 +49,7 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     steps = 2 + len(sizes)
     report("measuring the devices", 0, steps)
     numbers |= measure_device(watch)
+    numbers |= measure_kernels(device, dtype)
     report("measuring the devices", 1, steps)
     if world_size > 1:
         numbers |= measure_waiting(watch)
@@ -170,6 +177,24 @@ def measure_device(watch):
         "attention_flops": 4.0 * HEADS * long * long * 128, "keys": long, "short_keys": brief,
         "convolution_flops_s": 18.0 * (channels * side) ** 2 / seconds["convolution"],
         "move_bytes_s": 3 * one.nbytes / seconds["move"]}
+
+
+def measure_kernels(device, dtype):
+    """{"kernel NAME HEAD": times as fast as torch's own attention}, with heads of this size, of the packages that are
+    installed here. No other rank takes part: what is installed there may be something else."""
+    numbers, tokens = {}, (ON_CUDA if device.type == "cuda" else ON_CPU)[3]
+    usable, modules = [name for name, why in unusable(device).items() if not why], {}
+    for name, head in itertools.product(usable, (64, 128)):
+        query = torch.randn(1, HEADS, tokens, head, device=device).to(dtype)
+        works = {use.name: functools.partial(attend, query, query, query, use)
+                 for use in (KernelUse(), KernelUse(name, True, modules))}
+        try:
+            seconds = Stopwatch(0, 1, device, dtype).seconds(works)
+        except Exception as error:                             # another's code: a run by it says the same
+            log.warning("attention by %s is not measured: %s", name, error)
+            continue
+        numbers[f"kernel {name} {head}"] = seconds[SDPA] / seconds[name]
+    return numbers
 
 
 def measure_launches(watch):

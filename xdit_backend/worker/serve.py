@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..distributed.kernels import unusable
 from ..distributed.mesh import backend_for, group_options, group_timeout
 from ..protocol.channel import connect
 from ..protocol.devices import own_name
@@ -53,7 +54,7 @@ def serve(folder, rank, devices, store_port, log_file):
     gc.freeze()
     engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), aborted)
     ready.set()
-    channel.send(Ready(rank, os.getpid(), devices[rank]))
+    channel.send(Ready(rank, os.getpid(), devices[rank], unusable(device)))
     threading.Thread(target=_heartbeat, args=(channel, engine, busy, log_file), daemon=True).start()
     waiting = collections.deque()
     while True:

@@ -183,7 +183,8 @@ def _run(run):
     plan = run.plan and {"chosen": _forecast(run.plan.chosen), "one": _forecast(run.plan.one), "second": next(
         (_forecast(other) for other in run.plan.ordered if other.degrees != run.plan.chosen.degrees), None)}
     return {"number": run.number, "prompt": run.prompt, "file": run.file, "devices": list(run.devices),
-            "state": run.state, "error": run.error, "how": run.how, "why_no_plan": run.why_no_plan,
+            "state": run.state, "error": run.error, "how": run.how, "kernels": run.kernels,
+            "why_no_plan": run.why_no_plan,
             "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
             "a_step": round(run.seconds_per_step, 4), "come": run.come_bytes, "plan": plan}
 

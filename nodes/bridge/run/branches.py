@@ -45,7 +45,7 @@ class ModelCall:
             return Call(call.latent[part], call.timestep[part], conditioning, control=call.control_by(cut),
                         operations=call.operations,
                         scores=None if call.scores is None else call.scores[:, part],
-                        call_conditioning=call_conditioning, compile_backend=call.compile_backend,
+                        call_conditioning=call_conditioning, compile_backend=call.compile_backend, kernel=call.kernel,
                         parts={name: tensor[part] for name, tensor in call.parts.items()})
         return [half(part) for part in parts]
 

@@ -1,5 +1,6 @@
 """Which layout a run of a MODEL takes, what it is forecast to take, and what it took. Used by remote.py."""
 
+import dataclasses
 import logging
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from ....xdit_backend.forecast.calibration import KNOWN, NEW, Calibration, calibrated
 from ....xdit_backend.forecast.planner import is_long, plan_run
 from ....xdit_backend.forecast.words import measured_words, plan_words, seconds_words
+from ..supported.attention import kernel_of
 from ..workers.groups import GROUPS
 from .step_times import StepTimes
 
@@ -47,6 +49,10 @@ class Forecasts:
         if job not in self._plans:
             may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
             machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, may_measure)
+            kernel = kernel_of(setup.config, {}).name
+            if machine is not None:
+                machine = dataclasses.replace(machine, devices=tuple(device.by_kernel(kernel)
+                                                                     for device in machine.devices))
             self._plans[job] = None if machine is None else plan_run(
                 setup.config, calibrated(machine, GROUPS.calibrations(), setup.family.name), setup.net, job, None,
                 setup.spec.tensor_degree)

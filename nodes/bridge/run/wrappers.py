@@ -1,12 +1,14 @@
 """Wrappers that a shell's MODEL puts around ComfyUI's own functions. Added by shell.py, under a key that tells them
 from the wrappers of others."""
 
+import collections
 import functools
 import time
 from contextlib import nullcontext
 
 from comfy.patcher_extension import WrapperExecutor
 
+from ....xdit_backend.protocol.specs import SDPA
 from ..supported.by_patches import (
     BACKENDS,
     COMPILE,
@@ -20,6 +22,7 @@ from ..supported.by_patches import (
 )
 from ..supported.model import refuse_model_options
 from ..workers.groups import GROUPS, show_text
+from ..workers.progress import kernel_words
 from .control import refuse_controls
 
 
@@ -66,7 +69,7 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     if remote is None:                                         # another loader's, of a guider with several
         return executor(guider, sigmas, extra_args, *arguments, **options)
     refuse_controls(guider.conds.values())
-    started_s, num_steps = time.perf_counter(), len(sigmas) - 1
+    started_s, num_steps, before = time.perf_counter(), len(sigmas) - 1, _kernel_counts(remote)
     try:
         with (GROUPS.runs.sampling(remote, num_steps) as run,
               _sampler_context(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.uses_cache
@@ -74,6 +77,7 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
             if arguments:                                      # ComfyUI's callback is the first of them
                 arguments = (GROUPS.counting(run, arguments[0]), *arguments[1:])
             result = executor(guider, sigmas, extra_args, *arguments, **options)
+            run.kernels = kernel_words(_kernel_counts(remote) - before)
     except BaseException:
         show_text(GROUPS.runs.last.ended_words)                # in place of the seconds that are left
         raise
@@ -81,8 +85,15 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     if num_steps > 0 and remote.how is not None:
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
         compared = remote.forecasts.compare(remote.how, elapsed_s)
-        show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}{compared}")
+        by = "" if run.kernels in ("", SDPA) else f", attention by {run.kernels}"
+        show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}{by}{compared}")
     return result
+
+
+def _kernel_counts(remote):
+    """A Counter of the attentions that a RemoteModel's workers have computed so far, by the kernel."""
+    client = GROUPS.client_if(remote.devices)
+    return collections.Counter() if client is None else client.kernel_counts
 
 
 def _sampler_context(remote, sampler, guider, model_options):

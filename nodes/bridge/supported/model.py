@@ -12,6 +12,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
+from .attention import OVERRIDE, override_kernel
 from .modules import changed_modules, is_module
 from .operations import operation_of
 
@@ -161,6 +162,10 @@ def _transformer_options(options):
                        if not _is_empty(functions)
                        and any(operation_of(kind, function) is None for function in functions)}
             found += [_named(REFUSED_OPTIONS[key], unknown)] if unknown else []
+        elif key == OVERRIDE:
+            found += [] if value is None or override_kernel(value) else [
+                f"{REFUSED_OPTIONS[key]} ({getattr(value, '__qualname__', type(value).__name__)}): set attention in "
+                f"xDiT Parallel Config instead,"]
         elif key in REFUSED_OPTIONS:
             found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
         elif key not in TRANSFORMER_OPTIONS and not str(key).startswith(OURS) and not _is_empty(value):

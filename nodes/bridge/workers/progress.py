@@ -36,6 +36,7 @@ class Run:
     stepped_s: list = field(default_factory=list)      # when the last steps ended
     shown_s: float = 0.0
     how: str = ""
+    kernels: str = ""                      # by which its attentions were computed, see kernel_words
     come_bytes: int = 0                    # of weights, from host memory to a device in every step
     dtype: str = ""
     why_no_plan: str = ""                  # as Forecasts.why_none says
@@ -179,6 +180,14 @@ class Runs:
         unit, digits, name = (GB, 1, "GB") if total >= GB else (MB, 0, "MB")
         words = f"{phase.text} {done / unit:.{digits}f} of {total / unit:.{digits}f} {name}"
         return f"{words}, {rate / GB:.1f} GB/s" if rate > SLOW else words
+
+
+def kernel_words(counts):
+    """By which kernels a run's attentions were computed, most first, and which share by which where there are several.
+    counts: of Client.kernel_counts."""
+    total = sum(counts.values())
+    return ", ".join(f"{name} {100 * count / total:.0f} %" if count < total else name
+                     for name, count in counts.most_common())
 
 
 def _state_after(error):
