@@ -19,7 +19,7 @@ WITHOUT = ("float8_e4m3fn", "float8_e5m2")                     # which are unpac
 LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8Layout", "float8_e5m2": "TensorCoreFP8Layout",
            "nvfp4": "TensorCoreNVFP4Layout", "mxfp8": "TensorCoreMXFP8Layout",
            "int8_tensorwise": "TensorWiseINT8Layout", "convrot_w4a4": "TensorCoreConvRotW4A4Layout"}
-ROWS = 4096                                                    # whose sums are in memory at once, in 32 bits
+ROWS = 2048                                                    # whose sums are in memory at once, in 32 bits
 COMPUTED = (torch.float32, torch.float16, torch.bfloat16)      # types that the package's functions take
 
 
@@ -118,13 +118,13 @@ def shared_product(layer, weight, beside, tensor, bias, agree):
                             rows.dtype)
         rows = (rows.view(len(rows), -1, layer.rotated) @ rotation.T).view_as(rows)
     scale = (agree(rows.abs().amax(1, keepdim=True).float()) / 127).clamp(min=1e-30)
-    result = scaled_product(weight, beside["weight_scale"], rows.contiguous(), scale)
+    multiplied = scaled_product if torch.compiler.is_compiling() else _scaled_product
+    result = multiplied(weight, beside["weight_scale"], rows.contiguous(), scale)
     result = result if bias is None else result + bias.to(result.dtype)
     return result.view(*tensor.shape[:-1], len(weight)).to(tensor.dtype)
 
 
-@torch.library.custom_op("xdit::scaled_product", mutates_args=())
-def scaled_product(weight: Tensor, weight_scale: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+def _scaled_product(weight, weight_scale, rows, scale):
     """The product of int8 weights and of inputs that are rounded to int8. weight_scale: (1 or rows of the weight, 1),
     scale: (rows, 1), float32."""
     import comfy_kitchen
@@ -136,11 +136,6 @@ def scaled_product(weight: Tensor, weight_scale: Tensor, rows: Tensor, scale: Te
         levels = (piece / steps).round_().clamp_(-128, 127).to(torch.int8)
         result[start:start + ROWS] = comfy_kitchen.mm_int8(levels, weight.T).float() * (of_piece * weight_scale)
     return result
-
-
-@scaled_product.register_fake
-def _(weight, weight_scale, rows, scale):
-    return rows.new_empty(rows.shape[0], weight.shape[0])
 
 
 def _rounded(layer, rows, scale, dtype):
@@ -216,3 +211,14 @@ def rounded_product(how: str, beside: list[Tensor], weight: Tensor, tensor: Tens
 @rounded_product.register_fake
 def _(how, beside, weight, tensor, bias):
     return tensor.new_empty(*tensor.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("xdit::scaled_product", mutates_args=())
+def scaled_product(weight: Tensor, weight_scale: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+    """`_scaled_product`."""
+    return _scaled_product(weight, weight_scale, rows, scale)
+
+
+@scaled_product.register_fake
+def _(weight, weight_scale, rows, scale):
+    return rows.new_empty(rows.shape[0], weight.shape[0])
