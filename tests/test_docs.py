@@ -157,7 +157,8 @@ def test_each_quantised_format_is_in_the_table(format_):
 
     assert multiplied == ("everywhere" if how.rounds_inputs
                           else f"on cards of {how.capability[0]}.{how.capability[1]} and above")
-    assert tensor == ("refused" if how.rounds_inputs else f"yes, in blocks of {how.block}" if how.block else "yes")
+    assert tensor == ("yes, where rotated between the groups" if how.agrees else "refused" if how.rounds_inputs
+                      else f"yes, in blocks of {how.block}" if how.block else "yes")
     for path in ("XDiTLoadModel.md", "XDiTLoadModel/zh.md"):
         assert f"`{format_}`" in (ROOT / "web" / "docs" / path).read_text(encoding="utf-8")
 

@@ -187,8 +187,8 @@ export const ZH = {
     "{0} {1} 不是可读取的 JSON 文件（{2}）。",
   "Download {} again, it is cut short: its header promises {} bytes and the file has {}.":
     "请重新下载 {0}，它被截断：文件头说明有 {1} 字节，而文件只有 {2}。",
-  "Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, fp16, fp8, mxfp8 or nvfp4 file of the same model: tensor_degree={} cannot share out {}, whose products round each token's inputs by the largest of them, and each device would have some of them only.":
-    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个令牌输入中的最大值舍入，而每个设备只有其中一部分。",
+  "Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, fp16, fp8, int8, mxfp8 or nvfp4 file of the same model: tensor_degree={} cannot share out {}, whose products round each token's inputs by the largest of them, and each device would have some of them only.":
+    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、int8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个令牌输入中的最大值舍入，而每个设备只有其中一部分。",
   "Use the bf16, fp8 or GGUF file of the same model: {} holds weights in mxfp8, for which PyTorch 2.7 or newer is needed, and this is {}.":
     "请使用同一模型的 bf16、fp8 或 GGUF 文件：{0} 含有 mxfp8 的权重，需要 PyTorch 2.7 或更新版本，而这里是 {1}。",
   "Install with: python -m pip install -U {} (with ComfyUI's Python), and restart ComfyUI; or choose another weight_dtype: {} needs the package {}, which this Python does not have, or not for its PyTorch.":

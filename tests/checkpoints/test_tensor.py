@@ -89,6 +89,19 @@ def test_a_rank_reads_its_share_of_a_scaled_file(file_of, tmp_path, per_row):
     assert check(tmp_path / "scaled.safetensors", ("float32", "float32")) < 0.95
 
 
+@pytest.mark.parametrize("format_", ["int8_convrot", pytest.param("int8_tensorwise", marks=pytest.mark.slow)])
+def test_a_rank_reads_its_share_of_an_int8_file(file_of, tmp_path, format_):
+    """Whole groups of those that are rotated together, or the degrees that have them are said."""
+    from tests.comfy_quants import save_comfy_quant
+    save_comfy_quant(tmp_path / "int8.safetensors", file_of("sd3"), format_)
+
+    assert check(tmp_path / "int8.safetensors", ("float32", "float32")) < 0.95
+    header = open_checkpoint(tmp_path / "int8.safetensors")
+    cut = pytest.raises(UnsupportedError, match="^Use 2 or 4, tensor_degree 1 .*has 256 inputs, in blocks of 64, ")
+    with cut if format_ == "int8_convrot" else contextlib.nullcontext():
+        load_transformer(header.spec("float32", "float32", tensor_degree=8), CPU)
+
+
 @pytest.mark.quantisers
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])
 def test_a_rank_has_its_share_of_what_is_quantised_whole(file_of, quantisation):

@@ -14,9 +14,10 @@ ROUNDING = "int8_tensorwise", "int8_per_row", "int8_convrot", "convrot_w4a4", "m
 CASES = [("sd3", "nvfp4", layout) for layout in LAYOUTS] + [
     ("sd3", "mixed", layout) for layout in LAYOUTS if layout != "tensor2"] + [
     ("sd3", "mxfp8", "tensor2"), ("sd3", "float8_e5m2", "tensor2"), ("sd3", "convrot_w4a4", "patches"),
-    ("sd3", "int8_convrot", "cfg2"), ("flux", "mixed", "ring2"), ("wan", "mixed", "cfg2"), ("pixart", "mixed", "one"),
+    ("sd3", "int8_convrot", "cfg2"), ("sd3", "int8_convrot", "tensor2"), ("wan", "int8_per_row", "tensor2"),
+    ("flux", "mixed", "ring2"), ("wan", "mixed", "cfg2"), ("pixart", "mixed", "one"),
     ("sdxl", "int8_per_row", "one"), ("flux", "nvfp4", "tensor2"), ("wan", "mxfp8", "tensor2")]
-DEFAULT = {("sd3", "nvfp4", "tensor2"), ("sd3", "mixed", "patches"), ("sd3", "int8_convrot", "cfg2")}
+DEFAULT = {("sd3", "nvfp4", "tensor2"), ("sd3", "mixed", "patches"), ("sd3", "int8_convrot", "tensor2")}
 
 
 @pytest.fixture(scope="module")

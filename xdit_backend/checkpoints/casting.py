@@ -112,7 +112,11 @@ def _in_own_type(module, layer, casts, forward):
         if not multiplies or module.weight.dtype.itemsize > 1 or tensor.numel() == 0:
             return forward(tensor)
         bias = None if module.bias is None else casts.of(module.bias, tensor.dtype)
-        result = kitchen.product(layer, module.weight, _beside(module, layer), tensor, bias)
+        agree = getattr(module, "agree", None)                 # of tensor parallelism (parallel/tensor.py)
+        if agree is None:
+            result = kitchen.product(layer, module.weight, _beside(module, layer), tensor, bias)
+        else:
+            result = kitchen.shared_product(layer, module.weight, _beside(module, layer), tensor, bias, agree)
         up = getattr(module, "weight_up", None)
         if up is None:
             return result

@@ -19,6 +19,7 @@ WITHOUT = ("float8_e4m3fn", "float8_e5m2")                     # which are unpac
 LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8Layout", "float8_e5m2": "TensorCoreFP8Layout",
            "nvfp4": "TensorCoreNVFP4Layout", "mxfp8": "TensorCoreMXFP8Layout",
            "int8_tensorwise": "TensorWiseINT8Layout", "convrot_w4a4": "TensorCoreConvRotW4A4Layout"}
+ROWS = 2048                                                    # whose sums are in memory at once, in 32 bits
 COMPUTED = (torch.float32, torch.float16, torch.bfloat16)      # types that the package's functions take
 
 
@@ -102,6 +103,41 @@ def product(layer, weight, beside, tensor, bias):
     return result.view(*tensor.shape[:-1], len(weight)).to(tensor.dtype)
 
 
+def shared_product(layer, weight, beside, tensor, bias, agree):
+    """`product` of the columns of an int8 weight, and of as many of each token's inputs, that a rank has. Inputs are
+    rounded as if by one rank that had all of them.
+
+    agree(the largest number of each of this rank's rows) -> of the rows of all ranks, each of which calls it. Where the
+    rotation is, it is of groups of columns, which no rank has a part of.
+    """
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    rows = rows if rows.dtype in COMPUTED else rows.to(torch.float32)
+    if layer.rotated:
+        identity = torch.eye(layer.rotated, dtype=torch.int8, device=rows.device)
+        rotation = unpacked(layer, identity, {"weight_scale": rows.new_ones(len(identity), 1, dtype=torch.float32)},
+                            rows.dtype)
+        rows = (rows.view(len(rows), -1, layer.rotated) @ rotation.T).view_as(rows)
+    scale = (agree(rows.abs().amax(1, keepdim=True).float()) / 127).clamp(min=1e-30)
+    multiplied = scaled_product if torch.compiler.is_compiling() else _scaled_product
+    result = multiplied(weight, beside["weight_scale"], rows.contiguous(), scale)
+    result = result if bias is None else result + bias.to(result.dtype)
+    return result.view(*tensor.shape[:-1], len(weight)).to(tensor.dtype)
+
+
+def _scaled_product(weight, weight_scale, rows, scale):
+    """The product of int8 weights and of inputs that are rounded to int8. weight_scale: (1 or rows of the weight, 1),
+    scale: (rows, 1), float32."""
+    import comfy_kitchen
+    result, weight_scale = rows.new_empty(len(rows), len(weight)), weight_scale.view(1, -1)
+    for start in range(0, len(rows), ROWS):
+        piece, of_piece = rows[start:start + ROWS], scale[start:start + ROWS]
+        steps = of_piece.to(piece.dtype)
+        steps = torch.where(steps == 0, torch.finfo(steps.dtype).tiny, steps)
+        levels = (piece / steps).round_().clamp_(-128, 127).to(torch.int8)
+        result[start:start + ROWS] = comfy_kitchen.mm_int8(levels, weight.T).float() * (of_piece * weight_scale)
+    return result
+
+
 def _rounded(layer, rows, scale, dtype):
     """Inputs in the type of the weight, as comfy-kitchen's tensor. scale: of the file; None: float8 takes 1, and nvfp4
     the largest of these numbers."""
@@ -175,3 +211,14 @@ def rounded_product(how: str, beside: list[Tensor], weight: Tensor, tensor: Tens
 @rounded_product.register_fake
 def _(how, beside, weight, tensor, bias):
     return tensor.new_empty(*tensor.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("xdit::scaled_product", mutates_args=())
+def scaled_product(weight: Tensor, weight_scale: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+    """`_scaled_product`."""
+    return _scaled_product(weight, weight_scale, rows, scale)
+
+
+@scaled_product.register_fake
+def _(weight, weight_scale, rows, scale):
+    return rows.new_empty(rows.shape[0], weight.shape[0])

@@ -25,7 +25,8 @@ class Format:
     stored: the header's types of the weight. held: its type on a rank. numbers: in a column as stored. block: so many
     columns share a scale; 0: a row, or the matrix, has one. scales: {a tensor that belongs to it: its header's types}.
     more: further tensors that may be there. rounds_inputs: do its products round each token's inputs, on any device, by
-    the largest of them? capability: of CUDA cards, from which on they round them too; None: none do.
+    the largest of them? agrees: can ranks that have some of a token's inputs each agree on that number? capability: of
+    CUDA cards, from which on they round them too; None: none do.
     """
 
     stored: tuple[str, ...]
@@ -35,6 +36,7 @@ class Format:
     block: int = 0
     more: tuple[str, ...] = ()
     rounds_inputs: bool = False
+    agrees: bool = False
     capability: tuple[int, int] | None = None
 
 
@@ -45,7 +47,7 @@ FORMATS = {
                     block=16, more=("input_scale", "pre_quant_scale"), capability=(10, 0)),
     "mxfp8": Format(("F8_E4M3",), torch.float8_e4m3fn, {"weight_scale": ("F8_E8M0", "U8")}, block=32,
                     capability=(10, 0)),
-    "int8_tensorwise": Format(("I8",), torch.int8, rounds_inputs=True),
+    "int8_tensorwise": Format(("I8",), torch.int8, rounds_inputs=True, agrees=True),
     "convrot_w4a4": Format(("I8", "U8"), torch.uint8, numbers=2, rounds_inputs=True)}
 
 OLD_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}

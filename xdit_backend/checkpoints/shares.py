@@ -112,14 +112,17 @@ def _check_stored(splits, degree):
 
 
 def _check_products(model, splits, degree):
-    """Refuse to share out the inputs of a layer that rounds each token's by the largest of them all."""
+    """Refuse to share out the inputs of a layer that rounds each token's by the largest of them all, and cannot be told
+    it."""
     for name, split in splits.items() if degree > 1 else ():
         path, _, leaf = name.rpartition(".")
-        if leaf == "weight" and split.how == "rows" and getattr(model.get_submodule(path), "rounds_inputs", False):
-            raise UnsupportedError(f"Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or "
-                                   f"ring_degree, or the bf16, fp16, fp8, mxfp8 or nvfp4 file of the same model: "
-                                   f"tensor_degree={degree} cannot share out {name}, whose products round each token's "
-                                   f"inputs by the largest of them, and each device would have some of them only.")
+        linear = model.get_submodule(path)
+        if leaf == "weight" and split.how == "rows" and getattr(linear, "rounds_inputs", False) and not linear.agrees:
+            raise UnsupportedError(
+                f"Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, "
+                f"fp16, fp8, int8, mxfp8 or nvfp4 file of the same model: tensor_degree={degree} cannot share out "
+                f"{name}, whose products round each token's inputs by the largest of them, and each device would have "
+                f"some of them only.")
 
 
 def possible_splits(model, plan, degree=1):

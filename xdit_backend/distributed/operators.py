@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from .collectives import all_gather, start_all_reduce
+from .collectives import all_gather, largest, start_all_reduce
 
 # of a thread, and of forwards that take turns in it: an object with `context()`, the ForwardContext, and
 # `attention_of_graph`, torch's attention by the method of that forward
@@ -59,6 +59,18 @@ def tensor_sums(tensors: list[Tensor]) -> list[Tensor]:
 @tensor_sums.register_fake
 def _(tensors):
     return [tensor.new_empty(tensor.shape) for tensor in tensors]
+
+
+@torch.library.custom_op("xdit::tensor_largest", mutates_args=())
+def tensor_largest(tensor: Tensor) -> Tensor:
+    """The largest of the tensor ranks' tensors, number by number."""
+    context = RUNNING.get().context()
+    return largest(tensor.clone(memory_format=torch.contiguous_format), context.mesh.tensor_group, context.traffic)
+
+
+@tensor_largest.register_fake
+def _(tensor):
+    return tensor.new_empty(tensor.shape)
 
 
 @torch.library.custom_op("xdit::sequence_sum", mutates_args=())

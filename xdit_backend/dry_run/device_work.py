@@ -24,6 +24,7 @@ ANSWERED = {"_local_scalar_dense", "equal", "is_nonzero"}
 NEGATIONS = {"bitwise_not", "logical_not"}
 ATTENTIONS = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
               "_scaled_dot_product_cudnn_attention"}
+INT8_PRODUCTS = {torch.ops.aten._int_mm: flop_registry[torch.ops.aten.mm]}    # which torch does not count
 BY_PLACES = {"index", "index_put", "index_put_"}          # which read a mask to know how many places it has
 OURS = f"{os.sep}xdit_backend{os.sep}", f"{os.sep}diffusers{os.sep}"
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -109,8 +110,9 @@ class DeviceWork(TorchDispatchMode):
         self.names[func.overloadpacket.__name__] += 1
         self.moved_bytes += sum(tensor.nbytes for tensor in {id(each): each for each in touched}.values()
                                 if tensor.is_cuda)
-        if func.overloadpacket in flop_registry:
-            flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=made)
+        counted = flop_registry.get(func.overloadpacket, INT8_PRODUCTS.get(func.overloadpacket))
+        if counted is not None:
+            flops = counted(*args, **kwargs, out_val=made)
             self.flops += flops
             self.attention_flops += flops if func.overloadpacket.__name__ in ATTENTIONS else 0
 
