@@ -17,7 +17,7 @@ from .protocol.specs import Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
-APPROXIMATE = ("allowed", "not allowed")
+APPROXIMATE = ("allowed", "not allowed", "for speed")
 DISPLACED_MODES = (AUTO, *MODES)
 COMPILES = "off", "blocks"
 ALL_ON_DEVICE = "all on the device"
@@ -267,7 +267,7 @@ def check_weights_memory(given):
 
 def _refuse_approximate(config):
     """Refuse degrees of manual mode that give another picture than one device's, where that is not allowed."""
-    if config.approximate == "allowed":
+    if config.approximate != "not allowed":
         return
     if config.pipefusion_degree > 1 and config.num_patches != 1:
         raise ConfigError("Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set "
