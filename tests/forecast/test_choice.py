@@ -14,6 +14,7 @@ from xdit_backend.forecast.for_speed import FASTER, spread_for_speed
 from xdit_backend.forecast.memory import Live, MemorySettings
 from xdit_backend.forecast.planner import USUAL_JOB, Devices
 from xdit_backend.forecast.seconds import run_seconds
+from xdit_backend.protocol.exchanges import EXCHANGES
 
 FLUX = Net(57, 3072, 24, 12.0, 11.9e9, text_once=True)
 PIXART = Net(28, 1152, 16, 14.0, 0.61e9, joint=False, text_once=True)
@@ -325,3 +326,15 @@ def test_for_speed_takes_no_stages_without_room_for_their_keys_and_values():
         faster = spread_for_speed(ParallelConfig(approximate="for speed"), each, Devices([memory] * 2, machine=group),
                                   (1,))
         assert bool(faster) == expected
+
+
+@pytest.mark.parametrize("degrees, keys, everything", [
+    (Degrees(ulysses=2), 0.75, 0.5), (Degrees(ring=2), 0.5, 0.5), (Degrees(cfg=2), 1.0, 1.0)], ids=str)
+def test_forecasts_know_in_which_form_tensors_travel(degrees, keys, everything):
+    """Over links so slow that nothing else counts: the seconds are those of the bytes."""
+    slow, job = machine(2, A100, links((1e-3, 1e-3, 1e-3), (1e-3, 1e-3, 1e-3))), Job(4096, 512, 20, branches=2)
+    whole, of_keys, of_all = (forecast(FLUX, job, degrees, slow.exchanging(exchange)).causes["link"]
+                              for exchange in EXCHANGES)
+
+    within(abs(of_keys - keys * whole), 0.01 * whole + 1e-9)
+    within(abs(of_all - everything * whole), 0.01 * whole + 1e-9)

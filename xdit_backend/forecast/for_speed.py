@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..partition import FULL
 from ..protocol.specs import Stages
+from .choice import Forecast
 from .planner import EVERYWHERE, USUAL_JOB, WARMUP_FULL, Spread, plan_run
 from .words import layout_words, seconds_words
 
@@ -19,8 +20,8 @@ class Faster(NamedTuple):
     device's."""
 
     spread: Spread
-    staged: object
-    exact: object
+    staged: Forecast
+    exact: Forecast
 
     @property
     def words(self):

@@ -27,6 +27,7 @@ class Call:
     # predictions for the latent's other parts, to be filled
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
+    exchange: str = "whole"                # in which form attention's tensors travel, one of exchanges.EXCHANGES
 
     @property
     def is_changed(self):

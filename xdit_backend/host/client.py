@@ -96,7 +96,8 @@ class Client:
                 extra_outputs += filled
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
-                                             speeds=self.workers.speeds, compile_backend=calls[0].compile_backend),
+                                             speeds=self.workers.speeds, compile_backend=calls[0].compile_backend,
+                                             exchange=calls[0].exchange),
             segments, last_stage_ranks(layout, len(self.devices)), self._step)
         return CallHandle(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(extra_outputs))
 

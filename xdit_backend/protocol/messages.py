@@ -112,6 +112,7 @@ class Predict:
     # of each rank, relative, the same for all calls of a run; (): alike
     speeds: tuple[Speed, ...] = ()
     compile_backend: str = ""      # of torch.compile: blocks run as its graphs; "": as they are
+    exchange: str = "whole"        # in which form attention's tensors travel, one of exchanges.EXCHANGES
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -102,6 +102,7 @@ class Predictions:
         """Run this rank's branch, batch share, stage and token shard;
         the first rank of the last stage writes the prediction."""
         loaded, mesh = self._models[command.model], self._mesh(command)
+        traffic.exchange = command.exchange
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
         start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
         try:

@@ -27,6 +27,7 @@ def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dty
         per_machine > 0 or config.approximate == "for speed")) if len(devices) > 1 else None)
     if family.is_unet:
         return EVERYWHERE
+    machine = machine and machine.exchanging(config.exchange)
     known, branches = Devices(device_bytes, per_machine, machine), usual_branches(checkpoint.config)
     faster = None if "pipefusion" in family.refused else spread_for_speed(config, net, known, branches)
     if faster is not None:

@@ -48,8 +48,8 @@ class Forecasts:
             may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
             machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, may_measure)
             self._plans[job] = None if machine is None else plan_run(
-                setup.config, calibrated(machine, GROUPS.calibrations(), setup.family.name), setup.net, job, None,
-                setup.spec.tensor_degree)
+                setup.config, calibrated(machine, GROUPS.calibrations(), setup.family.name).exchanging(
+                    setup.config.exchange), setup.net, job, None, setup.spec.tensor_degree)
             self._cards = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[job]
 

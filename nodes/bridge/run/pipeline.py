@@ -12,6 +12,7 @@ from ....xdit_backend.forecast.for_speed import quality_words
 from ....xdit_backend.forecast.planner import branches_together, choose_num_patches, describe_layout, warmup_layout
 from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_patches, num_tokens, opens_step
+from ....xdit_backend.protocol.exchanges import exchange_words
 from .staleness import Staleness
 
 
@@ -45,6 +46,7 @@ class PipelineRun:
     def describe(self, whole_reason, drained_reason):
         """How the run is split, for a person. The arguments: see by_patches.py."""
         text, num_patches = describe_layout(self._layout), len(self.patches)
+        text += exchange_words(self._config.exchange, self._layout)
         if whole_reason is not None:
             return f"{text}, every step whole, because this workflow uses {whole_reason}"
         text += f", {num_patches} patch{'es' if num_patches > 1 else ''}"
