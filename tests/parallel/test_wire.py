@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.pretended import CUDA, pretended_cuda
 from tests.ranks import run_cases
 from tests.tolerances import within
 from xdit_backend.distributed.collectives import Traffic
@@ -129,3 +130,19 @@ def gathered(rank, world_size, exchange):
 def test_keys_that_pipefusion_gathers_along_the_ring_are_rounded_alike():
     for results in run_cases(gathered, 3, [(exchange,) for exchange in EXCHANGES]):
         within(max(results), 1e-6)
+
+
+def there_and_back(tensor):
+    row = pack([tensor, tensor], [True, False])
+    unpack(row, [tuple(tensor.shape)] * 2, [True, False], tensor.dtype)
+
+
+def test_rounding_waits_for_nothing(monkeypatch):
+    """On a pretended device: the host reads nothing, and a tensor costs as many kernels however large it is."""
+    kernels = []
+    for num_tokens in (64, 1024):
+        with pretended_cuda(monkeypatch) as work_of:
+            work = work_of(there_and_back, torch.empty(1, HEADS, num_tokens, 16, dtype=torch.bfloat16, device=CUDA))
+        assert work.waits == []
+        kernels.append(work.kernels)
+    assert kernels[0] == kernels[1] <= 16
