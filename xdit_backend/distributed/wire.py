@@ -58,16 +58,16 @@ def to_fp8(tensor):
     """(values, scales) of a tensor (..., T, H): float8 like it, and float32 (..., blocks)."""
     num_tokens = tensor.shape[-2]
     blocks = F.pad(tensor, (0, 0, 0, -num_tokens % BLOCK)).unflatten(-2, (-(-num_tokens // BLOCK), BLOCK))
-    largest = torch.finfo(FP8).max
-    scales = (blocks.abs().amax((-2, -1)).float() / largest).clamp_min(torch.finfo(torch.float32).tiny)
-    values = (blocks.float() / scales[..., None, None]).clamp(-largest, largest).to(FP8)
+    largest = torch.linalg.vector_norm(blocks, torch.inf, (-2, -1)).float()
+    scales = (largest / torch.finfo(FP8).max).clamp_min(torch.finfo(torch.float32).tiny)
+    values = (blocks / scales[..., None, None]).to(FP8)        # in float32, whose error float8 does not see
     return values.flatten(-3, -2).narrow(-2, 0, num_tokens), scales
 
 
 def from_fp8(values, scales, dtype):
     """The tensor of these values (..., T, H) and scales (..., blocks)."""
     every = scales.repeat_interleave(BLOCK, -1)[..., :values.shape[-2], None]
-    return (values.float() * every).to(dtype)
+    return values.to(dtype).mul_(every)                        # rounded once: a float8 is a number of each other type
 
 
 def _scales(shape):

@@ -13,7 +13,7 @@ from ..protocol.exchanges import ALL, KEYS, WHOLE
 
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
 FP8_BYTES = 1 + 4 / (64 * 128)   # of a number in 8 bits, with a scale for 64 tokens of a head (distributed/wire.py)
-SMALL_PACKING = 2              # times what packing a tensor takes that rounding it to 8 bits and back adds
+SMALL_PACKING = 2.5            # times what packing a tensor takes that rounding it to 8 bits and back adds
 DEVICES_PER_NODE = 8           # a group that leaves its node goes by the network
 
 
