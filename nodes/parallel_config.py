@@ -3,6 +3,7 @@
 from comfy_api.latest import io
 
 from ..xdit_backend.config import APPROXIMATE, ATTENTIONS, COMPILES, DISPLACED_MODES, WARMUPS, ParallelConfig
+from ..xdit_backend.protocol.exchanges import EXCHANGES
 from .bridge.workers.groups import devices_of, show_text
 
 Parallel = io.Custom("XDIT_PARALLEL")
@@ -48,7 +49,10 @@ class XDiTParallelConfig(io.ComfyNode):
                                tooltip="May the picture differ a little from one device's? allowed: in auto mode, a "
                                "model that is too large for one device runs by PipeFusion, or by tensor parallelism "
                                "where that is about as fast. not allowed: by tensor parallelism, or by stages that "
-                               "wait for each other, and degrees of manual mode that change the picture are refused."),
+                               "wait for each other, and degrees of manual mode that change the picture are "
+                               "refused. for speed: as allowed, and auto also takes PipeFusion for a model that fits "
+                               "where it is forecast to be at least 1.15 times as fast; the devices are measured for "
+                               "that."),
                 io.String.Input("weights_memory", default="auto", optional=True,
                                 tooltip="How much of each device's memory the model's weights may take. The others "
                                 "stay in the computer's memory and come to the device in every step, while it "
@@ -68,6 +72,10 @@ class XDiTParallelConfig(io.ComfyNode):
                                "rounding. sage (SageAttention): rounds to 8 bits, faster, and the picture differs a "
                                "little. Each needs its package in ComfyUI's Python; attention with a mask is "
                                "PyTorch's own, but for xformers."),
+                io.Combo.Input("exchange", options=list(EXCHANGES), default=EXCHANGES[0], optional=True,
+                               tooltip="In which form devices that share a picture's tokens (Ulysses, Ring) send each "
+                               "other what attention needs. In fp8 half of the bytes travel, for devices with slow "
+                               "links, and the picture differs a little from one device's."),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )

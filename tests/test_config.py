@@ -57,6 +57,8 @@ def test_accepts_what_works(config, num_devices):
      ['approximate="not allowed"', "pipefusion_degree=2", "tensor_degree"]),
     (replace(manual(displaced=2), approximate="not allowed"), 2,
      ['approximate="not allowed"', "displaced_degree=2", "full_sync"]),
+    (ParallelConfig(exchange="fp4"), 1, ['exchange="fp4"', "all in fp8"]),
+    (ParallelConfig(exchange="all in fp8", approximate="not allowed"), 1, ['exchange="all in fp8"', "Set exchange to"]),
     (ParallelConfig(forecast_keys_values=7), 1, ["forecast_keys_values=7", "from 0 to 1"]),
     (ParallelConfig(forecast_keys_values=float("nan")), 1, ["forecast_keys_values=nan", "from 0 to 1"]),
     (ParallelConfig(num_patches=-1), 1, ["num_patches=-1"])], ids=str)

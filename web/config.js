@@ -5,6 +5,7 @@ const PIPEFUSION = ["num_patches", "stage_blocks", "warmup", "offload_keys_value
 const DISPLACED = ["displaced_mode"];
 const BOTH = ["warmup_steps", "forecast_keys_values"];
 const CHANGE = ["approximate"];
+const EXCHANGE = ["exchange"];             // between devices that share tokens
 
 /**
  * Names of the widgets that count for nothing with these values. defaults: {name: value}. In auto mode a setting of PipeFusion counts
@@ -15,5 +16,8 @@ export function idleWidgets(values, defaults) {
     return [...DEGREES, ...DISPLACED, ...[...PIPEFUSION, ...BOTH].filter((name) => values[name] === defaults[name])];
   const pipefusion = values.pipefusion_degree > 1;
   const displaced = values.displaced_degree > 1;
-  return [...(pipefusion ? [] : PIPEFUSION), ...(displaced ? [] : DISPLACED), ...(pipefusion || displaced ? [] : [...BOTH, ...CHANGE])];
+  const shared = values.ulysses_degree > 1 || values.ring_degree > 1;
+  const rounded = shared && values.exchange !== defaults.exchange;
+  return [...(pipefusion ? [] : PIPEFUSION), ...(displaced ? [] : DISPLACED), ...(pipefusion || displaced ? [] : BOTH),
+    ...(pipefusion || displaced || rounded ? [] : CHANGE), ...(shared ? [] : EXCHANGE)];
 }

@@ -8,14 +8,16 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from .protocol.approximate import refuse_approximate, refuse_rounded_exchange
 from .protocol.devices import resolve_devices
 from .protocol.displaced_modes import AUTO, MODES
 from .protocol.errors import ConfigError
+from .protocol.exchanges import EXCHANGES, WHOLE
 from .protocol.specs import ATTENTIONS, Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
-APPROXIMATE = ("allowed", "not allowed")
+APPROXIMATE = ("allowed", "not allowed", "for speed")
 DISPLACED_MODES = (AUTO, *MODES)
 COMPILES = "off", "blocks"
 ALL_ON_DEVICE = "all on the device"
@@ -59,6 +61,7 @@ class ParallelConfig:
     weights_memory: str = "auto"
     attention: str = ATTENTIONS[0]             # by which kernel attention runs, one of ATTENTIONS
     compile: str = COMPILES[0]                 # are blocks run as torch.compile makes them? One of COMPILES
+    exchange: str = WHOLE                      # in which form attention's tensors travel, one of EXCHANGES
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -95,6 +98,8 @@ class ParallelConfig:
         read = self.mode == "manual" and self.displaced_degree > 1
         unused = {"pipefusion_degree": PIPEFUSION if read else (*PIPEFUSION, *BOTH),
                   "displaced_degree": () if read else ("displaced_mode",)}
+        if self.mode == "manual" and self.ulysses_degree * self.ring_degree == 1:
+            unused["ulysses_degree x ring_degree"] = ("exchange",)
         text = ""
         for degree, names in unused.items():
             given = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
@@ -178,11 +183,13 @@ def validate(config, num_devices):
         raise ConfigError(f"Set num_patches and warmup_steps to 0 or more: num_patches={config.num_patches} and "
                           f"warmup_steps={config.warmup_steps} must not be negative.")
     for name, words in (("mode", ("auto", "manual")), ("warmup", WARMUPS), ("displaced_mode", DISPLACED_MODES),
-                        ("approximate", APPROXIMATE), ("compile", COMPILES), ("attention", ATTENTIONS)):
+                        ("approximate", APPROXIMATE), ("compile", COMPILES), ("attention", ATTENTIONS),
+                        ("exchange", EXCHANGES)):
         value = getattr(config, name)
         if value not in words:
             raise ConfigError(f'Set {name} to {_one_of(words)}: {name}="{value}" is none of these.')
     check_weights_memory(config.weights_memory)
+    refuse_rounded_exchange(config)
     if config.mode == "auto":
         return
     if (count := len(config.num_stage_blocks)) not in (0, config.pipefusion_degree):
@@ -194,7 +201,7 @@ def validate(config, num_devices):
                           f"displaced_degree={config.displaced_degree} and "
                           f"pipefusion_degree={config.pipefusion_degree} both use what is left of the step before, "
                           "and a stage would be behind twice.")
-    _refuse_approximate(config)
+    refuse_approximate(config)
     if config.cfg_degree > 2:
         raise ConfigError(f"Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={config.cfg_degree} "
                           "cannot work.")
@@ -220,21 +227,6 @@ def check_weights_memory(given):
     if text not in WEIGHTS_MEMORY and not 1 <= num_bytes < math.inf:
         raise ConfigError('Set weights_memory to a number of GB above 0, such as "10", to "auto" or to '
                           f'"{ALL_ON_DEVICE}": weights_memory="{given}" is none of these.')
-
-
-def _refuse_approximate(config):
-    """Refuse degrees of manual mode that give another picture than one device's, where that is not allowed."""
-    if config.approximate == "allowed":
-        return
-    if config.pipefusion_degree > 1 and config.num_patches != 1:
-        raise ConfigError("Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set "
-                          f'approximate to allowed: approximate="{config.approximate}" and '
-                          f"pipefusion_degree={config.pipefusion_degree}, whose patches use keys and values of the "
-                          "step before.")
-    if config.displaced_degree > 1 and (config.displaced_mode == AUTO or MODES[config.displaced_mode].is_stale):
-        raise ConfigError("Set displaced_mode to full_sync, or approximate to allowed: "
-                          f'approximate="{config.approximate}" and displaced_degree={config.displaced_degree}, and '
-                          f"in the mode {config.displaced_mode} devices use rows of the step before.")
 
 
 def validate_stages(config, num_blocks, family):

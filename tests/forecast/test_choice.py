@@ -7,10 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tests.tolerances import within
+from xdit_backend.config import ParallelConfig
 from xdit_backend.forecast.choice import Machine, are_alike, candidates, choose, forecast, forecasts, is_worth_it
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
+from xdit_backend.forecast.for_speed import FASTER, spread_for_speed
 from xdit_backend.forecast.memory import Live, MemorySettings
+from xdit_backend.forecast.planner import USUAL_JOB, Devices
 from xdit_backend.forecast.seconds import run_seconds
+from xdit_backend.protocol.exchanges import EXCHANGES
 
 FLUX = Net(57, 3072, 24, 12.0, 11.9e9, text_once=True)
 PIXART = Net(28, 1152, 16, 14.0, 0.61e9, joint=False, text_once=True)
@@ -281,3 +285,56 @@ def test_what_the_host_launches_takes_a_cpus_own_time():
     launched = FLUX.blocks * FLUX.kernels * A100.block_launch_s
     within(abs((cpu["compute"] - card["compute"]) / launched - 1), 1e-6)
     assert card["launch"] > 0 and cpu["launch"] == 0
+
+
+SLOW_GB = (5, 5, 5)
+
+
+@pytest.mark.parametrize("between, count, branches, expected", [
+    (SLOW_GB, 2, (1,), 2), (SLOW_GB, 4, (1,), 4), (SLOW_GB, 2, (1, 2), None),
+    ((200, 200, 200), 2, (1,), None)], ids=str)
+def test_for_speed_takes_stages_where_they_are_much_faster_than_anything_exact(between, count, branches, expected):
+    """By what forecasts say of all layouts; and never one that only "allowed" is said of."""
+    net, memory = replace(FLUX, branches_apart=True), 80 * GB
+    group = machine(count, replace(A100, memory_bytes=memory), links(between, between))
+    devices = Devices([memory] * count, machine=group)
+
+    faster = spread_for_speed(ParallelConfig(approximate="for speed"), net, devices, branches)
+
+    assert (faster and faster.spread.stages.pipefusion_degree) == expected
+    gains = []
+    for each in branches:
+        every = forecasts(net, replace(USUAL_JOB, branches=each), group, settings=MemorySettings(2))
+        best = {is_exact: min(one.seconds for one in every if one.is_exact == is_exact and one.fits)
+                for is_exact in (True, False)}
+        gains.append(best[True] / best[False])
+    assert min(gains) > FASTER if expected else min(gains) < FASTER
+    for other in (ParallelConfig(), ParallelConfig(approximate="not allowed"),
+                  ParallelConfig(approximate="for speed", num_patches=1),
+                  ParallelConfig(approximate="for speed", mode="manual")):
+        assert spread_for_speed(other, net, devices, branches) is None
+    assert spread_for_speed(ParallelConfig(approximate="for speed"), net, replace(devices, machine=None)) is None
+    if faster:
+        assert faster.words.startswith(f"PipeFusion {count}, {2 * count} patches for speed: ")
+
+
+def test_for_speed_takes_no_stages_without_room_for_their_keys_and_values():
+    net, memory = replace(FLUX, branches_apart=True), FLUX.held_bytes / 0.79
+    group = machine(2, replace(A100, memory_bytes=memory), links(SLOW_GB, SLOW_GB))
+    large = replace(net, width=net.width * 8, elements=net.elements / 64)
+    for each, expected in ((net, True), (large, False)):
+        faster = spread_for_speed(ParallelConfig(approximate="for speed"), each, Devices([memory] * 2, machine=group),
+                                  (1,))
+        assert bool(faster) == expected
+
+
+@pytest.mark.parametrize("degrees, keys, everything", [
+    (Degrees(ulysses=2), 0.75, 0.5), (Degrees(ring=2), 0.5, 0.5), (Degrees(cfg=2), 1.0, 1.0)], ids=str)
+def test_forecasts_know_in_which_form_tensors_travel(degrees, keys, everything):
+    """Over links so slow that nothing else counts: the seconds are those of the bytes."""
+    slow, job = machine(2, A100, links((1e-3, 1e-3, 1e-3), (1e-3, 1e-3, 1e-3))), Job(4096, 512, 20, branches=2)
+    whole, of_keys, of_all = (forecast(FLUX, job, degrees, slow.exchanging(exchange)).causes["link"]
+                              for exchange in EXCHANGES)
+
+    within(abs(of_keys - keys * whole), 0.01 * whole + 1e-9)
+    within(abs(of_all - everything * whole), 0.01 * whole + 1e-9)

@@ -91,3 +91,21 @@ def test_a_long_run_measures_once(comfyui, said, user, monkeypatch):
     kept[0].write_text("{}")
     comfyui.sample(model, "sd3")
     assert len(probed) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_staged", [True, False], ids=["slow-links", "fast-links"])
+def test_for_speed_a_model_that_fits_is_spread_and_nodes_say_what_it_gains_and_costs(comfyui, said, user, monkeypatch,
+                                                                                   is_staged):
+    spread, told = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.spread"), []
+    monkeypatch.setattr(spread, "show_text", told.append)
+    card = Device(1e9, 1e9, 1e12, name="a card", memory_bytes=1e12)
+    links = Links({**(SLOW_LINKS if is_staged else FAST_LINKS).rates, ("hop", 2): 1e5 if is_staged else 1e9})
+    measurements.store_machine(user, TWO, "float32", Machine((card, card), links))
+    model = comfyui.ours("flux", comfyui.config("cpu,cpu", mode="auto", warmup="auto", approximate="for speed"))
+
+    comfyui.sample(model, "flux", steps=4)
+
+    costs = ", for speed: near to one device's picture (43 dB in the demo model with 4 patches)"
+    assert said[0].endswith(f"PipeFusion 2, 4 patches{costs}") == is_staged
+    assert [text.split(":")[0] for text in told] == ["PipeFusion 2, 4 patches for speed"] * is_staged

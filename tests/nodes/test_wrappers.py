@@ -58,28 +58,42 @@ def test_nodes_that_wrap_each_step_equal_native(comfyui, said, name, options):
     assert any("every step whole" in text and name.lower() in text.lower() for text in said)
 
 
+EVERY_METHOD = [("flux", {"cfg": 2}), ("wan", {"ulysses": 2}), ("flux", {"ring": 2}), ("wan", {"tensor": 2}),
+                ("qwen-image", STAGED), ("sdxl", {"displaced": 2}), ("flux", {"data": 2}), ("sd3", {"cfg": 2})]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, degrees", [
-    ("flux", {"cfg": 2}), ("wan", {"ulysses": 2}), ("qwen-image", STAGED), ("sdxl", {"displaced": 2}),
-    ("sd3", {"cfg": 2})], ids=str)
-def test_easycache_takes_the_steps_it_takes_with_comfyuis_own_model(comfyui, kind, degrees, monkeypatch):
-    """It wraps the diffusion model: those of ComfyUI that let themselves be wrapped (SD3's does not)."""
-    from comfy_extras.nodes_easycache import EasyCacheHolder, EasyCacheNode
-    reused, apply = [], EasyCacheHolder.apply_cache_diff
-    monkeypatch.setattr(EasyCacheHolder, "apply_cache_diff",
-                        lambda self, x, uuids, **more: reused.append(len(uuids)) or apply(self, x, uuids, **more))
+@pytest.mark.parametrize("node, kind, degrees", [
+    *(("EasyCache", *one) for one in EVERY_METHOD), *(("LazyCache", *one) for one in EVERY_METHOD[1::2])], ids=str)
+def test_caches_take_the_steps_they_take_with_comfyuis_own_model_and_wait_for_nothing(comfyui, node, kind, degrees,
+                                                                                      monkeypatch):
+    """They decide once, in ComfyUI's process, by what the host has anyway: a step is asked of all workers, or of none.
 
-    def sample(model):
-        reused.clear()
-        model = EasyCacheNode.execute(model=model, reuse_threshold=0.9, start_percent=0.1, end_percent=0.95,
-                                      verbose=False).args[0]
-        return comfyui.sample(model, kind, steps=8), list(reused)
+    EasyCache wraps the diffusion model: those of ComfyUI that let themselves be wrapped (SD3's does not).
+    """
+    extras = __import__("comfy_extras.nodes_easycache", fromlist=["x"])
+    reused, asked, apply = [], [], getattr(extras, f"{node}Holder").apply_cache_diff
+    monkeypatch.setattr(getattr(extras, f"{node}Holder"), "apply_cache_diff",
+                        lambda self, x, *given, **more: reused.append(len(x)) or apply(self, x, *given, **more))
+    client = comfyui.groups.client(("cpu", "cpu"))
+    submit = client.submit
+    monkeypatch.setattr(client, "submit", lambda *given, **more: asked.append(1) or submit(*given, **more))
 
-    want, reused_natively = sample(comfyui.native(kind))
-    result, reused_here = sample(comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)))
+    def sample(model, is_cached=True):
+        reused.clear(), asked.clear()
+        if is_cached:
+            model = getattr(extras, f"{node}Node").execute(model=model, reuse_threshold=0.9, start_percent=0.1,
+                                                           end_percent=0.95, verbose=False).args[0]
+        return comfyui.sample(model, kind, steps=8), list(reused), len(asked)
+
+    want, reused_natively, _ = sample(comfyui.native(kind))
+    ours = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees | {"warmup_steps": 99}))      # nothing stale
+    _, _, asked_without = sample(ours, is_cached=False)
+    result, reused_here, asked_here = sample(ours)
 
     close(result, want, EXACT)
-    assert reused_here == reused_natively and bool(reused_here) == (kind != "sd3")
+    assert reused_here == reused_natively and bool(reused_here) == ((node, kind) != ("EasyCache", "sd3"))
+    assert asked_here == asked_without // 8 * (8 - len(reused_here))
 
 
 def test_other_wrappers_of_the_diffusion_model_are_refused_by_name(comfyui):

@@ -21,6 +21,7 @@ from ..checkpoints.shares import possible_splits
 from ..config import ParallelConfig
 from ..forecast.choice import candidates, extra_candidates, forecasts
 from ..forecast.files import read_machine
+from ..forecast.for_speed import spread_for_speed
 from ..forecast.planner import Devices, choose_spread, memory_settings, plan_run, usual_branches
 from ..forecast.words import plan_words, table, why
 from ..host import measurements
@@ -51,9 +52,12 @@ def add_arguments(parser):
                         help='to measure, as in xDiT Parallel Config: "auto", or "cuda:0,cuda:1", "cpu,cpu"')
     parser.add_argument("--measurements", type=Path, metavar="FOLDER",
                         help="where ComfyUI keeps what it measured (user/xdit): taken from there, and kept there")
-    parser.add_argument("--exact", action="store_true",
-                        help='nothing that changes the picture, as approximate = "not allowed" of xDiT '
-                        'Parallel Config: of a model that is too large for one device, the layers are spread')
+    pictures = parser.add_mutually_exclusive_group()
+    pictures.add_argument("--exact", action="store_true",
+                          help='nothing that changes the picture, as approximate = "not allowed" of xDiT '
+                          'Parallel Config: of a model that is too large for one device, the layers are spread')
+    pictures.add_argument("--for-speed", action="store_true",
+                          help='PipeFusion where that is forecast to be much faster, as approximate = "for speed"')
     parser.add_argument("--measure", action="store_true", help="measure again, whatever is kept")
 
 
@@ -64,6 +68,9 @@ def main(options):
     if family.is_unet:
         raise ConfigError(f"{family.title} are U-Nets: auto shares out the branches of guidance and the images of a "
                           f"batch alone, and nothing is forecast for them.")
+    if options.for_speed and "pipefusion" in family.refused:
+        raise ConfigError(f"Leave out --for-speed: xDiT does not run {family.name} by PipeFusion, because "
+                          f"{family.refused['pipefusion']}.")
     quantisation = options.weight_dtype if options.weight_dtype in TYPES else ""
     model = header.meta_model(quantisation)
     config = header.config
@@ -73,7 +80,8 @@ def main(options):
     job = job_of(family, net, _latent_shape(family, config, *job_shape, options),
                  {"context": torch.empty(1, options.text, 1, device="meta")}, options.steps, options.branches)
     machine = read_machine(options.machine) if options.machine else measured(options, compute)
-    settings = ParallelConfig(approximate="not allowed" if options.exact else "allowed")
+    settings = ParallelConfig(approximate="not allowed" if options.exact else "for speed" if options.for_speed
+                              else "allowed")
     what = f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else "")
     print_plan(net, job, machine, what, settings, functools.partial(possible_splits, model, family.plan),
                usual_branches(config))
@@ -91,8 +99,10 @@ def print_plan(net, job, machine, what, config, can_split, branches):
     print("on " + ", ".join(f"{number} x {name}" for name, number in names.items())
           + (f", {per_machine} a machine" if per_machine else ""))
     devices = Devices([device.memory_bytes for device in machine.devices], per_machine, machine)
-    spread = choose_spread(config, net, devices, can_split, branches=branches,
-                           has_own_memory=all(device.host_bytes_s for device in machine.devices))
+    faster = spread_for_speed(config, net, devices, branches)
+    spread = faster.spread if faster else choose_spread(
+        config, net, devices, can_split, branches=branches,
+        has_own_memory=all(device.host_bytes_s for device in machine.devices))
     started_s = time.perf_counter()
     plan = plan_run(config, machine, net, job, *spread)
     elapsed_s = time.perf_counter() - started_s
@@ -105,6 +115,7 @@ def print_plan(net, job, machine, what, config, can_split, branches):
     print(plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered)
           + f". Chosen in {1000 * elapsed_s:.0f} ms.")
     print(f"Why: {why(plan.chosen)}. " + (
+        f"{faster.words}." if faster else
         "Machines are stages, whose devices share tokens." if per_machine and spread[0] is not None else
         "The weights do not fit on one device, so that its blocks are spread over stages." if spread[0] is not None else
         "The weights do not fit on one device, so that its layers are spread, and the picture is one device's."

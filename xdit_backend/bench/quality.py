@@ -6,6 +6,7 @@ and by naive patches, which never see each other. Prints a table in Markdown and
 (--model) has no pipeline.
 """
 
+import dataclasses
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ from ..host.calls import Call
 from ..partition import cut_bands, cut_patches
 from ..protocol.displaced_modes import MODES
 from ..protocol.errors import ConfigError
+from ..protocol.exchanges import EXCHANGES
 from ..protocol.specs import Layout, Stages
 from .groups import count_cuda, start_clients
 from .sampler import SAMPLERS, Method, Model, Sampling, sample
@@ -55,6 +57,9 @@ def add_arguments(parser):
     parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="warmup_steps to try")
     parser.add_argument("--forecast", type=float, nargs="+", default=(0.0,),
                         help="forecast of stale keys and values to try")
+    parser.add_argument("--exchange", choices=EXCHANGES[1:], nargs="*", default=(), metavar="FORM",
+                        help="forms in which tensors travel to try, with Ulysses 2 and Ring 2: "
+                             + ", ".join(EXCHANGES[1:]))
     parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="where the contact sheet goes")
 
 
@@ -119,6 +124,9 @@ def settings(options):
         name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else "")
         method = Method(Layout(pipefusion_degree=2), warmup_steps, cut_patches(shape, (2, 2), num_patches), forecast)
         found[name] = Setting(2, run(staged, method), num_patches)
+    for axis, exchange in itertools.product(("ulysses", "ring") if staged else (), options.exchange):
+        found[f"{axis.title()} 2, {exchange}"] = Setting(2, exchanging(
+            run(one_spec, Method(Layout(**{f"{axis}_degree": 2}))), exchange))
     for degree, warmup_steps, mode, forecast in itertools.product(
         options.displaced, options.warmup_steps, options.displaced_modes,
                                                                   options.forecast):
@@ -131,6 +139,11 @@ def settings(options):
         method = Method(Layout(displaced_degree=degree), warmup_steps, None, forecast, displaced_mode=mode)
         found[name] = Setting(degree, run(one_spec, method), degree)
     return found | {f"naive patches, M={count}": Setting(1, naive(whole, count), count) for count in options.patches}
+
+
+def exchanging(run, exchange):
+    """run(client, call, sigmas), where attention's tensors travel in this form."""
+    return lambda client, call, sigmas: run(client, dataclasses.replace(call, exchange=exchange), sigmas)
 
 
 def naive(run, num_patches):

@@ -18,10 +18,11 @@ class Traffic:
     it does now.
 
     waits: [(start, end)] of this process, by time.perf_counter. Over gloo they are what an exchange takes; NCCL has the
-    device wait, and not the process.
+    device wait, and not the process. exchange: in which form attention's tensors travel, one of exchanges.EXCHANGES.
     """
 
-    def __init__(self):
+    def __init__(self, exchange="whole"):
+        self.exchange = exchange
         self.num_exchanges = self.sent_bytes = 0
         self.waits = []
         self._num_begun = self._num_passed = 0                 # waits of this process

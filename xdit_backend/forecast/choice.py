@@ -29,6 +29,10 @@ class Machine:
     links: Links
     alone: float = 1.0
 
+    def exchanging(self, exchange):
+        """This machine, where attention's tensors travel in this form."""
+        return replace(self, links=replace(self.links, exchange=exchange))
+
     @functools.cached_property
     def is_uniform(self):
         return all(device == self.devices[0] for device in self.devices)

@@ -9,7 +9,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..protocol.exchanges import ALL, KEYS, WHOLE
+
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
+FP8_BYTES = 1 + 4 / (64 * 128)   # of a number in 8 bits, with a scale for 64 tokens of a head (distributed/wire.py)
+SMALL_PACKING = 2.5            # times what packing a tensor takes that rounding it to 8 bits and back adds
 DEVICES_PER_NODE = 8           # a group that leaves its node goes by the network
 
 
@@ -154,7 +158,7 @@ class Links:
     Collectives are COLLECTIVES; sizes in between are interpolated. latencies: {(collective,
     size): seconds} where they were measured. hidden: the share of a hop that can pass beside computing. per_machine:
     config.devices_per_machine; what was measured inside of a machine says nothing of groups that leave it, nor they of
-    it.
+    it. exchange: in which form attention's tensors travel, one of exchanges.EXCHANGES.
     """
 
     rates: dict = field(default_factory=dict)
@@ -162,6 +166,12 @@ class Links:
     hidden: float = 1.0
     latencies: dict = field(default_factory=dict)
     per_machine: int = 0
+    exchange: str = WHOLE
+
+    def sent_bytes(self, net, of_keys):
+        """Bytes of a number of attention's keys and values, or of its queries and results, as it travels."""
+        is_small = self.exchange == ALL or (self.exchange == KEYS and of_keys)
+        return FP8_BYTES if is_small else net.element_bytes
 
     def crosses(self, size):
         """Do some groups of so many neighbours leave their machine?"""
@@ -295,12 +305,15 @@ def seen_keys(net, job, keys):
 def _exchange_parts(run, tokens):
     """Of Ulysses' all-to-alls of four tensors, which are not hidden, and of packing these."""
     net, degrees, device, links = run.net, run.degrees, run.device, run.links
-    tensors = 2 + 2 * net.key_share                            # queries and results, keys and values
+    # bytes of queries and results, of keys and values
+    others, keys = 2 * links.sent_bytes(net, False), 2 * net.key_share * links.sent_bytes(net, True)
     own_share = (degrees.ulysses - 1) / degrees.ulysses
-    size = (tensors * tokens.image + (tensors if net.shards_text else 2)
-            * tokens.text) * tokens.batch * net.width * net.element_bytes * own_share
+    size = ((others + keys) * tokens.image + (others + keys if net.shards_text else others)
+            * tokens.text) * tokens.batch * net.width * own_share
     group = wide(degrees.ulysses * degrees.tensor, degrees)
-    packing_s = net.shared * device.pack_bytes * 4 * tokens.rows * net.width * net.element_bytes / device.memory_bytes_s
+    packed = 4 + SMALL_PACKING * (2 * (links.exchange == ALL) + 2 * (links.exchange != WHOLE))
+    packed *= tokens.rows * net.width * net.element_bytes
+    packing_s = net.shared * device.pack_bytes * packed / device.memory_bytes_s
     return Parts(packing_s,
                  net.shared * (size / links.rate("all_to_all", group) + 4 * links.latency("all_to_all", group)),
                  4 * device.collective_launch_s)
@@ -310,7 +323,7 @@ def _ring_parts(run, tokens, attend_s):
     """Of attention that takes so long with all keys, and whose keys go round."""
     net, degrees, device, links, ring = run.net, run.degrees, run.device, run.links, run.degrees.ring
     sent = tokens.image + (tokens.text if net.shards_text else 0)
-    piece = 2 * net.key_share * tokens.batch * sent * net.width * net.element_bytes
+    piece = 2 * net.key_share * tokens.batch * sent * net.width * links.sent_bytes(net, True)
     group = wide(degrees.sequence * degrees.tensor, degrees)
     hop = piece / links.rate("hop", group) + links.latency("hop", group)
     merge_s = device.merge_bytes * tokens.rows * net.width * 4 / device.memory_bytes_s

@@ -100,7 +100,7 @@ class Client:
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
                                              speeds=self.workers.speeds, compile_backend=calls[0].compile_backend,
-                                             kernel=calls[0].kernel),
+                                             kernel=calls[0].kernel, exchange=calls[0].exchange),
             segments, last_stage_ranks(layout, len(self.devices)), self._step)
         return CallHandle(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(extra_outputs))
 

@@ -13,7 +13,9 @@ import torch
 from ..distributed.attention import merge_attention
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.kernels import KernelUse, attend, attend_with_lse
+from ..distributed.wire import all_gather_small, all_to_all_small, num_bytes, pack, unpack
 from ..partition import shard_sizes
+from ..protocol.exchanges import ALL, KEYS, WHOLE
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ def all_keys(k_BNTH, v_BNTH, sizes, mesh, traffic):
     sizes: T of every ring x Ulysses rank, of keys."""
     if mesh.degrees["ring"] == 1 or not any(sizes):
         return k_BNTH, v_BNTH
+    if traffic.exchange != WHOLE:
+        return all_gather_small(torch.stack([k_BNTH, v_BNTH]), _ring_sizes(sizes, mesh), mesh.ring_group, traffic)
     return all_gather(torch.stack([k_BNTH, v_BNTH]), _ring_sizes(sizes, mesh), 3, mesh.ring_group, traffic)
 
 
@@ -71,13 +75,17 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     degree, rank = mesh.degrees["ring"], mesh.ranks["ring"]
     sizes = _ring_sizes(attention.key_sizes or attention.sizes, mesh)
     masks = [None] * degree if attention.mask is None else attention.mask.split(sizes, 3)
-    key_value = torch.stack([k_BNTH, v_BNTH])
+    key_value = travels = torch.stack([k_BNTH, v_BNTH])
+    is_small = traffic.exchange != WHOLE
+    if is_small:
+        travels = pack([key_value], [True])
     out = lse = exchange = None
     for step in range(degree):
         if step + 1 < degree:
             arriving = sizes[(rank - step - 1) % degree]
             shape = (*key_value.shape[:3], arriving, key_value.shape[4])
-            exchange = RingExchange(key_value, shape, mesh.ring_group, traffic)
+            exchange = RingExchange(travels, (num_bytes([shape], [True], q_BNTH.dtype),) if is_small else shape,
+                                    mesh.ring_group, traffic)
         if q_BNTH.shape[2] and key_value.shape[3]:
             block_out, block_lse = attend_with_lse(q_BNTH, key_value[0], key_value[1], attention.kernel,
                                                    masks[(rank - step) % degree], attention.scale)
@@ -86,7 +94,8 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
             else:
                 out, lse = merge_attention(out, lse, block_out, block_lse)
         if step + 1 < degree:
-            key_value = exchange.wait()
+            travels = exchange.wait()
+            key_value = unpack(travels, [shape], [True], q_BNTH.dtype)[0] if is_small else travels
     return q_BNTH if out is None else out.to(q_BNTH.dtype)
 
 
@@ -121,21 +130,28 @@ def scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes=None):
     if repeats > 1:
         k_BNTH, v_BNTH = k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)
     of_queries, of_keys = zip(*shares)
+    are_small = [traffic.exchange == ALL, traffic.exchange in (KEYS, ALL)]
     queries, others = [(q_BNTH, of_queries)], [(k_BNTH, of_keys), (v_BNTH, of_keys)]
     if key_sizes is None:
-        tensors = _apart(queries + others, sizes, mesh, traffic)
+        tensors = _apart(queries + others, sizes, mesh, traffic, [are_small[0], are_small[1], are_small[1]])
     else:
-        tensors = _apart(queries, sizes, mesh, traffic) + _apart(others, key_sizes, mesh, traffic)
+        tensors = (_apart(queries, sizes, mesh, traffic, are_small[:1])
+                   + _apart(others, key_sizes, mesh, traffic, are_small[1:] * 2))
     return tensors, lambda out_BNTH: gather_heads(out_BNTH, of_queries, sizes, mesh, traffic)
 
 
-def _apart(tensors, sizes, mesh, traffic):
+def _apart(tensors, sizes, mesh, traffic, are_small):
     """tensors: [((B, N, T of this rank, H), how many heads each rank of the group has)], which travel together.
-    sizes: T of each of it."""
+    sizes: T of each of it. are_small: which tensors travel in 8 bits."""
     batch, _, num_tokens, head_size = tensors[0][0].shape
     counts, own = [sum(parts) for parts in zip(*(heads for _, heads in tensors))], mesh.ranks["ulysses"]
     if not any(sizes):
         return [tensor[:, :heads[own]] for tensor, heads in tensors]
+    if any(are_small):
+        pieces = zip(*(tensor.split(heads, 1) for tensor, heads in tensors))
+        shapes = [[(batch, heads[own], size, head_size) for _, heads in tensors] for size in sizes]
+        arrived = all_to_all_small(list(pieces), shapes, are_small, mesh.ulysses_group, traffic)
+        return [torch.cat(parts, 2) for parts in zip(*arrived)]
     if mesh.ulysses_speeds:
         send = torch.cat([part for parts in zip(*(tensor.transpose(0, 1).split(heads) for tensor, heads in tensors))
                           for part in parts])
@@ -156,4 +172,8 @@ def gather_heads(out_BNTH, heads, sizes, mesh, traffic):
     batch, _, _, head_size = out_BNTH.shape
     own = sizes[mesh.ranks["ulysses"]]
     shapes = [(batch, count, own, head_size) for count in heads]
+    if traffic.exchange == ALL:
+        arrived = all_to_all_small([[part] for part in out_BNTH.split(sizes, 2)], [[shape] for shape in shapes], [True],
+                                   mesh.ulysses_group, traffic)
+        return torch.cat([part for part, in arrived], 1)
     return torch.cat(all_to_all(out_BNTH.split(sizes, 2), shapes, mesh.ulysses_group, traffic), 1)

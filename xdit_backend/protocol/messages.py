@@ -113,6 +113,7 @@ class Predict:
     speeds: tuple[Speed, ...] = ()
     compile_backend: str = ""      # of torch.compile: blocks run as its graphs; "": as they are
     kernel: KernelChoice = dataclasses.field(default_factory=KernelChoice)      # of attention
+    exchange: str = "whole"        # in which form attention's tensors travel, one of exchanges.EXCHANGES
 
 
 @dataclass(frozen=True, config=STRICT)

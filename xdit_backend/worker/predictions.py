@@ -105,6 +105,7 @@ class Predictions:
         the first rank of the last stage writes the prediction."""
         loaded, mesh = self._models[command.model], self._mesh(command)
         self._kernel = KernelUse(command.kernel.name, command.kernel.is_required, self._kernel.modules)
+        traffic.exchange = command.exchange
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
         start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
         try:

@@ -8,6 +8,7 @@ from ....xdit_backend.checkpoints.checkpoint import Checkpoint
 from ....xdit_backend.checkpoints.net import job_of
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.forecast.cost import Net
+from ....xdit_backend.forecast.for_speed import has_stages_for_speed
 from ....xdit_backend.forecast.planner import AttentionHeads, Spread, choose_layout
 from ....xdit_backend.protocol.devices import devices_per_machine
 from ....xdit_backend.protocol.specs import ModelSpec
@@ -49,6 +50,11 @@ class Setup:
     def shares_tokens(self):
         """Can several ranks compute one picture, each a part of its tokens?"""
         return "ulysses" not in self.family.refused
+
+    @property
+    def has_stages_for_speed(self):
+        """Is it spread over stages though it fits on each device?"""
+        return self.spec.stages is not None and has_stages_for_speed(self.config, self.net, min(self.device_bytes))
 
     def layout(self, num_branches):
         """The Layout of a run without a forecast."""

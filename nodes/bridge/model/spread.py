@@ -2,9 +2,10 @@
 
 from ....xdit_backend.checkpoints.shares import possible_splits
 from ....xdit_backend.config import refuse_methods, validate_layout, validate_stages
+from ....xdit_backend.forecast.for_speed import spread_for_speed
 from ....xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, usual_branches
 from ....xdit_backend.protocol.devices import devices_per_machine
-from ..workers.groups import GROUPS
+from ..workers.groups import GROUPS, show_text
 from ..workers.memory_checks import has_own_memory
 
 
@@ -13,7 +14,7 @@ def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dty
 
     device_bytes: memory of each device. net: None of a U-Net. model: diffusers', on the meta device. GROUPS.machine
     also has the workers divide work by how fast each device is, where that was measured; in auto mode with several
-    machines it is measured now.
+    machines, and where the picture may differ for speed, it is measured now. Then the node says what that gains.
     """
     family = checkpoint.family
     if config.mode == "manual":
@@ -23,11 +24,17 @@ def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dty
         if not family.is_unet:
             validate_stages(config, family.num_blocks(checkpoint.config), family.name)
     per_machine, is_auto = devices_per_machine(devices), config.mode == "auto" and not family.is_unet
-    machine = (GROUPS.machine(devices, compute_dtype, may_measure=per_machine > 0 and is_auto) if len(devices) > 1
-               else None)
+    machine = (GROUPS.machine(devices, compute_dtype, may_measure=is_auto and (
+        per_machine > 0 or config.approximate == "for speed")) if len(devices) > 1 else None)
     if family.is_unet:
         return EVERYWHERE
-    return choose_spread(config, net, Devices(device_bytes, per_machine, machine),
+    machine = machine and machine.exchanging(config.exchange)
+    known, branches = Devices(device_bytes, per_machine, machine), usual_branches(checkpoint.config)
+    faster = None if "pipefusion" in family.refused else spread_for_speed(config, net, known, branches)
+    if faster is not None:
+        show_text(faster.words)
+        return faster.spread
+    return choose_spread(config, net, known,
                          lambda degree: "tensor" not in family.refused and possible_splits(model, family.plan, degree),
-                         "pipefusion" not in family.refused, usual_branches(checkpoint.config),
+                         "pipefusion" not in family.refused, branches,
                          all(map(has_own_memory, devices)))

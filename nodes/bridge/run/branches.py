@@ -46,6 +46,7 @@ class ModelCall:
                         operations=call.operations,
                         scores=None if call.scores is None else call.scores[:, part],
                         call_conditioning=call_conditioning, compile_backend=call.compile_backend, kernel=call.kernel,
+                        exchange=call.exchange,
                         parts={name: tensor[part] for name, tensor in call.parts.items()})
         return [half(part) for part in parts]
 

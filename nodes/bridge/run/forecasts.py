@@ -54,8 +54,8 @@ class Forecasts:
                 machine = dataclasses.replace(machine, devices=tuple(device.by_kernel(kernel)
                                                                      for device in machine.devices))
             self._plans[job] = None if machine is None else plan_run(
-                setup.config, calibrated(machine, GROUPS.calibrations(), setup.family.name), setup.net, job, None,
-                setup.spec.tensor_degree)
+                setup.config, calibrated(machine, GROUPS.calibrations(), setup.family.name).exchanging(
+                    setup.config.exchange), setup.net, job, None, setup.spec.tensor_degree)
             self._cards = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[job]
 

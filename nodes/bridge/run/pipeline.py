@@ -8,9 +8,11 @@ import dataclasses
 
 import torch
 
+from ....xdit_backend.forecast.for_speed import quality_words
 from ....xdit_backend.forecast.planner import branches_together, choose_num_patches, describe_layout, warmup_layout
 from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_patches, num_tokens, opens_step
+from ....xdit_backend.protocol.exchanges import exchange_words
 from .staleness import Staleness
 
 
@@ -24,6 +26,7 @@ class PipelineRun:
     def __init__(self, client, setup, layout, schedule, shape, requested_patches):
         config = setup.config
         self._client, self._spec, self._config, self._layout = client, setup.spec, config, layout
+        self._is_for_speed = setup.has_stages_for_speed
         self._num_channels, self._patch_size = setup.num_channels, setup.family.patch_size(setup.transformer_config)
         sequence_degree = layout.ring_degree * layout.ulysses_degree
         num_patches = choose_num_patches(requested_patches, layout.pipefusion_degree, shape, self._patch_size,
@@ -43,9 +46,12 @@ class PipelineRun:
     def describe(self, whole_reason, drained_reason):
         """How the run is split, for a person. The arguments: see by_patches.py."""
         text, num_patches = describe_layout(self._layout), len(self.patches)
+        text += exchange_words(self._config.exchange, self._layout)
         if whole_reason is not None:
             return f"{text}, every step whole, because this workflow uses {whole_reason}"
         text += f", {num_patches} patch{'es' if num_patches > 1 else ''}"
+        if self._is_for_speed and num_patches > 1:
+            text += f", {quality_words(self._config)}"
         if num_patches < self._config.requested_patches:
             text += f" (the latent has too few rows for {self._config.requested_patches})"
         if drained_reason is not None and num_patches > 1:

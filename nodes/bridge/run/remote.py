@@ -10,6 +10,7 @@ from ....xdit_backend.forecast.planner import USUAL_JOB, branches_together, desc
 from ....xdit_backend.forecast.words import layout_words
 from ....xdit_backend.host.calls import Call
 from ....xdit_backend.protocol.errors import ConfigError
+from ....xdit_backend.protocol.exchanges import exchange_words
 from ..supported.attention import kernel_of
 from ..supported.by_patches import COMPILE, DRAINED, WHOLE
 from ..supported.inputs import check_conditioning, check_finite, check_latent
@@ -200,11 +201,10 @@ class RemoteModel:
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
                     control=places_of(self.family, self.setup.transformer_config, control, x.shape),
-                    operations=operations_of(*asked),
-                    scores=scores and scores.buffer, guided=guided_of(self.family, transformer_options),
-                    call_conditioning=call_conditioning,
-                    parts=parts, compile_backend=transformer_options.get(COMPILE, self.config.compile_backend),
-                    kernel=kernel_of(self.config, transformer_options))
+                    operations=operations_of(*asked), scores=scores and scores.buffer, parts=parts,
+                    guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
+                    exchange=self.config.exchange, kernel=kernel_of(self.config, transformer_options),
+                    compile_backend=transformer_options.get(COMPILE, self.config.compile_backend))
         check_conditioning(self.setup, call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
         prediction = branches.ask(branches.ModelCall(self, call, schedule, sigmas, num_branches,
@@ -265,7 +265,7 @@ class RemoteModel:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")
         spare = "" if self.config.mode == "auto" else _spare(layout.data_degree, latent.shape[0])
-        self._show(how + spare + self.config.idle, self.forecasts.words)
+        self._show(how + exchange_words(self.config.exchange, layout) + spare + self.config.idle, self.forecasts.words)
         return self.forecasts.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
