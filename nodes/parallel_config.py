@@ -59,23 +59,7 @@ class XDiTParallelConfig(io.ComfyNode):
                                 "computes: the picture is the same. auto: as much as the run leaves, and all where "
                                 'they fit. A number: so many GB, such as "10". "all on the device": a model that does '
                                 "not fit is refused."),
-                io.Combo.Input("compile", options=list(COMPILES), default=COMPILES[0], optional=True,
-                               tooltip="blocks: the workers run each block of the model as torch.compile makes it, "
-                               "with fewer and larger kernels. The first step takes the minutes that compiling takes, "
-                               "and each new size of picture again; for many pictures of one size. The picture is "
-                               "the same but for rounding. TorchCompileModel does the same for one MODEL."),
-                io.Combo.Input("attention", options=list(ATTENTIONS), default=ATTENTIONS[0], optional=True,
-                               tooltip="What computes attention. as ComfyUI: what ComfyUI was started with "
-                               "(--use-sage-attention, --use-flash-attention, or xFormers where it is installed), else "
-                               "PyTorch's own, and PyTorch's own where that does not fit. sdpa: PyTorch's own. flash "
-                               "(FlashAttention 2), flash3 (FlashAttention 3), xformers: the same picture but for "
-                               "rounding. sage (SageAttention): rounds to 8 bits, faster, and the picture differs a "
-                               "little. Each needs its package in ComfyUI's Python; attention with a mask is "
-                               "PyTorch's own, but for xformers."),
-                io.Combo.Input("exchange", options=list(EXCHANGES), default=EXCHANGES[0], optional=True,
-                               tooltip="In which form devices that share a picture's tokens (Ulysses, Ring) send each "
-                               "other what attention needs. In fp8 half of the bytes travel, for devices with slow "
-                               "links, and the picture differs a little from one device's."),
+                *_computing_inputs(),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )
@@ -140,4 +124,26 @@ def _displaced_inputs():
                        "corrected by them. sync_gn: norms too, for which devices wait in each; nearer to one device's "
                        "picture. full_sync: everything, the exact picture, and the slowest. The others are for "
                        "comparison."),
+    ]
+
+
+def _computing_inputs():
+    return [
+        io.Combo.Input("compile", options=list(COMPILES), default=COMPILES[0], optional=True,
+                       tooltip="blocks: the workers run each block of the model as torch.compile makes it, "
+                       "with fewer and larger kernels. The first step takes the minutes that compiling takes, "
+                       "and each new size of picture again; for many pictures of one size. The picture is "
+                       "the same but for rounding. TorchCompileModel does the same for one MODEL."),
+        io.Combo.Input("attention", options=list(ATTENTIONS), default=ATTENTIONS[0], optional=True,
+                       tooltip="What computes attention. as ComfyUI: what ComfyUI was started with "
+                       "(--use-sage-attention, --use-flash-attention, or xFormers where it is installed), else "
+                       "PyTorch's own, and PyTorch's own where that does not fit. sdpa: PyTorch's own. flash "
+                       "(FlashAttention 2), flash3 (FlashAttention 3), xformers: the same picture but for "
+                       "rounding. sage (SageAttention): rounds to 8 bits, faster, and the picture differs a "
+                       "little. Each needs its package in ComfyUI's Python; attention with a mask is "
+                       "PyTorch's own, but for xformers."),
+        io.Combo.Input("exchange", options=list(EXCHANGES), default=EXCHANGES[0], optional=True,
+                       tooltip="In which form devices that share a picture's tokens (Ulysses, Ring) send each "
+                       "other what attention needs. In fp8 half of the bytes travel, for devices with slow "
+                       "links, and the picture differs a little from one device's."),
     ]
