@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.models.zoo import PIPELINES, UNETS, example
+from tests.models.zoo import PIPELINES, UNETS, example, save_transformer
 from tests.ranks import run_ranks
 from tests.tolerances import unrounded
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
@@ -59,7 +59,9 @@ def words(layout):
 
 
 def save(one, folder):
-    """As published folders are."""
+    """As published folders are, or files of ComfyUI's own modules. The path to open."""
+    if one.family.is_comfyuis:
+        return save_transformer(one.model, folder)
     own = folder / ("unet" if one.family.is_unet else "transformer")
     for part in one.family.extra_parts:
         if hasattr(one.model, part):
@@ -69,24 +71,25 @@ def save(one, folder):
     config = json.loads((own / "config.json").read_text()) | SAID.get(one.family.name, {})
     (own / "config.json").write_text(json.dumps(config))
     (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(one.family.name, "Pipeline")}))
+    return folder
 
 
 class Saved:
     """A family's tiny model as a folder, branches that are asked of it, and what one device predicts for each."""
 
     def __init__(self, name, folder, num_text_tokens):
-        self.name, self.family, self._folder, self._wanted = name, FAMILIES[name], folder, {}
+        self.name, self.family, self._wanted = name, FAMILIES[name], {}
         sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
         self.branches = [example(name, num_text_tokens=count, seed=seed, more=PUBLISHED.get(name, {}), **sizes)
                          for seed, count in enumerate(num_text_tokens)]
-        save(self.branches[0], folder)
+        self._path = save(self.branches[0], folder)
 
     def spec(self, layout=None, weights_memory=0):
         stages = None
         if layout and layout.pipefusion_degree > 1:
             stages = Stages(2, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree)
         # a U-Net so small is of no published family
-        checkpoint = replace(open_checkpoint(self._folder), recognised=self.family)
+        checkpoint = replace(open_checkpoint(self._path), recognised=self.family)
         return checkpoint.spec("float64", "float64", stages, layout.tensor_degree if layout else 1,
                                weights_memory=weights_memory)
 
