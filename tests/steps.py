@@ -80,8 +80,11 @@ class Saved:
     def __init__(self, name, folder, num_text_tokens):
         self.name, self.family, self._wanted = name, FAMILIES[name], {}
         sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
-        self.branches = [example(name, num_text_tokens=count, seed=seed, more=PUBLISHED.get(name, {}), **sizes)
+        self.branches = [example(name, num_text_tokens=count, seed=seed, more=PUBLISHED.get(name, {}), thin=False,
+                                 **sizes)
                          for seed, count in enumerate(num_text_tokens)]
+        for one in self.branches:
+            one.conditioning.pop("face_pixel_values", None)    # of 512 x 512 pixels, where nothing is thin
         self._path = save(self.branches[0], folder)
 
     def spec(self, layout=None, weights_memory=0):

@@ -81,11 +81,13 @@ def matrix(names, layouts, one, family=lambda name: name):
 
 
 def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False,
-            apart=False, references=(), method=None, audio=5, seed=1, more={}):
+            apart=False, references=(), method=None, audio=5, seed=1, more={},
+            thin=True):
     """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not
     attended to.
     apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how
-    they are placed. seed: of all but the weights. more: of the config.
+    they are placed. seed: of all but the weights. more: of the config. thin: is what its class has of one size alone
+    left out?
     """
     family = FAMILIES[name]
     config = family.tiny.config | more
@@ -93,6 +95,8 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     model = build(family, config).eval().to(dtype).requires_grad_(False)
     _wake(model)
     if family.is_comfyuis:
+        if thin:
+            family.tiny.thin(model)
         _draw(model)
         # rotations are by kernels else, none of which takes float64
         importlib.import_module("comfy.model_management").in_training = dtype == torch.float64

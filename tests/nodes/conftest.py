@@ -124,6 +124,8 @@ class ComfyUI:
         if kind.startswith("ltx-2"):                           # as its text encoder gives it, for ComfyUI to prepare
             made["context"] = made["context"].chunk(2, -1)[0] if kind != "ltx-2.3" else made["context"]
             options["unprocessed_ltxav_embeds"] = True
+        if "num_tokens" in made:
+            options["attention_mask"] = torch.ones(1, tokens).long()
         # their text encoders say which tokens are real
         if families()[kind].name in ("LTX-Video", "Mochi", "Cosmos-Predict1"):
             options["attention_mask"] = (torch.arange(tokens) < 13 - 3 * seed % 7)[None].long()

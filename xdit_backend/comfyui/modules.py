@@ -51,6 +51,8 @@ def build_module(path, config):
     model = cls(**arguments, dtype=torch.bfloat16, operations=torch.nn)
     model.wide_modules = {name.rpartition(".")[0] for name, parameter in model.named_parameters()
                           if parameter.dtype == torch.float32}
+    for path in model.wide_modules:                            # which are float64 in a model of that type
+        model.get_submodule(path).register_forward_pre_hook(_as_weight)
     model.config, forward = config, model.forward
 
     @functools.wraps(forward)
@@ -58,6 +60,10 @@ def build_module(path, config):
         return forward(**inputs, transformer_options={}),      # a dict of its own: some models write into it
     model.forward = returned_as_tuple
     return model
+
+
+def _as_weight(module, args):
+    return tuple(each.to(module.weight.dtype) for each in args)
 
 
 def class_at(path):
@@ -80,7 +86,8 @@ def _import_comfyui():
                               "as ComfyUI's own module, and no ComfyUI is found here.")
     if "comfy" not in sys.modules and str(folder) not in sys.path:
         sys.path.append(str(folder))                           # last: ComfyUI has a nodes.py and an utils of its own
-    settings = importlib.import_module("comfy.cli_args").args  # no command line is read but where ComfyUI's main.py asks
+    # no command line is read but where ComfyUI's main.py asks for it
+    settings = importlib.import_module("comfy.cli_args").args
     if "comfy.model_management" not in sys.modules:
         settings.use_pytorch_cross_attention = True
         settings.cpu = not torch.cuda.is_available()

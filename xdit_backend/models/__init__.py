@@ -38,6 +38,7 @@ from .sd3 import SD3
 from .sd15 import SD15
 from .sdxl import SDXL
 from .wan import WAN
+from .wan_animate import WAN_ANIMATE
 from .wan_camera import WAN_CAMERA
 from .wan_humo import WAN_HUMO
 from .wan_vace import WAN_VACE
@@ -48,7 +49,7 @@ FAMILIES = {family.name: family for family in (
     KREA2,
     HIDREAM, HUNYUAN_IMAGE, AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5,
     KANDINSKY5_IMAGE, MOCHI, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1,
-    OMNIGEN2, BOOGU, LENS, WAN_CAMERA, WAN_HUMO)}
+    OMNIGEN2, BOOGU, LENS, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE)}
 
 
 def supported(last="and"):

@@ -1,8 +1,6 @@
 """Lens, ComfyUI's own module: two streams with joint attention, image first; its text is what several layers of a
 language model give; positions count from the picture's middle."""
 
-import torch
-
 from ..vocabulary.comfyui import handed_on, same_names
 from ..vocabulary.describe import Unpacked, blocks, config_of, has, optional_size, size, text_mask
 from ..vocabulary.family import Family, Tiny
@@ -23,16 +21,15 @@ def _positions(module, forward, rows, tokens, args, kwargs):
 
 
 def _amend(model, config):
-    """Which tokens are real is said to blocks as such, and made a bias in each: only so it can be cut as they are."""
+    """Blocks are told which tokens of the text are real, and make ComfyUI's bias of it: only so it can be cut."""
     bias = model._build_joint_attention_mask
-    model._build_joint_attention_mask = lambda text, num_image_tokens: bias(text, num_image_tokens) == 0
+    model._build_joint_attention_mask = lambda text, num_image_tokens: text.bool()
 
     def with_bias(plain):
         def forward(hidden_states, encoder_hidden_states, temb, freqs_cis, attention_mask=None,
                     transformer_options=None):
             if attention_mask is not None:
-                attention_mask = torch.zeros_like(attention_mask, dtype=torch.float32).masked_fill_(
-                    ~attention_mask, torch.finfo(torch.float32).min)
+                attention_mask = bias(attention_mask, hidden_states.shape[1])
             return plain(hidden_states, encoder_hidden_states, temb, freqs_cis, attention_mask, transformer_options)
         return forward
     for block in model.transformer_blocks:
@@ -68,7 +65,7 @@ LENS = Family(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_share=0.5,
                           control="input", patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": ALL},
-        tokens={"freqs_cis": TokenArgument(2, ALL)}, masks={"attention_mask": ALL},
+        tokens={"freqs_cis": TokenArgument(2, ALL)}, masks={"attention_mask": ("text",)},
         positions={"pos_embed": _positions}, once={"img_mod.1": "step", "txt_mod.1": "step"},
         once_outside={"txt_in": "run"}),
     tiny=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")},

@@ -20,7 +20,7 @@ RULES = {
 TINY = {"patch_size": (1, 2, 2), "in_dim": 4, "out_dim": 4, "dim": 48, "ffn_dim": 32, "freq_dim": 16, "text_dim": 24,
         "num_heads": 4, "num_layers": 4, "cross_attn_norm": True}
 # ComfyUI's, whose detection takes a head of 128 for granted
-ARGUMENTS = {"in_dim": 16, "out_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 96, "num_heads": 2,
+ARGUMENTS = {"in_dim": 16, "out_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "num_heads": 2,
              "num_layers": 2, "cross_attn_norm": True}
 
 

@@ -33,6 +33,7 @@ class Tiny:
     # conditioning -> (config, shape of the latent, tokens of text) -> its shape, where a width in the config does not
     # say it; of a family that is ComfyUI's own module, without which that is not compared before it runs
     drawn: dict[str, Callable] = field(default_factory=dict)
+    thin: Callable = lambda model: None    # puts something small in the place of what the class has of one size alone
     detected: str | None = None            # name in comfy.supported_models that takes published widths for granted
     more: dict = field(default_factory=dict)                   # arguments with which ComfyUI's class has more tensors
 
