@@ -7,7 +7,7 @@ import inspect
 import torch
 
 from ..protocol.errors import CheckpointError
-from .modules import comfyui_version, find_comfyui
+from .place import comfyui_version, find_comfyui
 
 FORWARDS = "forward", "_forward", "forward_orig"               # one calls the next, with what it does not know by name
 

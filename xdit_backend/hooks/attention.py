@@ -88,19 +88,18 @@ class AttentionFunctions:
         return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal,
                                                  scale=scale).transpose(1, 2)
 
-    def optimized_attention(self, query, key, value, heads, mask=None, attn_precision=None, skip_reshape=False,
-                            skip_output_reshape=False, **options):
+    def optimized_attention(self, query, key, value, heads, mask=None, attn_precision=None, **options):
         """As ComfyUI's: (B, T, N H), or (B, N, T, H) with skip_reshape, to (B, T, N H). It runs as torch's attention,
         whatever ComfyUI would choose for itself."""
-        if not skip_reshape:
+        if not options.get("skip_reshape"):
             size = query.shape[-1] // heads
             query, key, value = (each.reshape(*each.shape[:2], -1 if each.numel() else heads, size).transpose(1, 2)
                                  for each in (query, key, value))
         if mask is not None and mask.ndim < 4:                 # (B, T, T) or (T, T)
             mask = mask[(None,) * (3 - mask.ndim)][:, None]
-        options = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
-        out = self.scaled_dot_product_attention(query, key, value, mask, **options)
-        return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+        handed = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
+        out = self.scaled_dot_product_attention(query, key, value, mask, **handed)
+        return out if options.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
 
     def traced(self, name, forward, args, kwargs):
         """The forward of an attention in a block, within a graph that is being made."""

@@ -63,7 +63,7 @@ LENS = Family(
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_share=0.5,
-                          control="input", patched="double"),),
+                          patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": ALL},
         tokens={"freqs_cis": TokenArgument(2, ALL)}, masks={"attention_mask": ("text",)},
         positions={"pos_embed": _positions}, once={"img_mod.1": "step", "txt_mod.1": "step"},

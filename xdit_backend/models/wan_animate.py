@@ -10,8 +10,9 @@ from ..vocabulary.comfyui import handed_on
 from ..vocabulary.describe import config_of, frame_times, given, has, only_parts, optional_size
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
-from .wan import LATENT, PARTS
-from .wan_camera import ARGUMENTS, HEAD, RULES, TINY, WAN_CAMERA
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY
+from .wan import PARTS
+from .wan_camera import HEAD, WAN_CAMERA, even_with
 
 NATIVE = "comfy.ldm.wan.model_animate:AnimateWanModel"
 FACE = {"pose_patch_embedding", "motion_encoder", "face_adapter", "face_encoder"}
@@ -85,13 +86,15 @@ WAN_ANIMATE = dataclasses.replace(
     config=config_of(**RULES, model_type="animate", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
                      _image_dim=optional_size("img_emb.proj.1.weight", 1)),
     conditioning={"context": "text_dim", "clip_fea": "_image_dim", "pose_latents": None, "face_pixel_values": None},
-    arguments=handed_on(LATENT, "context", "pose_latents", "face_pixel_values", timestep=frame_times,
+    arguments=handed_on(even_with("Wan Animate", "pose_latents"), "context", "pose_latents", "face_pixel_values",
+                        timestep=frame_times,
                         clip_fea=given("clip_fea", where="_image_dim")),
     plan=dataclasses.replace(
         WAN_CAMERA.plan, places=("places", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "after_patch_embedding": _pose_of_patch}),
     tiny=Tiny(TINY | {"model_type": "animate", "num_layers": 10, "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "animate", "num_layers": 5}, thin=_thin, drawn={
-                  "pose_latents": lambda config, shape, tokens: (shape[0], 16, shape[2] - 1, *shape[3:]),
+                  "pose_latents": lambda config, shape, tokens: (
+                      shape[0], 16, max(1, shape[2] - 1), *shape[3:]),
                   "face_pixel_values": lambda config, shape, tokens: (shape[0], 3, 4 * shape[2] - 4, 14, 14)}),
 )

@@ -1,34 +1,23 @@
-"""Wan Camera (2.1, 2.2), ComfyUI's own module: Wan that reads the ways of a camera's rays; and what further kinds of
-Wan have in common with it."""
+"""Wan Camera (2.1, 2.2), ComfyUI's own module: Wan that reads the ways of a camera's rays; and what further kinds
+of Wan have in common with it."""
 
 from ..vocabulary.comfyui import handed_on, same_names, whole_sizes
-from ..vocabulary.describe import blocks, config_of, given, has, only_parts, optional_size, size
+from ..vocabulary.describe import config_of, even_sides, given, has, only_parts, optional_size, size
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, tokens_of_patch
 from .wan import LATENT, PARTS
 
 NATIVE, HEAD = "comfy.ldm.wan.model:CameraWanModel", "blocks.0.self_attn.norm_q.weight"
 TABLE = TokenArgument(1, ("image",))
-# of all kinds of Wan; published ones have heads of 128
-RULES = {
-    "patch_size": LATENT.patch, "in_dim": size("patch_embedding.weight", 1),
-    "out_dim": size("head.head.weight", 0, 4), "dim": size("head.modulation", 2),
-    "num_heads": size("head.modulation", 2, 128), "text_dim": size("text_embedding.0.weight", 1),
-    "freq_dim": size("time_embedding.0.weight", 1), "ffn_dim": size("blocks.0.ffn.0.weight", 0),
-    "num_layers": blocks("blocks."), "cross_attn_norm": has("blocks.0.norm3.weight")}
-TINY = {"patch_size": (1, 2, 2), "in_dim": 4, "out_dim": 4, "dim": 48, "ffn_dim": 32, "freq_dim": 16, "text_dim": 24,
-        "num_heads": 4, "num_layers": 4, "cross_attn_norm": True}
-# ComfyUI's, whose detection takes a head of 128 for granted
-ARGUMENTS = {"in_dim": 16, "out_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "num_heads": 2,
-             "num_layers": 2, "cross_attn_norm": True}
 
 
-def tokens_of_patch(module, forward, rows, tokens, args, kwargs):
-    """Of (B, C, F, rows, columns) that a module makes of something whole, a patch's."""
-    axis, whole = 2 + rows.axis, forward(*args, **kwargs)
-    return whole.narrow(axis, rows.first_token * rows.whole_token_rows // rows.num_tokens,
-                        tokens.counts["image"] * rows.whole_token_rows // rows.num_tokens)
+def even_with(name, *others):
+    """The latent, for a model that takes no odd sides where it is given one of these. name: of the family."""
+    def rule(call):
+        return (even_sides(name, LATENT) if any(other in call.conditioning for other in others) else LATENT)(call)
+    return rule
 
 
 WAN_CAMERA = Family(
@@ -43,7 +32,8 @@ WAN_CAMERA = Family(
     convert=same_names, latent=LATENT, keep_in_compute_dtype=("patch_embedding",),
     conditioning={"context": "text_dim", "clip_fea": "_image_dim", "camera_conditions": None},
     ignored=("reference_latent", "denoise_mask"),
-    arguments=handed_on(LATENT, "context", clip_fea=given("clip_fea", where="_image_dim"),
+    arguments=handed_on(even_with("Wan Camera", "camera_conditions"), "context",
+                        clip_fea=given("clip_fea", where="_image_dim"),
                         camera_conditions=given("camera_conditions")),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: config["out_dim"], in_channels=lambda config: config["in_dim"],

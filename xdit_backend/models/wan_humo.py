@@ -5,13 +5,15 @@ import dataclasses
 
 import torch.nn.functional as F
 
-from ..vocabulary.comfyui import handed_on
+from ..protocol.errors import ConfigError
+from ..vocabulary.comfyui import handed_on, whole_sizes
 from ..vocabulary.describe import config_of, given, has, only_parts
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY
 from .wan import LATENT, PARTS
-from .wan_camera import ARGUMENTS, HEAD, RULES, TINY, WAN_CAMERA, whole_sizes
+from .wan_camera import HEAD, WAN_CAMERA, even_with
 
 ALL, TABLE = ("image", "reference"), TokenArgument(1, ("image",))
 OWN = Cut(TABLE, whole_sizes)
@@ -33,9 +35,9 @@ def _amend(model, config):
 
 
 def _with_places(plain):
-    def forward(x, e, freqs, context, context_img_len=257, audio=None, transformer_options={}, places=None):
+    def forward(x, e, freqs, context, audio=None, places=None, **others):
         sound = audio if audio is None or places is None else (audio, *places)
-        return plain(x, e, freqs, context, context_img_len, sound, transformer_options)
+        return plain(x, e, freqs, context, audio=sound, **others)
     return forward
 
 
@@ -47,7 +49,10 @@ def _of_frames(attention, plain):
         num_frames, heads = audio.shape[1] // 16, (attention.num_heads, attention.head_dim)
         query, key, value = (each.unflatten(2, heads).transpose(1, 2) for each in (
             attention.norm_q(attention.q(x)), attention.norm_k(attention.k(audio)), attention.v(audio)))
-        frame_size = num_tokens // num_frames
+        frame_size, rest = divmod(num_tokens, num_frames)
+        if rest:
+            raise ConfigError(f"Encode sound of the video's length: it is of {num_frames} frames, into which "
+                              f"{num_tokens} tokens of the video and its reference cannot be parted.")
         mask = (places // frame_size)[:, None] == (places.new_ones(audio.shape[1]).cumsum(0) - 1)[None] // 16
         return attention.o(F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2))
     return forward
@@ -59,7 +64,7 @@ WAN_HUMO = dataclasses.replace(
     refusals=(only_parts(PARTS | {"audio_proj"}),), config=config_of(**RULES, model_type="humo"),
     conditioning={"context": "text_dim", "audio_embed": None, "reference_latent": None},
     ignored=("clip_fea", "denoise_mask"),
-    arguments=handed_on(LATENT, "context", audio_embed=given("audio_embed"),
+    arguments=handed_on(even_with("Wan HuMo", "reference_latent"), "context", audio_embed=given("audio_embed"),
                         reference_latent=given("reference_latent")),
     lengths={"reference": lambda conditioning: (
         LATENT.num_tokens(conditioning["reference_latent"].shape) if "reference_latent" in conditioning else 0)},
