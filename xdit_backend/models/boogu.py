@@ -38,5 +38,5 @@ BOOGU = dataclasses.replace(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, once_outside=OMNIGEN2.plan.once_outside, unsplit=("img_instruct_attn.to_out.0",),
         unstaged_blocks=OMNIGEN2.plan.unstaged_blocks),
-    tiny=Tiny(TINY, NATIVE, TINY, detected="Boogu", drawn=OMNIGEN2.tiny.drawn),
+    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 16}, detected="Boogu", drawn=OMNIGEN2.tiny.drawn),
 )

@@ -68,6 +68,7 @@ LENS = Family(
         tokens={"freqs_cis": TokenArgument(2, ALL)}, masks={"attention_mask": ("text",)},
         positions={"pos_embed": _positions}, once={"img_mod.1": "step", "txt_mod.1": "step"},
         once_outside={"txt_in": "run"}),
-    tiny=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")},
+    tiny=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")}
+              | {"in_channels": 128, "out_channels": 32},
               detected="Lens"),
 )

@@ -60,6 +60,6 @@ OMNIGEN2 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, once_outside={"context_refiner": "run", "ref_image_refiner": "step"},
         unstaged_blocks=("context_refiner", "ref_image_refiner")),
-    tiny=Tiny(TINY, NATIVE, TINY, detected="Omnigen2",
+    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 16}, detected="Omnigen2",
               drawn={"num_tokens": lambda config, shape, tokens: (tokens,)}),
 )
