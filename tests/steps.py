@@ -2,6 +2,7 @@
 Of tests and commands."""
 
 import functools
+import importlib
 import itertools
 import json
 import tempfile
@@ -16,6 +17,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import unrounded
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
+from xdit_backend.comfyui.modules import class_at
 from xdit_backend.config import DEGREES, ParallelConfig, refuse_methods, validate, validate_layout, validate_stages
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol import messages, specs
@@ -142,6 +144,9 @@ class Run:
 
 def execute(rank, world_size, runs):
     """Each run's commands, on one engine. runs: [(layout, commands)]. Returns [None, or what was raised]."""
+    class_at(FAMILIES["Lens"].transformer)
+    # rotations of ComfyUI's modules are by kernels else, none of which takes float64
+    importlib.import_module("comfy.model_management").in_training = True
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     for layout, commands in runs:
         # no mode reaches into a graph
