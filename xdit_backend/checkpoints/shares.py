@@ -22,10 +22,10 @@ LAYERS = (
     (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate|to_gate_logits)$"
      r"|^(self_)?attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$"
      # of ComfyUI's classes
-     r"|^\w*attn\.(q|k|v|k_img|v_img)$|^\w*attn\.\w*qkv$|^attention\.qkv$|^\w+_attn\.processor\.\w+_to_[qkv]$",
+     r"|^(\w+\.)?\w*attn\.(q|k|v|k_img|v_img)$|^\w*attn\.\w*qkv$|^attention\.qkv$|^\w+_attn\.processor\.\w+_to_[qkv]$",
      "columns"),
     (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$"
-     r"|^\w*attn\.(o|img_attn_proj|txt_attn_proj)$|^attention\.o$|^\w+_attn\.processor\.\w+_out$", "rows"),
+     r"|^(\w+\.)?\w*attn\.(o|img_attn_proj|txt_attn_proj)$|^attention\.o$|^\w+_attn\.processor\.\w+_out$", "rows"),
     (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
      r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$"
      r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.w[13]$",
