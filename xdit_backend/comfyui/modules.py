@@ -44,12 +44,13 @@ def _as_weight(module, args):
 def class_at(path):
     """ComfyUI's class at "package.module:Class". Raises CheckpointError as build_module does."""
     module, _, name = path.partition(":")
-    folder = _import_comfyui()
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise CheckpointError(f"Update ComfyUI: the version {comfyui_version(folder)} in {folder} has no {name} in "
-                              f"{module}, which this model needs ({error}).") from error
+    with torch.device("cpu"):                                  # of tables that packages make as they are imported
+        folder = _import_comfyui()
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise CheckpointError(f"Update ComfyUI: the version {comfyui_version(folder)} in {folder} has no {name} in "
+                                  f"{module}, which this model needs ({error}).") from error
 
 
 def _import_comfyui():
