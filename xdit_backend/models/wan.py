@@ -32,7 +32,7 @@ PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection
 
 
 # of families of their own
-OTHERS = ("vace_patch_embedding.weight", "control_adapter.conv.weight", "audio_proj.audio_proj_glob_1.layer.bias",
+OTHERS = ("vace_patch_embedding.weight", "control_adapter.conv.weight", "audio_proj.audio_proj_glob_1.layer.weight",
           "face_adapter.fuser_blocks.0.k_norm.weight")
 
 

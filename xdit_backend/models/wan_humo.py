@@ -60,7 +60,7 @@ def _of_frames(attention, plain):
 
 WAN_HUMO = dataclasses.replace(
     WAN_CAMERA, name="Wan HuMo", title="Wan HuMo", transformer="comfy.ldm.wan.model:HumoWanModel", amend=_amend,
-    recognise=has(HEAD, "head.modulation", "audio_proj.audio_proj_glob_1.layer.bias"),
+    recognise=has(HEAD, "head.modulation", "audio_proj.audio_proj_glob_1.layer.weight"),
     refusals=(only_parts(PARTS | {"audio_proj"}),), config=config_of(**RULES, model_type="humo"),
     conditioning={"context": "text_dim", "audio_embed": None, "reference_latent": None},
     ignored=("clip_fea", "denoise_mask"),
