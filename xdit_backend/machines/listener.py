@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 
-from ..comfyui.place import comfyui_version, find_comfyui
 from ..host import logs
 from ..host.doctor import gigabytes, package_versions
 from ..protocol import timeouts
@@ -28,7 +27,6 @@ log = logging.getLogger(__name__)
 
 MAX_GREETED = 16                           # connections that have not shown a key yet
 PACKAGE = Path(__file__).resolve().parent.parent
-COMFYUI = "ComfyUI"                        # which a machine may lack: models that run as modules of it say so
 COMPARED = ("torch", "diffusers")          # packages whose versions must be the same on all machines
 
 
@@ -251,15 +249,13 @@ def versions():
     source = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         source.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes().replace(b"\r\n", b"\n"))
-    comfyui = find_comfyui()
-    own = {} if comfyui is None else {COMFYUI: comfyui_version(comfyui)}
-    return package_versions(COMPARED) | {"the xDiT nodes": source.hexdigest()[:12]} | own
+    return package_versions(COMPARED) | {"the xDiT nodes": source.hexdigest()[:12]}
 
 
 def version_differences(theirs, ours):
     """In what versions two machines differ, for a person; "" where they do not."""
     different = [f"{name} is {theirs.get(name, 'not there')} there and {version} here" for name, version in ours.items()
-                 if theirs.get(name) != version and (name != COMFYUI or name in theirs)]
+                 if theirs.get(name) != version]
     return f"{'; '.join(different)}. Install the same on both machines." if different else ""
 
 
