@@ -111,7 +111,7 @@ class ParallelConfig:
     @property
     def requested_patches(self):
         """num_patches; one patch, with which nothing is stale, in auto mode where nothing approximate is allowed."""
-        return 1 if self.mode == "auto" and self.approximate == "not allowed" else self.num_patches
+        return 1 if self.mode == "auto" and not self.may_differ else self.num_patches
 
     @property
     def cached_steps(self):
@@ -120,6 +120,11 @@ class ParallelConfig:
         # auto chooses none of those
         frozen = displaced is not None and not (displaced.is_stale and displaced.publishes)
         return 2 if self.forecast_keys_values > 0 and not frozen else 1
+
+    @property
+    def may_differ(self):
+        """May the picture differ a little from one device's?"""
+        return self.approximate != "not allowed"
 
     @property
     def layout(self):

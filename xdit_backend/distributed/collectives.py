@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from ..protocol.exchanges import WHOLE
+
 SHORT_S = 2e-4                 # a wait that is not worth recording
 
 
@@ -21,7 +23,7 @@ class Traffic:
     device wait, and not the process. exchange: in which form attention's tensors travel, one of exchanges.EXCHANGES.
     """
 
-    def __init__(self, exchange="whole"):
+    def __init__(self, exchange=WHOLE):
         self.exchange = exchange
         self.num_exchanges = self.sent_bytes = 0
         self.waits = []
@@ -141,14 +143,15 @@ def all_reduce(tensors, group, traffic):
     return start_all_reduce(tensors, group, traffic)()
 
 
-def start_all_reduce(tensors, group, traffic):
-    """all_reduce in the background: returns a function that waits for it and returns the sums."""
+def start_all_reduce(tensors, group, traffic, op=dist.ReduceOp.SUM):
+    """all_reduce in the background: returns a function that waits for it and returns the sums, or what another op
+    gives."""
     joined = tensors[0].contiguous() if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
     if not joined.numel():                                     # text, after the first patch
         return lambda: tensors
     device, joined, ranks = joined.device, on_wire(joined, group), dist.get_world_size(group)
     traffic.count(2 * (ranks - 1) * joined.numel() // ranks, joined)
-    work = dist.all_reduce(joined, group=group, async_op=True)
+    work = dist.all_reduce(joined, op=op, group=group, async_op=True)
 
     def wait():
         with traffic.waiting(joined):
@@ -160,11 +163,7 @@ def start_all_reduce(tensors, group, traffic):
 
 def largest(tensor, group, traffic):
     """The largest of the ranks' tensors, number by number, in the place of this one. Counted as a sum."""
-    joined, ranks = on_wire(tensor.contiguous(), group), dist.get_world_size(group)
-    traffic.count(2 * (ranks - 1) * joined.numel() // ranks, joined)
-    with traffic.waiting(joined):
-        dist.all_reduce(joined, op=dist.ReduceOp.MAX, group=group)
-    return joined.to(tensor.device)
+    return start_all_reduce([tensor], group, traffic, dist.ReduceOp.MAX)()[0]
 
 
 class RingExchange:

@@ -4,6 +4,7 @@ attention of a model's blocks comes through `attend` or `attend_with_lse`. Used 
 # B batch, N heads, T tokens, H head size
 """
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -49,6 +50,11 @@ class KernelUse:
     is_required: bool = False              # what does not fit is refused; else torch's own attends there
     modules: dict = field(default_factory=dict)            # name -> the imported module, or why it cannot be
     counts: Counter = field(default_factory=Counter)       # the kernel, and why it is another than asked -> calls
+
+
+@functools.lru_cache
+def _takes(function, argument):
+    return argument in inspect.signature(function).parameters
 
 
 def _flash(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
@@ -205,10 +211,6 @@ def capability_of(device):
     """The compute capability of a CUDA device; None of others."""
     is_cuda = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if is_cuda else None
-
-
-def _takes(function, argument):
-    return argument in inspect.signature(function).parameters
 
 
 def _name(dtype):

@@ -131,7 +131,7 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     fit_staged = [spread for spread in staged if _weights_fit(spread.stages, net, devices.memory_bytes)]
     fit_split = [spread for spread in split
                  if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
-    approximate = config.approximate != "not allowed"
+    approximate = config.may_differ
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
         can_come = has_own_memory and config.weights_memory_bytes is None
         return EVERYWHERE if can_come else ((staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
@@ -161,7 +161,7 @@ def _spread_over_machines(config, net, devices, branches):
               if per_machine % size == 0 and count // size <= net.blocks]
     stages = next((each for each in inside if _weights_fit(each, net, devices.memory_bytes)),
                   inside[-1] if inside else None)
-    approximate = config.approximate != "not allowed"
+    approximate = config.may_differ
     if stages is None or net.held_bytes > FULL * devices.smallest or (approximate and machine is None):
         return Spread(stages)
     if not approximate:
@@ -300,7 +300,7 @@ def spread_that_fits(config, net, refused, job, device_bytes):
     allowed. net: None of a U-Net. refused: the family's."""
     if net is None:
         return []
-    if config.approximate != "not allowed" and "pipefusion" not in refused:
+    if config.may_differ and "pipefusion" not in refused:
         name, degree = "pipefusion_degree", stages_that_fit(config, net, job, device_bytes)
     elif "tensor" in refused:
         return []

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..protocol import specs
+from ..protocol import exchanges, specs
 from ..protocol.errors import UnsupportedError
 from .launcher import WorkerGroup
 
@@ -29,7 +29,7 @@ class Call:
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
     kernel: specs.KernelChoice = field(default_factory=specs.KernelChoice)  # of attention
-    exchange: str = "whole"                # in which form attention's tensors travel, one of exchanges.EXCHANGES
+    exchange: str = exchanges.WHOLE        # in which form attention's tensors travel, one of exchanges.EXCHANGES
 
     @property
     def is_changed(self):

@@ -7,7 +7,7 @@ from .exchanges import WHOLE
 
 def refuse_approximate(config):
     """Refuse degrees of manual mode that give another picture than one device's, where that is not allowed."""
-    if config.approximate != "not allowed":
+    if config.may_differ:
         return
     if config.pipefusion_degree > 1 and config.num_patches != 1:
         raise ConfigError("Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set "
@@ -22,6 +22,6 @@ def refuse_approximate(config):
 
 def refuse_rounded_exchange(config):
     """Refuse tensors that are rounded as they travel, where the picture may not differ."""
-    if config.approximate == "not allowed" and config.exchange != WHOLE:
+    if not config.may_differ and config.exchange != WHOLE:
         raise ConfigError(f'Set exchange to {WHOLE}, or approximate to allowed: approximate="{config.approximate}" and '
                           f'exchange="{config.exchange}", which rounds what devices send each other to 8 bits.')

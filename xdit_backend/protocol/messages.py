@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from .errors import XDiTError
+from .exchanges import WHOLE
 from .segments import Segment
 from .specs import RESULT, AutoencoderSpec, Branch, Change, KernelChoice, Layout, ModelSpec, Patch
 from .strict import STRICT, Natural, Printable, Rank, Share, Speed
@@ -113,7 +114,7 @@ class Predict:
     speeds: tuple[Speed, ...] = ()
     compile_backend: str = ""      # of torch.compile: blocks run as its graphs; "": as they are
     kernel: KernelChoice = dataclasses.field(default_factory=KernelChoice)      # of attention
-    exchange: str = "whole"        # in which form attention's tensors travel, one of exchanges.EXCHANGES
+    exchange: str = WHOLE          # in which form attention's tensors travel, one of exchanges.EXCHANGES
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -7,7 +7,7 @@ in a greenlet of its own; when all wait for the model, their calls go to the wor
 
 import contextvars
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -42,12 +42,11 @@ class ModelCall:
             cut = lambda tensor: tensor[part] if tensor.shape[0] == batch else tensor  # noqa: E731
             conditioning, call_conditioning = ({name: cut(tensor) for name, tensor in given.items()}
                                     for given in (call.conditioning, call.call_conditioning))
-            return Call(call.latent[part], call.timestep[part], conditioning, control=call.control_by(cut),
-                        operations=call.operations,
-                        scores=None if call.scores is None else call.scores[:, part],
-                        call_conditioning=call_conditioning, compile_backend=call.compile_backend, kernel=call.kernel,
-                        exchange=call.exchange,
-                        parts={name: tensor[part] for name, tensor in call.parts.items()})
+            return replace(call, latent=call.latent[part], timestep=call.timestep[part], conditioning=conditioning,
+                           name="", control=call.control_by(cut),
+                           scores=None if call.scores is None else call.scores[:, part],
+                           call_conditioning=call_conditioning,
+                           parts={name: tensor[part] for name, tensor in call.parts.items()})
         return [half(part) for part in parts]
 
 
