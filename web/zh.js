@@ -615,6 +615,19 @@ export const ZH = {
     "1 步，用时 {0} 秒，每步 {1} 秒，{2}",
   "{} steps in {} s, {} s a step, {}":
     "{0} 步，用时 {1} 秒，每步 {2} 秒，{3}",
+  "sdpa": "PyTorch 自带（sdpa）",
+  "sdpa ({})": "PyTorch 自带（sdpa，{0}）",
+  "sdpa {}": "PyTorch 自带（sdpa）{0}",
+  "sdpa ({}) {}": "PyTorch 自带（sdpa，{0}）{1}",
+  "{} %, {}": "{0} % 与 {1}",
+  "masks": "有掩码",
+  "no tokens": "没有令牌",
+  "this device": "设备不支持",
+  "heads of {}": "头的大小为 {0}",
+  "no flash": "没有 flash",
+  "no flash3": "没有 flash3",
+  "no sage": "没有 sage",
+  "no xformers": "没有 xformers",
   "{}, attention by {}":
     "{0}，注意力由 {1} 计算",
   "{} ({}x as fast as one device) (forecast: {})":
