@@ -50,6 +50,7 @@ ORDER = {"order": ("written, reverse or drawn", "test: of the files, and of the 
          "order-seed": ("SEED", "test: of --order drawn; default: another each time"),
          "smoke-seed": ("SEED", "test: of what is drawn for each family; default: another each time"),
          "beside": ("COUNT", "test: so many processes that are never idle run beside the tests")}
+MINUTES = "test: those whose turn has not come so many minutes after the start are skipped, and counted"
 # pytest-xdist: a file's tests run in one process, in order, since they share a ComfyUI or a worker group.
 IN_TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
@@ -83,6 +84,8 @@ def main():
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
             order = [f"--{name}={value}" for name in ORDER
                      if (value := getattr(options, name.replace("-", "_"))) is not None]
+            if options.minutes is not None:
+                order.append(f"--until={time.time() + options.minutes * 60 - (time.monotonic() - START_S):.0f}")
             exit_code = run_tests(python, environment, options.tier, order, pytest_args,
                                   set_up_quantisers(python) if with_quantisers else None)
         else:
@@ -119,6 +122,7 @@ def parse_arguments():
         tiers.add_argument(f"--{tier}", dest="tier", action="store_const", const=tier, default="", help=f"test: {what}")
     for name, (value, what) in ORDER.items():
         parser.add_argument(f"--{name}", metavar=value, help=what)
+    parser.add_argument("--minutes", type=float, help=MINUTES)
     packages = parser.add_mutually_exclusive_group()
     packages.add_argument("--oldest", action="store_true",
                           help=f"with the oldest packages that are supported ({', '.join(OLDEST)}); default of --env: "

@@ -157,6 +157,11 @@ def pytest_configure(config):
     config.add_cleanup(lambda: [process.kill() or process.wait() for process in busy])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    order.skip_after(item.config.option.until)
+
+
 def pytest_configure_node(node):
     """Of pytest-xdist: before it starts a process."""
     node.workerinput.update({name: getattr(node.config.option, name) for name in order.SEEDS})

@@ -1,12 +1,16 @@
 """In which order tests run, beside what, and what they draw:
-pytest's --order, --order-seed, --beside, --smoke-seed, for conftest.py."""
+pytest's --order, --order-seed, --beside, --smoke-seed, --until, for conftest.py."""
 
 import random
 import subprocess
 import sys
+import time
+
+import pytest
 
 ORDERS = ("written", "reverse", "drawn")
 SEEDS = ("order_seed", "smoke_seed")
+NO_TIME = "no time left"
 FIRST = "tests/test_smoke.py::"
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n for _ in range(10 ** 6): pass"
 
@@ -18,6 +22,8 @@ def add_options(parser):
                      help="of the layouts of tests/test_smoke.py; default: another each time")
     parser.addoption("--beside", type=int, default=0, metavar="COUNT",
                      help="so many processes that are never idle run beside the tests")
+    parser.addoption("--until", type=float, metavar="TIME",
+                     help="seconds since 1970: tests whose turn comes later are skipped")
 
 
 def choose_seeds(config):
@@ -45,6 +51,12 @@ def arrange(items, order, seed):
         items.sort(key=lambda item: (drawn(seed, item.nodeid.partition("::")[0]), drawn(seed, item.nodeid)))
     else:                                  # the smoke test first: it tells of every family in a minute
         items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
+
+def skip_after(until):
+    """Skip the test whose turn it is where that comes after `until` (None: no limit)."""
+    if until is not None and time.time() > until:
+        pytest.skip(NO_TIME)
 
 
 def drawn(seed, name):

@@ -3,6 +3,7 @@
 import collections
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -47,6 +48,17 @@ def test_all_processes_draw_the_same_order():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
 
     assert result.returncode == 0 and "again with --order drawn --order-seed" in result.stdout, result.stdout
+
+
+@pytest.mark.parametrize("left_s, ran, told", [
+    (3600, "4 tests ran, 0 were skipped.", "4 passed"),
+    (-1, "0 tests ran, 4 were skipped, 4 of them for want of time.", "no time left")])
+def test_tests_whose_turn_comes_too_late_are_skipped_and_counted(left_s, ran, told):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", f"--until={time.time() + left_s}",
+               "tests/test_order.py", "-k", "keeps_files_together and not 4"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+    assert result.returncode == 0 and ran in result.stdout and told in result.stdout, result.stdout
 
 
 def test_who_runs_beside_the_tests_is_busy():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -144,6 +145,19 @@ def test_what_chooses_no_tests_leaves_them_in_two_processes(start, monkeypatch, 
 
     assert start.main() == 0
     assert set(has) <= set(commands[-1]) and not set(lacks) & set(commands[-1]), commands[-1]
+
+
+def test_minutes_count_from_the_start_with_all_that_is_installed_in_them(start, monkeypatch):
+    commands = []
+    monkeypatch.setattr(start, "set_up", lambda options: ("bin/python", "ComfyUI"))
+    monkeypatch.setattr(start, "subprocess", SimpleNamespace(Popen=lambda command, **options: commands.append(command)))
+    monkeypatch.setattr(start, "wait", lambda process: 0)
+    monkeypatch.setattr(start, "START_S", time.monotonic() - 60)
+    monkeypatch.setattr(sys, "argv", ["start.py", "test", "--minutes", "3"])
+
+    assert start.main() == 0
+    until, = [float(argument.removeprefix("--until=")) for argument in commands[-1] if argument.startswith("--until=")]
+    assert until == pytest.approx(time.time() + 120, abs=5)
 
 
 def lay(folder, version):

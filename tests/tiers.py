@@ -5,6 +5,8 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from tests import order
+
 # Of each structure one: two streams, two kinds of blocks, one stream, video, a U-Net; and their tiny files.
 FEW_FAMILIES = {"SD3", "Flux.1", "PixArt-Sigma", "Wan", "SDXL", "sd3", "flux", "pixart", "wan", "sdxl"}
 FEW_VAES = {"sd", "wan", "vae-sd", "vae-wan"}
@@ -48,10 +50,12 @@ def summary(reporter, config):
     """One line: how many tests ran, and how to run the others."""
     num_run = sum(len(reporter.stats.get(outcome, ()))
                   for outcome in ("passed", "failed", "error", "xfailed", "xpassed"))
-    skipped = len(reporter.stats.get("skipped", ()))
+    skipped = reporter.stats.get("skipped", ())
     left_out = config.stash.get(LEFT_OUT, 0)
+    late = sum(order.NO_TIME in str(report.longrepr) for report in skipped)
+    why = f", {late} of them for want of time" if late else ""
     more = f"{left_out} were left out, which `python3 start.py test --all` runs too." if left_out else ""
-    return f"{num_run} tests ran, {skipped} were skipped. {more}".strip()
+    return f"{num_run} tests ran, {len(skipped)} were skipped{why}. {more}".strip()
 
 
 def dearest_files(reporter, count=20):
