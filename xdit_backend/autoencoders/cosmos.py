@@ -4,11 +4,9 @@ convolutions and attention of single frames, then of frames before."""
 import re
 
 import torch
-import torch.nn.functional as F
-from torch.nn.functional import conv3d, pad
 
 from ..protocol.errors import CheckpointError
-from .family import VaeFamily, count_layers, encode_whole, replaced, size_of
+from .family import VaeFamily, count_layers, encode_whole, replaced, size_of, torchs_own
 
 # pixels and frames along a side of what wavelets make one of
 PATCH = 4
@@ -70,7 +68,7 @@ def _encode(vae, picture):
     embed = vae.encoder.patch_embed.to(picture.device)
 
     def of_own_rows(video):
-        with replaced(F, conv3d=conv3d, pad=pad):
+        with torchs_own("conv3d", "pad"):
             return type(embed).forward(embed, video)
     with replaced(embed, forward=of_own_rows):
         return encode_whole(vae, picture)

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from packaging.version import Version
+from torch.overrides import TorchFunctionMode
 
 from ..protocol.errors import CheckpointError
 
@@ -79,6 +81,29 @@ def count_layers(shapes, pattern):
 def size_of(shapes):
     """A function (name, dim) -> shapes[name][dim], or None where there is no such tensor."""
     return lambda name, dim: shapes[name][dim] if name in shapes else None
+
+
+class TorchFunctions(TorchFunctionMode):
+    """While active, this thread's calls of functions of torch.nn.functional reach these. What they call in turn is
+    torch's own, or what was active before; nothing in torch changes."""
+
+    def __init__(self, **functions):
+        """functions: {name in torch.nn.functional: function of the same arguments}."""
+        super().__init__()
+        self._functions = {getattr(F, name): function for name, function in functions.items()}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return self._functions.get(function, function)(*args, **(kwargs or {}))
+
+
+def torchs_own(*names):
+    """TorchFunctions by which functions of torch.nn.functional are torch's, whatever was active before."""
+    def own(function):
+        def whole(*args, **kwargs):
+            with torch._C.DisableTorchFunction():
+                return function(*args, **kwargs)
+        return whole
+    return TorchFunctions(**{name: own(getattr(F, name)) for name in names})
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.nn.functional as F
 
-from .family import VaeFamily, replaced
+from .family import TorchFunctions, VaeFamily, replaced
 from .kl import kl_config
 
 LATENT_FRAMES = 2              # of a piece of the decoder
@@ -109,18 +109,16 @@ class FrameCache:
     @contextmanager
     def padded(self):
         """While active, what torch's pad puts before a piece's frames is those of the piece before."""
-        plain_pad = F.pad
-
         def pad(input, pad, mode="constant", value=None):
             if len(pad) < 6 or not pad[4]:
-                return plain_pad(input, pad, mode, value)
+                return F.pad(input, pad, mode, value)
             before = input[:, :, :1].expand(-1, -1, pad[4], -1, -1) if self._first else self._kept.pop(0)
             frames = torch.cat([before, input[:, :, self._extra:]], 2)
             self._extra = 0
             self._read.append(frames[:, :, -pad[4]:].clone())
-            return plain_pad(frames, (*pad[:4], 0, 0), mode)
+            return F.pad(frames, (*pad[:4], 0, 0), mode)
 
-        with replaced(F, pad=pad):
+        with TorchFunctions(pad=pad):
             yield
 
     @contextmanager

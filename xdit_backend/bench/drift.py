@@ -11,12 +11,11 @@ import math
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 # The original, bound before it is replaced.
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..autoencoders.family import replaced
+from ..autoencoders.family import TorchFunctions
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.loading import load_transformer
 from ..demo_model.transformer import shifted_sigmas
@@ -73,7 +72,7 @@ def seen_by_attentions(file, prompts, options):
     for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
         now, both = itertools.count(), torch.cat([x, x])
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(10 ** 6 + step))
-        with replaced(F, scaled_dot_product_attention=attention):
+        with TorchFunctions(scaled_dot_product_attention=attention):
             output = model(**family.inputs(both, torch.full((len(both),), 1000 * sigma), conditioning, config),
                            return_dict=False)[0]
         positive, negative = family.prediction(output, both).chunk(2)

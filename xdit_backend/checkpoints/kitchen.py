@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..protocol.errors import CheckpointError
+from ..protocol.operators import operator
 from ..protocol.segments import DTYPES, dtype_name
 from .layers import Layer
 
@@ -188,7 +189,7 @@ def _heard(how, beside):
     return Layer(format_, (0, 0), dict.fromkeys(given, ""), 0, int(rotated), linear_dtype=linear_dtype), given
 
 
-@torch.library.custom_op("xdit::unpacked_weight", mutates_args=())
+@operator
 def unpacked_weight(how: str, beside: list[Tensor], weight: Tensor, dtype: str) -> Tensor:
     """`unpacked`. how, beside: of _told."""
     layer, given = _heard(how, beside)
@@ -201,7 +202,7 @@ def _(how, beside, weight, dtype):
     return weight.new_empty(weight.shape[0], columns, dtype=DTYPES[dtype])
 
 
-@torch.library.custom_op("xdit::rounded_product", mutates_args=())
+@operator
 def rounded_product(how: str, beside: list[Tensor], weight: Tensor, tensor: Tensor, bias: Tensor | None) -> Tensor:
     """`product`. how, beside: of _told."""
     layer, given = _heard(how, beside)
@@ -213,7 +214,7 @@ def _(how, beside, weight, tensor, bias):
     return tensor.new_empty(*tensor.shape[:-1], weight.shape[0])
 
 
-@torch.library.custom_op("xdit::scaled_product", mutates_args=())
+@operator
 def scaled_product(weight: Tensor, weight_scale: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
     """`_scaled_product`."""
     return _scaled_product(weight, weight_scale, rows, scale)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..protocol.errors import CheckpointError, ConfigError
+from ..protocol.operators import operator
 from ..protocol.segments import DTYPES, dtype_name
 
 TYPES = {"int8": "INT8", "nf4": "NF4"}     # by the names of weight_dtype
@@ -77,7 +78,7 @@ def dequantised(blocks, dtype):
     return library.dequantize_4bit(levels.view(-1, 1), state)
 
 
-@torch.library.custom_op("xdit::nf4_numbers", mutates_args=())
+@operator
 def nf4_numbers(blocks: torch.Tensor, dtype: str) -> torch.Tensor:
     """`dequantised`, as an operator of compiled blocks."""
     return dequantised(blocks, DTYPES[dtype]).contiguous()

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from ..protocol.operators import operator
 from .collectives import all_gather, largest, start_all_reduce
 
 # of a thread, and of forwards that take turns in it: an object with `context()`, the ForwardContext, and
@@ -28,7 +29,7 @@ def running(functions):
         RUNNING.reset(before)
 
 
-@torch.library.custom_op("xdit::attention", mutates_args=())
+@operator
 def attention(query_BNTH: Tensor, key_BNTH: Tensor, value_BNTH: Tensor, mask: Tensor | None, name: str,
               is_causal: bool, scale: float | None) -> Tensor:
     """name: of the attention in its block, where parallel methods may share it; else "".
@@ -47,7 +48,7 @@ def _(query_BNTH, key_BNTH, value_BNTH, mask, name, is_causal, scale):
     return query_BNTH.new_empty(batch, num_tokens, num_heads, value_BNTH.shape[3]).transpose(1, 2)
 
 
-@torch.library.custom_op("xdit::tensor_sums", mutates_args=())
+@operator
 def tensor_sums(tensors: list[Tensor]) -> list[Tensor]:
     """The sums of the tensor ranks' tensors, in one exchange."""
     context = RUNNING.get().context()
@@ -61,7 +62,7 @@ def _(tensors):
     return [tensor.new_empty(tensor.shape) for tensor in tensors]
 
 
-@torch.library.custom_op("xdit::tensor_largest", mutates_args=())
+@operator
 def tensor_largest(tensor: Tensor) -> Tensor:
     """The largest of the tensor ranks' tensors, number by number."""
     context = RUNNING.get().context()
@@ -73,7 +74,7 @@ def _(tensor):
     return tensor.new_empty(tensor.shape)
 
 
-@torch.library.custom_op("xdit::sequence_sum", mutates_args=())
+@operator
 def sequence_sum(tensor: Tensor) -> Tensor:
     """The sum of the sequence ranks' tensors."""
     context = RUNNING.get().context()
@@ -86,7 +87,7 @@ def _(tensor):
     return tensor.new_empty(tensor.shape)
 
 
-@torch.library.custom_op("xdit::sequence_rows", mutates_args=())
+@operator
 def sequence_rows(rows_BCHW: Tensor, degree: int) -> Tensor:
     """The rows of all sequence ranks, as many of each: (B, C, degree H, W)."""
     context = RUNNING.get().context()
@@ -100,7 +101,7 @@ def _(rows_BCHW, degree):
     return rows_BCHW.new_empty(batch, channels, degree * rows, columns)
 
 
-@torch.library.custom_op("xdit::tensor_gathered", mutates_args=())
+@operator
 def tensor_gathered(tensor: Tensor, sizes: list[int]) -> Tensor:
     """The tensor ranks' tensors after one another along the last dim. sizes: of each there."""
     context = RUNNING.get().context()

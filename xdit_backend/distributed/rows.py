@@ -15,8 +15,6 @@ from itertools import accumulate, product
 
 import torch
 import torch.distributed as dist
-
-# The originals, bound before they are replaced.
 from torch.nn.functional import conv2d, conv3d, pad, scaled_dot_product_attention
 
 from ..protocol.errors import UnsupportedError

@@ -1,7 +1,7 @@
 """Patch-parallel VAE: every rank decodes or encodes some rows (or frames), and the whole is exactly the VAE's own.
 
-The worker calls decode_rows and encode_rows. diffusers' autoencoders run unmodified; while one does, a few functions of
-torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py).
+The worker calls decode_rows and encode_rows. diffusers' autoencoders run unmodified; while one does, its calls of a few
+functions of torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py).
 """
 
 import copy
@@ -12,15 +12,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0, SanaMultiscaleLinearAttention
-
-# The originals, bound before they are replaced.
-from torch.nn.functional import conv2d, conv3d, interpolate, scaled_dot_product_attention
+from torch.nn.functional import conv2d, conv3d, interpolate
 from torch.nn.functional import pad as pad_whole
 
 from ..autoencoders import FAMILIES, family_of
-from ..autoencoders.family import replaced
+from ..autoencoders.family import TorchFunctions, replaced, torchs_own
 from ..distributed.collectives import Traffic
 from ..distributed.mesh import group_timeout
 from ..distributed.norm_rows import group_norm_rows
@@ -137,8 +134,8 @@ def _in_parts(vae, run, whole, scale, ranks, traffic, pieces):
     dim = pieces.dim or split_dim(vae, whole.shape, scale)
     count = num_parts(whole.shape, scale, dim)
     if num_ranks == 1 and pieces.block_size is None:
-        with replaced(F, **_with_callback(pieces.on_convolution,
-                                          RowSplit.of_sizes([count], None, traffic or Traffic(), dim))):
+        split = RowSplit.of_sizes([count], None, traffic or Traffic(), dim)
+        with TorchFunctions(**_with_callback(pieces.on_convolution, split)):
             return Share(run(whole))
     _check(vae)
     num_ranks = min(num_ranks, count)
@@ -177,7 +174,7 @@ def _by_rows(vae, run, whole, scale, split, pieces):
     latent_across = whole.shape[split.other_dim] // scale
     functions = _RowFunctions(split, latent_across, pieces)
     with ExitStack() as stack:
-        stack.enter_context(replaced(F, **functions.by_name()))
+        stack.enter_context(TorchFunctions(**functions.by_name()))
         for module in vae.modules():
             if isinstance(module, SanaMultiscaleLinearAttention):
                 stack.enter_context(replaced(module, **_linear_attention(split, module.eps)))
@@ -198,7 +195,7 @@ def _by_frames(vae, run, whole, split, pieces):
     before their own, which nothing reads and which is left out at the end.
     """
     lead = int(split.rank > 0)
-    with replaced(F, conv3d=_frame_convolution(split, vae.config.decoder_causal, pieces)):
+    with TorchFunctions(conv3d=_frame_convolution(split, vae.config.decoder_causal, pieces)):
         result = run(whole.narrow(-3, split.start, 1 + split.size))
     times = (result.shape[-3] - 1) // split.size
     return Share(result[:, :, lead:], -3, lead * (1 + split.start * times))
@@ -294,7 +291,7 @@ def _same_images(tensor, other):
 
 def _with_own_keys(forward, *args, **kwargs):
     """A module's forward, whose attention needs no tokens of other ranks."""
-    with replaced(F, scaled_dot_product_attention=scaled_dot_product_attention):
+    with torchs_own("scaled_dot_product_attention"):
         return forward(*args, **kwargs)
 
 
@@ -302,7 +299,8 @@ def _linear_attention(split, eps):
     """What takes the place of the methods of Sana's attention.
     It has two, for few tokens and for many, of one result."""
     def attend(query, key, value):
-        return linear_attention_rows(query, key, value, eps, split)
+        with torch._C.DisableTorchFunction():                  # it pads by itself
+            return linear_attention_rows(query, key, value, eps, split)
     return {"apply_linear_attention": attend, "apply_quadratic_attention": attend}
 
 
