@@ -1,10 +1,11 @@
 """Workflows drawn at random, with ComfyUI's own model and with ours: the combinations that no other test thinks of.
 
     XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.random_workflows [--first N] [--count N] [--layout NAME ...]
-    [--kind NAME ...]
+    [--kind NAME ...] [--products]
 
 draws workflows by their numbers and prints what came of each. The same number draws the same workflow.
-tests/nodes/test_random_workflows.py runs a few of each layout.
+With --products each also has a quantised file, or weights that come from host memory, or compiled blocks, or two of
+these. tests/nodes/test_random_workflows.py runs a few of each layout.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tests.comfy_quants import WRITTEN, save_comfy_quant
 from tests.comfyui_server import ROOT, comfyui_folder, run_async
 from tests.model_nodes import inputs_of, run_node, type_of
 from tests.nodes.test_lora import Loras
@@ -108,14 +110,16 @@ ADAPTERS = (None, "lora", "dora", "loha", "lokr", "oft", "diff")             # N
 REFERENCES = ((10, 8), (5, 7), (16, 18), (2, 2), (24, 6))                    # sizes of reference latents
 PROMPTS = ("plain", "plain", "mask", "mask bounds", "area", "area and strength", "combine", "combine both", "average",
            "concat", "range", "range, late", "zero out", "longer", "shorter", "same", "guidance", "no guidance")
+# how a model computes: as graphs of torch.compile; with so many times the least that weights take of each device
+COMPUTED = ({}, {}, {"held": 1}, {"held": 1.2}, {"compiled": True}, {"compiled": True, "held": 1})
 SIMPLE = {"prompt": ("plain", "average", "longer", "zero out"), "guider": ("BasicGuider", "CFGGuider"),
           "changes": ((), (("ModelSamplingSD3", {"shift": 5.0}),), (("DifferentialDiffusion", {"strength": 0.8}),)),
           "schedule": (None,), "sigmas": (None,), "second": ("none", "none", "interrupted"), "dtype": ("fp32",),
           "loras": ((),)}
 
 
-def draw(comfyui, number, layouts=None, kinds=None):
-    """A workflow by its number: what to do, in words."""
+def draw(comfyui, number, layouts=None, kinds=None, products=False):
+    """A workflow by its number: what to do, in words. products: with another kind of file, and computed otherwise."""
     pick = random.Random(number).choice
     group = pick((LAYOUTS, LAYOUTS, LAYOUTS, STALE)) if layouts is None else None
     names = layouts or [name for name in group for _ in range(1 if group[name][0] == FOUR else 2)]
@@ -151,6 +155,12 @@ def draw(comfyui, number, layouts=None, kinds=None):
             drawn["size"] = (4, 40)                            # fewer patches where ranks share their tokens
         if drawn["latent"] == "masks of a batch":
             drawn["latent"] = "noise mask"
+    if products:
+        drawn["computed"] = pick(COMPUTED)
+        if layout not in STALE and not families()[kind].is_unet:
+            drawn["dtype"] = pick((drawn["dtype"], *WRITTEN))
+        if drawn["dtype"] in WRITTEN:
+            drawn["loras"] = ()                                # ComfyUI rounds weights anew, ours adds to what is there
     return drawn
 
 
@@ -172,6 +182,9 @@ class Runner:
             return oracle(self.comfyui, kind, settings["num_patches"], settings.get("warmup_steps", 1))
         if dtype == "fp32":
             return self.comfyui.native(kind)
+        if dtype in WRITTEN:
+            with torch.inference_mode():                       # as a workflow's nodes run
+                return self.comfyui.nodes.UNETLoader().load_unet(self.written(kind, dtype), "default")[0]
         if ("native", kind, dtype) not in self.models:
             import comfy.sd
             held = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3fn": torch.float8_e4m3fn}[dtype]
@@ -186,11 +199,30 @@ class Runner:
                 0]
         return self.models["other", kind]
 
+    def written(self, kind, format_):
+        """The name of a file in one of ComfyUI's quantised formats."""
+        name, folder = f"{kind}-{format_}.safetensors", self.comfyui.base / "diffusion_models"
+        if not (folder / name).exists():
+            save_comfy_quant(folder / name, folder / self.comfyui.file(kind), format_)
+        return name
+
     def ours(self, drawn):
-        key = drawn["kind"], drawn["dtype"], drawn["layout"]
+        kind, dtype, computed = drawn["kind"], drawn["dtype"], drawn.get("computed", {})
+        key = kind, dtype, drawn["layout"], *sorted(computed.items())
         if key not in self.models:
             devices, degrees = {**LAYOUTS, **STALE}[drawn["layout"]]
-            self.models[key] = self.comfyui.ours(drawn["kind"], self.comfyui.config(devices, **degrees), drawn["dtype"])
+            name = self.written(kind, dtype) if dtype in WRITTEN else self.comfyui.file(kind)
+            listed = name, "default" if dtype in WRITTEN else dtype
+            model = self.comfyui.load_model.execute(*listed, self.comfyui.config(devices, **degrees)).args[0]
+            if "held" in computed:
+                kilobytes = math.ceil(model.model.remote.memory._least_bytes * computed["held"] / 1e3)
+                degrees = {"mode": "manual" if degrees else "auto", **degrees, "weights_memory": f"{kilobytes / 1e6}"}
+                model = self.comfyui.load_model.execute(*listed, self.comfyui.config(devices, **degrees)).args[0]
+            if computed.get("compiled"):
+                from comfy_api.torch_helpers import set_torch_compile_wrapper
+                model = model.clone()
+                set_torch_compile_wrapper(model, "eager")
+            self.models[key] = model
         return self.models[key]
 
     def node(self, name, **given):
@@ -439,6 +471,7 @@ def main():
     parser.add_argument("--count", type=int, default=100, help="how many workflows")
     parser.add_argument("--layout", nargs="*", choices=[*LAYOUTS, *STALE], help="draw from these")
     parser.add_argument("--kind", nargs="*", help="kinds of tiny checkpoints to draw from")
+    parser.add_argument("--products", action="store_true", help="with another kind of file, and computed otherwise")
     options = parser.parse_args()
     torch.set_num_threads(1)
     from tests.nodes.conftest import ComfyUI
@@ -450,11 +483,12 @@ def main():
         runner, show = Runner(comfyui), functools.partial(print, flush=True)
         try:
             for number in range(options.first, options.first + options.count):
-                started_s, drawn = time.monotonic(), draw(comfyui, number, options.layout, options.kind)
+                started_s, drawn = time.monotonic(), draw(comfyui, number, options.layout, options.kind,
+                                                            options.products)
                 word, text = runner.outcome(drawn)
                 counts[drawn["layout"]][word] += 1
                 show(f"{number} {word}: {text[:300]} | {time.monotonic() - started_s:.1f} s | "
-                     f"{drawn if word in FAULTS else (drawn['layout'], drawn['kind'], drawn['node'])}")
+                     f"{drawn if word in FAULTS else [drawn.get(name) for name in SHOWN]}")
         finally:
             comfyui.groups.close()
     for layout, words in counts.items():
@@ -464,6 +498,7 @@ def main():
     sys.exit(any(total[word] for word in FAULTS))
 
 
+SHOWN = ("layout", "kind", "node", "dtype", "computed")
 FAULTS = ("wrong", "raw", "hang", "native raises")
 
 

@@ -99,7 +99,7 @@ def drawn(recogniser):
     """Pictures of 4 prompts under four settings, by the bench's own functions."""
     class Options:
         steps, sampler, guidance, batch, patches, warmup_steps = 20, "euler", 3.0, 8, (4,), (1,)
-        displaced, displaced_modes, forecast, device, model = (2,), tuple(MODES)[:1], (0.0,), "cpu", DEMO
+        displaced, displaced_modes, forecast, exchange, device, model = (2,), tuple(MODES)[:1], (0.0,), (), "cpu", DEMO
     return draw_all(settings(Options), recogniser[2][:4], open_checkpoint(str(DEMO)).family, Options)
 
 
