@@ -124,7 +124,7 @@ def set_packed_parameters(model, packed):
                                      requires_grad=False)
         linear.weight_block = how.block
         linear.rounds_inputs = how.layer is not None and how.layer.rounds_inputs
-        linear.agrees = how.layer is not None and how.layer.how.agrees
+        linear.agreed = how.layer.agreed if how.layer is not None else ""
         for buffer, (shape, dtype) in how.beside.items():
             linear.register_buffer(buffer, torch.empty(shape, dtype=dtype, device="meta"))
 

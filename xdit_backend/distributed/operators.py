@@ -61,15 +61,16 @@ def _(tensors):
     return [tensor.new_empty(tensor.shape) for tensor in tensors]
 
 
-@torch.library.custom_op("xdit::tensor_largest", mutates_args=())
-def tensor_largest(tensor: Tensor) -> Tensor:
-    """The largest of the tensor ranks' tensors, number by number."""
+@torch.library.custom_op("xdit::largest_of_ranks", mutates_args=())
+def largest_of_ranks(tensor: Tensor, axis: str) -> Tensor:
+    """The largest of the ranks' tensors, number by number. axis: "tensor" or "sequence"."""
     context = RUNNING.get().context()
-    return largest(tensor.clone(memory_format=torch.contiguous_format), context.mesh.tensor_group, context.traffic)
+    return largest(tensor.clone(memory_format=torch.contiguous_format), getattr(context.mesh, f"{axis}_group"),
+                   context.traffic)
 
 
-@tensor_largest.register_fake
-def _(tensor):
+@largest_of_ranks.register_fake
+def _(tensor, axis):
     return tensor.new_empty(tensor.shape)
 
 
