@@ -8,9 +8,9 @@ import math
 import pytest
 
 from tests.dry_run.rows import counted, published
-from xdit_backend.checkpoints.net import net_of
 from xdit_backend.checkpoints.gguf import PACKED, block_of
 from xdit_backend.checkpoints.layers import FORMATS
+from xdit_backend.checkpoints.net import net_of
 from xdit_backend.dry_run.rank import outline
 
 # bits that a weight of a linear layer takes

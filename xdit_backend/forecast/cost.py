@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..protocol.exchanges import ALL, KEYS, WHOLE
+from .parts import Parts
 
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
 FP8_BYTES = 1 + 4 / (64 * 128)   # of a number in 8 bits, with a scale for 64 tokens of a head (distributed/wire.py)
@@ -215,25 +216,6 @@ def between(measured, collective, size):
         return measured[collective, below]
     part = math.log(size / below) / math.log(above / below)
     return measured[collective, below] ** (1 - part) * measured[collective, above] ** part
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Seconds of a block, a step or a run: what the device computes, waits for others, and the host launches."""
-
-    compute: float
-    link: float
-    launch: float
-
-    @property
-    def seconds(self):
-        return max(self.compute + self.link, self.launch)
-
-    def times(self, factor):
-        return Parts(self.compute * factor, self.link * factor, self.launch * factor)
-
-    def plus(self, other):
-        return Parts(self.compute + other.compute, self.link + other.link, self.launch + other.launch)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 and by `plan`.
 
 A measurement is of these cards in this order, this driver, torch and packages, and which cards reach each other
-directly. Where any of that changes, the devices are measured again. Files are as forecast/files.py reads them; deleting one has it
-measured again.
+directly. Where any of that changes, the devices are measured again. Files are as forecast/files.py reads them; deleting
+one has it measured again.
 """
 
 import hashlib
