@@ -10,9 +10,10 @@ from tests.checkpoints.test_casting import CPU, asked
 from tests.checkpoints.test_changes import PROJ, QKV, messages_of
 from tests.comfy_quants import WRITTEN, save_as
 from tests.tiers import by_default
-from xdit_backend.checkpoints.block_weights import plan_weights
+from xdit_backend.checkpoints.block_weights import plan_weights, with_host_bytes
 from xdit_backend.checkpoints.changes import change_weights
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.host_copies import HostCopies
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.quantise import TYPES
 from xdit_backend.distributed.collectives import Traffic
@@ -24,7 +25,15 @@ from xdit_backend.worker.models import Loaded
 
 
 def loaded_of(spec):
-    transformer = load_transformer(spec, CPU, piece_bytes=2 ** 16)
+    return with_hooks(load(spec))
+
+
+def load(spec, host_copies=None):
+    """All weights in memory of this process: products of a file's map, which lies as it lies, may round otherwise."""
+    return load_transformer(spec, CPU, host_copies=host_copies, piece_bytes=2 ** 16)
+
+
+def with_hooks(transformer):
     hooks = Hooks(transformer.model, transformer.family.plan, (), transformer.offloaded)
     return Loaded(transformer, hooks, torch.float32, range(0))
 
@@ -67,3 +76,17 @@ def test_quantised_weights_come_as_they_are_held(file_of, tmp_path, how):
             assert torch.equal(prediction(coming), before)
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("how", by_default(["scaled", "Q4_K", "nvfp4", "mxfp8"],
+                                           ["scaled", "Q4_K", *WRITTEN]))
+def test_ranks_write_a_part_each_of_what_all_have_come_from_host_memory(file_of, tmp_path, how):
+    """The first one has loaded the model before the second one has written anything."""
+    checkpoint = open_checkpoint(save_as(how, tmp_path, file_of("sd3")))
+    spec = checkpoint.spec("float32", "float32")
+    shared = with_host_bytes(dataclasses.replace(spec, weights_memory=1), checkpoint, checkpoint.meta_model(""))
+    memory = torch.full((shared.host_bytes,), 255, dtype=torch.uint8)
+    with torch.inference_mode():
+        before = prediction(loaded_of(spec))
+        for loaded in [load(shared, HostCopies(memory, rank, 2)) for rank in range(2)]:
+            assert torch.equal(prediction(with_hooks(loaded)), before)

@@ -1,6 +1,6 @@
 """Layers in ComfyUI's quantised formats under sequence and tensor parallelism: each token's inputs are rounded by its
 own numbers, so ranks with some tokens each predict what one predicts with all; and ranks with some numbers of each
-token agree on the largest."""
+token, or with some tokens where all are rounded by one number, agree on the largest."""
 
 import pytest
 import torch
@@ -9,13 +9,14 @@ from tests.models.zoo import example, hold_share
 from tests.parallel.test_hooks import EXACT, LAYOUTS, SHAPES, num_ranks, whole
 from tests.ranks import run_ranks
 from tests.tolerances import within
+from xdit_backend.checkpoints import kitchen
 from xdit_backend.checkpoints.casting import Casts, unpack_at_use
 from xdit_backend.checkpoints.layers import FORMATS, W4A4_COLUMNS, Layer
 from xdit_backend.checkpoints.packed import Packed
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import build_mesh
 from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.parallel import tensor
+from xdit_backend.parallel import rounding
 from xdit_backend.protocol.specs import Layout
 
 ROTATED = 16
@@ -25,23 +26,30 @@ ROUNDED = 1e-6                             # the products are of float32, of mod
 def quantise(model, names, format_, rotated=ROTATED):
     """Have the layers of these blocks hold their weights in a format. Returns the Packed of each.
     rotated: so many columns together; 0: none."""
-    import comfy_kitchen.tensor as kitchen
+    import comfy_kitchen.tensor as layouts
     packed = {}
     for name, linear in model.named_modules():
         columns = W4A4_COLUMNS if format_ == "convrot_w4a4" else ROTATED
         if type(linear) is not torch.nn.Linear or name.partition(".")[0] not in names or linear.in_features % columns:
             continue
         weight = linear.weight.data.float()
+        shape, beside = tuple(weight.shape), {}
         if format_ == "convrot_w4a4":
-            numbers, scale = kitchen.quantize_convrot_w4a4_weight(weight, ROTATED)
+            numbers, scale = layouts.quantize_convrot_w4a4_weight(weight, ROTATED)
+        elif format_ == "nvfp4":
+            numbers, params = layouts.TensorCoreNVFP4Layout.quantize(weight)
+            numbers, scale, beside = numbers[:shape[0]], params.block_scale, {"weight_scale_2": params.scale}
         else:
-            numbers, params = kitchen.TensorWiseINT8Layout.quantize(
+            numbers, params = layouts.TensorWiseINT8Layout.quantize(
                 weight, per_channel=True, convrot=bool(rotated), convrot_groupsize=rotated)
             scale = params.scale
-        layer = Layer(format_, tuple(weight.shape), {"weight_scale": ""}, len(weight), rotated)
-        linear.weight = torch.nn.Parameter(numbers.view(FORMATS[format_].held), requires_grad=False)
-        linear.register_buffer("weight_scale", scale.view(-1, 1))
-        linear.weight_block, linear.rounds_inputs, linear.agrees = layer.block, True, layer.how.agrees
+        beside |= {"weight_scale": scale}
+        layer = Layer(format_, shape, dict.fromkeys(beside, ""), 0 if format_ == "nvfp4" else shape[0],
+                      0 if format_ == "nvfp4" else rotated)
+        linear.weight = torch.nn.Parameter(numbers.contiguous().view(FORMATS[format_].held), requires_grad=False)
+        for buffer, tensor in layer.by_rows(beside).items():
+            linear.register_buffer(buffer, tensor)
+        linear.weight_block, linear.rounds_inputs, linear.agreed = layer.block, layer.rounds_inputs, layer.agreed
         packed[f"{name}.weight"] = Packed("", (), layer.type, numbers.shape[1], {}, layer)
     assert len(packed) > 5
     return packed
@@ -82,13 +90,24 @@ def test_prediction_equals_that_of_one_rank(name, layout, format_):
 def shared_differences(rank, world_size, name, layout, rotated, compile_backend, mutant):
     """As `differences`, of ranks that have a share of each layer; relative to the largest number. Columns are cut
     between groups that are rotated together."""
+    return difference_of_shares(name, layout, "int8_tensorwise", rotated, compile_backend, mutant)
+
+
+def nvfp4_differences(rank, world_size, name, layout, compile_backend, mutant, num_unpacking=0):
+    """As `shared_differences`, of nvfp4 without a scale of inputs, on what is taken for cards that multiply it; but for
+    the last so many ranks."""
+    kitchen.has_products = lambda layer, device: rank + num_unpacking < world_size
+    return difference_of_shares(name, layout, "nvfp4", 0, compile_backend, mutant)
+
+
+def difference_of_shares(name, layout, format_, rotated, compile_backend, mutant):
     torch.set_grad_enabled(False)
     if mutant:
-        tensor.largest = lambda own, group, traffic: own
-    mesh, one = build_mesh(layout, world_size), example(name, rows=6, columns=10, num_text_tokens=7)
+        rounding.largest = lambda own, group, traffic: own
+    mesh, one = build_mesh(layout, num_shares(layout)), example(name, rows=6, columns=10, num_text_tokens=7)
     other = example(name, rows=6, columns=10, num_text_tokens=7)
-    unpack_at_use(other.model, quantise(other.model, blocks_of(one), "int8_tensorwise", rotated), Casts())
-    packed = quantise(one.model, blocks_of(one), "int8_tensorwise", rotated)
+    unpack_at_use(other.model, quantise(other.model, blocks_of(one), format_, rotated), Casts())
+    packed = quantise(one.model, blocks_of(one), format_, rotated)
     splits = hold_share(one.model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"])
     for path, buffer in list(one.model.named_buffers()):
         if path in splits:
@@ -101,6 +120,10 @@ def shared_differences(rank, world_size, name, layout, rotated, compile_backend,
     want, out = other.run(), hooks.run(context)[0]
     out = one.family.prediction(out, one.latent)
     return ((out - want).abs().max() / want.abs().max()).item()
+
+
+def num_shares(layout):
+    return num_ranks(layout) * layout.tensor_degree
 
 
 SHARED = [("SD3", 2, 16, ""), ("Flux.1", 2, 0, ""), ("Wan", 2, 4, ""),
@@ -118,3 +141,65 @@ def test_ranks_that_do_not_agree_are_seen():
     results = run_ranks(shared_differences, 2, "SD3", Layout(tensor_degree=2), 16, "", True)
 
     assert max(results) > 10 * ROUNDED
+
+
+@pytest.mark.parametrize("name, layout, compile_backend", [
+    ("SD3", Layout(ulysses_degree=2), ""), ("Flux.1", Layout(ring_degree=2, tensor_degree=2), ""),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("SD3", Layout(tensor_degree=2), ""), ("Wan", Layout(ring_degree=3), ""),
+        ("Flux.1", Layout(ulysses_degree=2), "eager"), ("SD3", Layout(tensor_degree=2), "eager")))])
+def test_ranks_agree_on_the_largest_of_all_tokens(name, layout, compile_backend):
+    results = run_ranks(nvfp4_differences, num_shares(layout), name, layout, compile_backend, False)
+
+    within(max(results), ROUNDED)
+
+
+def test_tokens_that_are_rounded_apart_are_seen():
+    results = run_ranks(nvfp4_differences, 2, "SD3", Layout(ulysses_degree=2), "", True)
+
+    assert max(results) > 1e-3
+
+
+def test_ranks_do_not_agree_with_one_that_unpacks():
+    """Which then asks nobody: nobody waits, and what is rounded is rounded apart."""
+    results = run_ranks(nvfp4_differences, 2, "SD3", Layout(ulysses_degree=2), "", False, 1)
+
+    assert max(results) > 1e-3
+
+
+def roundings(rank, world_size, name, format_, layout):
+    """(how often inputs were rounded in a prediction, how many layers took them, how many differ from what they are
+    without others' inputs)."""
+    torch.set_grad_enabled(False)
+    kitchen.has_products = lambda layer, device: True
+    mesh, one = build_mesh(layout, world_size), example(name, dtype=torch.float32)
+    unpack_at_use(one.model, quantise(one.model, blocks_of(one), format_), Casts())
+    hooks, seen = Hooks(one.model, one.family.plan), []
+    rounded, product = kitchen.rounded_inputs, kitchen.product
+
+    def counted(layer, beside, tensor):
+        seen.append("rounded")
+        return rounded(layer, beside, tensor)
+
+    def compared(layer, weight, beside, tensor, bias, inputs):
+        result = product(layer, weight, beside, tensor, bias, inputs)
+        given = beside if mesh.sequence_degree == 1 else beside | {"input_scale": inputs.params.scale}
+        seen.append("product" if torch.equal(result, product(layer, weight, given, tensor, bias, rounded(
+            layer, given, tensor))) else "other")
+        return result
+    kitchen.rounded_inputs, kitchen.product = counted, compared
+    hooks.run(one.loaded(hooks).context(mesh, Traffic(), one.latent, one.timestep, one.conditioning))
+    return [seen.count(what) for what in ("rounded", "product", "other")]
+
+
+@pytest.mark.parametrize("name, layout, saved", [
+    # of queries, keys and values two, of the image's and of the text's, in each of two double blocks; three in each of
+    # two single blocks, whose feed-forward has the same inputs
+    ("Flux.1", Layout(), 2 * (2 + 2) + 2 * 3),
+    # in each of four blocks, of which one has a second attention
+    ("SD3", Layout(ulysses_degree=2), 4 * (2 + 2) + 2),
+    # of self-attention's; of the text's keys and values none, as those of a given frame come in between
+    ("Wan", Layout(), 4 * 2)])
+def test_inputs_are_rounded_once_for_all_layers_that_have_them(name, layout, saved):
+    for rounded, products, others in run_ranks(roundings, num_shares(layout), name, "nvfp4", layout):
+        assert (products - rounded, others) == (saved, 0)

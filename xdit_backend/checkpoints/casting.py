@@ -5,6 +5,7 @@ Placed by the loader on each rank, before the hooks.
 """
 
 import functools
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -57,12 +58,34 @@ class Casts:
         return cast
 
 
+class RoundedInputs:
+    """The inputs that layers of a model rounded last, for the next layer that has the same and rounds them alike: of an
+    attention's queries, keys and values. Kept no longer than the inputs live."""
+
+    def __init__(self):
+        self._inputs, self._how, self._rounded, self._users = None, None, None, set()
+
+    def of(self, user, tensor, how, rounded):
+        """`rounded()` of a tensor. user: the layer; each asks once for the same inputs. how: what tells how they are
+        rounded."""
+        if self._inputs is None or self._inputs() is not tensor or self._how != how or user in self._users:
+            self._rounded, self._how, self._users = rounded(), how, set()
+            self._inputs = weakref.ref(tensor, self._let_go)
+        self._users.add(user)
+        return self._rounded
+
+    def _let_go(self, inputs):
+        if inputs is self._inputs:
+            self._inputs = self._rounded = None
+
+
 def cast_at_use(model, dtype, casts, fast=False):
     """Let every module compute in `dtype` with parameters that are held in other types, and go on holding them so.
 
     casts: the model's Casts. What the hooks evaluate once a step is cast once. fast: multiply an nn.Linear that is held
     in float8_e4m3fn as it is, with inputs that are rounded to that, where the device can.
     """
+    inputs = RoundedInputs()
     for module in model.modules():
         names = [name for name, parameter in module.named_parameters(recurse=False)
                  if parameter.is_floating_point() and parameter.dtype != dtype and not parameter.is_meta]
@@ -71,12 +94,13 @@ def cast_at_use(model, dtype, casts, fast=False):
                               else _casting(module, names, dtype, casts))
         if fast and type(module) is nn.Linear and module.weight.dtype == torch.float8_e4m3fn and names:
             module.forward = _in_own_type(module, Layer("float8_e4m3fn", tuple(module.weight.shape), {}, 0), casts,
-                                          module.forward)
+                                          inputs)
 
 
 def unpack_at_use(model, packed, casts):
     """Let the nn.Linear whose weights are packed (packed.packed_weights) unpack them where they are used, or multiply
     them as they are."""
+    inputs, rotations = RoundedInputs(), {}
     for name, how in packed.items():
         module = model.get_submodule(name.removesuffix(".weight"))
         if module.weight.is_meta:
@@ -84,9 +108,9 @@ def unpack_at_use(model, packed, casts):
         add_at_use(module)
         module.forward = _linear(module, casts, _unpacking(module, how))
         if how.layer is not None:
-            for buffer, tensor in kitchen.in_tiles(how.layer, _beside(module, how.layer)).items():
-                setattr(module, buffer, tensor)
-            module.forward = _in_own_type(module, how.layer, casts, module.forward)
+            if how.layer.agreed == "each" and how.layer.rotated and how.layer.rotated not in rotations:
+                rotations[how.layer.rotated] = kitchen.rotation(how.layer.rotated, module.weight.device)
+            module.forward = _in_own_type(module, how.layer, casts, inputs, rotations.get(how.layer.rotated))
 
 
 def add_at_use(linear, up=None, down=None):
@@ -96,32 +120,75 @@ def add_at_use(linear, up=None, down=None):
     linear.register_buffer("weight_down", down, persistent=False)
 
 
-def _in_own_type(module, layer, casts, forward):
+def _in_own_type(module, layer, casts, inputs, rotations=None):
     """The forward of a layer of ComfyUI's quantised files: multiplied in its own type where the device does so, else
-    unpacked by `forward`."""
-    multiplies, layer = kitchen.multiplies(layer, module.weight.device), kitchen.without_names(layer)
-    if multiplies:
+    unpacked by the forward that it has. inputs: RoundedInputs of the model. rotations: of kitchen.rotation."""
+    forward, layer = module.forward, kitchen.without_names(layer)
+    module.multiplies = kitchen.multiplies(layer, module.weight.device)
+    if module.multiplies:
         kitchen.choose_backends()
+    products = _Products(module, layer, inputs, rotations)
 
     @functools.wraps(forward)
     def linear(tensor):
         smoothing = getattr(module, "pre_quant_scale", None)
         if smoothing is not None:
             tensor = tensor * smoothing.to(tensor.dtype)
-        # changed, in plain numbers; or no tokens
-        if not multiplies or module.weight.dtype.itemsize > 1 or tensor.numel() == 0:
+        # changed, in plain numbers
+        if not module.multiplies or module.weight.dtype.itemsize > 1:
             return forward(tensor)
-        bias = None if module.bias is None else casts.of(module.bias, tensor.dtype)
-        agree = getattr(module, "agree", None)                 # of tensor parallelism (parallel/tensor.py)
-        if agree is None:
-            result = kitchen.product(layer, module.weight, _beside(module, layer), tensor, bias)
-        else:
-            result = kitchen.shared_product(layer, module.weight, _beside(module, layer), tensor, bias, agree)
+        if tensor.numel() == 0:
+            products.pass_by(tensor)
+            return forward(tensor)
+        result = products.of(tensor, None if module.bias is None else casts.of(module.bias, tensor.dtype))
         up = getattr(module, "weight_up", None)
         if up is None:
             return result
         return result + F.linear(F.linear(tensor, module.weight_down.to(tensor.dtype)), up.to(tensor.dtype))
     return linear
+
+
+class _Products:
+    """Products of a layer's weight in its own type. Of its module: `agree`, where ranks are to agree on what inputs are
+    rounded by (parallel/rounding.py)."""
+
+    def __init__(self, module, layer, inputs, rotations):
+        self._module, self._layer, self._inputs, self._rotations = module, layer, inputs, rotations
+        self._how = None                                       # what tells how inputs are rounded
+
+    def of(self, tensor, bias):
+        module, layer, agree = self._module, self._layer, getattr(self._module, "agree", None)
+        beside = _beside(module, layer)
+        if agree is not None and layer.agreed == "each":
+            return kitchen.shared_product(layer, module.weight, beside, tensor, bias, agree, self._rotations)
+        if torch.compiler.is_compiling():                      # a graph has no memory of other layers
+            beside = self._with_scale(tensor, beside)
+            return kitchen.product(layer, module.weight, beside, tensor, bias)
+        known = None if layer.rounds_inputs else self._rounded(tensor, beside)
+        return kitchen.product(layer, module.weight, beside, tensor, bias, known)
+
+    def pass_by(self, tensor):
+        """Of no tokens: other ranks may have some."""
+        if not torch.compiler.is_compiling() and self._agrees:
+            self._rounded(tensor, _beside(self._module, self._layer))
+
+    @property
+    def _agrees(self):
+        return self._layer.agreed == "all" and getattr(self._module, "agree", None) is not None
+
+    def _with_scale(self, tensor, beside):
+        return beside | {"input_scale": kitchen.agreed_scale(tensor, self._module.agree)} if self._agrees else beside
+
+    def _rounded(self, tensor, beside):
+        """The tensor as kitchen.rounded_inputs gives it, or as another layer has had it; None of no tokens."""
+        if self._how is None:
+            scale = beside.get("input_scale")
+            self._how = self._layer.format, None if scale is None else scale.item()
+
+        def rounded():
+            scaled = self._with_scale(tensor, beside)
+            return kitchen.rounded_inputs(self._layer, scaled, tensor) if tensor.numel() else None
+        return self._inputs.of(self._module, tensor, self._how, rounded)
 
 
 def _beside(module, layer):

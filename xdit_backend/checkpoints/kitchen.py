@@ -92,32 +92,72 @@ def unpacked(layer, weight, beside, dtype):
     return quantised_tensor(layer, weight, beside, within).dequantize().to(dtype)
 
 
-def product(layer, weight, beside, tensor, bias):
-    """F.linear of a tensor and the weight, with inputs that are rounded. Arguments: as of `unpacked`."""
+def product(layer, weight, beside, tensor, bias, inputs=None):
+    """F.linear of a tensor and the weight, with inputs that are rounded. inputs: these, of `rounded_inputs`, where they
+    are known. Others: as of `unpacked`."""
     if torch.compiler.is_compiling():
         return rounded_product(*_told(layer, beside), weight, tensor, bias)
-    within = tensor.dtype if tensor.dtype in COMPUTED else torch.float32
-    rows, held = tensor.reshape(-1, tensor.shape[-1]).to(within), quantised_tensor(layer, weight, beside, within)
-    if not layer.rounds_inputs:                                # else the product itself does it
-        rows = _rounded(layer, rows, beside.get("input_scale"), weight.dtype)
-    result = F.linear(rows, held, None if bias is None else bias.to(within))
+    within = _within(tensor)
+    if inputs is None:
+        inputs = _rows(tensor) if layer.rounds_inputs else rounded_inputs(layer, beside, tensor)
+    held = quantised_tensor(layer, weight, beside, within)
+    result = F.linear(inputs, held, None if bias is None else bias.to(within))
     return result.view(*tensor.shape[:-1], len(weight)).to(tensor.dtype)
 
 
-def shared_product(layer, weight, beside, tensor, bias, agree):
+def rounded_inputs(layer, beside, tensor):
+    """Inputs in the type of a layer whose products do not round them by themselves, as comfy-kitchen's tensor.
+    beside: as of `unpacked`; without input_scale float8 takes 1, and nvfp4 the largest of these numbers."""
+    import comfy_kitchen
+    from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+    name, rows, scale = LAYOUTS[layer.format], _rows(tensor), beside.get("input_scale")
+    if not layer.format.startswith("float8"):
+        options = {"scale": None if scale is None else scale.view(())} if layer.format == "nvfp4" else {}
+        return QuantizedTensor.from_float(rows, name, **options)
+    scale = torch.ones((), device=rows.device) if scale is None else scale.view(())
+    params = get_layout_class(name).Params(scale=scale, orig_dtype=rows.dtype, orig_shape=tuple(rows.shape))
+    return QuantizedTensor(comfy_kitchen.quantize_per_tensor_fp8(rows, scale, layer.how.held), name, params)
+
+
+def agreed_scale(tensor, agree):
+    """The input_scale of nvfp4 that is of the inputs of all ranks, each of which calls this, also with no tokens.
+
+    agree(the largest of this rank's numbers, as one number) -> of those of all ranks.
+    """
+    from comfy_kitchen.float_utils import F4_E2M1_MAX, F8_E4M3_MAX
+    rows = _rows(tensor)
+    own = rows.abs().amax() if rows.numel() else rows.new_zeros(())
+    return (agree(own.float().view(1)).to(rows.dtype) / (F8_E4M3_MAX * F4_E2M1_MAX)).float()
+
+
+def _within(tensor):
+    """The type in which products of these inputs are computed."""
+    return tensor.dtype if tensor.dtype in COMPUTED else torch.float32
+
+
+def _rows(tensor):
+    return tensor.reshape(-1, tensor.shape[-1]).to(_within(tensor))
+
+
+def rotation(size, device):
+    """{type of inputs: the matrix (size, size) by which ConvRot rotates so many of a row's numbers}; it is exact in
+    each."""
+    layer = Layer("int8_tensorwise", (size, size), {"weight_scale": ""}, size, size)
+    scale = {"weight_scale": torch.ones(size, 1, device=device)}
+    matrix = unpacked(layer, torch.eye(size, dtype=torch.int8, device=device), scale, torch.float32)
+    return {dtype: matrix.T.to(dtype) for dtype in COMPUTED}
+
+
+def shared_product(layer, weight, beside, tensor, bias, agree, rotations=None):
     """`product` of the columns of an int8 weight, and of as many of each token's inputs, that a rank has. Inputs are
     rounded as if by one rank that had all of them.
 
-    agree(the largest number of each of this rank's rows) -> of the rows of all ranks, each of which calls it. Where the
-    rotation is, it is of groups of columns, which no rank has a part of.
+    agree(the largest number of each of this rank's rows) -> of the rows of all ranks, each of which calls it.
+    rotations: of `rotation`, where the layer is rotated: in groups of columns, which no rank has a part of.
     """
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    rows = rows if rows.dtype in COMPUTED else rows.to(torch.float32)
+    rows = _rows(tensor)
     if layer.rotated:
-        identity = torch.eye(layer.rotated, dtype=torch.int8, device=rows.device)
-        rotation = unpacked(layer, identity, {"weight_scale": rows.new_ones(len(identity), 1, dtype=torch.float32)},
-                            rows.dtype)
-        rows = (rows.view(len(rows), -1, layer.rotated) @ rotation.T).view_as(rows)
+        rows = (rows.view(len(rows), -1, layer.rotated) @ rotations[rows.dtype]).view_as(rows)
     scale = (agree(rows.abs().amax(1, keepdim=True).float()) / 127).clamp(min=1e-30)
     multiplied = scaled_product if torch.compiler.is_compiling() else _scaled_product
     result = multiplied(weight, beside["weight_scale"], rows.contiguous(), scale)
@@ -137,20 +177,6 @@ def _scaled_product(weight, weight_scale, rows, scale):
         levels = (piece / steps).round_().clamp_(-128, 127).to(torch.int8)
         result[start:start + ROWS] = comfy_kitchen.mm_int8(levels, weight.T).float() * (of_piece * weight_scale)
     return result
-
-
-def _rounded(layer, rows, scale, dtype):
-    """Inputs in the type of the weight, as comfy-kitchen's tensor. scale: of the file; None: float8 takes 1, and nvfp4
-    the largest of these numbers."""
-    import comfy_kitchen
-    from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
-    name = LAYOUTS[layer.format]
-    if not layer.format.startswith("float8"):
-        options = {"scale": None if scale is None else scale.view(())} if layer.format == "nvfp4" else {}
-        return QuantizedTensor.from_float(rows, name, **options)
-    scale = torch.ones((), device=rows.device) if scale is None else scale.view(())
-    params = get_layout_class(name).Params(scale=scale, orig_dtype=rows.dtype, orig_shape=tuple(rows.shape))
-    return QuantizedTensor(comfy_kitchen.quantize_per_tensor_fp8(rows, scale, dtype), name, params)
 
 
 def quantised_tensor(layer, weight, beside, dtype):

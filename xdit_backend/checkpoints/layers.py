@@ -25,8 +25,9 @@ class Format:
     stored: the header's types of the weight. held: its type on a rank. numbers: in a column as stored. block: so many
     columns share a scale; 0: a row, or the matrix, has one. scales: {a tensor that belongs to it: its header's types}.
     more: further tensors that may be there. rounds_inputs: do its products round each token's inputs, on any device, by
-    the largest of them? agrees: can ranks that have some of a token's inputs each agree on that number? capability: of
-    CUDA cards, from which on they round them too; None: none do.
+    the largest of them? agreed: of which inputs the largest number is that ranks can agree on which have some of them:
+    those of "each" token, or, where the file has no input_scale, of "all" tokens. capability: of CUDA cards, from which
+    on they round inputs too; None: none do.
     """
 
     stored: tuple[str, ...]
@@ -36,7 +37,7 @@ class Format:
     block: int = 0
     more: tuple[str, ...] = ()
     rounds_inputs: bool = False
-    agrees: bool = False
+    agreed: str = ""
     capability: tuple[int, int] | None = None
 
 
@@ -44,10 +45,10 @@ FORMATS = {
     "float8_e4m3fn": Format(("F8_E4M3",), torch.float8_e4m3fn, more=("input_scale",), capability=(8, 9)),
     "float8_e5m2": Format(("F8_E5M2",), torch.float8_e5m2, more=("input_scale",), capability=(8, 9)),
     "nvfp4": Format(("U8",), torch.uint8, {"weight_scale": ("F8_E4M3", "U8"), "weight_scale_2": FRACTIONS}, numbers=2,
-                    block=16, more=("input_scale", "pre_quant_scale"), capability=(10, 0)),
+                    block=16, more=("input_scale", "pre_quant_scale"), agreed="all", capability=(10, 0)),
     "mxfp8": Format(("F8_E4M3",), torch.float8_e4m3fn, {"weight_scale": ("F8_E8M0", "U8")}, block=32,
                     capability=(10, 0)),
-    "int8_tensorwise": Format(("I8",), torch.int8, rounds_inputs=True, agrees=True),
+    "int8_tensorwise": Format(("I8",), torch.int8, rounds_inputs=True, agreed="each"),
     "convrot_w4a4": Format(("I8", "U8"), torch.uint8, numbers=2, rounds_inputs=True)}
 
 OLD_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -106,6 +107,11 @@ class Layer:
         """Do its products round each token's inputs, on any device?"""
         return self.how.rounds_inputs
 
+    @property
+    def agreed(self):
+        """Of "each" token's inputs, or of "all" inputs, ranks are to agree on the largest number; "": of none."""
+        return "" if self.how.agreed == "all" and "input_scale" in self.beside else self.how.agreed
+
     def beside_as_held(self, num_rows):
         """{what it is: (shape, dtype)} of what a rank that has so many of the rows holds beside them."""
         shapes = {"weight_scale": ((num_rows if self.num_scales > 1 else 1, 1), torch.float32),
@@ -145,13 +151,13 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
     said = {name.removesuffix(".scale_weight"): {
                 "format": OLD_FLOAT8.get(dtypes.get(_weight(name)), "float8_e4m3fn"),
                 "full_precision_matrix_mult": math.prod(shapes.get("scaled_fp8", ())) == 2}
-            for name in beside if name.endswith(".scale_weight")}
+            for name in sorted(beside) if name.endswith(".scale_weight")}
     try:
         layers = json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {})
         said |= {layer.removeprefix(prefix): _options(options) for layer, options in layers.items()
                  if layer.startswith(prefix)}                  # the others are of text encoders
         said |= {name.removesuffix(".comfy_quant"): _options(json.loads(read(name)))
-                 for name in beside if name.endswith(".comfy_quant")}
+                 for name in sorted(beside) if name.endswith(".comfy_quant")}
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"Download {file_name} again: what it says of its quantisation cannot be read "
                               f"({error}).") from error

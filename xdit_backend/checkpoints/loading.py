@@ -12,6 +12,7 @@ from ..protocol.copies import CopyThread
 from ..protocol.errors import CheckpointError
 from ..protocol.specs import ModelSpec
 from ..protocol.transfers import StagingBuffers
+from . import kitchen
 from .block_weights import plan_weights
 from .casting import Casts, cast_at_use, unpack_at_use
 from .checkpoint import Checkpoint, open_spec
@@ -129,7 +130,9 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
                               f"...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")
     model.eval().requires_grad_(False)
     loaded.host_copies = host_copies or HostCopies()
-    _move(loaded, addresses_of(maps), to_quantise, on_progress, offloaded)
+    in_blocks = {f"{name}_scale": how.layer for name, how in packed.items()
+                 if how.layer is not None and how.layer.how.block}
+    _move(loaded, addresses_of(maps), to_quantise, on_progress, offloaded, in_blocks)
     narrow(model, loaded.splits, spec.tensor_degree, tensor_rank)
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype), loaded.casts, spec.fast)
@@ -169,9 +172,10 @@ def _converted(tensors, checkpoint, packed):
     return converted
 
 
-def _move(loaded, addresses, to_quantise, on_progress, offloaded):
+def _move(loaded, addresses, to_quantise, on_progress, offloaded, in_blocks):
     """Take this rank's share of one tensor after the other, move and cast it, so that never two copies of the model
-    exist. addresses: of the file's tensors. offloaded: names of weights that stay in host memory.
+    exist. addresses: of the file's tensors. offloaded: names of weights that stay in host memory. in_blocks: {name of
+    scales that are held in tiles: the Layer}.
 
     to_quantise: {name: (tensor, type)} of weights that the model lacks, which are quantised on the device; emptied.
     Rows stand alone, so a rank quantises its own; of columns it has a share when the rows were quantised whole.
@@ -186,6 +190,9 @@ def _move(loaded, addresses, to_quantise, on_progress, offloaded):
                                        name in to_quantise and splits[name].dim) else 1)
                   for name, _, source, _ in tensors]
     done_bytes, total_bytes = 0.0, round(sum(read_bytes))
+
+    def in_tiles(name, own):                                   # before others see it in host memory
+        return kitchen.in_tiles(in_blocks[name], {"weight_scale": own})["weight_scale"] if name in in_blocks else own
     for (name, weight, source, dtype), own_bytes in zip(tensors, read_bytes):
         done_bytes += own_bytes
         if name in to_quantise:
@@ -200,10 +207,11 @@ def _move(loaded, addresses, to_quantise, on_progress, offloaded):
         elif (own := loaded.share(name, weight.data, addresses)) is None:
             weight.data = weight.data[:0]
         elif name in offloaded:
+            own = in_tiles(name, own)
             is_map = own.dtype == dtype and own.untyped_storage().data_ptr() in addresses
             weight.data = own if is_map else loaded.host_copies.keep(own, dtype)
         else:
-            loaded.hold(weight, own, dtype, staging, addresses)
+            loaded.hold(weight, in_tiles(name, own), dtype, staging, addresses)
         on_progress(round(done_bytes), total_bytes)
     on_progress(total_bytes, total_bytes)
 

@@ -117,7 +117,7 @@ def _check_products(model, splits, degree):
     for name, split in splits.items() if degree > 1 else ():
         path, _, leaf = name.rpartition(".")
         linear = model.get_submodule(path)
-        if leaf == "weight" and split.how == "rows" and getattr(linear, "rounds_inputs", False) and not linear.agrees:
+        if leaf == "weight" and split.how == "rows" and getattr(linear, "rounds_inputs", False) and not linear.agreed:
             raise UnsupportedError(
                 f"Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, "
                 f"fp16, fp8, int8, mxfp8 or nvfp4 file of the same model: tensor_degree={degree} cannot share out "

@@ -63,14 +63,15 @@ def _(tensors):
 
 
 @operator
-def tensor_largest(tensor: Tensor) -> Tensor:
-    """The largest of the tensor ranks' tensors, number by number."""
+def largest_of_ranks(tensor: Tensor, axis: str) -> Tensor:
+    """The largest of the ranks' tensors, number by number. axis: "tensor" or "sequence"."""
     context = RUNNING.get().context()
-    return largest(tensor.clone(memory_format=torch.contiguous_format), context.mesh.tensor_group, context.traffic)
+    return largest(tensor.clone(memory_format=torch.contiguous_format), getattr(context.mesh, f"{axis}_group"),
+                   context.traffic)
 
 
-@tensor_largest.register_fake
-def _(tensor):
+@largest_of_ranks.register_fake
+def _(tensor, axis):
     return tensor.new_empty(tensor.shape)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ..distributed.masks import read_mask
 from ..distributed.operators import running
+from ..parallel.rounding import Agreement
 from ..parallel.tensor import install_tensor_hooks
 from ..partition import check_shards
 from . import regions
@@ -42,6 +43,7 @@ class Hooks:
                 self._attention.own_code.place(module)
         if splits:
             install_tensor_hooks(model, plan, splits, self._running)
+        self._agreement = Agreement(model, splits, lambda: self._context)
         self.num_blocks = len(blocks)
         self._compiled = CompiledBlocks(model, self.num_blocks, on_compile)
         self._skips = plan.skips(self.num_blocks)
@@ -142,6 +144,7 @@ class Hooks:
         tokens = context.tokens
         check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree,
                      "rows of tokens" if self.plan.rows else "tokens")
+        self._agreement.meet(context)
         self._context = context
         try:
             yield

@@ -10,7 +10,7 @@ import functools
 import torch
 
 from ..distributed import operators
-from ..distributed.collectives import all_gather, largest, start_all_reduce
+from ..distributed.collectives import all_gather, start_all_reduce
 from ..partition import block_indices, summed_modules
 
 PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "norm_added_k": "add_k_proj",
@@ -28,10 +28,6 @@ def install_tensor_hooks(model, plan, splits, current):
     """
     weights = {name.removesuffix(".weight"): split for name, split in splits.items() if name.endswith(".weight")}
     _install_gathered(model, plan, {path: split for path, split in weights.items() if split.how == "gathered"}, current)
-    agree = _largest(current)
-    for path, split in weights.items():
-        if split.how == "rows" and getattr(model.get_submodule(path), "agrees", False):
-            model.get_submodule(path).agree = agree
     norms = collections.defaultdict(dict)
     for path, split in weights.items():
         if split.how == "norm":
@@ -57,17 +53,6 @@ def _summed(forward, only_first, current):
         parts = outputs[:1] if only_first else outputs
         return (*_sums(list(parts), current), *outputs[len(parts):])
     return summed
-
-
-def _largest(current):
-    """A function: the largest numbers of each token that this rank has -> those of all ranks. For layers whose products
-    round inputs by them (checkpoints/casting.py)."""
-    def agreed(tensor):
-        if torch.compiler.is_compiling():
-            return operators.tensor_largest(tensor)
-        context = current()
-        return largest(tensor, context.mesh.tensor_group, context.traffic)
-    return agreed
 
 
 def _sums(tensors, current):
