@@ -59,6 +59,22 @@ def test_weights_of_each_type_take_their_bytes(short, capsys):
     assert weights["Q4_K"] == pytest.approx(weights["bf16"] * 4.5 / 16, rel=0.03)
 
 
+def test_rates_of_a_format_are_said_and_counted(short, tmp_path, capsys):
+    """A step of arithmetic alone takes as long as its products in that format, and its attention."""
+    seconds = {}
+    for times in (1, 4):
+        device = MACHINE["devices"][0] | {"memory_bytes_s": 1e15, "products": {"mxfp8": times}}
+        (tmp_path / "machine.json").write_text(json.dumps(MACHINE | {"devices": [device]}))
+        text = said(capsys, "flux.1-dev", "--machine", tmp_path / "machine.json", "--layouts", "one", "--weight-dtype",
+                    "mxfp8")
+        assert f"with these weights: mxfp8 (100% of their numbers) {times} times as fast as in 16 bits." in text
+        row = ROW.search(text)
+        assert row["bound"] == "arithmetic"
+        seconds[times] = float(row["seconds"])
+
+    assert 0.3 * seconds[1] < seconds[4] < 0.6 * seconds[1]
+
+
 def test_what_does_not_fit_says_what_would(short, capsys):
     text = said(capsys, "flux.1-dev", "--size", "16384x16384", "--layouts", "one")
 

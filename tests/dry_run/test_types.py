@@ -10,6 +10,8 @@ import pytest
 from tests.dry_run.rows import counted, published
 from xdit_backend.checkpoints.gguf import PACKED, block_of
 from xdit_backend.checkpoints.layers import FORMATS
+from xdit_backend.checkpoints.net import net_of
+from xdit_backend.dry_run.rank import outline
 
 # bits that a weight of a linear layer takes
 BITS = {"fp8_e4m3fn": 8, "float8_e4m3fn": 8, "float8_e5m2": 8, "nvfp4": 4.5, "mxfp8": 8.25, "int8_tensorwise": 8,
@@ -31,6 +33,17 @@ def row_of(type_, layout):
 @functools.cache
 def plain_row(layout):
     return counted(published("flux.1-dev"), layout)
+
+
+@pytest.mark.parametrize("type_", ["bf16", "int8_tensorwise", "nvfp4"])
+def test_the_forecast_knows_what_ranks_tell_each_other(type_):
+    """Of the tokens as of what they add up, see above."""
+    checkpoint, _ = published("flux.1-dev")
+    checkpoint = checkpoint if type_ == "bf16" else dataclasses.replace(checkpoint, type_=type_)
+    net = net_of(checkpoint.family, outline(checkpoint, checkpoint.spec("bfloat16", "bfloat16"))[0])
+
+    assert net.agreed == (1.5 if type_ == "int8_tensorwise" else 0) and net.sums == 1.5
+    assert net.formats == ({} if type_ == "bf16" else {type_: 1.0})
 
 
 @pytest.mark.parametrize("type_, layout", [

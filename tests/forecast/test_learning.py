@@ -1,8 +1,12 @@
 """What runs teach: one factor a family and card, which follows what runs take and never touches the links."""
 
+import dataclasses
+import importlib.metadata
+
 import pytest
 
 from tests.tolerances import within
+from xdit_backend.distributed.kernels import KERNELS
 from xdit_backend.forecast.calibration import MIN_FACTOR, Calibration, after, calibrated
 from xdit_backend.forecast.choice import Machine, forecast
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
@@ -32,6 +36,27 @@ def test_one_device_takes_what_was_learnt_and_links_stay():
     one, before = (forecast(FLUX, JOB, Degrees(data=2), each).seconds for each in (machine, PAIR))
     within(abs(one / before - 1.5), 1e-9)
     assert machine.links is PAIR.links and calibrated(PAIR, known, "SD3") is PAIR
+
+
+def test_a_measurement_is_of_the_packages_that_it_timed(tmp_path, monkeypatch):
+    """A newer one, or one more, is measured anew; and what is kept is what was measured."""
+    assert {kernel.package for kernel in KERNELS.values()} <= set(measurements.PACKAGES)
+    versions = {"sageattention": "2.1.1"}
+
+    def version(package):
+        if package not in versions:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return versions[package]
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    devices, card = ["cpu", "cpu"], lambda device: ("a card", 1e9)
+    machine = Machine((dataclasses.replace(CARD, products={"nvfp4": 2.5}, kernels={"sage 128": 1.5}),) * 2, PAIR.links)
+    measurements.store_machine(tmp_path, devices, "float32", machine, card)
+
+    kept = measurements.stored_machine(tmp_path, devices, "float32", card).devices[0]
+    assert (kept.products, kept.kernels) == ({"nvfp4": 2.5}, {"sage 128": 1.5})
+    for changed in ({"sageattention": "2.2.0"}, {"comfy-kitchen": "0.3"}):
+        versions = {"sageattention": "2.1.1"} | changed
+        assert measurements.stored_machine(tmp_path, devices, "float32", card) is None
 
 
 def test_what_was_learnt_is_kept_beside_the_probe(tmp_path):

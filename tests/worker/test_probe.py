@@ -13,6 +13,7 @@ import torch
 from tests import kernel_packages
 from tests.ranks import run_ranks
 from tests.tolerances import within
+from xdit_backend.checkpoints.layers import FORMATS
 from xdit_backend.distributed import kernels
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.forecast.choice import choose, forecasts
@@ -115,6 +116,28 @@ def test_between_machines_smaller_messages_are_enough():
         within(abs(links.rate("hop", size) / rate - 1), 1e-6)
         within(abs(links.latency("all_reduce", size) / 5e-4 - 1), 1e-6)
     assert links.per_machine == 2
+
+
+def test_products_with_each_format_are_timed_and_the_forecast_reads_them(monkeypatch):
+    """A format in which a device is slow, or that its packages cannot multiply, is forecast as that."""
+    for name, value in {"ROUNDS": 1, "MIN_S": 0.0, "ON_CPU": (64, 64, 16, 96, 48, 2 ** 10)}.items():
+        monkeypatch.setattr(probe, name, value)
+    product = probe.product_of
+
+    def slow(layer, *given):
+        assert layer.format != "nvfp4", "not here"
+        time.sleep(0.05 * (layer.format == "mxfp8"))
+        return product(layer, *given)
+    monkeypatch.setattr(probe, "product_of", slow)
+    numbers = probe.measure_products(torch.device("cpu"), torch.bfloat16)
+
+    assert set(numbers) == {f"product {format_}" for format_ in FORMATS if format_ != "nvfp4"}
+    assert numbers["product mxfp8"] < 0.5 * min(value for name, value in numbers.items() if name != "product mxfp8")
+    device = Device(1e12, 1e12, 1e11, products={"mxfp8": 2.0, "int8_tensorwise": 4.0})
+    half = Net(1, 64, 1, 12, 1, formats={"mxfp8": 0.5})
+    mixed = Net(1, 64, 1, 12, 1, formats={"mxfp8": 0.5, "int8_tensorwise": 0.25, "nvfp4": 0.25})
+    within(device.product_s(half, 1e12) - 0.75, 1e-12)
+    within(device.product_s(mixed, 1e12) - (0.25 + 0.0625 + 0.25), 1e-12)
 
 
 def test_packages_are_timed_beside_torchs_own_attention_and_the_forecast_reads_them(tmp_path, monkeypatch):

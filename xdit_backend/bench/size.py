@@ -42,6 +42,9 @@ PCIE_BYTES_S = 12e9                        # of PCIe 4 by way of host memory, fo
 # seconds that a host takes to launch a kernel, of the device's for the kernels of a block
 LAUNCHES_OF_A_BLOCK = 130
 GIB, MIB = 2 ** 30, 2 ** 20
+# times as fast as products in 16 bits, by the data sheet of an RTX 4090; the formats that it has no products in are
+# unpacked, in the time that memory takes
+PRODUCTS_4090 = {"float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8_tensorwise": 4.0, "convrot_w4a4": 4.0}
 
 
 def add_arguments(parser):
@@ -74,6 +77,8 @@ def main(options):
     print(f"on {len(machine.devices)} x {machine.devices[0].name or 'a device'}, "
           f"{machine.devices[0].memory_bytes / 1e9:.3g} GB. A step after the first; seconds are the least that what "
           f"bounds it allows.")
+    if subject.net is not None and subject.net.formats:
+        print(product_words(subject.net, machine.devices[0]))
     print(f"{'layout':<24} {'rank':>4} {'weights':>8} {'kept':>7} {'peak':>7} GiB {'TFLOP':>9} {'MiB sent':>9} "
           f"{'exchanges':>9} {'kernels':>8} {'GB moved':>9} {'s':>8}  bound by")
     answers, waits = [], {}
@@ -183,7 +188,7 @@ def rows(name, fit):
     memory = [device.memory_bytes * FULL for device in machine.devices[:world_size_of(layout)]]
     for rank in stage_ranks(subject.checkpoint, spec, layout, memory):
         counted = count(subject.checkpoint, spec, layout, rank, subject.run, memory)
-        seconds = bounds(counted, layout, machine)
+        seconds = bounds(counted, layout, machine, subject.net)
         bound = max(seconds, key=lambda what: seconds[what])
         yield (f"{name:<24} {rank:>4} {counted.weight_bytes / GIB:>8.2f} {counted.kept_bytes / GIB:>7.2f} "
                f"{counted.peak_bytes / GIB:>7.2f}     {counted.flops / 1e12:>9.2f} {counted.sent_bytes / MIB:>9.1f} "
@@ -191,10 +196,18 @@ def rows(name, fit):
                f"{seconds[bound]:>8.3f}  {bound}"), counted.waits | counted.mixed
 
 
-def bounds(counted, layout, machine):
-    """{what may bound a step: the least seconds that it takes}."""
+def product_words(net, device):
+    """How fast a device multiplies with a model's weights."""
+    words = [f"{format_} ({share:.0%} of their numbers) {device.products.get(format_, 1.0):.3g} times as fast as in 16 "
+             "bits" for format_, share in net.formats.items()]
+    return f"Products with these weights: {'; '.join(words)}."
+
+
+def bounds(counted, layout, machine, net=None):
+    """{what may bound a step: the least seconds that it takes}. net: of the model; None: of 16 bits."""
     device, degree = machine.devices[0], world_size_of(layout)
-    arithmetic_s = ((counted.flops - counted.attention_flops) / device.matrix_flops_s
+    flops = counted.flops - counted.attention_flops
+    arithmetic_s = ((flops / device.matrix_flops_s if net is None else device.product_s(net, flops))
                     + counted.attention_flops / device.attention_flops_s)
     seconds = {"arithmetic": arithmetic_s, "memory": counted.moved_bytes / device.memory_bytes_s,
                "launches": counted.kernels * device.block_launch_s / LAUNCHES_OF_A_BLOCK}
@@ -215,7 +228,7 @@ def usual_machine():
     """What is taken where no machine is described."""
     matrix_flops_s, memory_bytes_s = CARDS["RTX 4090"]
     device = Device(matrix_flops_s, matrix_flops_s, memory_bytes_s, name="RTX 4090", memory_bytes=CARD_BYTES,
-                    host_bytes_s=PCIE_BYTES_S)
+                    host_bytes_s=PCIE_BYTES_S, products=PRODUCTS_4090)
     return Machine((device,) * NUM_CARDS, Links({(collective, 2): PCIE_BYTES_S for collective in COLLECTIVES}))
 
 

@@ -28,6 +28,7 @@ def net_of(family: Family, model, spec=None):
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
               key_heads=family.num_key_heads(model.config) or heads, skips=bool(family.plan.skips(num_blocks)),
               text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks),
+              agreed=_sums(model, family.plan, joint, num_blocks, True), formats=_formats(blocks, family.plan.once),
               live=Live(**family.live) if family.live else None)
     if spec is None:
         return net
@@ -72,12 +73,15 @@ def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
     return total
 
 
-def _sums(model, plan, joint, num_blocks):
-    """What tensor ranks add up in a block. Where text runs beside the image,
-    one feed-forward is the image's and the other the text's."""
+def _sums(model, plan, joint, num_blocks, agreed=False):
+    """What tensor ranks add up in a block; agreed: and agree on before that. Where text runs beside the image, one
+    feed-forward is the image's and the other the text's."""
     splits = possible_splits(model, plan)
     if not splits:
-        return Net.sums
+        return 0.0 if agreed else Net.sums
+    if agreed:
+        splits = {name: split for name, split in splits.items() if name.endswith(".weight") and split.how == "rows"
+                  and getattr(model.get_submodule(name.removesuffix(".weight")), "agreed", "") == "each"}
     of_blocks = collections.Counter(name.rpartition(".")[0] for name in summed_modules(splits)
                                     if name.partition(".")[0] in {
                                         name for list_ in plan.blocks for name in list_.names})
@@ -85,7 +89,20 @@ def _sums(model, plan, joint, num_blocks):
 
 
 def _matrix_elements(block, once):
-    """Elements of the matrices that every token passes: those that run once a step or run, or on text, are left out."""
-    return sum(module.in_features * module.out_features for name, module in block.named_modules()
-               if isinstance(module, torch.nn.Linear)
-               and not any(name == part or name.startswith(f"{part}.") for part in (*once, *OF_TEXT)))
+    """Elements of the matrices that every token passes."""
+    return sum(module.in_features * module.out_features for module in _matrices(block, once))
+
+
+def _matrices(block, once):
+    """The layers that every token passes: those that run once a step or run, or on text, are left out."""
+    return [module for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)
+            and not any(name == part or name.startswith(f"{part}.") for part in (*once, *OF_TEXT))]
+
+
+def _formats(blocks, once):
+    """Net.formats. blocks: [(share an image token meets, copies of the block)]."""
+    elements: collections.Counter = collections.Counter()
+    for share, block_copies in blocks:
+        for module in (module for block in block_copies for module in _matrices(block, once)):
+            elements[getattr(module, "format", "")] += share * module.in_features * module.out_features
+    return {format_: number / elements.total() for format_, number in elements.items() if format_}

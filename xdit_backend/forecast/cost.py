@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..protocol.exchanges import ALL, KEYS, WHOLE
+from .parts import Parts
 
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
 FP8_BYTES = 1 + 4 / (64 * 128)   # of a number in 8 bits, with a scale for 64 tokens of a head (distributed/wire.py)
 SMALL_PACKING = 2.5            # times what packing a tensor takes that rounding it to 8 bits and back adds
+AGREED_BYTES = 4               # of a token, in float32 (docs/algorithms.md section 11)
 DEVICES_PER_NODE = 8           # a group that leaves its node goes by the network
 
 
@@ -40,6 +42,9 @@ class Net:
     weight_bytes: float = 0.0              # of all parameters, as they are held; 0: as hidden states
     outside_bytes: float = 0.0             # of them, what every stage holds: those outside the blocks
     sums: float = 2.0                      # of all its tokens that tensor ranks add up in a block, on average
+    agreed: float = 0.0                    # of them, before which the ranks agree on a number of each token
+    # format of ComfyUI's -> share of the matrices' elements that are held in it (checkpoints/layers.py)
+    formats: dict[str, float] = field(default_factory=dict, hash=False)
     # of each block, by which it is given to a stage: bytes of its weights, and what it costs; (): all are alike
     block_bytes: tuple[float, ...] = ()
     block_costs: tuple[float, ...] = ()
@@ -126,6 +131,14 @@ class Device:
     # attention by packages that are installed, "sage 128" with heads of 128: times as fast as torch's own
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
 
+    # products with weights in a format of ComfyUI's, rounding or unpacking included: times as fast as in its own type
+    products: dict[str, float] = field(default_factory=dict, hash=False)
+
+    def product_s(self, net, flops):
+        """Seconds of so many operations of matrix multiplications with a Net's weights, with many rows."""
+        slowed = 1 + sum(share * (1 / self.products.get(format_, 1.0) - 1) for format_, share in net.formats.items())
+        return flops / self.matrix_flops_s * slowed
+
     def by_kernel(self, name):
         """The device whose attention runs by this kernel, where that was measured."""
         wide, narrow = (self.kernels.get(f"{name} {head}", 1.0) for head in (128, 64))
@@ -206,25 +219,6 @@ def between(measured, collective, size):
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Seconds of a block, a step or a run: what the device computes, waits for others, and the host launches."""
-
-    compute: float
-    link: float
-    launch: float
-
-    @property
-    def seconds(self):
-        return max(self.compute + self.link, self.launch)
-
-    def times(self, factor):
-        return Parts(self.compute * factor, self.link * factor, self.launch * factor)
-
-    def plus(self, other):
-        return Parts(self.compute + other.compute, self.link + other.link, self.launch + other.launch)
-
-
-@dataclass(frozen=True)
 class Run:
     """A run under a layout. All its ranks have such a device and such links."""
 
@@ -278,7 +272,7 @@ def _matrices_s(run, tokens):
     flops = 2 * net.elements * net.width ** 2 * rows / tensor
     if not net.joint:                                          # keys and values of the text
         flops += 4 * net.width ** 2 * tokens.batch * run.job.text / tensor
-    return (flops / device.matrix_flops_s * (1 + device.half_rows / rows)
+    return (device.product_s(net, flops) * (1 + device.half_rows / rows)
             + device.kernel_bytes * rows * net.width * net.element_bytes / device.memory_bytes_s)
 
 
@@ -334,11 +328,12 @@ def _ring_parts(run, tokens, attend_s):
 
 
 def _sum_parts(run, tokens):
-    """Of what tensor ranks add up by all-reduces, which are not hidden."""
+    """Of what tensor ranks add up, and agree on before that, by all-reduces, which are not hidden."""
     net, tensor = run.net, run.degrees.tensor
-    size = 2 * net.sums * tokens.rows * net.width * net.element_bytes * (tensor - 1) / tensor
-    link_s = size / run.links.rate("all_reduce", tensor) + net.sums * run.links.latency("all_reduce", tensor)
-    return Parts(0.0, link_s, net.sums * run.device.collective_launch_s)
+    a_token = net.sums * net.width * net.element_bytes + net.agreed * AGREED_BYTES
+    size, count = 2 * tokens.rows * a_token * (tensor - 1) / tensor, net.sums + net.agreed
+    link_s = size / run.links.rate("all_reduce", tensor) + count * run.links.latency("all_reduce", tensor)
+    return Parts(0.0, link_s, count * run.device.collective_launch_s)
 
 
 def wide(size, degrees):

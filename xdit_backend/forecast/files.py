@@ -21,6 +21,7 @@ from .cost import COLLECTIVES, Device, Links
 NEEDED = ("memory_bytes", "matrix_flops_s", "attention_flops_s", "memory_bytes_s")
 MAY_BE_ZERO = ("half_rows", "half_keys", "busy_ring", "latency_s", "hidden", "convolution_flops_s", "launch_hidden",
                "host_bytes_s", "host_alone_bytes_s")
+OBJECTS = "kernels", "products"        # fields of a device that are several numbers by name
 MAX_DEVICES = 4096
 
 
@@ -79,11 +80,12 @@ def _devices(entry, name):
     count = entry.get("count", 1)
     _check(isinstance(count, int) and 1 <= count <= MAX_DEVICES, name,
            f"count is {count!r}, and must be a number from 1 to {MAX_DEVICES}")
-    kernels = entry.get("kernels", {})
-    _check(isinstance(kernels, dict), name, f"kernels is {kernels!r}, and must be an object of numbers")
-    given = {key: str(value) if key == "name" else _number(value, key, name) for key, value in entry.items()
-             if key not in ("count", "kernels")}
-    given["kernels"] = {str(key): _number(value, "kernels", name) for key, value in kernels.items()}
+    given: dict = {key: str(value) if key == "name" else _number(value, key, name) for key, value in entry.items()
+                   if key not in ("count", *OBJECTS)}
+    for key in OBJECTS:
+        numbers = entry.get(key, {})
+        _check(isinstance(numbers, dict), name, f"{key} is {numbers!r}, and must be an object of numbers")
+        given[key] = {str(what): _number(value, key, name) for what, value in numbers.items()}
     return [Device(**given)] * count
 
 

@@ -6,7 +6,7 @@ from .choice import Machine
 from .cost import COLLECTIVES, Device, Links
 
 SMALL_BYTES, LARGE_BYTES, ACROSS_BYTES = 2 ** 16, 2 ** 24, 2 ** 20        # as in worker/probe.py
-KERNEL = "kernel "             # begins names of measure_kernels
+KERNEL, PRODUCT = "kernel ", "product "        # begin names of measure_kernels and measure_products
 # What a rank sends in a collective of a group: of the message's bytes, so much
 SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0,
         "all_reduce": lambda size: 2 * (size - 1) / size, "gather": lambda size: (size - 1) / size}
@@ -60,7 +60,11 @@ def _device(numbers, name, memory_bytes):
                   half_rows=half_rows, half_keys=half_keys,
                   block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0,
                   name=name, memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches,
-                  kernels={key.removeprefix(KERNEL): value for key, value in numbers.items() if key.startswith(KERNEL)})
+                  kernels=_named(numbers, KERNEL), products=_named(numbers, PRODUCT))
+
+
+def _named(numbers, start):
+    return {key.removeprefix(start): value for key, value in numbers.items() if key.startswith(start)}
 
 
 def _line(full_s, short_s, full, short):

@@ -1,12 +1,13 @@
 """Measurements of a worker group's devices by a probe, and calibrations by runs, stored in a folder. Used by the bridge
 and by `plan`.
 
-A measurement is of these cards in this order, this driver and torch, and which cards reach each other directly. Where
-any of that changes, the devices are measured again. Files are as forecast/files.py reads them; deleting one has it
-measured again.
+A measurement is of these cards in this order, this driver, torch and packages, and which cards reach each other
+directly. Where any of that changes, the devices are measured again. Files are as forecast/files.py reads them; deleting
+one has it measured again.
 """
 
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ from ..host_memory import available_memory
 from ..protocol.devices import devices_per_machine
 from ..protocol.errors import ConfigError
 
+# whose attention and products the probe times
+PACKAGES = "comfy-kitchen", "flash-attn", "flash-attn-3", "sageattention", "xformers", "triton"
 RUNS = "runs.json"             # one factor a family and card
 
 log = logging.getLogger(__name__)
@@ -91,7 +94,18 @@ def topology(devices, dtype, card):
     reach = [[one == other or torch.cuda.can_device_access_peer(one, other) for other in cuda] for one in cuda]
     return {"devices": list(devices), "cards": [card(device)[0] for device in devices], "direct": reach,
             "torch": torch.__version__, "driver": torch._C._cuda_getDriverVersion() if cuda else 0, "dtype": dtype,
-            "threads": os.environ.get("OMP_NUM_THREADS", "")}
+            "threads": os.environ.get("OMP_NUM_THREADS", ""), "packages": _versions()}
+
+
+def _versions():
+    """{package that the probe times: its version}, of those that are installed."""
+    installed = {}
+    for package in PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
 
 
 def _write(path, stored):

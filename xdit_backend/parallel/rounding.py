@@ -37,7 +37,7 @@ class Agreement:
             unpacks = not all(getattr(module, "multiplies", True) for module in self._of_all)
             latent = next(value for value in context.inputs.values() if torch.is_tensor(value))
             told = largest(latent.new_full((1,), float(unpacks), dtype=torch.float32), group, context.traffic)
-            self._all_multiply[group] = told.item() == 0
+            self._all_multiply[group] = bool((1 - told).item())
         self._axes = tuple(axis for axis, asked in (("tensor", mesh.tensor_group is not None),
                                                     ("sequence", self._all_multiply.get(group, False))) if asked)
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..checkpoints import kitchen
+from ..checkpoints.layers import FORMATS, Layer
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.kernels import KernelUse, attend, unusable
 from ..distributed.mesh import group_timeout
@@ -31,6 +33,7 @@ ACROSS_BYTES = 2 ** 20         # large, between machines: a slow network takes a
 # moved)
 ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 768, 192, 2 ** 22)
 HEADS = 8
+MOST_ROTATED = 256             # columns that ConvRot rotates together, as published files have it
 MIN_S, ROUNDS = 0.01, 7
 ALONE = 3                      # copies of one device while the others rest
 ROUND_S, SHARED_ROUNDS = 0.05, 12         # of rounds in which all wait for the last, as in a step
@@ -50,6 +53,7 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     report("measuring the devices", 0, steps)
     numbers |= measure_device(watch)
     numbers |= measure_kernels(device, dtype)
+    numbers |= measure_products(device, dtype)
     report("measuring the devices", 1, steps)
     if world_size > 1:
         numbers |= measure_waiting(watch)
@@ -195,6 +199,41 @@ def measure_kernels(device, dtype):
             continue
         numbers[f"kernel {name} {head}"] = seconds[SDPA] / seconds[name]
     return numbers
+
+
+def measure_products(device, dtype):
+    """{"product FORMAT": times as fast as a product with a weight of `dtype`}, with weights in each of ComfyUI's
+    formats, as the device multiplies them: rounding inputs, or unpacking the weight. {} without comfy-kitchen. No other
+    rank takes part."""
+    if not kitchen.is_installed():
+        return {}
+    kitchen.choose_backends()
+    width, rows, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
+    plain, tokens = (torch.randn(count, width, device=device).to(dtype) for count in (4 * width, rows))
+    works = {"": lambda: F.linear(tokens, plain)}
+    for format_ in FORMATS:
+        layer = Layer(format_, (4 * width, width), dict.fromkeys(FORMATS[format_].scales, ""), 1,
+                      math.gcd(width, MOST_ROTATED) if format_ == "convrot_w4a4" else 0)
+        weight = torch.zeros(layer.stored_shape, dtype=torch.uint8, device=device).view(layer.how.held)
+        beside = {name: torch.zeros(shape, dtype=held, device=device)
+                  for name, (shape, held) in layer.beside_as_held(4 * width).items()}
+        try:
+            kitchen.check([layer], "the probe")
+            work = functools.partial(product_of, layer, weight, kitchen.in_tiles(layer, beside), tokens)
+            work()
+        except Exception as error:                             # another's code: a run with such weights says the same
+            log.warning("products in %s are not measured: %s", format_, error)
+            continue
+        works[format_] = work
+    seconds = Stopwatch(0, 1, device, dtype).seconds(works)
+    return {f"product {format_}": seconds[""] / seconds[format_] for format_ in works if format_}
+
+
+def product_of(layer, weight, beside, tokens):
+    """As checkpoints/casting.py has it."""
+    if kitchen.multiplies(layer, weight.device):
+        return kitchen.product(layer, weight, beside, tokens, None)
+    return F.linear(tokens, kitchen.unpacked(layer, weight, beside, tokens.dtype))
 
 
 def measure_launches(watch):
