@@ -151,13 +151,13 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
     said = {name.removesuffix(".scale_weight"): {
                 "format": OLD_FLOAT8.get(dtypes.get(_weight(name)), "float8_e4m3fn"),
                 "full_precision_matrix_mult": math.prod(shapes.get("scaled_fp8", ())) == 2}
-            for name in beside if name.endswith(".scale_weight")}
+            for name in sorted(beside) if name.endswith(".scale_weight")}
     try:
         layers = json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {})
         said |= {layer.removeprefix(prefix): _options(options) for layer, options in layers.items()
                  if layer.startswith(prefix)}                  # the others are of text encoders
         said |= {name.removesuffix(".comfy_quant"): _options(json.loads(read(name)))
-                 for name in beside if name.endswith(".comfy_quant")}
+                 for name in sorted(beside) if name.endswith(".comfy_quant")}
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"Download {file_name} again: what it says of its quantisation cannot be read "
                               f"({error}).") from error

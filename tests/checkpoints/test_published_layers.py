@@ -1,0 +1,144 @@
+"""Headers of quantised files as data: names, types and shapes of a block's layers at full size, as published files have
+them, or as ComfyUI's writer makes them of published models. Each is read, or refused by the name of what it is."""
+
+import json
+import math
+
+import pytest
+
+from xdit_backend.checkpoints.layers import layers_of
+from xdit_backend.protocol.errors import CheckpointError
+
+FP8, INT8, BYTES, FLOAT = "F8_E4M3", "I8", "U8", "F32"
+FLUX2 = {"double_blocks.0.img_attn.qkv": (18432, 6144), "double_blocks.0.img_attn.proj": (6144, 6144),
+         "double_blocks.0.img_mlp.0": (36864, 6144), "double_blocks.0.img_mlp.2": (6144, 18432),
+         "double_blocks.0.txt_mlp.2": (6144, 18432), "single_blocks.0.linear1": (55296, 6144),
+         "single_blocks.0.linear2": (6144, 24576)}
+WAN = {"blocks.0.self_attn.q": (5120, 5120), "blocks.0.cross_attn.o": (5120, 5120), "blocks.0.ffn.0": (13824, 5120),
+       "blocks.0.ffn.2": (5120, 13824)}
+Z_IMAGE = {"layers.0.attention.qkv": (11520, 3840), "layers.0.attention.out": (3840, 3840),
+           "layers.0.feed_forward.w1": (10240, 3840), "layers.0.feed_forward.w2": (3840, 10240)}
+QWEN = {"transformer_blocks.0.attn.to_q": (3072, 3072), "transformer_blocks.0.img_mlp.net.0.proj": (12288, 3072),
+        "transformer_blocks.0.img_mlp.net.2": (3072, 12288)}
+LTX2 = {"transformer_blocks.0.attn1.to_q": (4096, 4096), "transformer_blocks.0.ff.net.2": (4096, 16384),
+        "transformer_blocks.0.audio_attn1.to_q": (2048, 2048)}
+PREFIX = "model.diffusion_model."
+
+
+def scaled(rows, columns):
+    return {"weight": (FP8, (rows, columns)), "weight_scale": (FLOAT, ())}
+
+
+def scaled_with_inputs(rows, columns):
+    return scaled(rows, columns) | {"input_scale": (FLOAT, ())}
+
+
+def scaled_as_before(rows, columns):
+    return {"weight": (FP8, (rows, columns)), "scale_weight": (FLOAT, ())}
+
+
+def nvfp4(rows, columns):
+    return {"weight": (BYTES, (rows, columns // 2)), "weight_scale": (FP8, (rows, columns // 16)),
+            "weight_scale_2": (FLOAT, ())}
+
+
+def nvfp4_with_inputs(rows, columns):
+    return nvfp4(rows, columns) | {"input_scale": (FLOAT, ())}
+
+
+def mxfp8(rows, columns):
+    return {"weight": (FP8, (rows, columns)), "weight_scale": (BYTES, (rows, columns // 32))}
+
+
+def int8(rows, columns):
+    return {"weight": (INT8, (rows, columns)), "weight_scale": (FLOAT, (rows, 1))}
+
+
+def w4a4(rows, columns):
+    return {"weight": (INT8, (rows, columns // 2)), "weight_scale": (FLOAT, (rows,))}
+
+
+def w4a8(rows, columns):
+    """Packed integers with scales of groups in float8, of channels, and a codebook."""
+    return {"weight": (BYTES, (rows, columns // 2)), "weight_scale": (FP8, (rows, columns // 64)),
+            "channel_scale": (FLOAT, (rows,)), "codebook": (FLOAT, (16,))}
+
+
+CONVROT = {"convrot": True, "convrot_groupsize": 256}
+# file -> (layers, tensors of a layer, where it says what they are, what it says, the format, bits of a number)
+READ = {
+    # "scaled_fp8" marks the file; its shape says whether products are to be exact
+    "wan2.2_t2v_high_noise_14B_fp8_scaled": (WAN, scaled_as_before, "mark", (0,), "float8_e4m3fn", 8),
+    "qwen_image_2512_fp8_e4m3fn_scaled": (QWEN, scaled, "tensors", {"format": "float8_e4m3fn"}, "float8_e4m3fn", 8),
+    "ltx-2-19b-dev-fp8": (LTX2, scaled_with_inputs, "metadata", {"format": "float8_e4m3fn"}, "float8_e4m3fn", 8),
+    "flux2-dev-nvfp4": (FLUX2, nvfp4_with_inputs, "metadata", {"format": "nvfp4"}, "nvfp4", 4.5),
+    "flux2-dev-nvfp4-mixed": (FLUX2, nvfp4, "metadata", {"format": "nvfp4"}, "nvfp4", 4.5),
+    "z_image_turbo_nvfp4": (Z_IMAGE, nvfp4, "tensors", {"format": "nvfp4"}, "nvfp4", 4.5),
+    "Z-Image in mxfp8": (Z_IMAGE, mxfp8, "tensors", {"format": "mxfp8"}, "mxfp8", 8.25),
+    "Wan 2.2 in int8 with ConvRot": (WAN, int8, "tensors", {"format": "int8_tensorwise"} | CONVROT, "int8_tensorwise",
+                                    8),
+    "Z-Image in int4 with ConvRot": (Z_IMAGE, w4a4, "tensors", {"format": "convrot_w4a4"} | CONVROT, "convrot_w4a4", 4)}
+REFUSED = {
+    # as those of MiniMax H3
+    "int4 weights, int8 inputs": (QWEN, w4a8, "tensors", {"format": "asym_w4a8_int8"},
+                        r"in the format asym_w4a8_int8 \(transformer_blocks.0.attn.to_q\).* It reads float8_e4m3fn"),
+    "a format to come": (WAN, nvfp4, "metadata", {"format": "nvfp3"}, r"in the format nvfp3 \(blocks.0.self_attn.q\)"),
+    "svdq-int4_r32-flux.1-dev": (
+        {"transformer_blocks.0.qkv_proj": (9216, 3072)},
+        lambda rows, columns: {"qweight": (INT8, (rows, columns // 2)), "wscales": ("BF16", (columns // 64, rows)),
+                               "proj_down": ("BF16", (columns, 32)), "proj_up": ("BF16", (rows, 32)),
+                               "smooth_factor": ("BF16", (columns,))}, "mark", None,
+        r"transformer_blocks.0.qkv_proj.qweight: GPTQ, AWQ or SVDQuant"),
+    "AWQ": ({"transformer_blocks.0.norm1.linear": (18432, 3072)},
+            lambda rows, columns: {"qweight": ("I32", (rows // 4, columns // 2)),
+                                   "wzeros": ("BF16", (columns // 64, rows)),
+                                   "wscales": ("BF16", (columns // 64, rows))}, "mark", None,
+            r"transformer_blocks.0.norm1.linear.qweight: GPTQ, AWQ or SVDQuant"),
+    "flux1-dev-bnb-nf4": ({"double_blocks.0.img_attn.qkv": (9216, 3072)},
+                          lambda rows, columns: {"weight": (BYTES, (rows * columns // 2, 1)),
+                                                 "weight.absmax": (FLOAT, (rows * columns // 64,)),
+                                                 "weight.quant_map": (FLOAT, (16,))}, "mark", None,
+                          r"double_blocks.0.img_attn.qkv.weight.\S+: bitsandbytes"),
+    "in tiles of 128": (WAN, lambda rows, columns: {"weight": (FP8, (rows, columns)), "weight_scale_inv": (
+        FLOAT, (rows // 128, columns // 128))}, "mark", None, "blocks.0.self_attn.q.weight_scale_inv: scales of tiles")}
+
+
+def layers(case):
+    """layers_of the header that a publisher writes."""
+    shapes_of, tensors_of, where, said, *_ = case
+    here = {f"{layer}.{name}": entry for layer, size in shapes_of.items() for name, entry in tensors_of(*size).items()}
+    metadata, text = {}, json.dumps(said).encode()
+    if where == "metadata":
+        every = dict.fromkeys([PREFIX + layer for layer in shapes_of] + ["text_encoders.t5.fc"], said)
+        metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": every})}
+    elif where == "tensors":
+        here |= {f"{layer}.comfy_quant": (BYTES, (len(text),)) for layer in shapes_of}
+    elif said is not None:
+        here["scaled_fp8"] = FP8, said
+    dtypes, shapes = ({name: entry[index] for name, entry in here.items()} for index in (0, 1))
+    return layers_of(shapes, dtypes, metadata, lambda name: text, "file.safetensors", PREFIX), here
+
+
+@pytest.mark.parametrize("file", READ)
+def test_a_published_header_is_read(file):
+    case = READ[file]
+    (found, beside), here = layers(case)
+    sizes, _, _, said, format_, bits = case
+
+    assert {name.removesuffix(".weight"): layer.shape for name, layer in found.items()} == sizes
+    assert {layer.format for layer in found.values()} == {format_}
+    assert beside == {name for name in here if not name.endswith(".weight")}
+    rotated = said.get("convrot_groupsize", 0) if isinstance(said, dict) else 0
+    assert {layer.rotated for layer in found.values()} == {rotated}
+    for layer in found.values():                               # what a rank holds of it
+        matrices = [(layer.stored_shape, layer.how.held), *layer.beside_as_held(layer.shape[0]).values()]
+        held = sum(math.prod(shape) * dtype.itemsize for shape, dtype in matrices)
+        assert 8 * held / math.prod(layer.shape) == pytest.approx(bits, rel=0.005)
+
+
+@pytest.mark.parametrize("file", REFUSED)
+def test_another_header_is_refused_by_name(file):
+    with pytest.raises(CheckpointError, match=REFUSED[file][4]) as refused:
+        layers(REFUSED[file])
+
+    assert str(refused.value).startswith("Use the bf16, fp16, fp8 (plain or scaled), int8 or GGUF file of the same mod")
