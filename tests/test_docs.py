@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import PICTURE, ROOT, draw, sources
-from xdit_backend.checkpoints.layers import FORMATS
+from xdit_backend.checkpoints.layers import FORMATS, Layer
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.timeouts import TIMEOUTS
 
@@ -153,11 +153,17 @@ def test_each_quantised_format_is_in_the_table(format_):
     """With where it is multiplied, and whether layers of it can be shared out."""
     how = FORMATS[format_]
     row = next(line for line in MODELS.splitlines() if line.startswith(f"| `{format_}`"))
-    *_, multiplied, tensor = [cell.strip() for cell in row.strip("| ").split("|")]
+    _, bits, families, multiplied, others, tensor = [cell.strip() for cell in row.strip("| ").split("|")]
+    layer = Layer(format_, (4096, 4096), dict.fromkeys(how.scales, ""), 1)
+    held = 8 * how.held.itemsize / how.numbers + (8 / how.block if how.block else 0)
 
     assert multiplied == ("everywhere" if how.rounds_inputs
                           else f"on cards of {how.capability[0]}.{how.capability[1]} and above")
-    assert tensor == ("yes, where rotated between the groups" if how.agrees else "refused" if how.rounds_inputs
+    assert float(bits) == held and others == "yes"
+    # ComfyUI knows a U-Net by the shapes of its weights
+    assert families == ("all" if layer.stored_shape == layer.shape else "all but U-Nets")
+    assert tensor == ("yes, where rotated between the groups" if how.agreed == "each"
+                      else "refused" if how.rounds_inputs
                       else f"yes, in blocks of {how.block}" if how.block else "yes")
     for path in ("XDiTLoadModel.md", "XDiTLoadModel/zh.md"):
         assert f"`{format_}`" in (ROOT / "web" / "docs" / path).read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.comfy_quants import save_comfy_quant
 from tests.model_nodes import model_nodes, run_node
 from tests.tiny_checkpoints import metadata_of, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
@@ -15,6 +16,7 @@ from tests.tolerances import close, relative_error
 LAYOUTS = {"one": {}, "cfg2": {"cfg": 2}, "tensor2": {"tensor": 2}, "ulysses2": {"ulysses": 2},
            "stale-patches": {"pipefusion": 2, "num_patches": 2, "warmup_steps": 1}}
 FORMATS = {"scaled": lambda path, source: save_scaled(path, source, per_row=True),
+           "nvfp4": lambda path, source: save_comfy_quant(path, source, "nvfp4")[0],
            **{type_: functools.partial(save_gguf, type_=type_) for type_ in ("Q4_K", "Q8_0", "IQ2_XS")}}
 
 WHEN_LOADED = ("int8", "nf4")                                  # of weight_dtype
@@ -35,7 +37,7 @@ def files_of(comfyui):
             if not (folder / plain).exists():
                 save_dequantised(folder / plain, source, format_)
             return comfyui.file(kind), plain
-        end = "safetensors" if format_ == "scaled" else "gguf"
+        end = "gguf" if format_.startswith(("Q", "IQ")) else "safetensors"
         quantised, plain = f"{kind}-{format_}.{end}", f"{kind}-{format_}-plain.safetensors"
         if not (folder / plain).exists():
             save_file(FORMATS[format_](folder / quantised, source), folder / plain, metadata_of(source))
@@ -122,7 +124,7 @@ def test_files_of_every_folder_are_listed_and_load(comfyui, files_of, tmp_path, 
     assert torch.equal(*(comfyui.sample(model, "sd3", steps=1) for model in (models["below/other.gguf"], own)))
 
 
-@pytest.mark.parametrize("format_", ["scaled", "Q4_K", pytest.param("int8", marks=pytest.mark.quantisers)])
+@pytest.mark.parametrize("format_", ["scaled", "Q4_K", "nvfp4", pytest.param("int8", marks=pytest.mark.quantisers)])
 def test_a_quantised_file_is_not_saved_and_says_so(comfyui, files_of, tmp_path, format_):
     """With a LoRA or without; nothing is written. Nor is it what is mixed into another model."""
     nodes = model_nodes(comfyui)
@@ -148,7 +150,7 @@ def test_a_quantised_file_is_not_quantised_again(comfyui, files_of):
             comfyui.load_model.execute(files_of("sd3", format_)[0], "nf4", comfyui.config())
 
 
-@pytest.mark.parametrize("format_", ["Q4_K", pytest.param("int8", marks=pytest.mark.quantisers)])
+@pytest.mark.parametrize("format_", ["Q4_K", "nvfp4", pytest.param("int8", marks=pytest.mark.quantisers)])
 def test_another_model_is_merged_into_one_of_a_quantised_file(comfyui, files_of, format_):
     _, plain = files_of("sd3", format_)
     merge = model_nodes(comfyui)["ModelMergeSimple"]
