@@ -61,10 +61,10 @@ def expected(rank, sizes, degrees, exchange, given):
 def run_rank(rank, world_size, degrees, exchange, num_tokens, dtype, head_size):
     """(error against the formula, distance from attention of what does not travel, bytes sent)"""
     mesh = build_mesh(Layout(**{f"{name}_degree": degree for name, degree in degrees.items()}), world_size)
-    sizes, traffic = shard_sizes(num_tokens, world_size), Traffic(exchange)
+    sizes, traffic = shard_sizes(num_tokens, world_size), Traffic()
     given = tensors(num_tokens, dtype, head_size)
     own = [tensor.split(sizes, 2)[mesh.sequence_rank] for tensor in given]
-    out = usp_attention(*own, Attention(sizes), mesh, traffic)
+    out = usp_attention(*own, Attention(sizes, exchange=exchange), mesh, traffic)
     plain = F.scaled_dot_product_attention(*given).split(sizes, 2)[mesh.sequence_rank]
     distance = ((out - plain).norm() / plain.norm()).item()
     if len(degrees) > 1 or dtype != torch.float64 or exchange == WHOLE:
@@ -122,7 +122,7 @@ def gathered(rank, world_size, exchange):
     mesh, sizes = build_mesh(Layout(ring_degree=world_size), world_size), [70, 3, 1]
     _, k, v = tensors(sum(sizes))
     own = (k.split(sizes, 2)[rank], v.split(sizes, 2)[rank])
-    keys, values = all_keys(*own, sizes, mesh, Traffic(exchange))
+    keys, values = all_keys(*own, Attention(sizes, exchange=exchange), mesh, Traffic())
     wants = [tensor if exchange == WHOLE else seen_by(rank, tensor.split(sizes, 2)) for tensor in (k, v)]
     return max(((got - want).abs().max() / want.abs().max()).item() for got, want in zip((keys, values), wants))
 

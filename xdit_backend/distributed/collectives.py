@@ -10,8 +10,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ..protocol.exchanges import WHOLE
-
 SHORT_S = 2e-4                 # a wait that is not worth recording
 
 
@@ -20,11 +18,10 @@ class Traffic:
     it does now.
 
     waits: [(start, end)] of this process, by time.perf_counter. Over gloo they are what an exchange takes; NCCL has the
-    device wait, and not the process. exchange: in which form attention's tensors travel, one of exchanges.EXCHANGES.
+    device wait, and not the process.
     """
 
-    def __init__(self, exchange=WHOLE):
-        self.exchange = exchange
+    def __init__(self):
         self.num_exchanges = self.sent_bytes = 0
         self.waits = []
         self._num_begun = self._num_passed = 0                 # waits of this process

@@ -153,10 +153,11 @@ def attend(query, key, value, context, layer, scale):
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
     # what no later patch brings anew, the first attends to alone
     if context.key_values is not None and "image" in (*streams, *key_streams):
-        unmasked = Attention(sizes, key_sizes, None, scale, context.kernel)
+        unmasked = Attention(sizes, key_sizes, None, scale, context.kernel,
+                             context.attention_exchange)
         return patch_attention(query, key, value, unmasked, context, layer)
     mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
-    whole = Attention(sizes, key_sizes, mask, scale, context.kernel)
+    whole = Attention(sizes, key_sizes, mask, scale, context.kernel, context.attention_exchange)
     if context.exchange is not None:
         return displaced_attention(query, key, value, whole, context, layer.key)
     return usp_attention(query, key, value, whole, context.mesh, context.traffic)

@@ -13,6 +13,7 @@ from ..distributed.mesh import Mesh
 from ..distributed.tokens import Tokens
 from ..parallel.key_values import KeyValues
 from ..partition import opens_step
+from ..protocol.exchanges import WHOLE
 from ..protocol.specs import Patch
 from ..protocol.transfers import PinnedAhead
 
@@ -52,6 +53,7 @@ class ForwardContext:
     num_images: int = 1
     compile_backend: str = ""              # of torch.compile, as whose graphs blocks run; "": as they are
     kernel: KernelUse = field(default_factory=KernelUse)       # by which attention runs
+    attention_exchange: str = WHOLE        # in which form attention's tensors travel, of exchanges.EXCHANGES
     exchange: Exchange | None = None       # with displaced_degree: what other ranks have sent
     # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
     bands: tuple[int, ...] | None = None

@@ -6,7 +6,7 @@ hooks/unet.py puts it into U-Nets, hooks/transformer.py into transformers. docs/
 # B batch, G groups of a norm, N heads, T tokens, H head size
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -152,10 +152,9 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key):
         return q_BNTH
     each = len(sizes) // exchange.num_ranks
     parts = [(key_sizes or sizes)[rank * each:][:each] for rank in range(exchange.num_ranks)]
-    own, own_keys = sizes[exchange.rank * each:][:each], parts[exchange.rank]
-    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, own, mesh, traffic,
-                                                       key_sizes and own_keys)
-    k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, own_keys, mesh, traffic)
+    own = replace(attention, sizes=sizes[exchange.rank * each:][:each], key_sizes=key_sizes and parts[exchange.rank])
+    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, own, mesh, traffic)
+    k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, own, mesh, traffic)
     every = keys_and_values(k_BNTH, v_BNTH, [sum(part) for part in parts], exchange, key)
     return together(attention.whole(q_BNTH, *every, attention.mask))
 

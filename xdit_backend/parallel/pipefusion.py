@@ -31,14 +31,13 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     attention: a usp.Attention, whose mask is made here. layer: hooks.attention.RunningAttention. Returns like q.
     """
     mesh, traffic, given = context.mesh, context.traffic, q_BNTH
-    sizes, key_sizes = attention.sizes, attention.key_sizes
-    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
-    k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, key_sizes or sizes, mesh, traffic)
+    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
+    k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, attention, mesh, traffic)
     pieces = context.tokens.pieces(layer.key_streams)
     if context.caches(layer.key[0]):
         k_BNTH, v_BNTH = context.key_values.update(layer.key, k_BNTH, v_BNTH, context, layer.key_streams)
         pieces = pieces if context.patch is None else _cached_pieces(context, layer.key_streams, k_BNTH.shape[2])
-    if not any(sizes):                                         # this patch only brings keys for the next step's first
+    if not any(attention.sizes):                               # this patch only brings keys for the next step's first
         return given
     mask = gathered_mask(context.masks, pieces, q_BNTH)
     return together(attention.whole(q_BNTH, k_BNTH, v_BNTH, mask))

@@ -28,6 +28,7 @@ class Attention:
     mask: torch.Tensor | None = None
     scale: float | None = None             # of queries times keys; None: torch's
     kernel: KernelUse = field(default_factory=KernelUse)
+    exchange: str = WHOLE                  # in which form tensors travel, of exchanges.EXCHANGES
 
     def whole(self, q_BNTH, k_BNTH, v_BNTH, mask):
         """Plain attention to keys that are all here."""
@@ -40,10 +41,9 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     q, k, v: (B, N, T of this rank, H), positions already applied; k and v may have fewer heads, one for a group of q's.
     The order of keys is irrelevant, so text and image shards need no rearranging. Returns (B, N, T of this rank, H).
     """
-    sizes, key_sizes = attention.sizes, attention.key_sizes
-    if not any(sizes):
+    if not any(attention.sizes):
         return q_BNTH
-    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
+    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     if mesh.degrees["ring"] > 1:
         out = ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     else:
@@ -51,12 +51,12 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     return together(out)
 
 
-def all_keys(k_BNTH, v_BNTH, sizes, mesh, traffic):
-    """Keys and values of all ring ranks, from what scatter_heads gives.
-    sizes: T of every ring x Ulysses rank, of keys."""
+def all_keys(k_BNTH, v_BNTH, attention, mesh, traffic):
+    """Keys and values of all ring ranks, from what scatter_heads gives. attention: of the ring x Ulysses ranks."""
+    sizes = attention.key_sizes or attention.sizes
     if mesh.degrees["ring"] == 1 or not any(sizes):
         return k_BNTH, v_BNTH
-    if traffic.exchange != WHOLE:
+    if attention.exchange != WHOLE:
         return all_gather_small(torch.stack([k_BNTH, v_BNTH]), _ring_sizes(sizes, mesh), mesh.ring_group, traffic)
     return all_gather(torch.stack([k_BNTH, v_BNTH]), _ring_sizes(sizes, mesh), 3, mesh.ring_group, traffic)
 
@@ -76,7 +76,7 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     sizes = _ring_sizes(attention.key_sizes or attention.sizes, mesh)
     masks = [None] * degree if attention.mask is None else attention.mask.split(sizes, 3)
     key_value = travels = torch.stack([k_BNTH, v_BNTH])
-    is_small = traffic.exchange != WHOLE
+    is_small = attention.exchange != WHOLE
     if is_small:
         travels = pack([key_value], [True])
     out = lse = exchange = None
@@ -115,29 +115,29 @@ def head_shares(num_heads, num_key_heads, mesh):
     return [(count * num_heads // num_key_heads // repeats, count) for count in groups], repeats
 
 
-def scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes=None):
+def scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens.
 
-    sizes: T of every ring x Ulysses rank; key_sizes: of keys and values, where they are others, which then travel in an
-    exchange of their own. Returns (q, k, v) and the way back for what attention makes of them.
+    attention: of the ring x Ulysses ranks. Keys and values of other sizes travel in an exchange of their own. Returns
+    (q, k, v) and the way back for what attention makes of them.
     """
     degree = mesh.degrees["ulysses"]
     if degree == 1:
         return (q_BNTH, k_BNTH, v_BNTH), lambda out_BNTH: out_BNTH
     start = mesh.ranks["ring"] * degree
-    sizes, key_sizes = sizes[start:][:degree], key_sizes and key_sizes[start:][:degree]
+    sizes, key_sizes = (each and each[start:][:degree] for each in (attention.sizes, attention.key_sizes))
     shares, repeats = head_shares(q_BNTH.shape[1], k_BNTH.shape[1], mesh)
     if repeats > 1:
         k_BNTH, v_BNTH = k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)
     of_queries, of_keys = zip(*shares)
-    are_small = [traffic.exchange == ALL, traffic.exchange in (KEYS, ALL)]
+    are_small = [attention.exchange == ALL, attention.exchange in (KEYS, ALL)]
     queries, others = [(q_BNTH, of_queries)], [(k_BNTH, of_keys), (v_BNTH, of_keys)]
     if key_sizes is None:
         tensors = _apart(queries + others, sizes, mesh, traffic, [are_small[0], are_small[1], are_small[1]])
     else:
         tensors = (_apart(queries, sizes, mesh, traffic, are_small[:1])
                    + _apart(others, key_sizes, mesh, traffic, are_small[1:] * 2))
-    return tensors, lambda out_BNTH: gather_heads(out_BNTH, of_queries, sizes, mesh, traffic)
+    return tensors, lambda out_BNTH: gather_heads(out_BNTH, of_queries, sizes, mesh, traffic, are_small[0])
 
 
 def _apart(tensors, sizes, mesh, traffic, are_small):
@@ -166,13 +166,13 @@ def _apart(tensors, sizes, mesh, traffic, are_small):
     return [part.transpose(0, 1) for part in torch.cat(received, 2).split([heads[own] for _, heads in tensors])]
 
 
-def gather_heads(out_BNTH, heads, sizes, mesh, traffic):
-    """From this rank's heads of the group's tokens to all heads of its own tokens.
-    heads, sizes: of each rank of the group."""
+def gather_heads(out_BNTH, heads, sizes, mesh, traffic, is_small):
+    """From this rank's heads of the group's tokens to all heads of its own tokens. heads, sizes: of each rank of the
+    group. is_small: does it travel in 8 bits?"""
     batch, _, _, head_size = out_BNTH.shape
     own = sizes[mesh.ranks["ulysses"]]
     shapes = [(batch, count, own, head_size) for count in heads]
-    if traffic.exchange == ALL:
+    if is_small:
         arrived = all_to_all_small([[part] for part in out_BNTH.split(sizes, 2)], [[shape] for shape in shapes], [True],
                                    mesh.ulysses_group, traffic)
         return torch.cat([part for part, in arrived], 1)

@@ -105,7 +105,6 @@ class Predictions:
         the first rank of the last stage writes the prediction."""
         loaded, mesh = self._models[command.model], self._mesh(command)
         self._kernel = KernelUse(command.kernel.name, command.kernel.is_required, self._kernel.modules)
-        traffic.exchange = command.exchange
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
         start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
         try:
@@ -247,7 +246,8 @@ class Predictions:
         scores = None if branch.scores is None else self._map(branch.scores)[:, rows]
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
-                              compile_backend=command.compile_backend, kernel=self._kernel, **keeping)
+                              compile_backend=command.compile_backend, kernel=self._kernel,
+                              attention_exchange=command.exchange, **keeping)
 
     def _call(self, exchange, command, branch, traffic):
         """One call of a model, as the command's mode has the ranks tell each other."""
