@@ -54,7 +54,7 @@ ARROWS = {
     "xdit_backend.bench": {"xdit_backend.dry_run", "xdit_backend.host", "xdit_backend.parallel",
                            "xdit_backend.checkpoints", "xdit_backend.forecast", "xdit_backend.autoencoders",
                            "xdit_backend.config", "xdit_backend.partition", "xdit_backend.demo_model",
-                           "xdit_backend.protocol"},
+                           "xdit_backend.hooks", "xdit_backend.protocol"},
     "xdit_backend.__main__": {"xdit_backend.host", "xdit_backend.machines", "xdit_backend.bench",
                               "xdit_backend.protocol"},
     "xdit_backend.protocol": set(),

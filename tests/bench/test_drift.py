@@ -1,10 +1,16 @@
 """The measures of `bench drift`."""
 
+import argparse
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.tolerances import within
-from xdit_backend.bench.drift import errors_of, extrapolated
+from xdit_backend.bench.drift import errors_of, extrapolated, seen_by_attentions
+from xdit_backend.bench.quality import DEMO, load_recogniser
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.hooks.own_code import OwnCode
 
 
 def calls_along(polynomial):
@@ -20,6 +26,19 @@ def test_drift_of_its_order_is_foretold(order, polynomial):
     within((extrapolated(calls[:3], 0.1, 1.0, order) - calls[3][1]).abs().max(), 1e-12)
     within(errors_of(calls, 1.0, order)[-1], 1e-6)
     assert errors_of(calls, 0.0, order)[-1] > 1e-2 and (order == 1 or errors_of(calls, 1.0, 1)[-1] > 1e-2)
+
+
+def test_what_attentions_see_is_seen_without_changing_torch(monkeypatch):
+    """Each self-attention of the demo model, in each step, for both branches; and the model draws as it does."""
+    before, options = vars(F).copy(), argparse.Namespace(steps=2, sampler="euler", guidance=3.0)
+    seen, placed = seen_by_attentions(DEMO, load_recogniser()[2][:1], options), []
+
+    assert len(seen) == len(open_checkpoint(str(DEMO)).meta_model().transformer_blocks)
+    assert all(len(calls) == 2 and calls[0][1].shape[:2] == (2, 2) for calls in seen)
+    assert not any(torch.equal(calls[0][1], calls[1][1]) for calls in seen)
+    assert vars(F) == before
+    monkeypatch.setattr(OwnCode, "place", lambda self, module: placed.append(module))
+    assert seen_by_attentions(DEMO, load_recogniser()[2][:1], options) == [] and len(placed) == len(seen)
 
 
 def test_a_rounded_slope_is_nearly_the_slope():

@@ -79,6 +79,28 @@ def test_a_plan_spreads_what_does_not_fit(flux, tmp_path, capsys):
     assert re.search(r"^  Ulysses 2 .* does not fit$", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize("between, arguments, expected", [
+    (3e9, ["--for-speed"], "PipeFusion 2, 4 patches"), (3e9, [], "Ulysses 2|Ring 2"),
+    (60e9, ["--for-speed"], "Ulysses 2|Ring 2")], ids=str)
+def test_a_plan_for_speed_takes_stages_where_links_are_slow(flux, tmp_path, capsys, between, arguments, expected):
+    """Where nothing exact is nearly as fast."""
+    links = {name: {"2": {"bytes_s": between, "latency_s": 2e-5}} for name in LINKS}
+    text = planned(flux, tmp_path, capsys, "--branches", "1", *arguments, card=CARD | {"memory_bytes": 48e9},
+                   links=links)
+
+    assert re.search(rf"Plan: ({expected}), about ", text), text
+    assert ("for speed" in text.lower()) == expected.startswith("PipeFusion"), text
+
+
+def test_a_model_without_stages_has_no_plan_for_speed(tmp_path, capsys):
+    from diffusers import SanaTransformer2DModel
+    SanaTransformer2DModel(num_layers=1, caption_channels=8, num_attention_heads=2, attention_head_dim=8,
+                           num_cross_attention_heads=2, cross_attention_head_dim=8, cross_attention_dim=16
+                           ).save_pretrained(tmp_path / "transformer")
+    with pytest.raises(ConfigError, match="^Leave out --for-speed: xDiT does not run Sana by PipeFusion, because "):
+        planned(tmp_path, tmp_path, capsys, "--for-speed")
+
+
 def test_an_exact_plan_spreads_the_layers(flux, tmp_path, capsys):
     text = planned(flux, tmp_path, capsys, "--branches", "1", "--exact")
 

@@ -13,13 +13,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-# The original, bound before it is replaced.
-from torch.nn.functional import scaled_dot_product_attention
-
-from ..autoencoders.family import replaced
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.loading import load_transformer
 from ..demo_model.transformer import shifted_sigmas
+from ..hooks.own_code import OwnCode, functional
 from ..protocol.errors import ConfigError
 from .quality import DEMO, conditioning_of, load_recogniser, noise_of
 from .sampler import SAMPLERS
@@ -66,16 +63,24 @@ def seen_by_attentions(file, prompts, options):
     def attention(query, key, value, *args, **kwargs):
         if key.shape[2] == query.shape[2]:
             seen.setdefault(next(now), []).append((sigma, torch.stack([key, value]).half()))
-        return scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
+    def dispatched(query, key, value, attn_mask=None, scale=None, **options):
+        """As diffusers', (B, T, N, H)."""
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        return attention(query, key, value, attn_mask, scale=scale).transpose(1, 2)
+
+    own_code = OwnCode(F=functional(scaled_dot_product_attention=attention), dispatch_attention_fn=dispatched)
+    for module in model.modules():
+        if hasattr(module, "processor"):
+            own_code.place(module)
     conditioning, x, before = conditioning_of(family, prompts), noise_of(range(len(prompts))), None
     sigmas = shifted_sigmas(options.steps).tolist()
     for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
         now, both = itertools.count(), torch.cat([x, x])
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(10 ** 6 + step))
-        with replaced(F, scaled_dot_product_attention=attention):
-            output = model(**family.inputs(both, torch.full((len(both),), 1000 * sigma), conditioning, config),
-                           return_dict=False)[0]
+        output = model(**family.inputs(both, torch.full((len(both),), 1000 * sigma), conditioning, config),
+                       return_dict=False)[0]
         positive, negative = family.prediction(output, both).chunk(2)
         x, before = SAMPLERS[options.sampler](x, sigma, following, negative + options.guidance * (positive - negative),
                                               before, noise)
