@@ -143,6 +143,25 @@ def test_ranks_that_do_not_agree_are_seen():
     assert max(results) > 10 * ROUNDED
 
 
+def test_the_matrix_that_rotates_inputs_is_made_once_for_a_model(monkeypatch):
+    """And none where no layer rotates."""
+    rotation = kitchen.rotation
+    for rotated, count in ((16, 1), (0, 0)):
+        made = []
+        monkeypatch.setattr(kitchen, "rotation", lambda *given, made=made: made.append(given) or rotation(*given))
+        model = example("SD3", dtype=torch.float32).model
+        packed = quantise(model, ("transformer_blocks",), "int8_tensorwise", rotated)
+        unpack_at_use(model, packed, Casts())
+        linear, tensor = model.transformer_blocks[0].attn.to_q, torch.randn(5, 32)
+        want = linear(tensor)
+        linear.agree = lambda largest: largest
+        monkeypatch.setattr(kitchen, "unpacked", None)         # which would make it anew
+        with torch.no_grad():
+            within(((linear(tensor) - want).abs().max() / want.abs().max()).item(), 1e-5)
+        monkeypatch.undo()
+        assert len(made) == count
+
+
 @pytest.mark.parametrize("name, layout, compile_backend", [
     ("SD3", Layout(ulysses_degree=2), ""), ("Flux.1", Layout(ring_degree=2, tensor_degree=2), ""),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
