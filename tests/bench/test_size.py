@@ -47,6 +47,16 @@ def test_rows_say_what_a_model_asks_of_each_device(short, tmp_path, capsys):
     assert text.endswith("waits: none\n")
 
 
+def test_auto_is_what_the_node_takes_by_itself(short, tmp_path, capsys):
+    """On the two cards of the machine: of one branch and of both."""
+    (tmp_path / "machine.json").write_text(json.dumps(MACHINE))
+    text = {branches: said(capsys, "flux.1-dev", "--machine", tmp_path / "machine.json", "--layouts", "auto",
+                           "--branches", branches) for branches in (1, 2)}
+
+    assert all({row["rank"] for row in ROW.finditer(shown)} == {"0", "1"} for shown in text.values())
+    assert "\nauto (Ulysses 2): fits: " in text[1] and "\nauto (CFG 2): fits: " in text[2]
+
+
 def test_weights_of_each_type_take_their_bytes(short, capsys):
     """What a linear weight of 16 bits is held in, as its type says."""
     text = {type_: said(capsys, "flux.1-dev", "--weight-dtype", type_, "--layouts", "one")

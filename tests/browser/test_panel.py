@@ -393,3 +393,32 @@ def test_the_settings_for_idle_workers_reach_the_host_and_the_panel(page, host):
     page.wait_for_selector("[data-residency=keep]")
 
     assert "7 minutes" in told and state == {"how": "park", "minutes": 7.0}
+
+
+SET_WEIGHTS_MEMORY = """value => {
+    app.graph.nodes.find(node => node.type === "XDiTParallelConfig").widgets
+        .find(widget => widget.name === "weights_memory").value = value;
+}"""
+UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+@pytest.mark.slow
+def test_the_rate_of_weights_that_come_is_what_came_in_a_step(page, host, after_a_run):
+    """Of a device; as many bytes as its worker has in host memory, in the time that a step took."""
+    before = page.locator("[data-fact=run_link]").count()
+    page.evaluate(SET_WEIGHTS_MEMORY, "0.03")
+    try:
+        queue(page, 19)
+        page.wait_for_selector("[data-fact=run_link]", timeout=120_000)
+        wait_for_run(page, "done")
+        shown = page.text_content("[data-fact=run_link]")
+        step_s = float(page.text_content("[data-fact=run_a_step]").removesuffix(" s"))
+    finally:
+        page.evaluate(SET_WEIGHTS_MEMORY, "auto")
+    models = [model for group in host.get("/xdit/state")["groups"] for model in group["models"]]
+
+    come, rate = (float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) (\w+)", shown))
+    assert before == 0 and shown.endswith("/s")
+    assert come == pytest.approx(max(max(model["offloaded"]) for model in models), rel=0.05) and come > 0
+    rounded = 0.05e9 if rate >= 1e8 else 0.5e6
+    assert abs(rate - come / step_s) < rounded + 0.1 * rate

@@ -1,6 +1,7 @@
 """Files of published models at their full size, with a real header and holes for content, as each rank loads them on a
 pretended device: its own weights to the byte, each copied once, without a wait, never more than one tensor twice."""
 
+import dataclasses
 import json
 import math
 import struct
@@ -11,18 +12,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.dry_run.rows import published, spec_of, weights_of
 from xdit_backend.bench.size import parse_layout
 from xdit_backend.checkpoints import loading
+from xdit_backend.checkpoints.block_weights import plan_weights
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.shares import block_sizes
 from xdit_backend.checkpoints.transformer import build_empty
 from xdit_backend.dry_run.device_work import DeviceWork
 from xdit_backend.dry_run.pretended import CUDA, pretended_cuda
 from xdit_backend.dry_run.rank import outline, own_blocks, world_size_of
 
-# with so many blocks of each kind, or all: a file larger than the memory of a machine cannot be mapped there
-ROWS = [("z-image", None, "pipefusion2", "bfloat16"), ("flux.1-dev", 8, "pipefusion2", "bfloat16"),
-        ("flux.1-dev", 8, "tensor2", "float8_e4m3fn"), ("wan2.1-14b-720p", 8, "pipefusion4", "bfloat16"),
-        ("wan2.1-14b-720p", 8, "tensor4", "bfloat16"), ("qwen-image", 8, "pipefusion2", "float8_e4m3fn"),
-        ("sd3.5-large", None, "tensor2", "bfloat16"), ("hunyuanvideo-1.5", None, "pipefusion2", "float8_e4m3fn")]
+ROWS = [("z-image", "pipefusion2", "bfloat16"), ("flux.1-dev", "pipefusion2", "bfloat16"),
+        ("flux.1-dev", "tensor2", "float8_e4m3fn"), ("wan2.1-14b-720p", "pipefusion4", "bfloat16"),
+        ("wan2.1-14b-720p", "tensor4", "bfloat16"), ("qwen-image", "pipefusion2", "float8_e4m3fn"),
+        ("sd3.5-large", "tensor2", "bfloat16"), ("hunyuanvideo-1.5", "pipefusion2", "float8_e4m3fn"),
+        ("flux.2-dev", "pipefusion4", "bfloat16")]
 DEFAULT = ROWS[:1]
+# of a device, that weights may take
+STREAMED = [("flux.1-dev", "one", 8e9), ("flux.1-dev", "pipefusion2", 4e9), ("wan2.1-14b-720p", "pipefusion4", 4e9),
+            ("flux.2-dev", "one", 12e9)]
 
 
 class Holes(TorchDispatchMode):
@@ -41,6 +47,19 @@ class Holes(TorchDispatchMode):
             if not source.is_cuda:
                 self.sent.append(source.nbytes)
         return func(*args, **(kwargs or {}))
+
+
+class Copies:
+    """In place of a CopyThread: how many bytes it is asked to copy."""
+
+    def __init__(self):
+        self.num_bytes = 0
+
+    def start(self, pairs):
+        self.num_bytes += sum(source.nbytes for source, _ in pairs)
+
+    def drain(self):
+        pass
 
 
 def sparse_file(path, shapes):
@@ -75,10 +94,11 @@ def keep_what_is_moved(monkeypatch):
     return on_device
 
 
-@pytest.mark.parametrize("name, blocks, layout_name, storage", [
+@pytest.mark.parametrize("name, layout_name, storage", [
     pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.slow) for row in ROWS])
-def test_a_rank_loads_its_own_weights_once(tmp_path, monkeypatch, name, blocks, layout_name, storage):
-    model, layout = published(name, blocks)[0], parse_layout(layout_name)
+def test_a_rank_loads_its_own_weights_once(tmp_path, monkeypatch, name, layout_name, storage):
+    """Of files of up to 64 GB."""
+    model, layout = published(name, None)[0], parse_layout(layout_name)
     checkpoint = sparse_folder(tmp_path, model)
     spec = spec_of(checkpoint, layout, storage)
     empty, _ = outline(model, spec)
@@ -96,3 +116,46 @@ def test_a_rank_loads_its_own_weights_once(tmp_path, monkeypatch, name, blocks, 
         assert sum(holes.sent) == weights_of((model, None), layout_name, rank, item_bytes=2)
         assert work.waits == {} and work.mixed == {}
         assert work.peak_bytes - work.held_bytes <= 2 * largest                # one that is cast there
+
+
+@pytest.mark.parametrize("name, layout_name, budget_bytes", [
+    pytest.param(*row, marks=[] if row in STREAMED[:1] else pytest.mark.slow) for row in STREAMED])
+def test_weights_that_stay_in_host_memory_come_once_a_step(tmp_path, monkeypatch, name, layout_name, budget_bytes):
+    """None of them is copied while the model is loaded, nor, where the file has them so, in host memory."""
+    model, layout = published(name, None)[0], parse_layout(layout_name)
+    checkpoint = sparse_folder(tmp_path, model)
+    spec = dataclasses.replace(spec_of(checkpoint, layout), weights_memory=int(budget_bytes))
+    empty, _ = outline(model, spec)
+    own = own_blocks(empty, model.family, spec, 0) if spec.stages is not None else None
+    plan, _ = plan_weights(empty, model.family, spec, spec.weights_memory, own)
+    outside = build_empty(model.family, checkpoint.config)
+    monkeypatch.setattr(loading, "build_empty", lambda family, config: outside)
+    copies = Copies()
+    monkeypatch.setattr(loading, "CopyThread", lambda device, staging: copies)
+    kept = []
+    monkeypatch.setattr(loading.HostCopies, "keep", lambda self, *given: kept.append(given))
+    with monkeypatch.context() as changed, pretended_cuda(), DeviceWork() as work, Holes() as holes:
+        on_device = keep_what_is_moved(changed)
+        loaded = loading.load_transformer(spec, CUDA, choose_blocks=own and (lambda _: own))
+        while_loading, held_bytes = sum(holes.sent), work.held_bytes
+        in_steps = [_stepped(loaded.offloaded, own or range(len(block_sizes(empty, model.family))), copies)
+                    for _ in range(2)]
+        at_work = work.held_bytes
+        del on_device
+
+    assert held_bytes == plan.device_bytes - plan.buffer_bytes
+    assert 0.95 * held_bytes < while_loading <= held_bytes     # what is held in float32 travels as the file has it
+    assert at_work == plan.device_bytes <= budget_bytes and in_steps[1] == plan.offloaded_bytes > 0
+    assert loaded.offloaded.blocks == plan.blocks
+    assert kept == []
+    assert work.waits == {} and work.mixed == {}
+
+
+def _stepped(offloaded, blocks, copies):
+    """Bytes that go to the device in a step of these blocks. After it the first ones come for the next."""
+    before = copies.num_bytes
+    offloaded.begin(blocks)
+    for block in blocks:
+        offloaded.enter(block)
+        offloaded.leave(block)
+    return copies.num_bytes - before

@@ -5,10 +5,11 @@ import pytest
 
 from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import fits, size
-from xdit_backend.dry_run.rank import count
+from xdit_backend.dry_run.rank import count, stage_ranks
 from xdit_backend.forecast.choice import Machine
 from xdit_backend.forecast.cost import Device, Links
 from xdit_backend.forecast.memory import room_of
+from xdit_backend.partition import FULL
 
 ALLOWED = 0.03
 MODELS = {"flux.1-dev": "ulysses2", "qwen-image": "cfg2", "wan2.1-14b-720p": "cfg2", "hunyuanvideo-1.5": "cfg2",
@@ -39,4 +40,21 @@ def test_a_rank_holds_what_its_card_has_room_for_and_what_was_forecast(name, lay
     assert abs(counted.weight_bytes + counted.peak_bytes - max(fit.weights) - fit.run_bytes) < ALLOWED * (
         counted.weight_bytes + counted.peak_bytes)
     # no copy of a block more than its weights, but for what is on its way for the next step
-    assert counted.come_bytes == (0 if fit.offload is None else fit.offload.offloaded_bytes)
+    assert counted.come_bytes == (fit.hold[1][0])
+
+
+@pytest.mark.parametrize("name, card_gb", [
+    ("flux.1-dev", 12), pytest.param("flux.2-dev", 24, marks=pytest.mark.slow),
+    pytest.param("qwen-image", 16, marks=pytest.mark.slow)])
+def test_a_stage_holds_what_its_card_has_room_for_and_what_was_forecast(name, card_gb):
+    """Weights come once for each of as few patches as there are stages."""
+    fit = fit_of(name, "pipefusion2", card_gb)
+    assert "for each of 2 patches" in fit.answer(), fit.answer()
+    memory = [card_gb * 1e9 * FULL] * 2
+    spec = fit.subject.spec(fit.stages, 1, fit.weights_memory)
+    for rank in stage_ranks(fit.subject.checkpoint, spec, fit.layout, memory):
+        counted = count(fit.subject.checkpoint, spec, fit.layout, rank, fit.run, memory)
+
+        assert counted.weight_bytes == fit.weights[rank] <= fit.weights_memory
+        assert counted.come_bytes == 2 * fit.hold[1][rank] > 0
+        assert counted.weight_bytes + counted.peak_bytes < room_of(card_gb * 1e9)

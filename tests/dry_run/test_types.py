@@ -1,5 +1,5 @@
-"""Weights in every type that is held, but for nf4, whose package unpacks them: a step neither waits for the device nor
-mixes devices, and they take their bytes."""
+"""Weights in every type that is held: a step neither waits for the device nor mixes devices, and they take their
+bytes."""
 
 import dataclasses
 import functools
@@ -12,12 +12,13 @@ from xdit_backend.checkpoints.gguf import PACKED, block_of
 from xdit_backend.checkpoints.layers import FORMATS
 from xdit_backend.checkpoints.net import net_of
 from xdit_backend.dry_run.rank import outline
+from xdit_backend.checkpoints.quantise import TYPES
 
 # bits that a weight of a linear layer takes
 BITS = {"fp8_e4m3fn": 8, "float8_e4m3fn": 8, "float8_e5m2": 8, "nvfp4": 4.5, "mxfp8": 8.25, "int8_tensorwise": 8,
-        "convrot_w4a4": 4, "int8": 8} | {
+        "convrot_w4a4": 4, "int8": 8, "nf4": 4.5} | {
     type_: 8 * block_of(type_)[1] / block_of(type_)[0] for type_ in PACKED}
-FEW = ("float8_e4m3fn", "Q8_0", "Q4_K", "IQ4_XS")
+FEW = ("float8_e4m3fn", "Q8_0", "Q4_K", "IQ4_XS", "nf4")
 ROWS = [*((type_, "one") for type_ in BITS), *((type_, "tensor2") for type_ in (*FEW, "int8_tensorwise"))]
 
 
@@ -27,7 +28,7 @@ def row_of(type_, layout):
     if type_ in (*PACKED, *FORMATS):
         checkpoint = dataclasses.replace(checkpoint, type_=type_)
     return counted((checkpoint, run), layout, storage="float8_e4m3fn" if type_ == "fp8_e4m3fn" else "bfloat16",
-                   quantisation="int8" if type_ == "int8" else "")
+                   quantisation=type_ if type_ in TYPES else "")
 
 
 @functools.cache
@@ -44,6 +45,10 @@ def test_the_forecast_knows_what_ranks_tell_each_other(type_):
 
     assert net.agreed == (1.5 if type_ == "int8_tensorwise" else 0) and net.sums == 1.5
     assert net.formats == ({} if type_ == "bf16" else {type_: 1.0})
+
+
+def test_every_type_has_a_row():
+    assert {*TYPES, *FORMATS, *PACKED} <= {type_ for type_, _ in ROWS}
 
 
 @pytest.mark.parametrize("type_, layout", [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import torch
@@ -10,10 +11,18 @@ from ..checkpoints.net import exchanged_bytes, job_of
 from ..checkpoints.quantise import TYPES, is_installed
 from ..checkpoints.shares import held_bytes
 from ..config import ParallelConfig
-from ..dry_run.rank import outline
+from ..dry_run.rank import outline, world_size_of
 from ..forecast.choice import Machine
-from ..forecast.memory import Memory, rank_memory, rank_weights, weight_bytes
-from ..forecast.memory_check import DeviceMemory, Hints, Latents, check_memory, rank_room, weights_memory_in
+from ..forecast.memory import Memory, rank_memory
+from ..forecast.memory_check import (
+    DeviceMemory,
+    Hints,
+    Latents,
+    check_memory,
+    rank_room,
+    ranks_hold,
+    weights_memory_in,
+)
 from ..forecast.planner import (
     USUAL_JOB,
     degrees_of,
@@ -32,21 +41,41 @@ def config_of(layout, num_patches=0, **settings):
     return ParallelConfig(mode="manual", num_patches=num_patches, **dataclasses.asdict(layout), **settings)
 
 
+def auto_fit(subject, machine):
+    """The Fit of what xDiT Parallel Config takes in the mode "auto" on all of the machine's devices, as long as it has
+    not measured them."""
+    config = auto_config(subject)
+    spread = subject.spread(config, machine.devices)
+    return Fit(subject, subject.layout_in(config, spread, machine.devices, subject.run.branches), machine, "auto")
+
+
+def auto_config(subject):
+    return ParallelConfig(num_patches=subject.run.num_patches, weights_memory=subject.weights_memory)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fit:
-    """How a size.Subject would be on a machine's devices under a Layout."""
+    """How a size.Subject would be on a machine's devices under a Layout. mode: of xDiT Parallel Config; "manual" has
+    these degrees for every run, "auto" for runs of as many branches."""
 
     subject: Any
     layout: Layout
     machine: Machine
+    mode: str = "manual"
 
     @property
     def config(self):
+        if self.mode == "auto":
+            return auto_config(self.subject)
         return config_of(self.layout, self.subject.run.num_patches, weights_memory=self.subject.weights_memory)
 
     @functools.cached_property
+    def spread(self):
+        return self.subject.spread(self.config, self.machine.devices[:world_size_of(self.layout)])
+
+    @property
     def stages(self):
-        return self.subject.stages(self.layout, self.machine)
+        return self.spread.stages
 
     @property
     def degrees(self):
@@ -87,29 +116,48 @@ class Fit:
         memory = self.needed(self.subject.run.shape[0], self.subject.run.shape[2:])
         return memory.keys_values + memory.activations
 
+    @property
+    def asked_bytes(self):
+        """The same of the run that ComfyUI asks for room for before it runs: both branches of guidance in any case, and
+        a text whose length is not known yet. What stays on the devices leaves room for that."""
+        images, sizes = self.subject.run.shape[0], self.subject.run.shape[2:]
+        if self.subject.net is None:
+            return self.run_bytes
+        job = dataclasses.replace(USUAL_JOB, tokens=self.job(images, sizes).tokens, branches=2, images=images)
+        layout = self.subject.layout_in(self.config, self.spread, self.names, 2)
+        memory = rank_memory(self.subject.net, job, degrees_of(layout, self.config, self.stages), self.settings)
+        return memory.keys_values + memory.activations
+
     @functools.cached_property
     def weights_memory(self):
         """ModelSpec.weights_memory, as the node has it."""
         given = self.config.weights_memory_bytes
-        if given is not None or self.stages is not None:
-            return given or 0
-        plan_of = functools.partial(self.subject.plan_of, self.layout.tensor_degree)
-        return weights_memory_in(rank_room(self.names, self.device_bytes) - self.run_bytes,
-                                 lambda budget: plan_of(budget).device_bytes)
+        if given is not None:
+            return given
+        return weights_memory_in(rank_room(self.names, self.device_bytes) - self.asked_bytes,
+                                 lambda budget_bytes: max(self._hold(budget_bytes)[0]))
+
+    def _hold(self, budget_bytes):
+        subject = self.subject
+        return ranks_hold(functools.partial(subject.plan_of, self.layout.tensor_degree), subject.net, self.stages,
+                          self.device_bytes, budget_bytes)
 
     @functools.cached_property
-    def offload(self):
-        """The OffloadPlan; None where all weights are on the devices."""
-        return self.subject.plan_of(self.layout.tensor_degree, self.weights_memory) if self.weights_memory else None
+    def hold(self):
+        """([bytes of each rank's weights on its device], [of those that come from host memory])."""
+        return self._hold(self.weights_memory or math.inf)
 
-    @functools.cached_property
+    @property
     def weights(self):
-        """Bytes of each rank's weights on its device."""
-        if self.offload is not None:
-            return [self.offload.device_bytes] * self.degrees.devices
-        net, whole = self.subject.net, dataclasses.replace(self.degrees, pipefusion=1)
-        share = 1.0 if net is None else weight_bytes(net, whole) / net.held_bytes
-        return rank_weights(round(self.held * share), net, self.stages, self.device_bytes)
+        return self.hold[0]
+
+    @property
+    def run(self):
+        """The subject's; of as few patches as can be where stages have weights come for each of them."""
+        run = self.subject.run
+        if self.stages is None or run.num_patches or not any(self.hold[1]):
+            return run
+        return dataclasses.replace(run, num_patches=self.layout.pipefusion_degree)
 
     @functools.cached_property
     def held(self):
@@ -132,9 +180,9 @@ class Fit:
                          Latents(self.needed, shape[0], shape[2:], family.pixels(subject.checkpoint.config)[1:]))
         except ConfigError as error:
             return str(error)
-        text = f"fits: {(max(self.weights) + self.run_bytes) / 1e9:.3g} GB of {smallest / 1e9:.3g}"
-        return text if self.offload is None else (
-            f"{text}. {weights_words(self.offload.device_bytes, self.offload.offloaded_bytes, None, 1)}")
+        text, come = f"fits: {(max(self.weights) + self.run_bytes) / 1e9:.3g} GB of {smallest / 1e9:.3g}", self.hold[1]
+        num_patches = 1 if self.stages is None else self.run.num_patches
+        return f"{text}. {weights_words(max(self.weights), max(come), None, 1, num_patches)}" if any(come) else text
 
 
 def _lighter(subject, held, weights):

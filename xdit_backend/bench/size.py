@@ -18,6 +18,7 @@ from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.layers import FORMATS
 from ..checkpoints.net import net_of
 from ..checkpoints.quantise import TYPES
+from ..checkpoints.shares import possible_splits
 from ..config import ParallelConfig, check_weights_memory, refuse_methods, validate_layout
 from ..dry_run.inputs import conditioning_shapes, latent_shape
 from ..dry_run.published import PUBLISHED
@@ -25,15 +26,24 @@ from ..dry_run.rank import Run, count, outline, stage_ranks, world_size_of
 from ..forecast.choice import Machine
 from ..forecast.cost import COLLECTIVES, Device, Links
 from ..forecast.files import read_machine
-from ..forecast.planner import Devices, choose_spread
+from ..forecast.planner import (
+    EVERYWHERE,
+    AttentionHeads,
+    Devices,
+    choose_layout,
+    choose_spread,
+    describe_layout,
+    usual_branches,
+)
 from ..partition import FULL
 from ..protocol.errors import ConfigError
 from ..protocol.specs import Layout
-from .fits import Fit, config_of
+from .fits import Fit, auto_fit, config_of
 from .plan import WEIGHT_TYPES, most_common, picture_size
 from .published import CARDS
 
 AXES = ("cfg", "data", "ulysses", "ring", "pipefusion", "tensor", "displaced")
+AUTO = "auto"                              # what the node takes by itself
 LAYOUTS = "one", "ulysses2", "ring2", "pipefusion2", "tensor2", "displaced2"
 OF_UNETS = "one", "cfg2", "displaced2"
 IN_FILES = *FORMATS, *gguf.PACKED        # how weights may be in a file alone
@@ -50,8 +60,9 @@ PRODUCTS_4090 = {"float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8_tensorwise": 4.
 def add_arguments(parser):
     parser.add_argument("model", metavar="MODEL", help="a published model's name, or a file or folder")
     parser.add_argument("--layouts", nargs="+", metavar="NAME",
-                        help="one, or axes and degrees, as ulysses2 or pipefusion2-ulysses2 (default: one device and "
-                             "each method on two)")
+                        help="one, or axes and degrees, as ulysses2 or pipefusion2-ulysses2, or auto: what xDiT "
+                             "Parallel Config takes by itself on all devices of the machine before it measures "
+                             "them (default: auto with --machine, one device, and each method on two)")
     parser.add_argument("--size", metavar="WxH", help="of the picture or video, in pixels (default: the model's usual)")
     parser.add_argument("--frames", type=int, metavar="N", help="of the video (default: the model's usual)")
     parser.add_argument("--text", type=int, metavar="N", help="text tokens (default: the model's usual)")
@@ -83,16 +94,17 @@ def main(options):
           f"{'exchanges':>9} {'kernels':>8} {'GB moved':>9} {'s':>8}  bound by")
     answers, waits = [], {}
     is_unet = subject.checkpoint.family.is_unet
-    for name in options.layouts or (OF_UNETS if is_unet else LAYOUTS):
-        layout = parse_layout(name)
+    usual = OF_UNETS if is_unet else LAYOUTS
+    for name in options.layouts or (usual if options.machine is None else (AUTO, *usual)):
+        layout = parse_layout(name) if name != AUTO else None
         try:
-            subject.check(layout, machine)
-            fit = Fit(subject, layout, machine)
+            fit = auto_fit(subject, machine) if layout is None else Fit(subject, layout, machine)
+            subject.check(fit.layout, machine)
             for line, found in rows(name, fit):
                 print(line, flush=True)
                 for where, times in found.items():
                     waits.setdefault(where, []).append(f"{name} x{times}")
-            answers.append(f"{name}: {fit.answer()}")
+            answers.append(f"{name}{'' if layout is not None else f' ({describe_layout(fit.layout)})'}: {fit.answer()}")
         except ConfigError as error:
             answers.append(f"{name}: {error}")
     print("\n".join(answers))
@@ -118,9 +130,9 @@ class Subject:
         return self.checkpoint.spec(self.storage, self.compute, stages, tensor_degree, self.quantisation,
                                     weights_memory=num_bytes)
 
-    def plan_of(self, tensor_degree, budget_bytes):
-        """The OffloadPlan of a rank with all blocks, whose weights may take so many bytes of its device."""
-        return offload_plan(self.model, self.checkpoint.family, self.spec(None, tensor_degree), budget_bytes)
+    def plan_of(self, tensor_degree, budget_bytes, blocks=None):
+        """The OffloadPlan of a rank whose weights may take so many bytes of its device. blocks: None: all."""
+        return offload_plan(self.model, self.checkpoint.family, self.spec(None, tensor_degree), budget_bytes, blocks)
 
     @functools.cached_property
     def model(self):
@@ -133,12 +145,22 @@ class Subject:
         family = self.checkpoint.family
         return None if family.is_unet else net_of(family, self.model, self.spec())
 
-    def stages(self, layout, machine):
-        """How a worker group has the blocks on its devices, as xDiT Parallel Config sets it by itself."""
-        if layout.pipefusion_degree == 1:
-            return None
-        devices = Devices([device.memory_bytes for device in machine.devices[:world_size_of(layout)]])
-        return choose_spread(config_of(layout, self.run.num_patches), self.net, devices).stages
+    def spread(self, config, devices):
+        """The Spread of the weights over devices, as the node has it under a ParallelConfig."""
+        family = self.checkpoint.family
+        if family.is_unet:
+            return EVERYWHERE
+        return choose_spread(
+            config, self.net, Devices([device.memory_bytes for device in devices]),
+            lambda degree: "tensor" not in family.refused and possible_splits(self.model, family.plan, degree),
+            "pipefusion" not in family.refused, usual_branches(self.checkpoint.config), has_own_memory=True)
+
+    def layout_in(self, config, spread, devices, branches):
+        """The Layout of a run of so many branches on these devices, as the node has it before it has measured them."""
+        family, model = self.checkpoint.family, self.checkpoint.config
+        attention = AttentionHeads(family.name, family.num_heads(model), family.num_key_heads(model),
+                                   "ulysses" not in family.refused)
+        return choose_layout(config, len(devices), branches, attention, spread)
 
     def check(self, layout, machine):
         """Raise ConfigError where a layout cannot be, for the model or on the machine."""
@@ -187,7 +209,7 @@ def rows(name, fit):
     spec = subject.spec(fit.stages, layout.tensor_degree, fit.weights_memory)
     memory = [device.memory_bytes * FULL for device in machine.devices[:world_size_of(layout)]]
     for rank in stage_ranks(subject.checkpoint, spec, layout, memory):
-        counted = count(subject.checkpoint, spec, layout, rank, subject.run, memory)
+        counted = count(subject.checkpoint, spec, layout, rank, fit.run, memory)
         seconds = bounds(counted, layout, machine, subject.net)
         bound = max(seconds, key=lambda what: seconds[what])
         yield (f"{name:<24} {rank:>4} {counted.weight_bytes / GIB:>8.2f} {counted.kept_bytes / GIB:>7.2f} "
@@ -238,7 +260,7 @@ def parse_layout(name):
     for part in [] if name == "one" else name.split("-"):
         axis = part.rstrip("0123456789")
         if axis not in AXES or axis == part or not int(part[len(axis):]):
-            raise ConfigError(f'layout "{name}": "{part}" is not an axis and a degree. Use one, or {", ".join(AXES)} '
-                              f'with a degree.')
+            raise ConfigError(f'layout "{name}": "{part}" is not an axis and a degree. Use one, auto, or '
+                              f'{", ".join(AXES)} with a degree.')
         degrees[f"{axis}_degree"] = int(part[len(axis):])
     return Layout(**degrees)

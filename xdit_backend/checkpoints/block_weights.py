@@ -17,9 +17,9 @@ from .shares import block_sizes, held, splits_of, tensor_bytes
 SMALL = 1 / 1024               # of its block: such a weight stays, since a copy takes longer to ask for than to make
 
 
-def offload_plan(model, family, spec, budget_bytes):
-    """The OffloadPlan of a rank with all blocks."""
-    return plan_weights(model, family, spec, budget_bytes)[0]
+def offload_plan(model, family, spec, budget_bytes, blocks=None):
+    """The OffloadPlan of a rank, as plan_weights has it."""
+    return plan_weights(model, family, spec, budget_bytes, blocks)[0]
 
 
 def plan_weights(model, family, spec, budget_bytes, blocks=None):

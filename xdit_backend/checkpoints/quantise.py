@@ -68,25 +68,24 @@ def quantised(weight, type_):
 
 def dequantised(blocks, dtype):
     """The numbers of rows of NF4's blocks, uint8 (rows, bytes), as (rows, columns) of `dtype`."""
-    if torch.compiler.is_compiling():                          # which looks into nothing of bitsandbytes
-        return nf4_numbers(blocks, dtype_name(dtype))
-    library, pieces = _library("bitsandbytes.functional", "NF4"), blocks.reshape(-1, BLOCK[1])
-    levels, factors = (piece.contiguous() for piece in pieces.split([BLOCK[0] // 2, BLOCK[1] - BLOCK[0] // 2], 1))
-    shape = torch.Size((len(blocks), blocks.shape[1] // BLOCK[1] * BLOCK[0]))
-    state = library.QuantState(factors.view(torch.float32).view(-1), shape, blocksize=BLOCK[0], quant_type="nf4",
-                               dtype=dtype)
-    return library.dequantize_4bit(levels.view(-1, 1), state)
+    levels, factors = (piece.contiguous() for piece in blocks.reshape(-1, BLOCK[1]).split(
+        [BLOCK[0] // 2, BLOCK[1] - BLOCK[0] // 2], 1))
+    return nf4_numbers(levels, factors, dtype_name(dtype)).view(len(blocks), -1)
 
 
 @operator
-def nf4_numbers(blocks: torch.Tensor, dtype: str) -> torch.Tensor:
-    """`dequantised`, as an operator of compiled blocks."""
-    return dequantised(blocks, DTYPES[dtype]).contiguous()
+def nf4_numbers(levels: torch.Tensor, factors: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Those of each block, (blocks, numbers), as an operator: compiled blocks and pretended devices look into nothing
+    of bitsandbytes. levels, factors: uint8, contiguous."""
+    library = _library("bitsandbytes.functional", "NF4")
+    state = library.QuantState(factors.view(torch.float32).view(-1), torch.Size((len(levels), BLOCK[0])),
+                               blocksize=BLOCK[0], quant_type="nf4", dtype=DTYPES[dtype])
+    return library.dequantize_4bit(levels.view(-1, 1), state).contiguous()
 
 
 @nf4_numbers.register_fake
-def _(blocks, dtype):
-    return blocks.new_empty(blocks.shape[0], blocks.shape[1] // BLOCK[1] * BLOCK[0], dtype=DTYPES[dtype])
+def _(levels, factors, dtype):
+    return levels.new_empty(len(levels), BLOCK[0], dtype=DTYPES[dtype])
 
 
 def _library(module, type_):

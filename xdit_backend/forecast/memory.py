@@ -142,12 +142,12 @@ def stage_counts(net, num_stages, limits=None, speeds=None):
     return split_stages(net.block_costs, num_stages, speeds, net.block_bytes, limits)
 
 
-def stage_bytes(net, num_stages, limits=None, speeds=None):
+def stage_bytes(net, num_stages):
     """Bytes of the weights in the blocks of each stage, as stage_counts has them."""
-    counts = stage_counts(net, num_stages, limits, speeds)
+    counts = stage_counts(net, num_stages)
     if not net.block_bytes:
         return [(net.held_bytes - net.outside_bytes) * count / net.blocks for count in counts]
-    return [sum(net.block_bytes[sum(counts[:stage]):sum(counts[:stage + 1])]) for stage in range(num_stages)]
+    return [sum(net.block_bytes[block] for block in stage_blocks(counts, stage)) for stage in range(num_stages)]
 
 
 def rank_weights(weight_bytes, net, stages, device_bytes):
@@ -155,21 +155,29 @@ def rank_weights(weight_bytes, net, stages, device_bytes):
 
     weight_bytes: of all blocks, as a rank holds them. net: None of a U-Net. device_bytes: of each rank's device.
     """
-    count = len(device_bytes)
-    if stages is None or stages.every_block or net is None:
-        return [weight_bytes] * count
+    if not has_parts(net, stages):
+        return [weight_bytes] * len(device_bytes)
+    blocks = rank_blocks(net, stages, device_bytes)
+    sizes = net.block_bytes or [(net.held_bytes - net.outside_bytes) / net.blocks] * net.blocks
+    return [round((net.outside_bytes + sum(sizes[block] for block in own)) * weight_bytes / net.held_bytes)
+            for own in blocks]
+
+
+def has_parts(net, stages):
+    """Has a rank the blocks of its stage alone? net, stages: as in rank_weights."""
+    return net is not None and stages is not None and not stages.every_block
+
+
+def rank_blocks(net, stages, device_bytes):
+    """The range of blocks of each rank, where it has those of its stage alone."""
     of_stages: list[list[int]] = [[] for _ in range(stages.pipefusion_degree)]
-    for rank in range(count):
+    for rank in range(len(device_bytes)):
         of_stages[stage_of(rank, stages)].append(rank)
     limits = tuple(FULL * min(device_bytes[rank] for rank in ranks) - net.outside_bytes for ranks in of_stages)
     speeds = (tuple(statistics.mean(stages.speeds[rank] for rank in ranks) for ranks in of_stages) if stages.speeds
               else None)
-    sizes = stage_bytes(net, stages.pipefusion_degree, limits, speeds)
-    if stages.num_blocks and net.block_bytes:
-        sizes = [sum(net.block_bytes[block] for block in stage_blocks(stages.num_blocks, stage))
-                 for stage in range(stages.pipefusion_degree)]
-    return [round((net.outside_bytes + sizes[stage_of(rank, stages)]) * weight_bytes / net.held_bytes)
-            for rank in range(count)]
+    counts = stages.num_blocks or stage_counts(net, stages.pipefusion_degree, limits, speeds)
+    return [stage_blocks(counts, stage_of(rank, stages)) for rank in range(len(device_bytes))]
 
 
 def room_of(memory_bytes):

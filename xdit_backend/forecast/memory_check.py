@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..protocol.errors import ConfigError
-from .memory import Memory, most_that_fits, room_of
+from .memory import Memory, has_parts, most_that_fits, rank_blocks, room_of
 
 NOTHING = Memory(0.0, 0.0, 0.0)
 HOST = "this machine's host memory"
@@ -59,6 +59,18 @@ def weights_memory_in(room_bytes, held_of):
     """What ModelSpec.weights_memory is to be where weights may take so many bytes of a device. held_of(bytes that they
     may take): those that they do."""
     return 0 if held_of(math.inf) <= room_bytes else int(max(room_bytes, held_of(1)))
+
+
+def ranks_hold(plan_of, net, stages, device_bytes, budget_bytes):
+    """([bytes of each rank's weights on its device], [of those that come from host memory: once a step, or a patch]),
+    where weights may take so many of each device.
+
+    plan_of(budget_bytes, blocks): the OffloadPlan of a rank with these blocks; None: all. net: None of a U-Net.
+    stages: Stages, or None. device_bytes: of each rank, what its device has in all.
+    """
+    blocks = rank_blocks(net, stages, device_bytes) if has_parts(net, stages) else [None] * len(device_bytes)
+    plans = {own: plan_of(budget_bytes, own) for own in set(blocks)}
+    return [plans[own].device_bytes for own in blocks], [plans[own].offloaded_bytes for own in blocks]
 
 
 def check_memory(what, ranks, hints, latents=None):

@@ -94,20 +94,6 @@ def step_seconds(compute_s, copy_s, offloaded, num_buffers=NUM_BUFFERS):
     return ends[-1] - ends[-2]
 
 
-def stage_offload(net, held_bytes, size, num_stages, budget_bytes):
-    """(bytes of a stage's weights on its device, bytes of those that come, once a patch), about: by the mean block, and
-    the largest. held_bytes: of all blocks, as a rank would hold them. size: of the stage's, all on its device."""
-    share = held_bytes / net.held_bytes
-    outside = net.outside_bytes * share
-    mean = (held_bytes - outside) / net.blocks
-    buffers = NUM_BUFFERS * max(mean, max(net.block_bytes, default=0.0) * share)
-    over = size - budget_bytes
-    if over <= 0 or size - outside <= buffers or net.blocks <= NUM_BUFFERS * num_stages:
-        return size, 0
-    come = min(size - outside, over + buffers)
-    return round(size - come + buffers), round(come)
-
-
 def offloaded_memory(net, needed, room_bytes, weights_memory):
     """The Memory of a rank of which some weights come from host memory, so that it has room; None where even two blocks
     at a time have none.

@@ -9,16 +9,16 @@ import os
 import torch
 
 from ....xdit_backend.forecast.cost import Job
-from ....xdit_backend.forecast.memory import Memory, rank_memory, rank_weights, working_share
+from ....xdit_backend.forecast.memory import Memory, has_parts, rank_memory, rank_weights, working_share
 from ....xdit_backend.forecast.memory_check import (
     DeviceMemory,
     Hints,
     Latents,
     check_memory,
     rank_room,
+    ranks_hold,
     weights_memory_in,
 )
-from ....xdit_backend.forecast.offloading import stage_offload
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
@@ -36,17 +36,18 @@ from ....xdit_backend.protocol.errors import ConfigError
 class MemoryCheck:
     """What each rank of a MODEL takes of its device's memory.
 
-    plan_of(bytes of a device that weights may take): the OffloadPlan of a rank with all blocks. exchanged_bytes: of a
-    U-Net, net.exchanged_bytes of its model. lighter_bytes(): {another weight_dtype: bytes of weights of such a rank}.
+    plan_of(bytes of a device that weights may take, blocks): the OffloadPlan of a rank with these blocks; None: all.
+    exchanged_bytes: of a U-Net, net.exchanged_bytes of its model. lighter_bytes(): {another weight_dtype: bytes of
+    weights of a rank with all blocks}.
     """
 
     def __init__(self, setup, plan_of, exchanged_bytes, lighter_bytes):
         self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
-        self._plan_of = functools.lru_cache(maxsize=8)(plan_of)
+        self._plan_of = functools.lru_cache(maxsize=32)(plan_of)
         # of each rank on its device, and what comes from host memory, until the workers have told theirs
         self.weight_bytes, self.offloaded_bytes = self._held(setup.spec.weights_memory or math.inf)
         # of a rank with all blocks
-        self.model_bytes = self._plan_of(math.inf).device_bytes if self._has_parts else max(self.weight_bytes)
+        self.model_bytes = self._plan_of(math.inf, None).device_bytes if self._has_parts else max(self.weight_bytes)
         self._checked = set()                                  # what of this run has been found to fit
         self._disk_bytes_s = 0.0                               # at which the file is read; 0: not measured
 
@@ -158,18 +159,12 @@ class MemoryCheck:
     @property
     def _has_parts(self):
         """Has a rank the blocks of its stage alone?"""
-        stages = self._setup.spec.stages
-        return stages is not None and not stages.every_block and self._setup.net is not None
+        return has_parts(self._setup.net, self._setup.spec.stages)
 
     def _held(self, budget_bytes):
         """([bytes of each rank's weights on its device], [of those that come]), where those may be so many."""
-        if not self._has_parts:
-            plan = self._plan_of(budget_bytes)
-            return [[size] * len(self._setup.devices) for size in (plan.device_bytes, plan.offloaded_bytes)]
-        whole, net, stages = self._plan_of(math.inf).device_bytes, self._setup.net, self._setup.spec.stages
-        held = [stage_offload(net, whole, size, stages.pipefusion_degree, budget_bytes)
-                for size in self._of_ranks(whole)]
-        return list(map(list, zip(*held)))
+        setup = self._setup
+        return ranks_hold(self._plan_of, setup.net, setup.spec.stages, setup.device_bytes, budget_bytes)
 
     def _most_held(self, budget_bytes):
         return max(self._held(budget_bytes)[0])
