@@ -114,8 +114,9 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     Without a probe PipeFusion, or tensor parallelism where nothing approximate is allowed, and the least degree.
     Where there are several machines, these, or equal parts of them, are stages, so that tokens are shared within one.
     Where the weights fit on each device, and nothing approximate is allowed or it is forecast to be as fast, machines
-    share branches and images. Where no spread fits, and where a number of weights_memory is given, every rank has all
-    blocks, and weights come from host memory.
+    share branches and images. Where weights may come from host memory, and a probe has measured how fast, all spreads
+    count as well whose weights do not fit, with those that come. Without a probe, where no spread fits, and where a
+    number of weights_memory is given, every rank has all blocks, and weights come.
     is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: usual
     """
     if config.mode == "manual":
@@ -131,14 +132,13 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     fit_staged = [spread for spread in staged if _weights_fit(spread.stages, net, devices.memory_bytes)]
     fit_split = [spread for spread in split
                  if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
-    approximate = config.may_differ
+    approximate, can_come = config.may_differ, config.weights_memory_bytes is None
+    if can_come and devices.machine is not None and all(device.host_bytes_s for device in devices.machine.devices):
+        return _fastest(config, net, devices, [*staged, *split, EVERYWHERE])
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
-        can_come = has_own_memory and config.weights_memory_bytes is None
-        return EVERYWHERE if can_come else ((staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
+        return EVERYWHERE if can_come and has_own_memory else (
+            (staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
     fitting = fit_staged + fit_split if approximate else fit_split + fit_staged
-    if devices.machine is not None and config.weights_memory_bytes is None and all(
-            device.host_bytes_s for device in devices.machine.devices):
-        fitting.append(EVERYWHERE)
     return fitting[0] if devices.machine is None or len(fitting) == 1 else _fastest(config, net, devices, fitting)
 
 
@@ -266,9 +266,23 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
                    for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0
                    and net.heads % ulysses == 0]
     ordered = forecasts(net, job, machine, layouts, memory_settings(config, stages))
+    if stages is not None and not config.requested_patches and any(one.memory.come for one in ordered):
+        layouts = [dataclasses.replace(degrees, num_patches=count) for degrees in layouts
+                   for count in patches_that_come(stages)]
+        ordered = forecasts(net, job, machine, layouts, memory_settings(config, stages))
     fastest = dataclasses.replace(machine, devices=(max(machine.devices, key=lambda device: device.matrix_flops_s),))
     one = forecast(net, job, Degrees(), fastest, memory_settings(config))
     return Plan(choose(ordered, are_alike(net, job, machine.devices)), one, ordered)
+
+
+def patches_that_come(stages):
+    """Numbers of patches of stages whose weights come from host memory, of which a forecast chooses: as few as keep
+    all stages busy, or one, for which they come once a step, while stages wait for each other.
+
+    More patches in the same number of passes through a block would win nothing: stages are busy only while each has
+    a pass of its own, and one pass of all patches keeps them waiting as one patch does, whose picture is exact.
+    """
+    return stages.pipefusion_degree, 1
 
 
 def memory_settings(config, stages=None):
