@@ -14,12 +14,12 @@ from ..dry_run.rank import outline
 from ..forecast.choice import Machine
 from ..forecast.memory import Memory, rank_memory, rank_weights, weight_bytes
 from ..forecast.memory_check import DeviceMemory, Hints, Latents, check_memory, rank_room, weights_memory_in
+from ..forecast.more_devices import spread_that_fits
 from ..forecast.planner import (
     USUAL_JOB,
     degrees_of,
     describe_layout,
     memory_settings,
-    spread_that_fits,
 )
 from ..forecast.words import weights_words
 from ..protocol.errors import ConfigError

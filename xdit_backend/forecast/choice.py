@@ -32,6 +32,10 @@ class Machine:
     page_bytes: float = math.inf
     disk_bytes_s: float = 0.0
 
+    def reading(self, pages):
+        """This machine, where so much of a model's file is in host memory. pages: host_memory.pages_of."""
+        return replace(self, page_bytes=pages[0], disk_bytes_s=pages[1])
+
     def exchanging(self, exchange):
         """This machine, where attention's tensors travel in this form."""
         return replace(self, links=replace(self.links, exchange=exchange))
