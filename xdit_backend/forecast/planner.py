@@ -64,6 +64,10 @@ class Devices:
     def speeds(self):
         return () if self.machine is None else speeds_of(self.machine.devices)
 
+    def holds(self, net):
+        """Has each of them room for all weights?"""
+        return net.held_bytes <= FULL * self.smallest
+
     def divisors(self):
         """Degrees above 1 that divide their number."""
         count = len(self.memory_bytes)
@@ -125,7 +129,7 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
         return EVERYWHERE
     if devices.per_machine and has_stages:
         return _spread_over_machines(config, net, devices, branches)
-    if len(devices.memory_bytes) == 1 or net.held_bytes <= FULL * devices.smallest:
+    if len(devices.memory_bytes) == 1 or devices.holds(net):
         return EVERYWHERE
     staged = _staged(config, net, devices) if has_stages else []
     split = [Spread(None, degree) for degree in _split_degrees(net, devices) if is_splittable(degree)]
@@ -162,7 +166,7 @@ def _spread_over_machines(config, net, devices, branches):
     stages = next((each for each in inside if _weights_fit(each, net, devices.memory_bytes)),
                   inside[-1] if inside else None)
     approximate = config.may_differ
-    if stages is None or net.held_bytes > FULL * devices.smallest or (approximate and machine is None):
+    if stages is None or not devices.holds(net) or (approximate and machine is None):
         return Spread(stages)
     if not approximate:
         return EVERYWHERE

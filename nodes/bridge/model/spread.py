@@ -5,7 +5,6 @@ from ....xdit_backend.config import refuse_methods, validate_layout, validate_st
 from ....xdit_backend.forecast.for_speed import spread_for_speed
 from ....xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, usual_branches
 from ....xdit_backend.host_memory import pages_of
-from ....xdit_backend.partition import FULL
 from ....xdit_backend.protocol.devices import devices_per_machine
 from ..workers.groups import GROUPS, show_text
 from ..workers.memory_checks import has_own_memory
@@ -28,7 +27,7 @@ def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dty
             validate_stages(config, family.num_blocks(checkpoint.config), family.name)
     per_machine, is_auto = devices_per_machine(devices), config.mode == "auto" and not family.is_unet
     comes = (is_auto and config.weights_memory_bytes is None and all(map(has_own_memory, devices))
-             and net.held_bytes > FULL * min(device_bytes))
+             and not Devices(device_bytes).holds(net))
     machine = (GROUPS.machine(devices, compute_dtype, may_measure=comes or is_auto and (
         per_machine > 0 or config.approximate == "for speed")) if len(devices) > 1 else None)
     if family.is_unet:
