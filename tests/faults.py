@@ -66,9 +66,7 @@ NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("
          *((phase, kind) for phase in PHASES if phase != "computing" for kind in (*OF_FILES, "memory"))}
 # what errors say beside "queue the prompt again"
 SAID = {"write to file": ("was written to while a run had weights come from it",),
-        "cut file": ("queue the prompt again", "was cut short"),
-        "memory": ("queue the prompt again", "use a smaller latent")}
-SPARE_BYTES = 2 ** 16                      # that a worker may still take of memory
+        "cut file": ("queue the prompt again", "was cut short"), "memory": ("queue the prompt again", "use a smaller latent")}
 TOLERANCE = 1e-9
 
 
@@ -249,7 +247,7 @@ def removed(path):
 def without_memory(process):
     """Let a process take next to no more memory; returns what undoes it."""
     limits = process.rlimit(psutil.RLIMIT_AS)
-    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + SPARE_BYTES, limits[1]))
+    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + 2 ** 16, limits[1]))
 
     def undo():
         with suppress(psutil.Error):                           # it has ended of it
