@@ -66,7 +66,7 @@ NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("
          *((phase, kind) for phase in PHASES if phase != "computing" for kind in (*OF_FILES, "memory"))}
 # what errors say beside "queue the prompt again"
 SAID = {"write to file": ("was written to while a run had weights come from it",),
-        "cut file": ("queue the prompt again", "was cut short"), "memory": ("queue the prompt again", "use a smaller latent")}
+        "cut file": ("queue the prompt again",), "memory": ("queue the prompt again", "use a smaller latent")}
 TOLERANCE = 1e-9
 
 
