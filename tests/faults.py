@@ -1,5 +1,5 @@
-"""Workers and hosts killed, stopped and cancelled, and files written to, at random moments: a run ends in time with its
-picture or in words, the next is right.
+"""Workers and hosts killed, stopped and cancelled, files written to, cut short and removed, and workers that get no
+more memory, at random moments: a run ends in time with its picture or in words, the next is right.
 
     OMP_NUM_THREADS=1 python -m tests.faults [--first N] [--count N] [--workers 2 or 4]
 
@@ -56,13 +56,17 @@ LAYOUTS = {2: {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulys
 COMING = {"cfg", "ulysses", "tensor", "pipefusion", "displaced", "cfg x ulysses", "pipefusion x ulysses"}
 PHASES = ("idle", "starting", "loading", "computing", "decoding")
 LONGEST_S = {"idle": 0.0, "starting": 3.0, "loading": 0.3, "computing": 1.5, "decoding": 0.4}          # until a fault
-FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun", "kill forkserver", "kill host", "write to file")
+OF_FILES = ("write to file", "cut file", "remove file")       # while weights come from it
+FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun", "kill forkserver", "kill host", *OF_FILES, "memory")
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "stop": signal.SIGSTOP, "kill torchrun": signal.SIGKILL,
            "kill forkserver": signal.SIGKILL}
 HOST_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV, signal.SIGINT)
 GONE_S = 5                                 # after which nothing of a host that was killed runs
 NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("decoding", "kill host"),
-         *((phase, "write to file") for phase in PHASES if phase != "computing")}
+         *((phase, kind) for phase in PHASES if phase != "computing" for kind in (*OF_FILES, "memory"))}
+# what errors say beside "queue the prompt again"
+SAID = {"write to file": ("was written to while a run had weights come from it",),
+        "cut file": ("queue the prompt again",), "memory": ("queue the prompt again", "use a smaller latent")}
 TOLERANCE = 1e-9
 
 
@@ -97,7 +101,7 @@ def draw(number, num_workers=2):
     rng = random.Random(number)
     phase = rng.choice(PHASES)
     kind = rng.choice([kind for kind in FAULTS if (phase, kind) not in NEVER])
-    layouts = [name for name in LAYOUTS[num_workers] if kind != "write to file" or name in COMING]
+    layouts = [name for name in LAYOUTS[num_workers] if kind not in OF_FILES or name in COMING]
     return Fault(number, rng.choice(layouts), phase, kind, rng.randrange(num_workers),
                  rng.uniform(0, LONGEST_S[phase]))
 
@@ -176,9 +180,7 @@ class Host:
             outcome = "cancelled"
         except XDiTError as error:
             outcome = "said so"
-            words = ("queue the prompt again", "while starting")
-            if fault.kind == "write to file":
-                words = ("was written to while a run had weights come from it",)
+            words = SAID.get(fault.kind, ("queue the prompt again", "while starting"))
             assert any(each in str(error).lower() for each in words), f"{fault}: {error}"
         finally:
             timer.join()
@@ -189,17 +191,21 @@ class Host:
                     in_time(lambda: self.run(fault.layout, fault.phase))
             self.check(result, fault, "")
         self._undo()
+        self._undo = lambda: None
         self.check(in_time(lambda: self.run(fault.layout, fault.phase)), fault, "afterwards")
         return outcome
 
     def _strike(self, fault):
-        if fault.kind == "write to file":
-            self._undo = written_to(self._header.files[0])
+        if fault.kind in OF_FILES:
+            self._undo = {"write to file": written_to, "cut file": cut_short, "remove file": removed}[fault.kind](
+                self._header.files[0])
             return
         victim = below(os.getpid(), self._others).get(fault.kind.removeprefix("kill ") if " " in fault.kind
                                                       else fault.rank)
         if victim is not None and fault.kind in SIGNALS:
             victim.send_signal(SIGNALS[fault.kind])
+        elif victim is not None and fault.kind == "memory":
+            self._undo = without_memory(victim)
 
 
 def written_to(path):
@@ -216,6 +222,36 @@ def written_to(path):
             file.seek(was.st_size // 2)
             file.write(part)
         os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    return undo
+
+
+def cut_short(path):
+    """Cut off the second half of a file; returns what undoes it."""
+    was, content = os.stat(path), Path(path).read_bytes()
+    os.truncate(path, was.st_size // 2)
+
+    def undo():
+        with open(path, "r+b") as file:
+            file.write(content)
+        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    return undo
+
+
+def removed(path):
+    """Remove a file; returns what undoes it."""
+    elsewhere = f"{path}.removed"
+    os.rename(path, elsewhere)
+    return lambda: os.rename(elsewhere, path)
+
+
+def without_memory(process):
+    """Let a process take next to no more memory; returns what undoes it."""
+    limits = process.rlimit(psutil.RLIMIT_AS)
+    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + 2 ** 16, limits[1]))
+
+    def undo():
+        with suppress(psutil.Error):                           # it has ended of it
+            process.rlimit(psutil.RLIMIT_AS, limits)
     return undo
 
 

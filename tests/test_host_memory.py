@@ -1,6 +1,7 @@
 """Host memory is the machine's, or what a container has left of its limit."""
 
 import collections
+import math
 import time
 
 import psutil
@@ -62,3 +63,14 @@ def test_a_file_is_read_at_the_rate_at_which_its_pages_come(tmp_path, monkeypatc
     assert host_memory.disk_bytes_s(path) == pytest.approx(2 ** 22 / 0.2, rel=0.3) and fast > 2 ** 22 / 0.1
     assert host_memory.disk_bytes_s(path, 2 ** 20) == pytest.approx(2 ** 20 / 0.2, rel=0.3)
     assert asked == [0, 3 * 2 ** 19]
+
+
+def test_a_file_that_host_memory_has_room_for_is_not_timed(tmp_path):
+    """Of several, the largest is, once there is not room for all."""
+    files = [tmp_path / name for name in ("small", "large")]
+    for path, size in zip(files, (2 ** 12, 2 ** 16)):
+        path.write_bytes(bytes(size))
+
+    assert host_memory.pages_of(files, lambda: (2 ** 12 + 2 ** 16, 0)) == host_memory.AMPLE
+    room, bytes_s = host_memory.pages_of(files, lambda: (2 ** 16, 0))
+    assert room == 2 ** 16 and 0 < bytes_s < math.inf

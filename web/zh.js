@@ -175,6 +175,8 @@ export const ZH = {
     "请再次排队：会重新加载文件：{0} 在“加载 xDiT 模型”读取之后在磁盘上已更改，而现在又需要它的权重。",
   "Queue the prompt again, which loads the file anew: {} was written to while a run had weights come from it.":
     "请再次排队：会重新加载文件：运行正从 {0} 取权重时，该文件被写入。",
+  "Put the model's file back, or choose another, and queue the prompt again: {} is no longer there.":
+    "请把模型文件放回原处，或选择另一个文件，然后再次排队：{0} 已不存在。",
   "{} is not a diffusers folder with a transformer or a U-Net: {} lacks config.json.{}":
     "{0} 不是含有 transformer 或 U-Net 的 diffusers 文件夹：{1} 缺少 config.json。{2}",
   "{} {} holds a {}, and diffusers writes settings by name there.":

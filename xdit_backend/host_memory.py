@@ -1,6 +1,7 @@
 """How much host memory there is, for the host and for workers: the machine's, or what a container may take of it. And
 how fast files are read that it has no room for."""
 
+import math
 import mmap
 import os
 import time
@@ -10,6 +11,7 @@ import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
 READ_BYTES, PIECE_BYTES = 2 ** 27, 2 ** 24
+AMPLE = math.inf, 0.0                      # of pages_of: nothing is read from the disk again
 
 
 def available_memory(cgroups=CGROUPS):
@@ -32,6 +34,15 @@ def available_memory(cgroups=CGROUPS):
         if own_limit < limit:
             available, limit = min(available, max(0, own_available)), own_limit
     return available, limit
+
+
+def pages_of(files, available=available_memory):
+    """(bytes of these files that host memory has room for, bytes a second at which the others come from the disk);
+    AMPLE where it has room for all of them."""
+    room = available()[0]
+    if sum(map(os.path.getsize, files)) <= room:
+        return AMPLE
+    return room, disk_bytes_s(max(files, key=os.path.getsize))
 
 
 def disk_bytes_s(path, read_bytes=READ_BYTES):

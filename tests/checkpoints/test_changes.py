@@ -82,7 +82,11 @@ def test_a_file_that_was_replaced_is_not_mixed_with_what_was_loaded(store, spec)
         load_transformer(spec, CPU)
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
-    load_transformer(open_checkpoint(spec.path).spec("float64", "float64"), CPU)
+    checkpoint = open_checkpoint(spec.path)
+    load_transformer(checkpoint.spec("float64", "float64"), CPU)
+    os.rename(file, f"{file}.elsewhere")
+    with pytest.raises(CheckpointError, match=f"Put the model's file back, .*: {file} is no longer there"):
+        checkpoint.spec("float64", "float64")
 
 
 QKV, PROJ = "joint_blocks.0.x_block.attn.qkv.weight", "joint_blocks.1.x_block.attn.proj.weight"

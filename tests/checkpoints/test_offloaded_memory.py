@@ -21,6 +21,7 @@ from xdit_backend.worker.models import Loaded
 
 SIZES = {"num_attention_heads": 8, "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24), "num_layers": 2,
          "num_single_layers": 10}
+LARGER = SIZES | {"num_attention_heads": 20, "num_single_layers": 9}             # 1.4 GB of weights
 
 
 @contextmanager
@@ -63,10 +64,11 @@ def measured(rank, world_size, path, shares):
 
 
 @pytest.mark.slow
-def test_anonymous_memory_keeps_to_the_budget(tmp_path):
+@pytest.mark.parametrize("sizes, shares", [(SIZES, (0.6, 0.35)), (LARGER, (0.6, 0.45))],
+                         ids=["240 MB", "more than a GiB"])
+def test_anonymous_memory_keeps_to_the_budget(tmp_path, sizes, shares):
     with torch.no_grad():
-        path = saved("Flux.1", tmp_path, torch.float32, SIZES)
-    shares = (0.6, 0.35)
+        path = saved("Flux.1", tmp_path, torch.float32, sizes)
 
     (figures,) = run_ranks(measured, 1, path, shares)
 

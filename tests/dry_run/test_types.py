@@ -11,8 +11,8 @@ from tests.dry_run.rows import counted, published
 from xdit_backend.checkpoints.gguf import PACKED, block_of
 from xdit_backend.checkpoints.layers import FORMATS
 from xdit_backend.checkpoints.net import net_of
-from xdit_backend.dry_run.rank import outline
 from xdit_backend.checkpoints.quantise import TYPES
+from xdit_backend.dry_run.rank import outline
 
 # bits that a weight of a linear layer takes
 BITS = {"fp8_e4m3fn": 8, "float8_e4m3fn": 8, "float8_e5m2": 8, "nvfp4": 4.5, "mxfp8": 8.25, "int8_tensorwise": 8,

@@ -13,6 +13,7 @@ from xdit_backend.forecast.memory import DEFAULT_SETTINGS, Memory, room_of
 from xdit_backend.forecast.offloading import NUM_BUFFERS, offloaded_memory, plan_offload, step_seconds
 from xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, plan_run
 from xdit_backend.forecast.words import weights_words
+from xdit_backend.protocol.specs import Stages
 
 MS_10 = dict.fromkeys(range(40), 10.0)
 
@@ -155,6 +156,59 @@ def test_auto_weighs_weights_that_come_with_spreading_them():
     assert choose_spread(ParallelConfig(), large, Devices([16e9] * 2), has_own_memory=True) == EVERYWHERE
     assert choose_spread(ParallelConfig(), large, Devices([16e9] * 2)) != EVERYWHERE
     assert choose_spread(ParallelConfig(weights_memory="9"), NET, Devices([16e9] * 2)) == EVERYWHERE
+
+
+HALF_TOO_LARGE = replace(NET, weight_bytes=48e9)               # stages and shards of 24 GB, on cards of 16
+
+
+@pytest.mark.parametrize("host_bytes_s, link_bytes_s, can_split, expected", [
+    (6e9, 6e9, True, {"tensor": 2}), (25e9, 6e9, True, {"ring": 2}),
+    (1e9, 1e9, False, {"pipefusion": 2, "num_patches": 1}), (6e9, 1e9, True, {"pipefusion": 2, "num_patches": 1}),
+    (25e9, 1e9, True, {"pipefusion": 2, "num_patches": 2}), (25e9, 6e9, False, {"ring": 2})], ids=str)
+def test_auto_weighs_stages_and_shards_that_are_too_large_as_well(host_bytes_s, link_bytes_s, can_split, expected):
+    """No card has room for its half. Over a slow way from the host a half comes sooner than all, of stages once for one
+    patch; over a fast one stages are busy with a patch each; over a fast link between the cards exact methods win."""
+    machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, link_bytes_s)))
+    spread = choose_spread(ParallelConfig(), HALF_TOO_LARGE, Devices([CARD.memory_bytes] * 2, 0, machine),
+                           lambda degree: can_split)
+    chosen = plan_run(ParallelConfig(), machine, HALF_TOO_LARGE, JOB, *spread).chosen
+    stages = [forecast(HALF_TOO_LARGE, JOB, Degrees(pipefusion=2, num_patches=count), machine, COMING)
+              for count in (1, 2, 4)]
+
+    assert chosen.degrees == Degrees(**expected) and chosen.fits and chosen.memory.come > 0
+    assert chosen.memory.total <= room_of(CARD.memory_bytes)
+    # a stage's weights come once for each patch, and of one patch no keys and values are kept
+    assert stages[0].memory.keys_values == 0 < stages[1].memory.keys_values
+    assert [round(one.come_s * host_bytes_s / one.memory.come) for one in stages] == [1, 2, 4]
+    assert stages[1].seconds <= stages[2].seconds
+    asked = plan_run(ParallelConfig(num_patches=4), machine, HALF_TOO_LARGE, JOB, Stages(2)).chosen
+    assert asked.degrees.num_patches == 4
+    assert not forecast(HALF_TOO_LARGE, JOB, Degrees(pipefusion=2), machine).fits
+
+
+def test_auto_knows_what_comes_from_the_disk():
+    """Host memory has room for a half of what comes: reading it again in every step takes longer than the way from the
+    host. All ranks read what they all need once, so that stages, which come to as many bytes in all, gain less."""
+    links = Links(dict.fromkeys(LINKS.rates, 1e9))
+    machine = Machine((replace(CARD, host_bytes_s=25e9),) * 2, links)
+    ample, scarce = machine.reading((100e9, 2e9)), machine.reading((20e9, 2e9))
+    for degrees, parts, times in ((Degrees(ulysses=2), 1, 1), (Degrees(tensor=2), 2, 1),
+                                  (Degrees(pipefusion=2, num_patches=2), 2, 2)):
+        one, disk = (forecast(HALF_TOO_LARGE, JOB, degrees, each, COMING) for each in (ample, scarce))
+        assert one.memory == disk.memory and one.come_s == pytest.approx(times * one.memory.come / 25e9)
+        if parts * one.memory.come > 20e9:
+            assert disk.come_s == pytest.approx(times * parts * one.memory.come / 2e9)
+            assert disk.limited_by == "weights"
+            comings = JOB.steps - 1 + 1 / times                # the warm-up step is whole
+            assert disk.seconds == pytest.approx(max(one.seconds, comings * disk.come_s))
+        else:
+            assert disk == one
+
+    def chosen(machine):
+        spread = choose_spread(ParallelConfig(), HALF_TOO_LARGE, Devices([CARD.memory_bytes] * 2, 0, machine),
+                               lambda degree: False)
+        return plan_run(ParallelConfig(), machine, HALF_TOO_LARGE, JOB, *spread).chosen
+    assert chosen(ample).degrees.num_patches == 2 and chosen(scarce).degrees.num_patches == 1
 
 
 def test_the_node_says_where_weights_are_and_what_they_cost():

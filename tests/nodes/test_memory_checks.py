@@ -267,13 +267,45 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
                     [12e9 * FULL] * 2)
 
     assert before == 0 and coming.requested_patches == 2 and 0 < budget < 12e9
-    said = coming.words(types.SimpleNamespace(plan=None, timed=None))
+    said = coming.words(types.SimpleNamespace(plan=None, staged=None, timed=None))
     stay, once, a_step = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory "
                                               r"for each of 2 patches, (\S+) GB in every step$", said).groups())
     assert counted.weight_bytes == coming.weight_bytes[0] <= budget and counted.weight_bytes / 1e9 <= 1.01 * stay
     assert a_step == pytest.approx(2 * once, rel=0.01) and counted.come_bytes == 2 * coming.offloaded_bytes[0]
     with pytest.raises(comfyui.errors.ConfigError, match="needs about"):
         asked(comfyui, "pipefusion2", 1e9, "auto", monkeypatch)[1].check_weights()
+
+
+@pytest.mark.parametrize("is_hidden", [True, pytest.param(False, marks=pytest.mark.slow)],
+                         ids=["with busy stages", "once a step"])
+def test_stages_that_are_too_large_have_weights_come_as_often_as_is_forecast_to_be_fastest(comfyui, said, monkeypatch,
+                                                                                         is_hidden):
+    """Of two cards none has room for its half. Where the way from the host is slow, weights come once a step, for one
+    patch, and the picture is one device's; else it is that of two patches."""
+    apart(comfyui, monkeypatch)
+    unstreamed = comfyui.config("cpu,cpu", pipefusion=2, num_patches=2) if is_hidden else comfyui.config("cpu")
+    wanted = comfyui.sample(comfyui.ours("sd3", unstreamed, size="demo"), "sd3", steps=4)
+    weights = comfyui.ours("sd3", comfyui.config("cpu"), size="demo").model.remote.memory.model_bytes
+    card = Device(1e10, 1e10, 1e12, memory_bytes=0.45 * weights, host_bytes_s=1e12 if is_hidden else 1e7)
+    links = Links({("hop", 2): 1e6, ("all_to_all", 2): 1e5})
+    choice, cost, planner, remote = (importlib.import_module(f"{comfyui.pack.__name__}.{name}") for name in (
+        "xdit_backend.forecast.choice", "xdit_backend.forecast.cost", "xdit_backend.forecast.planner",
+        "nodes.bridge.run.remote"))
+    for module in (planner, remote):                           # a usual picture has no room beside so few weights
+        monkeypatch.setattr(module, "USUAL_JOB", cost.Job(64, 20, 20))
+    machine = choice.Machine((cost.Device(**vars(card)),) * 2, cost.Links(links.rates))
+    monkeypatch.setattr(comfyui.groups, "machine", lambda *given, **more: machine)
+    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: 0.9 * weights)      # of both
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto"), size="demo")
+    said.clear()
+
+    result = comfyui.sample(model, "sd3", steps=4)
+
+    assert model.model.remote.spec.stages.pipefusion_degree == 2
+    often = "for each of 2 patches, " if is_hidden else "in every step"
+    assert f"PipeFusion 2, {2 if is_hidden else 1} patch" in said[0] and f"come from host memory {often}" in said[0]
+    assert (", hidden (" in said[0]) == is_hidden and ("which takes" in said[0]) != is_hidden
+    close(result, wanted, EXACT)
 
 
 def test_what_displaced_patches_of_a_u_net_send_leaves_less_room_for_weights(comfyui, monkeypatch):

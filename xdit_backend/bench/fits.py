@@ -23,12 +23,12 @@ from ..forecast.memory_check import (
     ranks_hold,
     weights_memory_in,
 )
+from ..forecast.more_devices import spread_that_fits
 from ..forecast.planner import (
     USUAL_JOB,
     degrees_of,
     describe_layout,
     memory_settings,
-    spread_that_fits,
 )
 from ..forecast.words import weights_words
 from ..protocol.errors import ConfigError

@@ -90,13 +90,22 @@ class Checkpoint:
 
     def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", fast=False,
              weights_memory=0):
-        """The ModelSpec of this model. Its name changes with the files, dtypes and degrees."""
+        """The ModelSpec of this model. Its name changes with the files, dtypes and degrees. Raises CheckpointError
+        where a file is gone."""
         form = storage_dtype, compute_dtype, stages, tensor_degree, quantisation, fast, weights_memory
-        return ModelSpec(f"{self.name}-{state_of(self.files)}{_digest(form)}", self.family.name, self.path, *form)
+        return ModelSpec(f"{self.name}-{self._state}{_digest(form)}", self.family.name, self.path, *form)
+
+    @property
+    def _state(self):
+        try:
+            return state_of(self.files)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"Put the model's file back, or choose another, and queue the prompt again: "
+                                  f"{error.filename} is no longer there.") from error
 
     def check_is(self, spec):
         """Raise CheckpointError where the files have changed since the ModelSpec was made."""
-        if not (spec.state or spec.name.rpartition("-")[2]).startswith(state_of(self.files)):
+        if not (spec.state or spec.name.rpartition("-")[2]).startswith(self._state):
             raise CheckpointError(f"Queue the prompt again, which loads the file anew: {self.name} has changed on "
                                   "disk since Load xDiT Model read it, and its weights are needed again.")
 
@@ -147,7 +156,7 @@ def open_checkpoint(path):
 
 
 def state_of(files):
-    """8 digits that change when any of these files changes on disk."""
+    """8 digits that change when any of these files changes on disk. Raises FileNotFoundError where one is gone."""
     return _digest([(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files])
 
 

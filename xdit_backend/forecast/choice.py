@@ -22,12 +22,19 @@ class Machine:
     """The devices of a worker group, in the order of its ranks, and the links between them.
 
     alone: times as fast as beside the others that the first device is while they rest; CPU workers share what a machine
-    has.
+    has. page_bytes, disk_bytes_s: of a model's file, what host memory has room for, and how many a second come from the
+    disk once it has none; 0: not measured.
     """
 
     devices: tuple[Device, ...]
     links: Links
     alone: float = 1.0
+    page_bytes: float = math.inf
+    disk_bytes_s: float = 0.0
+
+    def reading(self, pages):
+        """This machine, where so much of a model's file is in host memory. pages: host_memory.pages_of."""
+        return replace(self, page_bytes=pages[0], disk_bytes_s=pages[1])
 
     def exchanging(self, exchange):
         """This machine, where attention's tensors travel in this form."""
@@ -47,7 +54,8 @@ class Forecast:
     memory: Memory                         # of the fullest rank, in bytes
     fits: bool
     working: int                           # devices that have something to do
-    come_s: float = 0.0                    # seconds of a step in which weights come from host memory, beside computing
+    # seconds of a step by patches (else of one) in which weights come from host memory, beside computing
+    come_s: float = 0.0
 
     @property
     def seconds(self):
@@ -84,15 +92,30 @@ def forecast(net, job, degrees, machine, settings=DEFAULT_SETTINGS):
     needed = rank_memory(net, job, degrees, settings)
     seconds = run_seconds(net, replace(job, images=group.images * degrees.data), degrees, device, machine.links,
                           equivalent_devices)
-    fits, come_s = fits_stages(net, degrees, needed, group.memory_bytes), 0.0
-    if settings.weights_memory and degrees.pipefusion == 1 and device.host_bytes_s:
-        room = room_of(min(group.memory_bytes))
-        offloaded = offloaded_memory(net, needed, room, settings.weights_memory)
+    fits = fits_stages(net, degrees, needed, group.memory_bytes)
+    if (settings.weights_memory and device.host_bytes_s and not degrees.warmup_by_sequence
+            and (degrees.pipefusion == 1 or not fits)):
+        offloaded = offloaded_memory(net, needed, room_of(min(group.memory_bytes)), settings.weights_memory,
+                                     degrees.pipefusion)
         needed, fits = (needed, fits) if offloaded is None else (offloaded, True)
-        come_s = needed.come / (group.working == 1 and device.host_alone_bytes_s or device.host_bytes_s)
-        # what copying takes longer than all else does
-        seconds |= {"weights": max(0.0, job.steps * come_s - sum(seconds.values()))} if come_s else {}
-    return Forecast(degrees, seconds, needed, fits, group.working, come_s)
+    if not needed.come:
+        return Forecast(degrees, seconds, needed, fits, group.working)
+    once_s = _come_seconds(needed.come, degrees, machine, group)
+    num_patches = 1 if degrees.pipefusion == 1 else degrees.num_patches or degrees.pipefusion
+    warmup_steps = min(job.steps, degrees.warmup_steps)
+    times = warmup_steps + (job.steps - warmup_steps) * num_patches
+    # what copying takes longer than all else does
+    seconds |= {"weights": max(0.0, times * once_s - sum(seconds.values()))}
+    return Forecast(degrees, seconds, needed, fits, group.working, num_patches * once_s)
+
+
+def _come_seconds(come_bytes, degrees, machine, group):
+    """Seconds in which so many bytes of weights come to each rank: from host memory, or, where that has no room for
+    those of all stages and shards, from the disk. Ranks with the same weights read them once."""
+    device, of_all = group.device, come_bytes * degrees.pipefusion * degrees.tensor
+    copies_s = come_bytes / (group.working == 1 and device.host_alone_bytes_s or device.host_bytes_s)
+    from_disk = of_all > machine.page_bytes and machine.disk_bytes_s
+    return max(copies_s, of_all / machine.disk_bytes_s) if from_disk else copies_s
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ class Memory:
     keys_values: float
     activations: float
     host: float = 0.0                      # keys and values that are in host memory, and not in `total`
-    come: float = 0.0                      # of weights that come from host memory in every step, and are not in `total`
+    # of weights that come from host memory whenever the rank runs its blocks, and are not in `total`
+    come: float = 0.0
 
     @property
     def total(self):
@@ -46,17 +47,17 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     """Memory of the fullest rank.
 
     Stale keys and values are 2 B (S + S_t) h elements a block: of a stage's blocks and a rank's heads under PipeFusion,
-    of all blocks under DistriFusion.
+    of all blocks under DistriFusion; of one patch none are kept.
     """
     tokens = job.tokens + (job.text if net.joint else 0)
     a_block = (net.live or Live()).keys * net.key_share * degrees.batch(job) * tokens * net.width * net.element_bytes
     a_block /= degrees.ulysses * degrees.tensor
-    keys_values = host = 0.0
-    if degrees.pipefusion > 1:
+    keys_values, host, is_kept = 0.0, 0.0, degrees.pipefusion > 1 and degrees.num_patches != 1
+    if is_kept:
         keys_values = settings.cached_steps * a_block * max(stage_counts(net, degrees.pipefusion))
-    if degrees.pipefusion > 1 and settings.offload:
+    if is_kept and settings.offload:
         keys_values, host = (settings.cached_steps + 1) * a_block, keys_values
-    if degrees.pipefusion > 1 and not net.joint:               # those of the text, which are made once a step
+    if is_kept and not net.joint:                              # those of the text, which are made once a step
         keys_values += (2 * degrees.batch(job) * job.text * net.width * net.element_bytes / degrees.tensor
                         * max(stage_counts(net, degrees.pipefusion)))
     if degrees.displaced > 1:

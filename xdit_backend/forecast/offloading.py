@@ -94,18 +94,20 @@ def step_seconds(compute_s, copy_s, offloaded, num_buffers=NUM_BUFFERS):
     return ends[-1] - ends[-2]
 
 
-def offloaded_memory(net, needed, room_bytes, weights_memory):
+def offloaded_memory(net, needed, room_bytes, weights_memory, num_stages=1):
     """The Memory of a rank of which some weights come from host memory, so that it has room; None where even two blocks
     at a time have none.
 
     needed: with all weights on the device. room_bytes: of the device, for all that the rank holds there.
-    weights_memory: of MemorySettings.
+    weights_memory: of MemorySettings. num_stages: of one of which the rank has the blocks.
     """
     beside, outside = needed.keys_values + needed.activations, net.outside_bytes
     room = min(room_bytes - beside, weights_memory)
-    over, buffers = needed.weights - room, NUM_BUFFERS * (needed.weights - outside) / net.blocks
+    over, buffers = needed.weights - room, NUM_BUFFERS * num_stages * (needed.weights - outside) / net.blocks
     if over <= 0:
         return needed
+    if net.blocks <= NUM_BUFFERS * num_stages:                 # each block of a stage would have a buffer of its own
+        return None
     come = min(needed.weights - outside, over + buffers)
     held = needed.weights - come + buffers
     return replace(needed, weights=held, come=come) if held <= room else None

@@ -15,7 +15,7 @@ from ..protocol.specs import Layout, Stages
 from .choice import WORTH, Forecast, Machine, are_alike, candidates, choose, forecast, forecasts, speeds_of
 from .cost import Degrees, Device, Job, Links
 from .decoding import work_seconds
-from .memory import MemorySettings, rank_memory, weight_bytes
+from .memory import MemorySettings, weight_bytes
 from .words import method_words
 
 USUAL = {"cuda": Device(1e14, 1e14, 1e12), "cpu": Device(5e10, 3e10, 1e10, block_launch_s=5e-4)}
@@ -63,6 +63,10 @@ class Devices:
     @property
     def speeds(self):
         return () if self.machine is None else speeds_of(self.machine.devices)
+
+    def holds(self, net):
+        """Has each of them room for all weights?"""
+        return net.held_bytes <= FULL * self.smallest
 
     def divisors(self):
         """Degrees above 1 that divide their number."""
@@ -114,8 +118,9 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     Without a probe PipeFusion, or tensor parallelism where nothing approximate is allowed, and the least degree.
     Where there are several machines, these, or equal parts of them, are stages, so that tokens are shared within one.
     Where the weights fit on each device, and nothing approximate is allowed or it is forecast to be as fast, machines
-    share branches and images. Where no spread fits, and where a number of weights_memory is given, every rank has all
-    blocks, and weights come from host memory.
+    share branches and images. Where weights may come from host memory, and a probe has measured how fast, all spreads
+    count as well whose weights do not fit, with those that come. Without a probe, where no spread fits, and where a
+    number of weights_memory is given, every rank has all blocks, and weights come.
     is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: usual
     """
     if config.mode == "manual":
@@ -124,21 +129,20 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
         return EVERYWHERE
     if devices.per_machine and has_stages:
         return _spread_over_machines(config, net, devices, branches)
-    if len(devices.memory_bytes) == 1 or net.held_bytes <= FULL * devices.smallest:
+    if len(devices.memory_bytes) == 1 or devices.holds(net):
         return EVERYWHERE
     staged = _staged(config, net, devices) if has_stages else []
     split = [Spread(None, degree) for degree in _split_degrees(net, devices) if is_splittable(degree)]
     fit_staged = [spread for spread in staged if _weights_fit(spread.stages, net, devices.memory_bytes)]
     fit_split = [spread for spread in split
                  if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
-    approximate = config.may_differ
+    approximate, can_come = config.may_differ, config.weights_memory_bytes is None
+    if can_come and devices.machine is not None and all(device.host_bytes_s for device in devices.machine.devices):
+        return _fastest(config, net, devices, [*staged, *split, EVERYWHERE])
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
-        can_come = has_own_memory and config.weights_memory_bytes is None
-        return EVERYWHERE if can_come else ((staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
+        return EVERYWHERE if can_come and has_own_memory else (
+            (staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
     fitting = fit_staged + fit_split if approximate else fit_split + fit_staged
-    if devices.machine is not None and config.weights_memory_bytes is None and all(
-            device.host_bytes_s for device in devices.machine.devices):
-        fitting.append(EVERYWHERE)
     return fitting[0] if devices.machine is None or len(fitting) == 1 else _fastest(config, net, devices, fitting)
 
 
@@ -162,7 +166,7 @@ def _spread_over_machines(config, net, devices, branches):
     stages = next((each for each in inside if _weights_fit(each, net, devices.memory_bytes)),
                   inside[-1] if inside else None)
     approximate = config.may_differ
-    if stages is None or net.held_bytes > FULL * devices.smallest or (approximate and machine is None):
+    if stages is None or not devices.holds(net) or (approximate and machine is None):
         return Spread(stages)
     if not approximate:
         return EVERYWHERE
@@ -266,9 +270,23 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
                    for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0
                    and net.heads % ulysses == 0]
     ordered = forecasts(net, job, machine, layouts, memory_settings(config, stages))
+    if stages is not None and not config.requested_patches and any(one.memory.come for one in ordered):
+        layouts = [dataclasses.replace(degrees, num_patches=count) for degrees in layouts
+                   for count in patches_that_come(stages)]
+        ordered = forecasts(net, job, machine, layouts, memory_settings(config, stages))
     fastest = dataclasses.replace(machine, devices=(max(machine.devices, key=lambda device: device.matrix_flops_s),))
     one = forecast(net, job, Degrees(), fastest, memory_settings(config))
     return Plan(choose(ordered, are_alike(net, job, machine.devices)), one, ordered)
+
+
+def patches_that_come(stages):
+    """Numbers of patches of stages whose weights come from host memory, of which a forecast chooses: as few as keep
+    all stages busy, or one, for which they come once a step, while stages wait for each other.
+
+    More patches in the same number of passes through a block would win nothing: stages are busy only while each has
+    a pass of its own, and one pass of all patches keeps them waiting as one patch does, whose picture is exact.
+    """
+    return stages.pipefusion_degree, 1
 
 
 def memory_settings(config, stages=None):
@@ -277,36 +295,6 @@ def memory_settings(config, stages=None):
     return MemorySettings(config.cached_steps, staged and stages.offload,
                           staged and config.warmup in ("auto", "micro_batches"),
                           weights_memory=math.inf if given is None else given)
-
-
-def stages_that_fit(config, net, job, device_bytes):
-    """The least pipefusion_degree with which this would fit on devices of this memory, of as many as there are;
-    None: none does."""
-    stages = Stages(2, offload=config.offload_keys_values)
-    settings = memory_settings(config, stages)
-    return next((degree for degree in range(2, net.blocks + 1)
-                 if rank_memory(net, job, Degrees(pipefusion=degree, num_patches=2 * degree), settings).total
-                 <= device_bytes), None)
-
-
-def tensor_degree_that_fits(net, job, device_bytes):
-    """The least tensor_degree with which this would fit, as stages_that_fit."""
-    return next((degree for degree in tensor_degrees(net)
-                 if rank_memory(net, job, Degrees(tensor=degree)).total <= device_bytes), None)
-
-
-def spread_that_fits(config, net, refused, job, device_bytes):
-    """On how many devices of this memory a run would fit, for a person: [text]; exactly, where only exact methods are
-    allowed. net: None of a U-Net. refused: the family's."""
-    if net is None:
-        return []
-    if config.may_differ and "pipefusion" not in refused:
-        name, degree = "pipefusion_degree", stages_that_fit(config, net, job, device_bytes)
-    elif "tensor" in refused:
-        return []
-    else:
-        name, degree = "tensor_degree", tensor_degree_that_fits(net, job, device_bytes)
-    return [f"{name}={degree} on as many devices like these"] if degree else []
 
 
 def degrees_of(layout, config, stages=None):

@@ -91,9 +91,11 @@ def ranks_of(torchrun):
 
 
 def exit_words(code):
-    """" (exit code -9, killed)", or "" where it is not known."""
+    """" (exit code -9, killed)", or "" where it is not known. SIGBUS is of memory whose file lacks it."""
     if code is None:
         return ""
-    names = {-number.value: number.name for number in signal.Signals} | {-signal.SIGKILL: "killed"}
+    names = {-number.value: number.name for number in signal.Signals} | {
+        -signal.SIGKILL: "killed",
+        -signal.SIGBUS: "SIGBUS: a file that it reads was cut short, or shared memory is full"}
     return f" (exit code {code}{f', {names[code]}' if code in names else ''})"
 

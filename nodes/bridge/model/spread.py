@@ -4,6 +4,7 @@ from ....xdit_backend.checkpoints.shares import possible_splits
 from ....xdit_backend.config import refuse_methods, validate_layout, validate_stages
 from ....xdit_backend.forecast.for_speed import spread_for_speed
 from ....xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, usual_branches
+from ....xdit_backend.host_memory import pages_of
 from ....xdit_backend.protocol.devices import devices_per_machine
 from ..workers.groups import GROUPS, show_text
 from ..workers.memory_checks import has_own_memory
@@ -14,7 +15,8 @@ def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dty
 
     device_bytes: memory of each device. net: None of a U-Net. model: diffusers', on the meta device. GROUPS.machine
     also has the workers divide work by how fast each device is, where that was measured; in auto mode with several
-    machines, and where the picture may differ for speed, it is measured now. Then the node says what that gains.
+    machines, where the picture may differ for speed, and where weights may have to come from host memory, it is
+    measured now. Of speed the node says what that gains.
     """
     family = checkpoint.family
     if config.mode == "manual":
@@ -24,11 +26,14 @@ def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dty
         if not family.is_unet:
             validate_stages(config, family.num_blocks(checkpoint.config), family.name)
     per_machine, is_auto = devices_per_machine(devices), config.mode == "auto" and not family.is_unet
-    machine = (GROUPS.machine(devices, compute_dtype, may_measure=is_auto and (
+    comes = (is_auto and config.weights_memory_bytes is None and all(map(has_own_memory, devices))
+             and not Devices(device_bytes).holds(net))
+    machine = (GROUPS.machine(devices, compute_dtype, may_measure=comes or is_auto and (
         per_machine > 0 or config.approximate == "for speed")) if len(devices) > 1 else None)
     if family.is_unet:
         return EVERYWHERE
-    machine = machine and machine.exchanging(config.exchange)
+    if machine is not None:
+        machine = machine.exchanging(config.exchange).reading(pages_of(checkpoint.files))
     known, branches = Devices(device_bytes, per_machine, machine), usual_branches(checkpoint.config)
     faster = None if "pipefusion" in family.refused else spread_for_speed(config, net, known, branches)
     if faster is not None:

@@ -32,6 +32,16 @@ class ModelCall:
     whole_reason: str | None = None        # with PipeFusion: what reasons.why_whole and why_drained have said
     drained_reason: str | None = None
 
+    @property
+    def step(self):
+        """Which step of a run it belongs to, for a person; "" outside of a sampler."""
+        if self.schedule is None or len(self.schedule) < 2:
+            return ""
+        steps = self.schedule[:-1]
+        # samplers also call between two steps
+        nearest = (steps.to(self.sigmas) - self.sigmas.max()).abs().argmin()
+        return f"step {int(nearest) + 1} of {len(steps)}"
+
     def halves(self):
         """The call as two, of one branch each."""
         call = self.call

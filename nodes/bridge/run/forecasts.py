@@ -8,6 +8,7 @@ import torch
 from ....xdit_backend.forecast.calibration import KNOWN, NEW, Calibration, calibrated
 from ....xdit_backend.forecast.planner import is_long, plan_run
 from ....xdit_backend.forecast.words import measured_words, plan_words, seconds_words
+from ....xdit_backend.host_memory import pages_of
 from ..supported.attention import kernel_of
 from ..workers.groups import GROUPS
 from .step_times import StepTimes
@@ -24,7 +25,9 @@ class Forecasts:
         self._setup = setup
         # the Plan of this run, if it has one; what its calls took
         self.plan = self.timed = None
+        self.staged = None                                     # the Plan of this run's stages, if their weights come
         self._plans, self._cards = {}, ()                      # {Job: Plan or None}; names of the devices
+        self._pages = None                                     # host_memory.pages_of the file
         self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
 
     def begin(self, job, is_planned):
@@ -35,7 +38,7 @@ class Forecasts:
         return plan
 
     def end(self):
-        self.plan = self.timed = None
+        self.plan = self.timed = self.staged = None
         self._plans.clear()
 
     def look(self, job, may_measure):
@@ -48,16 +51,34 @@ class Forecasts:
             return None
         if job not in self._plans:
             may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
-            machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, may_measure)
-            kernel = kernel_of(setup.config, {}).name
-            if machine is not None:
-                machine = dataclasses.replace(machine, devices=tuple(device.by_kernel(kernel)
-                                                                     for device in machine.devices))
-            self._plans[job] = None if machine is None else plan_run(
-                setup.config, calibrated(machine, GROUPS.calibrations(), setup.family.name).exchanging(
-                    setup.config.exchange), setup.net, job, None, setup.spec.tensor_degree)
+            machine = self._machine(may_measure)
+            self._plans[job] = None if machine is None else plan_run(setup.config, machine, setup.net, job, None,
+                                                                     setup.spec.tensor_degree)
             self._cards = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[job]
+
+    def num_patches(self, job):
+        """Of a run by stages whose weights come from host memory, as is forecast to be fastest; 0: none come, or the
+        devices are not measured."""
+        setup, self.staged = self._setup, None
+        machine = self._machine(may_measure=False) if self.why_none == "stages" else None
+        plan = machine and plan_run(setup.config, machine, setup.net, job, setup.spec.stages, setup.spec.tensor_degree)
+        if not plan or not plan.chosen.memory.come:
+            return 0
+        self.staged = plan
+        return plan.chosen.degrees.num_patches
+
+    def _machine(self, may_measure):
+        """The devices as this MODEL finds them; None where they are not measured."""
+        setup, spec = self._setup, self._setup.spec
+        machine = GROUPS.machine(setup.devices, spec.compute_dtype, may_measure)
+        if machine is None:
+            return None
+        self._pages = self._pages or pages_of(setup.checkpoint.files)
+        kernel = kernel_of(setup.config, {}).name
+        machine = dataclasses.replace(machine, devices=tuple(device.by_kernel(kernel) for device in machine.devices))
+        return calibrated(machine, GROUPS.calibrations(), setup.family.name).exchanging(
+            setup.config.exchange).reading(self._pages)
 
     @property
     def why_none(self):

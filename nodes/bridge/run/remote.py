@@ -34,7 +34,7 @@ class RemoteModel:
     """
 
     def __init__(self, computing_in, dtype, load_device):
-        self._computing_in = computing_in
+        self._computing_in, self._job = computing_in, None     # the Job of the run that ComfyUI asks about
         self._set_up(dtype)
         setup, self.load_device = self.setup, load_device
         self.checkpoint, self.family = setup.checkpoint, setup.family
@@ -58,6 +58,8 @@ class RemoteModel:
     def _set_up(self, dtype, weights_memory=None):
         self.setup, self.memory = self._computing_in(dtype, weights_memory)
         self.forecasts, self.spec = Forecasts(self.setup), self.setup.spec
+        if self._job is not None:
+            self.memory.run_patches = self.forecasts.num_patches(self._job)
 
     def compute_in(self, dtype, base_model):
         """From now on, compute in this type (its name), with weights where the run that is next leaves room for them.
@@ -113,6 +115,8 @@ class RemoteModel:
         tokens = self.family.latent.num_tokens(whole) * self.family.latent.sequences(whole)
         images = max(1, input_shape[0] // branches)
         job = dataclasses.replace(USUAL_JOB, tokens=tokens, branches=branches, images=images)
+        if self._pipeline is None:
+            self._job, self.memory.run_patches = job, self.forecasts.num_patches(job)
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
         self._run_bytes = self.memory.of_run(job, layout, one, tuple(whole[2:]))
@@ -238,7 +242,7 @@ class RemoteModel:
 
     def predict(self, model_call, calls):
         """The predictions for one or two calls of this model, which are all calls of this step at this time."""
-        GROUPS.client(self.devices).begin_step(_step_of(model_call))
+        GROUPS.client(self.devices).begin_step(model_call.step)
         try:
             return self._predict(model_call, calls)
         finally:
@@ -338,13 +342,3 @@ def _spare(data_degree, num_images):
         return ""
     return (f" ({data_degree - num_images} of data_degree={data_degree} have no image: set batch_size to {data_degree}"
             f" in the node of the empty latent, or use another degree)")
-
-
-def _step_of(model_call):
-    """Which step of a run a ModelCall belongs to, for a person; "" outside of a sampler."""
-    if model_call.schedule is None or len(model_call.schedule) < 2:
-        return ""
-    steps = model_call.schedule[:-1]
-    # samplers also call between two steps
-    nearest = (steps.to(model_call.sigmas) - model_call.sigmas.max()).abs().argmin()
-    return f"step {int(nearest) + 1} of {len(steps)}"

@@ -19,12 +19,12 @@ from ....xdit_backend.forecast.memory_check import (
     ranks_hold,
     weights_memory_in,
 )
+from ....xdit_backend.forecast.more_devices import spread_that_fits
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
     describe_layout,
     memory_settings,
-    spread_that_fits,
 )
 from ....xdit_backend.forecast.words import disk_words, weights_words
 from ....xdit_backend.host_memory import available_memory, disk_bytes_s
@@ -49,6 +49,8 @@ class MemoryCheck:
         # of a rank with all blocks
         self.model_bytes = self._plan_of(math.inf, None).device_bytes if self._has_parts else max(self.weight_bytes)
         self._checked = set()                                  # what of this run has been found to fit
+        # of a run by stages whose weights come, as was forecast; 0: as many as stages
+        self.run_patches = 0
         self._disk_bytes_s = 0.0                               # at which the file is read; 0: not measured
 
     def update(self, loaded):
@@ -65,8 +67,7 @@ class MemoryCheck:
     def of_run(self, job, layout, of_one_device, sizes):
         """Bytes that a rank takes beside weights. of_one_device: of activations where nothing is divided. sizes: of the
         latent, without batch and channels."""
-        setup = self._setup
-        degrees = degrees_of(layout, setup.config, setup.spec.stages)
+        setup, degrees = self._setup, self._degrees(layout)
         activations = of_one_device * working_share(job, degrees, branches_apart=True)
         return activations + (self._exchanged(job.images, job.branches, sizes, degrees, setup.config)
                               if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
@@ -84,7 +85,7 @@ class MemoryCheck:
         setup = self._setup
         if setup.net is None:
             return estimate
-        needed = self._of_rank(job, degrees_of(layout, setup.config, setup.spec.stages), setup.config)
+        needed = self._of_rank(job, self._degrees(layout), setup.config)
         return needed.activations + needed.keys_values
 
     def weights_memory_beside(self, run_bytes, is_held):
@@ -114,8 +115,8 @@ class MemoryCheck:
 
     def words(self, forecasts):
         """Where the weights are, for a person; "" where all are on the devices. forecasts: run.forecasts.Forecasts."""
-        plan, run = forecasts.plan, forecasts.timed
-        chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps)
+        plan, run = forecasts.plan or forecasts.staged, forecasts.timed
+        chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps if run else USUAL_JOB.steps)
         come, stay = max(self.offloaded_bytes), max(self.weight_bytes)
         num_patches = 1 if self._setup.spec.stages is None else self.requested_patches
         if not come:
@@ -147,9 +148,17 @@ class MemoryCheck:
     @property
     def requested_patches(self):
         """Of PipeFusion, as planner.choose_num_patches has it: as many as stages where these have weights come, for
-        each patch anew."""
+        each patch anew, or one."""
         stages, requested = self._setup.spec.stages, self._setup.config.requested_patches
-        return requested or (stages.pipefusion_degree if any(self.offloaded_bytes) else 0)
+        if requested or not any(self.offloaded_bytes):
+            return requested
+        return 0 if stages is None else self.run_patches or stages.pipefusion_degree
+
+    def _degrees(self, layout):
+        setup = self._setup
+        degrees = degrees_of(layout, setup.config, setup.spec.stages)
+        return degrees if setup.spec.stages is None else dataclasses.replace(
+            degrees, num_patches=self.requested_patches or degrees.num_patches)
 
     @property
     def _may_offload(self):
@@ -203,8 +212,7 @@ class MemoryCheck:
         key = tuple(shape), num_images, branches, layout
         if key in self._checked:
             return
-        setup = self._setup
-        degrees = degrees_of(layout, setup.config, setup.spec.stages)
+        setup, degrees = self._setup, self._degrees(layout)
 
         def job(images, sizes):
             return setup.job((images, shape[1], *sizes), conditioning, USUAL_JOB.steps, branches)
