@@ -16,10 +16,9 @@ def article(name):
 NOT_RUN = {".audio_patch_proj.": "MiniMax H3", ".genre_embedder.": "ACE-Step", ".embed_image_indicator.": "Ideogram 4",
            ".clf.1.": "Stable Cascade", ".rotary_pos_emb.inv_freq": "Stable Audio",
            ".img_mod.modulate_table": "JoyImage"}
-NOT_IN_DIFFUSERS = {".double_stream_layers.": "Boogu-Image", ".ref_image_refiner.": "OmniGen 2",
-                    ".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D",
+NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D",
                     ".context_repo_layers.": "TripoSplat",
-                    ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT", ".attn.img_qkv.": "Lens"}
+                    ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT"}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
 BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)
