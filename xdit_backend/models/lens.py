@@ -1,6 +1,8 @@
 """Lens, ComfyUI's own module: two streams with joint attention, image first; its text is what several layers of a
 language model give; positions count from the picture's middle."""
 
+import torch
+
 from ..vocabulary.comfyui import handed_on, same_names
 from ..vocabulary.describe import Unpacked, blocks, config_of, has, optional_size, size, text_mask
 from ..vocabulary.family import Family, Tiny
@@ -20,10 +22,17 @@ def _positions(module, forward, rows, tokens, args, kwargs):
     return forward(ids, *args[1:], **kwargs)
 
 
+def _mask(call):
+    """Which text tokens are real; of no tokens where nothing is masked, for which ComfyUI's forward would make a mask
+    of ones."""
+    mask = text_mask(call)
+    return call.latent.new_zeros(len(call.latent), 0, dtype=torch.bool) if mask is None else mask
+
+
 def _amend(model, config):
     """Blocks are told which tokens of the text are real, and make ComfyUI's bias of it: only so it can be cut."""
     bias = model._build_joint_attention_mask
-    model._build_joint_attention_mask = lambda text, num_image_tokens: text.bool()
+    model._build_joint_attention_mask = lambda text, num_image_tokens: text if text.shape[1] else None
 
     def with_bias(plain):
         def forward(hidden_states, encoder_hidden_states, temb, freqs_cis, attention_mask=None,
@@ -59,7 +68,7 @@ LENS = Family(
         _text_width=size("txt_in.weight", 1)),
     convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), amend=_amend,
     conditioning={"context": "_text_width", "attention_mask": None},
-    arguments=handed_on(LATENT, "context", attention_mask=text_mask),
+    arguments=handed_on(LATENT, "context", attention_mask=_mask),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_share=0.5,
