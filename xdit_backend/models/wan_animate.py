@@ -33,7 +33,8 @@ def _amend(model, config):
     embed, motions = model.after_patch_embedding, ForwardValue(model)
 
     def embedded(tokens, pose_latents, face_pixel_values):
-        tokens, motion = embed(tokens, pose_latents, face_pixel_values)
+        with tokens.device:                                    # where ComfyUI's makes no zeros on the host
+            tokens, motion = embed(tokens, pose_latents, face_pixel_values)
         motions.set(motion)
         return tokens, motion
 
