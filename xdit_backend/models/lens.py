@@ -1,6 +1,8 @@
 """Lens, ComfyUI's own module: two streams with joint attention, image first; its text is what several layers of a
 language model give; positions count from the picture's middle."""
 
+from types import MethodType
+
 import torch
 
 from ..vocabulary.comfyui import handed_on, same_names
@@ -33,16 +35,16 @@ def _amend(model, config):
     """Blocks are told which tokens of the text are real, and make ComfyUI's bias of it: only so it can be cut."""
     bias = model._build_joint_attention_mask
     model._build_joint_attention_mask = lambda text, num_image_tokens: text if text.shape[1] else None
-
-    def with_bias(plain):
-        def forward(hidden_states, encoder_hidden_states, temb, freqs_cis, attention_mask=None,
-                    transformer_options=None):
-            if attention_mask is not None:
-                attention_mask = bias(attention_mask, hidden_states.shape[1])
-            return plain(hidden_states, encoder_hidden_states, temb, freqs_cis, attention_mask, transformer_options)
-        return forward
     for block in model.transformer_blocks:
-        block.forward = with_bias(block.forward)
+        block.bias_of, block.forward = bias, MethodType(_with_bias, block)
+
+
+def _with_bias(self, hidden_states, encoder_hidden_states, temb, freqs_cis, attention_mask=None,
+               transformer_options=None):
+    if attention_mask is not None:
+        attention_mask = self.bias_of(attention_mask, hidden_states.shape[1])
+    return type(self).forward(self, hidden_states, encoder_hidden_states, temb, freqs_cis, attention_mask,
+                              transformer_options)
 
 
 def _text_norms(shapes):

@@ -2,6 +2,7 @@
 read frame by frame."""
 
 import dataclasses
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -38,28 +39,26 @@ def _amend(model, config):
         motions.set(motion)
         return tokens, motion
 
-    def with_face(plain, fuser):
-        fuse, fuser.forward = fuser.forward, lambda tokens, motion: 0
-
-        def forward(x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
-            x, motion = plain(x, e, freqs, context, context_img_len, transformer_options), motions.get()
-            if motion is None:
-                return x
-            return x + (fuse(x, motion) if places is None else _of_frames(fuser, x, motion, *places))
-        return forward
-
     model.after_patch_embedding = embedded
     for number, block in enumerate(model.blocks):
+        block.forward = MethodType(_with_places, block)
         if number % EACH == 0:
-            block.forward = with_face(block.forward, model.face_adapter.fuser_blocks[number // EACH])
-        else:
-            block.forward = _without_places(block.forward)
+            fuser = model.face_adapter.fuser_blocks[number // EACH]
+            vars(block).update(fuser=fuser, motions=motions)   # which is no module of the block in files
+            block.forward = MethodType(_with_face, block)
+            fuser.forward = lambda tokens, motion: 0
 
 
-def _without_places(plain):
-    def forward(x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
-        return plain(x, e, freqs, context, context_img_len, transformer_options)
-    return forward
+def _with_places(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+    return type(self).forward(self, x, e, freqs, context, context_img_len, transformer_options)
+
+
+def _with_face(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+    x, motion = _with_places(self, x, e, freqs, context, context_img_len, transformer_options), self.motions.get()
+    if motion is None:
+        return x
+    return x + (type(self.fuser).forward(self.fuser, x, motion) if places is None
+                else _of_frames(self.fuser, x, motion, *places))
 
 
 def _of_frames(fuser, x, motion_BFNC, places, num_tokens):

@@ -2,6 +2,7 @@
 the last."""
 
 import dataclasses
+from types import MethodType
 
 import torch.nn.functional as F
 
@@ -30,32 +31,28 @@ def _amend(model, config):
     """Tokens that are not all of a frame read the sound of theirs."""
     for block in model.blocks:
         attention = block.audio_cross_attn_wrapper.audio_cross_attn
-        attention.forward = _of_frames(attention, attention.forward)
-        block.forward = _with_places(block.forward)
+        attention.forward = MethodType(_of_frames, attention)
+        block.forward = MethodType(_with_places, block)
 
 
-def _with_places(plain):
-    def forward(x, e, freqs, context, audio=None, places=None, **others):
-        sound = audio if audio is None or places is None else (audio, *places)
-        return plain(x, e, freqs, context, audio=sound, **others)
-    return forward
+def _with_places(self, x, e, freqs, context, audio=None, places=None, **others):
+    sound = audio if audio is None or places is None else (audio, *places)
+    return type(self).forward(self, x, e, freqs, context, audio=sound, **others)
 
 
-def _of_frames(attention, plain):
-    def forward(x, context, transformer_options={}, **others):
-        if not isinstance(context, tuple):
-            return plain(x, context, transformer_options=transformer_options, **others)
-        audio, places, num_tokens = context
-        num_frames, heads = audio.shape[1] // 16, (attention.num_heads, attention.head_dim)
-        query, key, value = (each.unflatten(2, heads).transpose(1, 2) for each in (
-            attention.norm_q(attention.q(x)), attention.norm_k(attention.k(audio)), attention.v(audio)))
-        frame_size, rest = divmod(num_tokens, num_frames)
-        if rest:
-            raise ConfigError(f"Encode sound of the video's length: it is of {num_frames} frames, into which "
-                              f"{num_tokens} tokens of the video and its reference cannot be parted.")
-        mask = (places // frame_size)[:, None] == (places.new_ones(audio.shape[1]).cumsum(0) - 1)[None] // 16
-        return attention.o(F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2))
-    return forward
+def _of_frames(self, x, context, transformer_options={}, **others):
+    if not isinstance(context, tuple):
+        return type(self).forward(self, x, context, transformer_options=transformer_options, **others)
+    audio, places, num_tokens = context
+    num_frames, heads = audio.shape[1] // 16, (self.num_heads, self.head_dim)
+    query, key, value = (each.unflatten(2, heads).transpose(1, 2) for each in (
+        self.norm_q(self.q(x)), self.norm_k(self.k(audio)), self.v(audio)))
+    frame_size, rest = divmod(num_tokens, num_frames)
+    if rest:
+        raise ConfigError(f"Encode sound of the video's length: it is of {num_frames} frames, into which "
+                          f"{num_tokens} tokens of the video and its reference cannot be parted.")
+    mask = (places // frame_size)[:, None] == (places.new_ones(audio.shape[1]).cumsum(0) - 1)[None] // 16
+    return self.o(F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2))
 
 
 WAN_HUMO = dataclasses.replace(
