@@ -27,7 +27,8 @@ def build_module(path, config):
     model.wide_modules = {name.rpartition(".")[0] for name, parameter in model.named_parameters()
                           if parameter.dtype == torch.float32}
     for path in model.wide_modules:                            # which are float64 in a model of that type
-        model.get_submodule(path).register_forward_pre_hook(_as_weight)
+        if hasattr(model.get_submodule(path), "weight"):       # else it casts what it adds by itself
+            model.get_submodule(path).register_forward_pre_hook(_as_weight)
     model.config, forward = config, model.forward
 
     @functools.wraps(forward)
