@@ -95,6 +95,10 @@ def _family_of_folder(name, folder):
     config, fixed = folder.config, lambda family: [rule for rule in family.config.rules.items()
                                                    if not callable(rule[1])]
     of_class = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
+    of_files = [family.name for family in FAMILIES.values() if family.transformer.endswith(f":{class_name(config)}")]
+    if of_files:
+        raise CheckpointError(f"Load a file of {of_files[0]} in ComfyUI's format: {name} is a folder of it, and xDiT "
+                              "runs it as ComfyUI's own module, which takes files.")
     if not of_class:
         raise CheckpointError(f"{name} is {_describe_class(class_name(config))}. {LISTED}")
     return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family))
