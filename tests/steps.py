@@ -87,8 +87,6 @@ class Saved:
         self.branches = [example(name, num_text_tokens=count, seed=seed, more=PUBLISHED.get(name, {}), thin=False,
                                  **sizes)
                          for seed, count in enumerate(num_text_tokens)]
-        for one in self.branches:
-            one.conditioning.pop("face_pixel_values", None)    # of 512 x 512 pixels, where nothing is thin
         self._path = save(self.branches[0], folder)
 
     def spec(self, layout=None, weights_memory=0):

@@ -87,7 +87,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     attended to.
     apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how
     they are placed. seed: of all but the weights. more: of the config. thin: is what its class has of one size alone
-    left out?
+    left out? Else its inputs are.
     """
     family = FAMILIES[name]
     config = family.tiny.config | more
@@ -106,6 +106,8 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
     conditioning = conditioning_of(family, config, generator, {"context": num_text_tokens}, batch, shape)
+    if not thin:
+        conditioning.pop("face_pixel_values", None)            # of 512 x 512 pixels
     for number, size in enumerate(references):
         conditioning[f"ref_latents.{number}"] = torch.randn(*latent.shape[:2], *latent.shape[2:-2], *size,
                                                             generator=generator)
