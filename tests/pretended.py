@@ -91,9 +91,9 @@ def _tensors(tree):
 
 
 def _line():
-    """The innermost line of the pack or of diffusers."""
-    frames = [frame for frame in traceback.extract_stack() if "xdit_backend" in frame.filename
-              or "diffusers" in frame.filename]
+    """The innermost line of the pack, of diffusers or of ComfyUI's models."""
+    frames = [frame for frame in traceback.extract_stack()
+              if any(room in frame.filename for room in ("xdit_backend", "diffusers", "comfy/ldm"))]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} {frames[-1].name}" if frames else "a test"
 
 

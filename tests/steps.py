@@ -2,6 +2,7 @@
 Of tests and commands."""
 
 import functools
+import importlib
 import itertools
 import json
 import tempfile
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from tests.models.zoo import PIPELINES, UNETS, example
+from tests.models.zoo import PIPELINES, UNETS, example, save_transformer
 from tests.ranks import run_ranks
 from tests.tolerances import unrounded
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
+from xdit_backend.comfyui.modules import class_at
 from xdit_backend.config import DEGREES, ParallelConfig, refuse_methods, validate, validate_layout, validate_stages
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol import messages, specs
@@ -29,7 +31,9 @@ SIZES = {"rows": 6, "columns": 10, "batch": 2}
 # What a folder cannot say of a tiny model: it is as published ones are.
 PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].tiny.config["_conditioner"] | {"num_attention_heads": 16}},
              **{name: {"block_out_channels": (64,) * len(UNETS[name]["block_out_channels"]), "norm_num_groups": 32}
-                for name in UNETS}}
+                for name in UNETS},
+             # nor a file of Wan: that heads are of 128
+             **dict.fromkeys(("Wan Camera", "Wan HuMo", "Wan Animate"), {"dim": 256, "num_heads": 2})}
 # what diffusers saves of LTX-2's positions only where a pipeline has said so
 SAID = {"LTX-2": {"rope_type": "split", "rope_double_precision": True, "cross_attn_timestep_scale_multiplier": 1000}}
 
@@ -59,7 +63,9 @@ def words(layout):
 
 
 def save(one, folder):
-    """As published folders are."""
+    """As published folders are, or files of ComfyUI's own modules. The path to open."""
+    if one.family.is_comfyuis:
+        return save_transformer(one.model, folder)
     own = folder / ("unet" if one.family.is_unet else "transformer")
     for part in one.family.extra_parts:
         if hasattr(one.model, part):
@@ -69,24 +75,26 @@ def save(one, folder):
     config = json.loads((own / "config.json").read_text()) | SAID.get(one.family.name, {})
     (own / "config.json").write_text(json.dumps(config))
     (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(one.family.name, "Pipeline")}))
+    return folder
 
 
 class Saved:
     """A family's tiny model as a folder, branches that are asked of it, and what one device predicts for each."""
 
     def __init__(self, name, folder, num_text_tokens):
-        self.name, self.family, self._folder, self._wanted = name, FAMILIES[name], folder, {}
+        self.name, self.family, self._wanted = name, FAMILIES[name], {}
         sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
-        self.branches = [example(name, num_text_tokens=count, seed=seed, more=PUBLISHED.get(name, {}), **sizes)
+        self.branches = [example(name, num_text_tokens=count, seed=seed, more=PUBLISHED.get(name, {}), thin=False,
+                                 **sizes)
                          for seed, count in enumerate(num_text_tokens)]
-        save(self.branches[0], folder)
+        self._path = save(self.branches[0], folder)
 
     def spec(self, layout=None, weights_memory=0):
         stages = None
         if layout and layout.pipefusion_degree > 1:
             stages = Stages(2, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree)
         # a U-Net so small is of no published family
-        checkpoint = replace(open_checkpoint(self._folder), recognised=self.family)
+        checkpoint = replace(open_checkpoint(self._path), recognised=self.family)
         return checkpoint.spec("float64", "float64", stages, layout.tensor_degree if layout else 1,
                                weights_memory=weights_memory)
 
@@ -134,6 +142,9 @@ class Run:
 
 def execute(rank, world_size, runs):
     """Each run's commands, on one engine. runs: [(layout, commands)]. Returns [None, or what was raised]."""
+    class_at(FAMILIES["Lens"].transformer)
+    # rotations of ComfyUI's modules are by kernels else, none of which takes float64
+    importlib.import_module("comfy.model_management").in_training = True
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     for layout, commands in runs:
         # no mode reaches into a graph

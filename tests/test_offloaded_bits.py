@@ -23,7 +23,7 @@ from xdit_backend.protocol.segments import SegmentStore, map_segment
 from xdit_backend.protocol.specs import Stages
 from xdit_backend.worker.engine import Engine
 
-BLOCKS = {2: 8, 3: 12, 4: 12, 8: 12}       # of a tiny model's list of blocks -> of one here
+BLOCKS = {2: 8, 3: 12, 4: 12, 8: 12, 10: 15}      # of a tiny model's list of blocks -> of one here
 COUNTS = ("num_layers", "num_single_layers", "n_layers", "num_mmdit_layers", "num_single_dit_layers",
           "num_visual_blocks")
 SIZES = {False: {"rows": 6, "columns": 10}, True: {"rows": 16, "columns": 12}}             # True: of U-Nets
@@ -48,9 +48,8 @@ class Folder:
     def __init__(self, name, dtype, folder):
         self.name, self.dtype, self.family = name, dtype, FAMILIES[name]
         self.branches = [example(name, getattr(torch, dtype), num_text_tokens=count, seed=seed, more=deeper(name),
-                                 batch=2, **SIZES[name in UNETS]) for seed, count in enumerate((7, 9))]
-        save(self.branches[0], folder)
-        self.checkpoint = replace(open_checkpoint(folder), recognised=self.family)
+                                 batch=2, thin=False, **SIZES[name in UNETS]) for seed, count in enumerate((7, 9))]
+        self.checkpoint = replace(open_checkpoint(save(self.branches[0], folder)), recognised=self.family)
 
     def spec(self, layout, weights_memory=0):
         return self.checkpoint.spec(self.dtype, self.dtype, self._stages(layout), layout.tensor_degree,

@@ -127,6 +127,16 @@ export const ZH = {
     "请在 xDiT Parallel Config 中把 compile 设为 off，或移除 TorchCompileModel：PyTorch 无法在这里编译此模型（{0}）。",
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, what is outside of its blocks and two blocks at a time take so much of each device, and weights_memory=\"{}\" is less.":
     "请把 weights_memory 设为“auto”，或 {0} GB 及以上：{1} 中块之外的部分加上同时的两个块在每个设备上需要这么多，而 weights_memory=\"{2}\" 更少。",
+  "Use Load Diffusion Model, or another version of ComfyUI: {} runs as ComfyUI's own module, and {} of ComfyUI {} {}, which its parallel methods rely on.":
+    "请使用“加载扩散模型”，或换一个版本的 ComfyUI：{0} 以 ComfyUI 自己的模块运行，而 ComfyUI {2} 的 {1} {3}，并行方法却依赖于此。",
+  "Install ComfyUI on this machine, and name its folder in XDIT_COMFYUI: this model runs as ComfyUI's own module, and no ComfyUI is found here.":
+    "请在这台机器上安装 ComfyUI，并在 XDIT_COMFYUI 中写明其文件夹：此模型以 ComfyUI 自己的模块运行，而这里找不到 ComfyUI。",
+  "Load a file of {} in ComfyUI's format: {} is a folder of it, and xDiT runs it as ComfyUI's own module, which takes files.":
+    "请加载 ComfyUI 格式的 {0} 单个文件：{1} 是它的文件夹，而 xDiT 以 ComfyUI 自己的模块运行它，只接受单个文件。",
+  "Update ComfyUI: the version {} in {} has no {} in {}, which this model needs ({}).":
+    "请更新 ComfyUI：{1} 中的版本 {0} 在 {3} 里没有此模型所需的 {2}（{4}）。",
+  "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video and its reference cannot be parted.":
+    "请编码与视频等长的声音：它有 {0} 帧，视频及其参考的 {1} 个令牌无法按帧分开。",
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":
     "请把 weights_memory 设为“auto”，或至少 {0} GB：{1} 的 {2} 在每个设备上占用这么多，而 weights_memory=\"{3}\" 更小。",
   "Choose one of {} in Settings > xDiT: {} is {} in ComfyUI's settings.":

@@ -185,9 +185,9 @@ def summed_modules(splits):
     summed = set()
     for name, split in splits.items():
         if split.how == "rows" and name.endswith(".weight"):
-            # list, index, (one module that is the block,) attention or feed-forward
+            # list, index, (one module that is the block, or has a norm beside,) attention or feed-forward
             names = name.split(".")[:-1]
-            summed.add(".".join(names[:4 if names[2] == "block" else 3]))
+            summed.add(".".join(names[:4 if names[2] == "block" or names[2].endswith("_wrapper") else 3]))
     return sorted(summed)
 
 

@@ -33,8 +33,10 @@ def asked(family, config):
     sides = (8, 9) if family.latent.patch[-1] == 1 else (34, 36)
     size = (family.tiny.frames, *sides)[-len(family.latent.patch):]
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
-    return latent, torch.tensor([0.613 * family.time_scale]), conditioning_of(
-        family, config, generator, {"context": 12}, size=size)
+    conditioning = conditioning_of(family, config, generator, {"context": 12}, size=size)
+    if "face_pixel_values" in conditioning:                    # one picture, of the size that its network is made for
+        conditioning["face_pixel_values"] = torch.randn(1, 3, 1, 512, 512, generator=generator)
+    return latent, torch.tensor([0.613 * family.time_scale]), conditioning
 
 
 def rounded(conditioning, dtype):

@@ -3,7 +3,10 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.folder import read_folder, read_json
 from xdit_backend.machines.contents import Contents
 from xdit_backend.protocol.errors import CheckpointError
@@ -92,3 +95,13 @@ def test_a_folder_is_found_elsewhere_by_its_content(tmp_path):
 
     assert Contents().find("named", content, [tmp_path / "there"]) is None
     assert Contents().find("renamed", content, [tmp_path / "here"]) == str(folder)
+
+
+def test_a_folder_of_a_model_that_is_comfyuis_module_says_that_files_are_taken(tmp_path):
+    folder = tmp_path / "folder" / "transformer"
+    folder.mkdir(parents=True)
+    save_file({"x": torch.ones(1)}, folder / f"{NAME}.safetensors")
+    (folder / "config.json").write_text('{"_class_name": "OmniGen2Transformer2DModel"}')
+
+    with pytest.raises(CheckpointError, match="^Load a file of OmniGen 2 in ComfyUI's format: folder is a folder of "):
+        _ = open_checkpoint(tmp_path / "folder").family

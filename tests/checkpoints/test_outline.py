@@ -128,7 +128,6 @@ def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words)
       "first_stage_model.decoder.conv_in.b"],
      "a U-Net of a kind"),
     (["double_blocks.0.img_mod.modulate_table"], "a JoyImage model"),
-    (["ref_image_refiner.0.norm2.weight"], "a model of OmniGen 2"),
     (["t_embedder1.mlp.0.weight", "x_embedder.proj1.weight"], "a model of HiDream-O1"),
     (["transformer_blocks.0.attn.add_q_proj.weight"], "under diffusers' names"),
     (["a"], "not a diffusion model that xDiT runs")], ids=str)

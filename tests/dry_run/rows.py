@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.models.zoo import ALIKE
 from xdit_backend.bench.size import parse_layout
 from xdit_backend.checkpoints.shares import held, tensor_splits
+from xdit_backend.comfyui.place import comfyui_version, find_comfyui
 from xdit_backend.dry_run.inputs import conditioning_shapes, latent_shape
 from xdit_backend.dry_run.published import PUBLISHED, Unwritten
 from xdit_backend.dry_run.rank import Run, block_path, count, outline, own_blocks, world_size_of
@@ -30,12 +31,13 @@ LAYOUTS = {name: [layout for layout in (UNETS if family.is_unet else TRANSFORMER
            for name, family in FAMILIES.items() if name not in UNCOUNTED}
 # {family: {layout: kernels of a step of its tiny model}}, written by python -m tests.dry_run.kernels
 KERNELS = Path(__file__).with_name("kernels.json")
-# "operation at file.py function", as far as it is the same in all releases of diffusers: why it is allowed
+# "operation at file.py function", as far as it is the same in all releases of diffusers and ComfyUI: why it is allowed
 ALLOWED_WAITS = {
     "_local_scalar_dense at transformer_lumina2.py forward": "diffusers makes tables for as much text as is not masked",
     "copy at transformer_lumina2.py _get_freqs_cis": "diffusers has its tables on the host, and takes rows by number",
     "_local_scalar_dense at transformer_hunyuan_video15.py forward": "diffusers looks whether a picture is given",
     "index at transformer_hunyuan_video15.py forward": "diffusers puts text that is not masked first",
+    "copy at model.py sinusoidal_embedding_1d": "ComfyUI's Wan counts the frequencies of a time on the host",
 }
 SMALL_ROWS, SMALL_COLUMNS, TEXT_TOKENS = 16, 20, 7
 
@@ -106,10 +108,11 @@ def known_kernels():
 
 
 def most_kernels(name, layout):
-    """As many as there were; other releases of torch and diffusers may launch a tenth more."""
+    """As many as there were; other releases of torch, diffusers and ComfyUI may launch a tenth more."""
     known = known_kernels()
     return known[name][layout] * (1.0 if known["of"] == releases() else 1.1)
 
 
 def releases():
-    return {package: importlib.metadata.version(package) for package in ("torch", "diffusers")}
+    return {package: importlib.metadata.version(package) for package in ("torch", "diffusers")} | {
+        "ComfyUI": comfyui_version(find_comfyui())}

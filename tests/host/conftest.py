@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.zoo import example
+from tests.models.zoo import example, save_transformer
 from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.vae import load_autoencoder
@@ -14,6 +14,7 @@ from xdit_backend.host.autoencoders import Autoencoder
 from xdit_backend.host.calls import Call
 from xdit_backend.host.client import Client
 from xdit_backend.host.workers import Workers
+from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.specs import Layout
 
 
@@ -27,8 +28,8 @@ def spec_of(folders):
     def spec(name, dtype="float64", stages=None):
         folder = folders / f"{name}-{dtype}"
         if not folder.exists():
-            example(name, getattr(torch, dtype)).model.save_pretrained(folder / "transformer")
-        header = open_checkpoint(folder)
+            save_transformer(example(name, getattr(torch, dtype)).model, folder)
+        header = open_checkpoint(folder / "model.safetensors" if FAMILIES[name].is_comfyuis else folder)
         return header.spec(dtype, dtype, stages)
     return spec
 

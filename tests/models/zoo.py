@@ -1,9 +1,11 @@
 """Tiny random diffusers models of each family, with inputs for them. Used by the exactness tests, in float64."""
 
+import importlib
 import types
 from dataclasses import dataclass
 
 import torch
+from safetensors.torch import save_file
 
 from xdit_backend.checkpoints.loading import Transformer
 from xdit_backend.checkpoints.shares import narrow, tensor_splits
@@ -53,7 +55,8 @@ CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
 having = lambda method, names=CONFIGS: [name for name in names if method not in FAMILIES[name].refused]  # noqa: E731
 # Of them, those that a folder has whole: the text of the others is prepared by a part that has a folder of its own
 # there.
-FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2")]
+FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2")
+           and not FAMILIES[name].is_comfyuis]
 PIPELINES = {"LTX-Video": "LTXConditionPipeline"}              # of folders that tell by that which model they have
 # Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these
 # with no more.
@@ -78,23 +81,33 @@ def matrix(names, layouts, one, family=lambda name: name):
 
 
 def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False,
-            apart=False, references=(), method=None, audio=5, seed=1, more={}):
+            apart=False, references=(), method=None, audio=5, seed=1, more={},
+            thin=True):
     """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not
     attended to.
     apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how
-    they are placed. seed: of all but the weights. more: of the config.
+    they are placed. seed: of all but the weights. more: of the config. thin: is what its class has of one size alone
+    left out? Else its inputs are.
     """
     family = FAMILIES[name]
     config = family.tiny.config | more
     torch.manual_seed(0)
     model = build(family, config).eval().to(dtype).requires_grad_(False)
     _wake(model)
+    if family.is_comfyuis:
+        if thin:
+            family.tiny.thin(model)
+        _draw(model)
+        # rotations are by kernels else, none of which takes float64
+        importlib.import_module("comfy.model_management").in_training = dtype == torch.float64
     generator = torch.Generator().manual_seed(seed)
     # they have no positions for latents of less than 66 rows and columns
     columns += 60 if name.startswith("PixArt") else 0
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
     conditioning = conditioning_of(family, config, generator, {"context": num_text_tokens}, batch, shape)
+    if not thin:
+        conditioning.pop("face_pixel_values", None)            # of 512 x 512 pixels
     for number, size in enumerate(references):
         conditioning[f"ref_latents.{number}"] = torch.randn(*latent.shape[:2], *latent.shape[2:-2], *size,
                                                             generator=generator)
@@ -130,6 +143,25 @@ def _wake(model):
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
 
 
+def _draw(model):
+    """Seeded values for parameters that ComfyUI's classes leave as memory was."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(0.3 * drawn if parameter.ndim != 2 else drawn / parameter.shape[1] ** 0.5)
+
+
+def save_transformer(model, folder):
+    """Save a model as files of its family are published; the path to open. folder: an empty one."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder / "transformer")
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+              folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
 def hold_share(model, plan, degree, rank):
     """Have a whole model hold a rank's share of its layers, as the loader does it. Returns the splits."""
     splits = tensor_splits(model, plan) if degree > 1 else {}
@@ -145,7 +177,10 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
     No masks."""
     made = {}
     for name, width in family.conditioning.items():
-        if name == "vace_context":
+        if name in family.tiny.drawn:
+            made[name] = torch.randn(family.tiny.drawn[name](config, (batch, 0, *size), lengths["context"]),
+                                     generator=generator)
+        elif name == "vace_context":
             made[name] = torch.randn(batch, 1, config["vace_in_channels"], *size, generator=generator)
         elif name == "vace_strength":
             made[f"{name}.0"] = torch.tensor([0.7])

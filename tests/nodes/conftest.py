@@ -105,7 +105,9 @@ class ComfyUI:
 
     def conditioning(self, kind, seed, tokens=20):
         generator = torch.Generator().manual_seed(seed)
-        made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens})
+        size = LATENT_SIZES.get(kind, (16, 18))
+        made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens},
+                               size=(families()[kind].tiny.frames, *size) if families()[kind].is_comfyuis else ())
         pooled = made.get("y")
         if pooled is not None and families()[kind].is_unet:    # the rest of it ComfyUI makes of the picture's size
             pooled = pooled[:, :1280]
@@ -124,6 +126,13 @@ class ComfyUI:
         if kind.startswith("ltx-2"):                           # as its text encoder gives it, for ComfyUI to prepare
             made["context"] = made["context"].chunk(2, -1)[0] if kind != "ltx-2.3" else made["context"]
             options["unprocessed_ltxav_embeds"] = True
+        if "num_tokens" in made:
+            options["attention_mask"] = torch.ones(1, tokens).long()
+        options |= {name: made[name] for name in ("camera_conditions", "audio_embed") if name in made}
+        if "reference_latent" in made:
+            options["reference_latents"] = [made["reference_latent"]]
+        if "pose_latents" in made:
+            options["pose_video_latent"] = made["pose_latents"]
         # their text encoders say which tokens are real
         if families()[kind].name in ("LTX-Video", "Mochi", "Cosmos-Predict1"):
             options["attention_mask"] = (torch.arange(tokens) < 13 - 3 * seed % 7)[None].long()

@@ -21,8 +21,10 @@ REFUSED = {"sd35-text": "has tensors of shapes|has tensors that a SD3 model does
 # which no conversion keeps: it is for training
 DROPPED, OF_DROPPED = ("y_embedder.y_embedding",), "model_max_length"
 MARK = "__index_timestep_zero__"
-# U-Nets: test_unet_folders.py. What ltx-2-plain's file says has no words in diffusers' config.
-KINDS = [kind for kind, family in families().items() if not family.is_unet and kind != "ltx-2-plain"]
+# U-Nets: test_unet_folders.py. What ltx-2-plain's file says has no words in diffusers' config. ComfyUI's own modules
+# have no folders.
+KINDS = [kind for kind, family in families().items()
+         if not family.is_unet and not family.is_comfyuis and kind != "ltx-2-plain"]
 # what a folder tells by more than its tensors
 SAMPLED = ("anima", "ltx-video", "ltx-video-causal", "ltx-2", "ltx-2.3", "qwen-image-2511")
 

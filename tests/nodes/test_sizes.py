@@ -22,7 +22,7 @@ SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3,
          "wan": (2, 7, 12, 13, 16), "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
 # ComfyUI's modules take no odd sides
 EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace",
-        "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1")
+        "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1", "wan-camera", "wan-humo", "wan-animate")
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
 
@@ -67,6 +67,7 @@ def inputs(comfyui, kind, size, batch):
     given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20},
                             batch, size)
     given = as_comfyui(given) | ({"attention_mask": None} if family.name.startswith("LTX") else {})
+    given.pop("face_pixel_values", None)                       # of 512 x 512 pixels, where nothing is thin
     given["transformer_options"] = options_of(family, given)
     if "num_tokens" in (*family.ignored, *family.conditioning):
         given["num_tokens"] = 20

@@ -86,9 +86,10 @@ def cast_at_use(model, dtype, casts, fast=False):
     in float8_e4m3fn as it is, with inputs that are rounded to that, where the device can.
     """
     inputs = RoundedInputs()
-    for module in model.modules():
-        names = [name for name, parameter in module.named_parameters(recurse=False)
-                 if parameter.is_floating_point() and parameter.dtype != dtype and not parameter.is_meta]
+    wide = getattr(model, "wide_modules", ())                  # which are given float32, and compute in it
+    for path, module in model.named_modules():
+        names = [name for name, parameter in module.named_parameters(recurse=False) if path not in wide
+                 and parameter.is_floating_point() and parameter.dtype != dtype and not parameter.is_meta]
         if names:
             module.forward = (_linear(module, casts) if type(module) is nn.Linear
                               else _casting(module, names, dtype, casts))

@@ -63,6 +63,8 @@ def _compared(family, shapes):
     a near file is of the family."""
     prefixes = {list_.file_prefix for list_ in family.blocks}
     missing = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in shapes)]
+    if len(missing) > MAX_MISSING:
+        return None
     while len(missing) <= MAX_MISSING:
         recorded, known = _RecordedShapes(shapes | dict.fromkeys(missing, A_SHAPE)), False
         try:

@@ -16,10 +16,9 @@ def article(name):
 NOT_RUN = {".audio_patch_proj.": "MiniMax H3", ".genre_embedder.": "ACE-Step", ".embed_image_indicator.": "Ideogram 4",
            ".clf.1.": "Stable Cascade", ".rotary_pos_emb.inv_freq": "Stable Audio",
            ".img_mod.modulate_table": "JoyImage"}
-NOT_IN_DIFFUSERS = {".double_stream_layers.": "Boogu-Image", ".ref_image_refiner.": "OmniGen 2",
-                    ".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D",
+NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D",
                     ".context_repo_layers.": "TripoSplat",
-                    ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT", ".attn.img_qkv.": "Lens"}
+                    ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT"}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
 BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)
@@ -96,6 +95,10 @@ def _family_of_folder(name, folder):
     config, fixed = folder.config, lambda family: [rule for rule in family.config.rules.items()
                                                    if not callable(rule[1])]
     of_class = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
+    of_files = [family.name for family in FAMILIES.values() if family.transformer.endswith(f":{class_name(config)}")]
+    if of_files:
+        raise CheckpointError(f"Load a file of {of_files[0]} in ComfyUI's format: {name} is a folder of it, and xDiT "
+                              "runs it as ComfyUI's own module, which takes files.")
     if not of_class:
         raise CheckpointError(f"{name} is {_describe_class(class_name(config))}. {LISTED}")
     return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family))

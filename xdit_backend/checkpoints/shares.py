@@ -20,24 +20,31 @@ from .layers import BESIDE
 # again, for their weights' sake.
 LAYERS = (
     (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate|to_gate_logits)$"
-     r"|^(self_)?attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$",
+     r"|^(self_)?attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$"
+     # of ComfyUI's classes
+     r"|^(\w+\.)?\w*attn\.(q|k|v|k_img|v_img)$|^\w*attn\.\w*qkv$|^attention\.qkv$|^\w+_attn\.processor\.\w+_to_[qkv]$",
      "columns"),
-    (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$", "rows"),
+    (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$"
+     r"|^(\w+\.)?\w*attn\.(o|img_attn_proj|txt_attn_proj)$|^attention\.o$|^\w+_attn\.processor\.\w+_out$", "rows"),
     (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
-     r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$",
+     r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$"
+     r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.w[13]$",
      "columns"),
     (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$"
-     r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$",
+     r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$"
+     r"|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.w2$",
      "rows"),
-    (r"^(norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|adaLN_modulation\.\d+)$", "gathered"))
+    (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|adaLN_modulation\.\d+)$", "gathered"))
 # what has the one's outputs as inputs, or their halves multiplied
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
-              "k_rms_norm_t")
+              "k_rms_norm_t", "norm_k_img")
+# diffusers' attentions, or ComfyUI's
+ATTENTIONS_HAVE = "processor", "to_q", "q", "qkv", "img_qkv"
 MAX_TRIED = 16                             # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
 # of attentions and blocks
-PER_RANK = ("heads", "num_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")
+PER_RANK = ("heads", "num_heads", "kv_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ def _block_splits(block, plan):
             for name in HEAD_NORMS:
                 norm = getattr(module, name, None)
                 weight = getattr(norm, "weight", None)
-                size = (weight is not None and (getattr(module, "head_dim", None)
+                size = (weight is not None and (getattr(module, "head_dim", None) or getattr(module, "dim_head", None)
                                                 or module.to_q.out_features // module.heads))
                 if weight is not None and weight.shape[0] > size:
                     if "RMSNorm" not in type(norm).__name__:
@@ -168,7 +175,8 @@ def _beside(linear, how, parts):
 
 
 def is_attention(module):
-    return (hasattr(module, "heads") or hasattr(module, "num_heads")) and hasattr(module, "processor")
+    return ((hasattr(module, "heads") or hasattr(module, "num_heads"))
+            and any(hasattr(module, name) for name in ATTENTIONS_HAVE))
 
 
 def _how(block, path):
@@ -190,6 +198,8 @@ def _unknown(block, path):
 def _parts(block, path, linear):
     parent, _, leaf = path.rpartition(".")
     module = block.get_submodule(parent)
+    if leaf.endswith("qkv"):                                   # queries, keys and values, of as many heads
+        return (linear.out_features // 3,) * 3
     if leaf == "to_qkv_mlp_proj":
         return (module.inner_dim,) * 3 + (module.mlp_hidden_dim,) * module.mlp_mult_factor
     if leaf == "to_out":
@@ -271,6 +281,7 @@ def held(model, family, spec):
     """[(name, tensor, the dtype in which a rank holds it)] of all parameters and buffers."""
     storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
     exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
+    wide = getattr(model, "wide_modules", ())                  # of ComfyUI's classes: float32, whatever the rest is
     beside = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in BESIDE}
     # which the model makes, and no file holds
     tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
@@ -282,6 +293,8 @@ def held(model, family, spec):
             return tensor.dtype
         if name in beside or f"{name}_scale" in beside:        # as the file has it
             return tensor.dtype
+        if name.rpartition(".")[0] in wide:
+            return torch.promote_types(compute, torch.float32)
         if storage != compute:                                 # cast where they are used
             return compute if name in tables or parts & set(family.keep_in_compute_dtype) else storage
         return torch.float32 if parts & exact else compute

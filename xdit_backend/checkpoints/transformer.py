@@ -1,4 +1,4 @@
-"""The diffusers transformer of a file or folder: its config, and the model without weights.
+"""The transformer of a file or folder, diffusers' or ComfyUI's: its config, and the model without weights.
 
 Pure: nothing of the weights is read.
 """
@@ -6,6 +6,8 @@ Pure: nothing of the weights is read.
 import importlib
 import json
 
+from ..comfyui.guard import check_class
+from ..comfyui.modules import build_module
 from ..protocol.errors import CheckpointError
 
 
@@ -52,9 +54,14 @@ def metadata_settings(checkpoint):
 
 
 def build(family, config):
-    """The family's diffusers model, which computes as ComfyUI's does."""
-    model = getattr(importlib.import_module("diffusers"), family.transformer).from_config(config)
+    """The family's model: diffusers', which computes as ComfyUI's does, or ComfyUI's own."""
+    if family.is_comfyuis:
+        model = build_module(family.transformer, config)
+    else:
+        model = getattr(importlib.import_module("diffusers"), family.transformer).from_config(config)
     family.amend(model, config)
+    if family.is_comfyuis:
+        check_class(model, family)                             # with what amend has given its blocks
     return model
 
 

@@ -26,7 +26,8 @@ ATTENTIONS = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_effici
               "_scaled_dot_product_cudnn_attention"}
 INT8_PRODUCTS = {torch.ops.aten._int_mm: flop_registry[torch.ops.aten.mm]}    # which torch does not count
 BY_PLACES = {"index", "index_put", "index_put_"}          # which read a mask to know how many places it has
-OURS = f"{os.sep}xdit_backend{os.sep}", f"{os.sep}diffusers{os.sep}"
+# where lines are looked for: the pack, diffusers, and ComfyUI's models
+OURS = f"{os.sep}xdit_backend{os.sep}", f"{os.sep}diffusers{os.sep}", f"{os.sep}comfy{os.sep}ldm{os.sep}"
 HERE = os.path.dirname(os.path.abspath(__file__))
 # torch's words for operands on unlike devices
 MIXED = "two different devices", "at least two devices", "Device Propagation"
@@ -188,7 +189,7 @@ def _goes_to_cuda(kwargs):
 
 
 def line_at():
-    """The innermost line of the pack or of diffusers that runs: file, line and function."""
+    """The innermost line of the pack, of diffusers or of ComfyUI's models that runs: file, line and function."""
     frames = [frame for frame in traceback.extract_stack() if any(room in frame.filename for room in OURS)
               and os.path.dirname(frame.filename) != HERE]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} {frames[-1].name}" if frames else "elsewhere"

@@ -26,6 +26,8 @@ def conditioning_shapes(family, config, shape, tokens):
             found |= special
         elif name == "context":
             found[name] = (batch, tokens, config[width])
+        elif name in family.counts:
+            found[name] = (tokens,)
         elif width is not None and config.get(width) is not None and name not in ("clip_fea", "txt_byt5"):
             found[name] = (batch, config[width])
     if "guidance" in family.conditioning and config.get("guidance_embeds"):

@@ -20,6 +20,8 @@ from ..protocol.specs import SDPA
 from .own_code import OwnCode, functional
 from .places import Place, one_key_per_group
 
+COMFYUIS = "optimized_attention", "optimized_attention_masked"                 # what its models call attention
+
 
 @dataclass
 class RunningAttention:
@@ -56,7 +58,8 @@ class AttentionFunctions:
         # of the attention whose graph is being made, and whether that has attended
         self._traced_name, self._is_traced = "", False
         self.own_code = OwnCode(F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
-                                dispatch_attention_fn=self.dispatch_attention_fn)
+                                dispatch_attention_fn=self.dispatch_attention_fn,
+                                **dict.fromkeys(COMFYUIS, self.optimized_attention))
 
     def scaled_dot_product_attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
                                      **options):
@@ -92,6 +95,19 @@ class AttentionFunctions:
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal,
                                                  scale=scale).transpose(1, 2)
+
+    def optimized_attention(self, query, key, value, heads, mask=None, attn_precision=None, **options):
+        """As ComfyUI's: (B, T, N H), or (B, N, T, H) with skip_reshape, to (B, T, N H). It runs as torch's attention,
+        whatever ComfyUI would choose for itself."""
+        if not options.get("skip_reshape"):
+            size = query.shape[-1] // heads
+            query, key, value = (each.reshape(*each.shape[:2], -1 if each.numel() else heads, size).transpose(1, 2)
+                                 for each in (query, key, value))
+        if mask is not None and mask.ndim < 4:                 # (B, T, T) or (T, T)
+            mask = mask[(None,) * (3 - mask.ndim)][:, None]
+        handed = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
+        out = self.scaled_dot_product_attention(query, key, value, mask, **handed)
+        return out if options.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
 
     def traced(self, name, forward, args, kwargs):
         """The forward of an attention in a block, within a graph that is being made."""

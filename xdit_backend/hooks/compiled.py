@@ -20,6 +20,8 @@ MAX_GRAPHS = 64                            # of a kind of block; then all are fo
 SETTINGS = {"skip_tensor_guards_with_matching_dict_tags": False, "use_recursive_dict_tags_for_guards": False}
 LIMITS = "recompile_limit", "accumulated_recompile_limit", "cache_size_limit", "accumulated_cache_size_limit"
 FAILURES = ("torch._dynamo.exc", "torch._inductor.exc")        # files of what torch.compile raises by itself
+# argument of ComfyUI's blocks in which its forwards number them: each number would have a graph of its own
+OPTIONS = "transformer_options"
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class CompiledBlocks:
         context.attentions = {name: RunningAttention(*given) for name, given in block.attentions.items()}
         arguments = {name: plainly_strided(value) if torch.is_tensor(value) else value
                      for name, value in arguments.items()}
+        if OPTIONS in arguments:
+            arguments[OPTIONS] = {}
         output = block.forwards[backend](**arguments)
         for key, moment in known.items():
             module, _ = block.once[key[1]]

@@ -1,13 +1,14 @@
 """A module's own code, in which names of torch's and diffusers' functions mean others. Used by attention.py, unet.py.
 
-What attends in a model is diffusers' code or our families', and runs as it is. It finds torch's attention by a name of
-its file, `F` or `dispatch_attention_fn`; on a model that has hooks the same code finds ours there. Nothing changes in
-torch, nor for another model.
+What attends in a model is diffusers' code, ComfyUI's or our families', and runs as it is. It finds torch's attention by
+a name of its file, such as `F` or `optimized_attention`; on a model that has hooks the same code finds ours there.
+Nothing changes in torch, nor for another model.
 """
 
 import functools
 import types
 
+import torch
 import torch.nn.functional as F
 
 
@@ -21,13 +22,21 @@ class OwnCode:
     def place(self, module):
         """Have a module's own forward, and its processor's __call__, find these names."""
         processor, forward = getattr(module, "processor", None), module.forward
-        if isinstance(processor, types.FunctionType):
+        if isinstance(processor, torch.nn.Module):             # a module of its own, which is placed as such
+            pass
+        elif isinstance(processor, types.FunctionType):
             module.processor = self._renamed(processor)
         elif processor is not None:
             processor.__class__ = self._class_of(type(processor))
         is_own = isinstance(forward, types.MethodType) and forward.__self__ is module
         if is_own:                                             # its class's, or a family's
             module.forward = types.MethodType(self._renamed(forward.__func__), module)
+
+    def place_in(self, module, names):
+        """As `place`, where the code of the module's own forward has one of these names."""
+        forward = module.forward
+        if isinstance(forward, types.MethodType) and set(names) & set(forward.__func__.__code__.co_names):
+            self.place(module)
 
     def _class_of(self, processor_class):
         """A processor's class whose __call__ finds these names; one for all processors of the class."""

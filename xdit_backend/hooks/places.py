@@ -57,6 +57,17 @@ def _inside(block, path):
     return functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
 
 
+def places_of(context, streams, device):
+    """(places of this rank's tokens of these streams, tokens of all), as ModelPlan.places says."""
+    tokens, start, own = context.tokens, 0, []
+    for stream in streams:
+        sizes = tokens.shards(stream)
+        first = start + sum(sizes[:tokens.shard]) + (context.first_token if stream == "image" else 0)
+        own.append(torch.arange(first, first + sizes[tokens.shard], device=device))
+        start += context.num_image_tokens if stream == "image" else tokens.held(stream)
+    return torch.cat(own), start
+
+
 def one_key_per_group(module, query_BNTH, key_BNTH):
     """Grouped queries: the keys (or values) before the module repeated them for the queries of each group."""
     to_q, to_k = getattr(module, "to_q", None), getattr(module, "to_k", None)

@@ -17,9 +17,9 @@ from ..parallel.rounding import Agreement
 from ..parallel.tensor import install_tensor_hooks
 from ..partition import check_shards
 from . import regions
-from .attention import AttentionFunctions, RunningAttention
+from .attention import COMFYUIS, AttentionFunctions, RunningAttention
 from .compiled import CompiledBlocks
-from .places import Place, StageEnd, _inside, _transposed, summed, with_halos
+from .places import Place, StageEnd, _inside, _transposed, places_of, summed, with_halos
 from .turns import take_turns
 
 
@@ -41,6 +41,8 @@ class Hooks:
             listed = {_inside(block, name) for name in list_.attention | plan.cross_attention} - {None}
             for module in listed | {module for module in block.modules() if hasattr(module, "processor")}:
                 self._attention.own_code.place(module)
+            for module in block.modules():                     # of ComfyUI's blocks, any may attend
+                self._attention.own_code.place_in(module, COMFYUIS)
         if splits:
             install_tensor_hooks(model, plan, splits, self._running)
         self._agreement = Agreement(model, splits, lambda: self._context)
@@ -88,8 +90,11 @@ class Hooks:
         for path, (arguments, factor) in plan.exact.items():
             model.get_submodule(path).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
         for path, of_patch in plan.positions.items():
-            module = model.get_submodule(path)
-            module.forward = self._hook_positions(module, module.forward, of_patch)
+            parent, _, name = path.rpartition(".")
+            owner = model.get_submodule(parent)
+            if isinstance(getattr(owner, name), torch.nn.Module):              # else a method of it
+                owner, name = getattr(owner, name), "forward"
+            setattr(owner, name, self._hook_positions(owner, getattr(owner, name), of_patch))
 
     def _running(self):
         """The context of the forward that runs, for layers of which this rank holds a share and which need the
@@ -228,6 +233,10 @@ class Hooks:
                 arguments[name] = None
         if self.plan.rows:
             arguments[self.plan.rows] = context.tokens.own(("image",)) // context.tokens.row
+        if self.plan.places:
+            name, streams = self.plan.places
+            device = arguments[next(iter(list_.streams))].device
+            arguments[name] = context.cuts.setdefault(name, places_of(context, streams, device))
         if place.index in self._skips:
             arguments["skip"] = context.skips[self._skips[place.index]]
         if context.operations.get(f"{list_.patched}_block.{place.number}") == "skip":

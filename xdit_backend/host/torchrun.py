@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from ..comfyui.place import FOLDER, find_comfyui
 from ..protocol.devices import own_name
 from . import logs
 
@@ -97,6 +98,9 @@ def environment_of(devices, num_own=0, interface=""):
                  if name.upper() in INHERITED or name.upper().startswith(INHERITED_PREFIXES)}
     environment = {**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    comfyui = find_comfyui()                                   # for models that run as modules of it
+    if comfyui is not None:
+        environment[FOLDER] = str(comfyui)
     interface = interface or ("lo0" if sys.platform == "darwin" else "lo")
     # without "=", NCCL takes others that begin so
     environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from ..comfyui.place import comfyui_version, find_comfyui
 from ..host import logs
 from ..host.doctor import gigabytes, package_versions
 from ..protocol import timeouts
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_GREETED = 16                           # connections that have not shown a key yet
 PACKAGE = Path(__file__).resolve().parent.parent
+COMFYUI = "ComfyUI"                        # which a machine may lack: models that run as modules of it say so
 COMPARED = ("torch", "diffusers")          # packages whose versions must be the same on all machines
 
 
@@ -249,13 +251,15 @@ def versions():
     source = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         source.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes().replace(b"\r\n", b"\n"))
-    return package_versions(COMPARED) | {"the xDiT nodes": source.hexdigest()[:12]}
+    comfyui = find_comfyui()
+    own = {} if comfyui is None else {COMFYUI: comfyui_version(comfyui)}
+    return package_versions(COMPARED) | {"the xDiT nodes": source.hexdigest()[:12]} | own
 
 
 def version_differences(theirs, ours):
     """In what versions two machines differ, for a person; "" where they do not."""
     different = [f"{name} is {theirs.get(name, 'not there')} there and {version} here" for name, version in ours.items()
-                 if theirs.get(name) != version]
+                 if theirs.get(name) != version and (name != COMFYUI or name in theirs)]
     return f"{'; '.join(different)}. Install the same on both machines." if different else ""
 
 

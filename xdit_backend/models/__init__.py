@@ -2,6 +2,7 @@
 
 from .anima import ANIMA
 from .auraflow import AURAFLOW
+from .boogu import BOOGU
 from .chroma import CHROMA
 from .cogvideox import COGVIDEOX
 from .cogvideox15 import COGVIDEOX15
@@ -20,11 +21,13 @@ from .kandinsky5 import KANDINSKY5
 from .kandinsky5_image import KANDINSKY5_IMAGE
 from .krea2 import KREA2
 from .latte import LATTE
+from .lens import LENS
 from .longcat import LONGCAT
 from .ltx import LTX
 from .ltx2 import LTX2
 from .lumina2 import LUMINA2
 from .mochi import MOCHI
+from .omnigen2 import OMNIGEN2
 from .ovis import OVIS
 from .pixart import PIXART
 from .pixart_alpha import PIXART_ALPHA
@@ -35,6 +38,9 @@ from .sd3 import SD3
 from .sd15 import SD15
 from .sdxl import SDXL
 from .wan import WAN
+from .wan_animate import WAN_ANIMATE
+from .wan_camera import WAN_CAMERA
+from .wan_humo import WAN_HUMO
 from .wan_vace import WAN_VACE
 from .z_image import Z_IMAGE
 
@@ -42,7 +48,8 @@ FAMILIES = {family.name: family for family in (
     SD3, FLUX, FLUX2, CHROMA, LONGCAT, OVIS, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, ERNIE,
     KREA2,
     HIDREAM, HUNYUAN_IMAGE, AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5,
-    KANDINSKY5_IMAGE, MOCHI, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1)}
+    KANDINSKY5_IMAGE, MOCHI, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1,
+    OMNIGEN2, BOOGU, LENS, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE)}
 
 
 def supported(last="and"):

@@ -31,18 +31,21 @@ CONVERT = diffusers_converter("convert_wan_transformer_to_diffusers")
 PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "img_emb"}
 
 
+# of families of their own
+OTHERS = ("vace_patch_embedding.weight", "control_adapter.conv.weight", "audio_proj.audio_proj_glob_1.layer.weight",
+          "face_adapter.fuser_blocks.0.k_norm.weight")
+
+
 def _recognise(shapes):
     return has("blocks.0.self_attn.norm_q.weight", "head.modulation", "patch_embedding.weight")(shapes) \
-        and not has("vace_patch_embedding.weight")(shapes)
+        and not any(has(name)(shapes) for name in OTHERS)
 
 
 def _variant(shapes):
     """What other models of this kind have beside its parts."""
-    variants = {"Wan Camera": "control_adapter.conv.weight",
-                "Wan Fun-Control with a reference picture": "ref_conv.weight",
-                "Wan with audio (HuMo, MultiTalk)": "audio_proj.",
+    variants = {"Wan Fun-Control with a reference picture": "ref_conv.weight",
+                "Wan with audio (MultiTalk)": "audio_proj.",
                 "Wan 2.2 S2V": "casual_audio_encoder.encoder.final_linear.weight",
-                "Wan 2.2 Animate": "face_adapter.fuser_blocks.0.k_norm.weight",
                 "Wan SCAIL-2": "patch_embedding_mask.weight",
                 "Wan SCAIL": "patch_embedding_pose.weight", "WanDancer": "patch_embedding_global.weight"}
     return next((f"of the variant {name}" for name, tensor in variants.items() if has(tensor)(shapes)), None)

@@ -14,7 +14,7 @@ from ..distributed.collectives import all_gather, start_all_reduce
 from ..partition import block_indices, summed_modules
 
 PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "norm_added_k": "add_k_proj",
-             "q_rms_norm": "to_q",
+             "q_rms_norm": "to_q", "norm_k_img": "to_k_img",
              # norm of an attention -> what it norms
              "k_rms_norm": "to_k", "q_rms_norm_t": "to_q_t", "k_rms_norm_t": "to_k_t"}
 
@@ -193,9 +193,15 @@ def _install_norms(attention, path, sizes, current):
         return result.mul_(norm.weight.to(squares.dtype))
 
     for name in sizes:
-        norm, linear = getattr(attention, name), getattr(attention, PROJECTED[name])
+        norm, linear = getattr(attention, name), _projection(attention, name)
         linear.forward = projected(name, linear.forward)
         norm.forward = norm_forward(name, norm)
+
+
+def _projection(attention, name):
+    """The linear whose output a norm takes, as diffusers calls it, or ComfyUI."""
+    linear = getattr(attention, PROJECTED[name], None)
+    return getattr(attention, PROJECTED[name].removeprefix("to_")) if linear is None else linear
 
 
 def _squares(tensor):

@@ -30,6 +30,10 @@ class Tiny:
     native: str = ""                       # ComfyUI's class, "module:Class"
     arguments: dict = field(default_factory=dict)              # of ComfyUI's class
     frames: int = 3                        # of a latent that has a dim for them
+    # conditioning -> (config, shape of the latent, tokens of text) -> its shape, where a width in the config does not
+    # say it; of a family that is ComfyUI's own module, without which that is not compared before it runs
+    drawn: dict[str, Callable] = field(default_factory=dict)
+    thin: Callable = lambda model: None    # puts something small in the place of what the class has of one size alone
     detected: str | None = None            # name in comfy.supported_models that takes published widths for granted
     more: dict = field(default_factory=dict)                   # arguments with which ComfyUI's class has more tensors
 
@@ -56,7 +60,7 @@ class Family:
 
     name: str
     title: str                             # what a person reads in tables
-    transformer: str                       # name of the class in diffusers
+    transformer: str                       # name of the class in diffusers; or ComfyUI's, "comfy.ldm.module:Class"
     plan: ModelPlan | UNetPlan
     recognise: Callable                    # (shapes) -> does a file with these tensors belong to this family?
     config: ConfigRules                    # (shapes) -> arguments of the diffusers class
@@ -70,6 +74,7 @@ class Family:
     ignored: tuple[str, ...] = ()          # arguments that ComfyUI's model ignores too
     # conditioning that is a word -> {a word that is supported: the word that it means}
     choices: dict[str, dict[str, str]] = field(default_factory=dict)
+    counts: tuple[str, ...] = ()           # conditioning that is a number, which workers get as a shape: (number,)
     # conditioning -> the conditioning without which ComfyUI's model ignores it
     only_with: dict[str, str] = field(default_factory=dict)
     # each (shapes) -> why a file of this family cannot be run, or None
@@ -158,7 +163,7 @@ class Family:
                                            f"this workflow's conditioning has {value}.")
                 found[f"{name}.{words[value]}"] = torch.zeros(1)
             elif value is not None:
-                found[name] = _as_tensor(value)
+                found[name] = torch.zeros(int(value)) if name in self.counts else _as_tensor(value)
         return found
 
     def inputs(self, latent, timestep, conditioning, config, patch=None):
@@ -214,6 +219,11 @@ class Family:
     def patch_size(self, config):
         """Latent pixels of a token along each dim."""
         return self.latent.patch
+
+    @property
+    def is_comfyuis(self):
+        """Is its transformer a class of ComfyUI's?"""
+        return ":" in self.transformer
 
     @property
     def is_unet(self):

@@ -89,6 +89,9 @@ class ModelPlan:
     tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
     rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
     halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own
+    # (block argument, streams): it is given (places of this rank's tokens, (T,); tokens of all), counted through the
+    # whole streams one after the other, for what a token does by its place, such as reading its frame's sound
+    places: tuple[str, tuple[str, ...]] | None = None
     outside: tuple[str, ...] = ()          # prefixes of tensors of blocks that the forward also uses outside of blocks
 
     @property

@@ -77,7 +77,7 @@ def _prepare():
 def _import_models():
     """Import diffusers' class of every family, which each rank else would when it loads its first model."""
     import diffusers
-    for name in {*(family.transformer for family in FAMILIES.values()),
+    for name in {*(family.transformer for family in FAMILIES.values() if not family.is_comfyuis),
                  *(family.autoencoder for family in VAES.values())}:
         getattr(diffusers, name, None)                         # older releases lack some
 

@@ -29,6 +29,7 @@ from ..protocol.segments import map_segment
 from ..protocol.transfers import PinnedAhead, on_device
 from .probe import matrix_flops_s
 from .residency import Residency
+from .self_check import check_pieces
 
 REPORTED = 32                              # tensors that are loaded from one report to the next
 
@@ -40,6 +41,7 @@ class Models:
         self._rank, self._world_size, self._device, self._report_phase = rank, world_size, device, report_phase
         self._staging = staging
         self._loaded = {}
+        self._checked = set()                                  # classes of ComfyUI's that are as their plans say
 
     def __contains__(self, name):
         return name in self._loaded
@@ -58,6 +60,9 @@ class Models:
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
         family = FAMILIES[spec.family]
+        if family.is_comfyuis and family.transformer not in self._checked:
+            check_pieces(family)
+            self._checked.add(family.transformer)
         count = itertools.count()
         blocks = range(0)
 

@@ -1,0 +1,57 @@
+"""Is ComfyUI's class still what a family's plan says? ComfyUI's insides are no interface, and move from version to
+version. Called by checkpoints/transformer.py when a model is made; worker/self_check.py compares what it computes.
+"""
+
+import inspect
+
+import torch
+
+from ..protocol.errors import CheckpointError
+from .place import comfyui_version, find_comfyui
+
+FORWARDS = "forward", "_forward", "forward_orig"               # one calls the next, with what it does not know by name
+
+
+def check_class(model, family):
+    """Hold a family's plan against a model of ComfyUI's class: lists, arguments of blocks and of the forward, modules
+    and methods that are hooked. Raises CheckpointError that names ComfyUI's version and the first that is missing."""
+    missing = next(_missing(model, family), None)
+    if missing is not None:
+        raise moved(family, f"has no {missing}")
+
+
+def moved(family, what):
+    """The CheckpointError of a class that differs from the plan of its family. what: as it follows the class's name."""
+    folder = find_comfyui()
+    version = comfyui_version(folder) if folder is not None else ""
+    return CheckpointError(f"Use Load Diffusion Model, or another version of ComfyUI: {family.name} runs as ComfyUI's "
+                           f"own module, and {family.transformer.partition(':')[2]} of ComfyUI {version or 'here'} "
+                           f"{what}, which its parallel methods rely on.")
+
+
+def _missing(model, family):
+    plan = family.plan
+    accepted = {name for forward in FORWARDS if hasattr(model, forward)
+                for name in inspect.signature(getattr(type(model), forward)).parameters}
+    yield from (f"argument {name}" for name in family.arguments if name not in accepted)
+    for list_ in plan.lists:
+        blocks = getattr(model, list_.name, None)
+        if not isinstance(blocks, torch.nn.ModuleList) or len(blocks) != model.config[list_.count]:
+            yield f"list {list_.name} of {list_.count} blocks"
+            continue
+        for block in blocks:
+            names = inspect.signature(block.forward).parameters
+            yield from (f"argument {name} of the blocks of {list_.name}"
+                        for name in (*list_.streams, *list_.tokens, *list_.masks, *(plan.places or ())[:1])
+                        if name not in names)
+        for name in (*list_.attention, *plan.cross_attention, *plan.once):
+            if not any(_has(block, name) for each in plan.lists for block in getattr(model, each.name, ())):
+                yield f"module {name} in the blocks"
+    yield from (f"module or method {path}" for path in (*plan.positions, *plan.once_outside, *plan.unstaged_blocks)
+                if not _has(model, path))
+
+
+def _has(module, path):
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module is not None

@@ -1,0 +1,71 @@
+"""Transformers that are ComfyUI's own modules, built as ComfyUI's loader builds them, without what else ComfyUI does.
+
+Called by checkpoints/transformer.py. Of ComfyUI, comfy.ldm is imported and what it imports; its loader, memory manager
+and nodes stay out of it.
+"""
+
+import functools
+import importlib
+import sys
+
+import torch
+
+from ..protocol.errors import CheckpointError
+from .place import comfyui_version, find_comfyui
+
+
+def build_module(path, config):
+    """The module at "package.module:Class" of ComfyUI, whose forward returns as diffusers' do: a tuple.
+
+    Linears are torch's own, so that weights are cast, unpacked and shared out as those of diffusers' classes are. Its
+    `wide_modules` are those that compute in float32, whatever the model's type. Raises CheckpointError where this
+    machine has no ComfyUI, or one without the class.
+    """
+    cls = class_at(path)
+    arguments = {key: value for key, value in config.items() if not key.startswith("_")}
+    model = cls(**arguments, dtype=torch.bfloat16, operations=torch.nn)
+    model.wide_modules = {name.rpartition(".")[0] for name, parameter in model.named_parameters()
+                          if parameter.dtype == torch.float32}
+    for path in model.wide_modules:                            # which are float64 in a model of that type
+        if hasattr(model.get_submodule(path), "weight"):       # else it casts what it adds by itself
+            model.get_submodule(path).register_forward_pre_hook(_as_weight)
+    model.config, forward = config, model.forward
+
+    @functools.wraps(forward)
+    def returned_as_tuple(return_dict=False, **inputs):
+        return forward(**inputs, transformer_options={}),      # a dict of its own: some models write into it
+    model.forward = returned_as_tuple
+    return model
+
+
+def _as_weight(module, args):
+    return tuple(each.to(module.weight.dtype) for each in args)
+
+
+def class_at(path):
+    """ComfyUI's class at "package.module:Class". Raises CheckpointError as build_module does."""
+    module, _, name = path.partition(":")
+    with torch.device("cpu"):                                  # of tables that packages make as they are imported
+        folder = _import_comfyui()
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise CheckpointError(f"Update ComfyUI: the version {comfyui_version(folder)} in {folder} has no {name} in "
+                                  f"{module}, which this model needs ({error}).") from error
+
+
+def _import_comfyui():
+    """Make ComfyUI's modules importable, and return its folder. They look at the devices as they are imported, so the
+    rank's own is the current one by now."""
+    folder = find_comfyui()
+    if folder is None:
+        raise CheckpointError("Install ComfyUI on this machine, and name its folder in XDIT_COMFYUI: this model runs "
+                              "as ComfyUI's own module, and no ComfyUI is found here.")
+    if "comfy" not in sys.modules and str(folder) not in sys.path:
+        sys.path.append(str(folder))                           # last: ComfyUI has a nodes.py and an utils of its own
+    # no command line is read but where ComfyUI's main.py asks for it
+    settings = importlib.import_module("comfy.cli_args").args
+    if "comfy.model_management" not in sys.modules:
+        settings.use_pytorch_cross_attention = True
+        settings.cpu = not torch.cuda.is_available()
+    return folder

@@ -1,0 +1,42 @@
+"""Boogu-Image, ComfyUI's own module: OmniGen 2 with blocks of two streams, in which pictures also attend to themselves
+alone."""
+
+import dataclasses
+
+from ..vocabulary.describe import blocks, config_of, has, size
+from ..vocabulary.family import Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .omnigen2 import ALL, OMNIGEN2, PICTURES, POSITIONS, REFINED, inner, of_heads
+
+NATIVE = "comfy.ldm.boogu.model:BooguTransformer2DModel"
+NORM = "single_stream_layers.0.attn.norm_q.weight"
+TINY = OMNIGEN2.tiny.config | {"num_double_stream_layers": 2, "instruction_feat_dim": 24}
+del TINY["text_feat_dim"]
+
+BOOGU = dataclasses.replace(
+    OMNIGEN2, name="Boogu-Image", title="Boogu-Image", transformer=NATIVE,
+    recognise=has("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight", "x_embedder.weight", NORM),
+    config=config_of(
+        patch_size=2, in_channels=size("x_embedder.weight", 1, 4), hidden_size=size("x_embedder.weight", 0),
+        num_layers=blocks("single_stream_layers."), num_double_stream_layers=blocks("double_stream_layers."),
+        num_refiner_layers=blocks("noise_refiner."),
+        num_attention_heads=of_heads("single_stream_layers.0.attn.to_q.weight", NORM),
+        num_kv_heads=of_heads("single_stream_layers.0.attn.to_k.weight", NORM),
+        instruction_feat_dim=size("time_caption_embed.caption_embedder.1.weight", 1),
+        multiple_of=inner("single_stream_layers."), axes_dim_rope=lambda shapes: (shapes[NORM][0] // 3,) * 3,
+        axes_lens=(2048, 1664, 1664), timestep_scale=1000.0),
+    conditioning=OMNIGEN2.conditioning | {"context": "instruction_feat_dim"},
+    plan=ModelPlan(
+        blocks=(REFINED,
+                BlockList("double_stream_layers", "double_stream_layers.", "num_double_stream_layers",
+                          returns=(PICTURES, "text"), image_share=0.6,
+                          streams={"img_hidden_states": PICTURES, "instruct_hidden_states": "text"},
+                          attention={"img_instruct_attn": ALL, "img_self_attn": PICTURES},
+                          tokens={"joint_rotary_emb": TokenArgument(1, ALL),
+                                  "img_rotary_emb": TokenArgument(1, PICTURES)}),
+                BlockList("single_stream_layers", "single_stream_layers.", returns=(ALL,))),
+        streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
+        positions=POSITIONS, once_outside=OMNIGEN2.plan.once_outside, unsplit=("img_instruct_attn.to_out.0",),
+        unstaged_blocks=OMNIGEN2.plan.unstaged_blocks),
+    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 16}, detected="Boogu", drawn=OMNIGEN2.tiny.drawn),
+)

@@ -1,0 +1,85 @@
+"""Lens, ComfyUI's own module: two streams with joint attention, image first; its text is what several layers of a
+language model give; positions count from the picture's middle."""
+
+from types import MethodType
+
+import torch
+
+from ..vocabulary.comfyui import handed_on, same_names
+from ..vocabulary.describe import Unpacked, blocks, config_of, has, optional_size, size, text_mask
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+
+LATENT, ALL = Unpacked((1, 1)), ("image", "text")
+NATIVE, NORM = "comfy.ldm.lens.model:LensTransformer2DModel", "transformer_blocks.0.attn.norm_q.weight"
+
+
+def _positions(module, forward, rows, tokens, args, kwargs):
+    """Of the whole picture: rows count from its middle, and text begins after half of it."""
+    ids, own = args[0].clone(), tokens.counts["image"]
+    own_rows, columns = own * rows.whole_token_rows // rows.num_tokens, rows.num_tokens // rows.whole_token_rows
+    first_row, whole = rows.first_token // columns, rows.whole_token_rows
+    ids[:, :own, 1] += first_row - (whole - whole // 2) + (own_rows - own_rows // 2)
+    ids[:, own:] += max(whole // 2, columns // 2) - max(own_rows // 2, columns // 2)
+    return forward(ids, *args[1:], **kwargs)
+
+
+def _mask(call):
+    """Which text tokens are real; of no tokens where nothing is masked, for which ComfyUI's forward would make a mask
+    of ones."""
+    mask = text_mask(call)
+    return call.latent.new_zeros(len(call.latent), 0, dtype=torch.bool) if mask is None else mask
+
+
+def _amend(model, config):
+    """Blocks are told which tokens of the text are real, and make ComfyUI's bias of it: only so it can be cut."""
+    bias = model._build_joint_attention_mask
+    model._build_joint_attention_mask = lambda text, num_image_tokens: text if text.shape[1] else None
+    for block in model.transformer_blocks:
+        block.bias_of, block.forward = bias, MethodType(_with_bias, block)
+
+
+def _with_bias(self, hidden_states, encoder_hidden_states, temb, freqs_cis, attention_mask=None,
+               transformer_options=None):
+    if attention_mask is not None:
+        attention_mask = self.bias_of(attention_mask, hidden_states.shape[1])
+    return type(self).forward(self, hidden_states, encoder_hidden_states, temb, freqs_cis, attention_mask,
+                              transformer_options)
+
+
+def _text_norms(shapes):
+    return len([name for name in shapes if name.startswith("txt_norm.") and name.count(".") == 2])
+
+
+TINY = {"in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 12, "num_attention_heads": 4,
+        "enc_hidden_dim": 24, "axes_dims_rope": (4, 4, 4), "multi_layer_encoder_feature": True,
+        "selected_layer_index": (0, 1, 2), "_text_width": 72}
+
+LENS = Family(
+    name="Lens", title="Lens", transformer=NATIVE,
+    recognise=has(NORM, "transformer_blocks.0.attn.img_qkv.weight", "transformer_blocks.0.img_mlp.w1.weight"),
+    config=config_of(
+        in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
+        num_layers=blocks("transformer_blocks."), attention_head_dim=size(NORM, 0),
+        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // shapes[NORM][0],
+        enc_hidden_dim=lambda shapes: (optional_size("txt_norm.0.weight", 0)(shapes)
+                                       or shapes["txt_norm.weight"][0]),
+        axes_dims_rope=lambda shapes: (8, 28, 28) if shapes[NORM][0] == 64 else (shapes[NORM][0] // 3,) * 3,
+        multi_layer_encoder_feature=lambda shapes: _text_norms(shapes) > 0,
+        selected_layer_index=lambda shapes: tuple(range(_text_norms(shapes) or 1)),
+        _text_width=size("txt_in.weight", 1)),
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), amend=_amend,
+    conditioning={"context": "_text_width", "attention_mask": None},
+    arguments=handed_on(LATENT, "context", attention_mask=_mask),
+    num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
+    plan=ModelPlan(
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_share=0.5,
+                          patched="double"),),
+        streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": ALL},
+        tokens={"freqs_cis": TokenArgument(2, ALL)}, masks={"attention_mask": ("text",)},
+        positions={"pos_embed": _positions}, once={"img_mod.1": "step", "txt_mod.1": "step"},
+        once_outside={"txt_in": "run"}),
+    tiny=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")}
+              | {"in_channels": 128, "out_channels": 32},
+              detected="Lens"),
+)

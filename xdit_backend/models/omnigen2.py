@@ -1,0 +1,65 @@
+"""OmniGen 2, ComfyUI's own module: text, reference pictures and image are refined by themselves, then one sequence; few
+key heads."""
+
+from ..vocabulary.comfyui import handed_on, num_reference_tokens, number, same_names, whole_references
+from ..vocabulary.describe import Unpacked, blocks, config_of, has, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+
+NATIVE, NORM = "comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel", "layers.0.attn.norm_q.weight"
+LATENT, PICTURES, ALL = Unpacked((2, 2)), ("reference", "image"), ("text", "reference", "image")
+
+
+def whole_positions(rows, args, kwargs):
+    """The arguments of OmniGen 2's positions for the whole latent."""
+    batch_size, text, text_lengths, reference_lengths, lengths, references, sizes, device = args
+    return [batch_size, text, text_lengths, reference_lengths, [rows.num_tokens] * len(lengths), references,
+            [(rows.whole_rows, columns) for _, columns in sizes], device], kwargs
+
+
+def of_heads(name, norm):
+    """Heads of a layer, by the width of the norm of one."""
+    return lambda shapes: shapes[name][0] // shapes[norm][0]
+
+
+def inner(prefix):
+    """Width of the feed-forwards, which are four times as wide as the tokens, or wider to a multiple of this."""
+    return size(f"{prefix}0.feed_forward.linear_1.weight", 0)
+
+
+POSITIONS = {"rope_embedder": Cut((None, None, TokenArgument(1, ("image",)), TokenArgument(1, ALL), None, None),
+                                  whole_positions)}
+REFINED = BlockList("noise_refiner", "noise_refiner.", "num_refiner_layers", streams={"hidden_states": "image"},
+                    attention={"attn": ("image",)}, tokens={"image_rotary_emb": TokenArgument(1, ("image",))})
+
+TINY = {"patch_size": 2, "in_channels": 4, "hidden_size": 48, "num_layers": 3, "num_refiner_layers": 2,
+        "num_attention_heads": 4, "num_kv_heads": 2, "text_feat_dim": 24, "axes_dim_rope": (4, 4, 4),
+        "multiple_of": 192, "timestep_scale": 1000.0}
+
+OMNIGEN2 = Family(
+    name="OmniGen 2", title="OmniGen 2", transformer=NATIVE,
+    recognise=has("time_caption_embed.timestep_embedder.linear_1.bias", "ref_image_patch_embedder.weight",
+                  NORM),
+    config=config_of(
+        patch_size=2, in_channels=size("x_embedder.weight", 1, 4), hidden_size=size("x_embedder.weight", 0),
+        num_layers=blocks("layers."), num_refiner_layers=blocks("noise_refiner."),
+        num_attention_heads=of_heads("layers.0.attn.to_q.weight", NORM),
+        num_kv_heads=of_heads("layers.0.attn.to_k.weight", NORM),
+        text_feat_dim=size("time_caption_embed.caption_embedder.1.weight", 1),
+        multiple_of=inner("layers."), axes_dim_rope=lambda shapes: (shapes[NORM][0] // 3,) * 3,
+        axes_lens=(1024, 1664, 1664), timestep_scale=1000.0),
+    convert=same_names, latent=LATENT, time_scale=1.0,
+    conditioning={"context": "text_feat_dim", "num_tokens": None, "ref_latents": None},
+    counts=("num_tokens",), lengths={"reference": num_reference_tokens(LATENT)},
+    arguments=handed_on(LATENT, "context", times="timesteps", num_tokens=number("num_tokens"),
+                        ref_latents=whole_references),
+    num_key_heads=lambda config: config["num_kv_heads"], width=lambda config: config["hidden_size"],
+    plan=ModelPlan(
+        blocks=(REFINED, BlockList("layers", "layers.", returns=(ALL,))),
+        streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
+        positions=POSITIONS, once_outside={"context_refiner": "run", "ref_image_refiner": "step"},
+        unstaged_blocks=("context_refiner", "ref_image_refiner")),
+    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 16}, detected="Omnigen2",
+              drawn={"num_tokens": lambda config, shape, tokens: (tokens,)}),
+)

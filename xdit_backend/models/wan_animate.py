@@ -1,0 +1,100 @@
+"""Wan 2.2 Animate, ComfyUI's own module: Wan with a pose beside the latent, and the motions of a face that some blocks
+read frame by frame."""
+
+import dataclasses
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+
+from ..vocabulary.comfyui import handed_on
+from ..vocabulary.describe import config_of, frame_times, given, has, only_parts, optional_size
+from ..vocabulary.family import Tiny
+from ..vocabulary.forward_value import ForwardValue
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY
+from .wan import PARTS
+from .wan_camera import HEAD, WAN_CAMERA, even_with
+
+NATIVE = "comfy.ldm.wan.model_animate:AnimateWanModel"
+FACE = {"pose_patch_embedding", "motion_encoder", "face_adapter", "face_encoder"}
+EACH = 5                                   # so many blocks, the first of them reads the face
+
+
+def _pose_of_patch(module, forward, rows, tokens, args, kwargs):
+    """The pose is the whole's, the motions are of all frames."""
+    patch, shape, axis = args[0], list(args[0].shape), 2 + rows.axis
+    shape[axis] = rows.whole_token_rows
+    pose, motion = forward(patch.new_zeros(shape), *args[1:], **kwargs)
+    return patch + pose.narrow(axis, rows.first_token * rows.whole_token_rows // rows.num_tokens,
+                               patch.shape[axis]), motion
+
+
+def _amend(model, config):
+    """What ComfyUI's forward does after some blocks is done in these: a stage does so after its own."""
+    embed, motions = model.after_patch_embedding, ForwardValue(model)
+
+    def embedded(tokens, pose_latents, face_pixel_values):
+        with tokens.device:                                    # where ComfyUI's makes no zeros on the host
+            tokens, motion = embed(tokens, pose_latents, face_pixel_values)
+        motions.set(motion)
+        return tokens, motion
+
+    model.after_patch_embedding = embedded
+    for number, block in enumerate(model.blocks):
+        block.forward = MethodType(_with_places, block)
+        if number % EACH == 0:
+            fuser = model.face_adapter.fuser_blocks[number // EACH]
+            vars(block).update(fuser=fuser, motions=motions)   # which is no module of the block in files
+            block.forward = MethodType(_with_face, block)
+            fuser.forward = lambda tokens, motion: 0
+
+
+def _with_places(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+    return type(self).forward(self, x, e, freqs, context, context_img_len, transformer_options)
+
+
+def _with_face(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+    x, motion = _with_places(self, x, e, freqs, context, context_img_len, transformer_options), self.motions.get()
+    if motion is None:
+        return x
+    return x + (type(self.fuser).forward(self.fuser, x, motion) if places is None
+                else _of_frames(self.fuser, x, motion, *places))
+
+
+def _of_frames(fuser, x, motion_BFNC, places, num_tokens):
+    """A block of the face's adapter for tokens that are not all of a frame: each reads the motion of its own."""
+    _, num_frames, num_motions, _ = motion_BFNC.shape
+    key, value = fuser.linear1_kv(fuser.pre_norm_motion(motion_BFNC)).flatten(1, 2).unflatten(
+        2, (2, fuser.heads_num, -1)).unbind(2)
+    query = fuser.q_norm(fuser.linear1_q(fuser.pre_norm_feat(x)).unflatten(2, (fuser.heads_num, -1))).to(value.dtype)
+    query, key, value = (each.transpose(1, 2) for each in (query, fuser.k_norm(key).to(value.dtype), value))
+    frames = places.new_ones(num_frames * num_motions).cumsum(0) - 1
+    mask = (places // (num_tokens // num_frames))[:, None] == frames[None] // num_motions
+    return fuser.linear2(F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2))
+
+
+def _thin(model):
+    """Motions that are a face's first pixels, in the place of those that a network finds in 512 x 512 of them."""
+    model.motion_encoder = torch.nn.Module()
+    model.motion_encoder.get_motion = lambda faces: faces.flatten(1)[:, :512]
+
+
+WAN_ANIMATE = dataclasses.replace(
+    WAN_CAMERA, name="Wan Animate", title="Wan 2.2 Animate", transformer=NATIVE, amend=_amend,
+    recognise=has(HEAD, "head.modulation", "face_adapter.fuser_blocks.0.k_norm.weight"),
+    refusals=(only_parts(PARTS | FACE),),
+    config=config_of(**RULES, model_type="animate", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
+                     _image_dim=optional_size("img_emb.proj.1.weight", 1)),
+    conditioning={"context": "text_dim", "clip_fea": "_image_dim", "pose_latents": None, "face_pixel_values": None},
+    arguments=handed_on(even_with("Wan Animate", "pose_latents"), "context", "pose_latents", "face_pixel_values",
+                        timestep=frame_times,
+                        clip_fea=given("clip_fea", where="_image_dim")),
+    plan=dataclasses.replace(
+        WAN_CAMERA.plan, places=("places", ("image",)),
+        positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "after_patch_embedding": _pose_of_patch}),
+    tiny=Tiny(TINY | {"model_type": "animate", "num_layers": 10, "_image_dim": 1280}, NATIVE,
+              ARGUMENTS | {"model_type": "animate", "num_layers": 5}, thin=_thin, drawn={
+                  "pose_latents": lambda config, shape, tokens: (
+                      shape[0], 16, max(1, shape[2] - 1), *shape[3:]),
+                  "face_pixel_values": lambda config, shape, tokens: (shape[0], 3, 4 * shape[2] - 4, 14, 14)}),
+)

@@ -1,0 +1,50 @@
+"""Wan Camera (2.1, 2.2), ComfyUI's own module: Wan that reads the ways of a camera's rays; and what further kinds
+of Wan have in common with it."""
+
+from ..vocabulary.comfyui import handed_on, same_names, whole_sizes
+from ..vocabulary.describe import config_of, even_sides, given, has, only_parts, optional_size, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, tokens_of_patch
+from .wan import LATENT, PARTS
+
+NATIVE, HEAD = "comfy.ldm.wan.model:CameraWanModel", "blocks.0.self_attn.norm_q.weight"
+TABLE = TokenArgument(1, ("image",))
+
+
+def even_with(name, *others):
+    """The latent, for a model that takes no odd sides where it is given one of these. name: of the family."""
+    def rule(call):
+        return (even_sides(name, LATENT) if any(other in call.conditioning for other in others) else LATENT)(call)
+    return rule
+
+
+WAN_CAMERA = Family(
+    name="Wan Camera", title="Wan Camera (2.1, 2.2)", transformer=NATIVE,
+    recognise=has(HEAD, "head.modulation", "control_adapter.conv.weight"),
+    refusals=(only_parts(PARTS | {"control_adapter"}),),
+    config=config_of(
+        **RULES, model_type=lambda shapes: "camera" if has("img_emb.")(shapes) else "camera_2.2",
+        flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
+        in_dim_control_adapter=size("control_adapter.conv.weight", 1, 64),
+        _image_dim=optional_size("img_emb.proj.1.weight", 1)),
+    convert=same_names, latent=LATENT, keep_in_compute_dtype=("patch_embedding",),
+    conditioning={"context": "text_dim", "clip_fea": "_image_dim", "camera_conditions": None},
+    ignored=("reference_latent", "denoise_mask"),
+    arguments=handed_on(even_with("Wan Camera", "camera_conditions"), "context",
+                        clip_fea=given("clip_fea", where="_image_dim"),
+                        camera_conditions=given("camera_conditions")),
+    num_heads=lambda config: config["num_heads"], width=lambda config: config["dim"],
+    num_channels=lambda config: config["out_dim"], in_channels=lambda config: config["in_dim"],
+    pixels=lambda config: (4, 8, 8),
+    plan=ModelPlan(
+        blocks=(BlockList("blocks", "blocks.", patched="double"),), streams={"x": "image"},
+        attention={"self_attn": ("image",)}, tokens={"freqs": TABLE},
+        positions={"rope_encode": Cut(TABLE, whole_sizes), "control_adapter": tokens_of_patch},
+        once_outside={"text_embedding": "run"}),
+    tiny=Tiny(TINY | {"model_type": "camera", "in_dim_control_adapter": 2, "_image_dim": 1280}, NATIVE,
+              ARGUMENTS | {"model_type": "camera", "in_dim": 32}, drawn={
+                  "camera_conditions": lambda config, shape, tokens: (
+                      shape[0], config["in_dim_control_adapter"], shape[2], 8 * shape[3], 8 * shape[4])}),
+)

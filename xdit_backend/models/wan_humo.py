@@ -1,0 +1,76 @@
+"""Wan HuMo, ComfyUI's own module: Wan whose tokens read the sound of their frame; reference pictures are frames after
+the last."""
+
+import dataclasses
+from types import MethodType
+
+import torch.nn.functional as F
+
+from ..protocol.errors import ConfigError
+from ..vocabulary.comfyui import handed_on, whole_sizes
+from ..vocabulary.describe import config_of, given, has, only_parts
+from ..vocabulary.family import Tiny
+from ..vocabulary.plan import ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY
+from .wan import LATENT, PARTS
+from .wan_camera import HEAD, WAN_CAMERA, even_with
+
+ALL, TABLE = ("image", "reference"), TokenArgument(1, ("image",))
+OWN = Cut(TABLE, whole_sizes)
+
+
+def _positions(module, forward, rows, tokens, args, kwargs):
+    """Of the latent; references are whole, and come after its last frame."""
+    if "t_start" not in kwargs:
+        return OWN(module, forward, rows, tokens, args, kwargs)
+    return forward(*args, **kwargs | ({"t_start": rows.whole_rows} if rows.axis == 0 else {}))
+
+
+def _amend(model, config):
+    """Tokens that are not all of a frame read the sound of theirs."""
+    for block in model.blocks:
+        attention = block.audio_cross_attn_wrapper.audio_cross_attn
+        attention.forward = MethodType(_of_frames, attention)
+        block.forward = MethodType(_with_places, block)
+
+
+def _with_places(self, x, e, freqs, context, audio=None, places=None, **others):
+    sound = audio if audio is None or places is None else (audio, *places)
+    return type(self).forward(self, x, e, freqs, context, audio=sound, **others)
+
+
+def _of_frames(self, x, context, transformer_options={}, **others):
+    if not isinstance(context, tuple):
+        return type(self).forward(self, x, context, transformer_options=transformer_options, **others)
+    audio, places, num_tokens = context
+    num_frames, heads = audio.shape[1] // 16, (self.num_heads, self.head_dim)
+    query, key, value = (each.unflatten(2, heads).transpose(1, 2) for each in (
+        self.norm_q(self.q(x)), self.norm_k(self.k(audio)), self.v(audio)))
+    frame_size, rest = divmod(num_tokens, num_frames)
+    if rest:
+        raise ConfigError(f"Encode sound of the video's length: it is of {num_frames} frames, into which "
+                          f"{num_tokens} tokens of the video and its reference cannot be parted.")
+    mask = (places // frame_size)[:, None] == (places.new_ones(audio.shape[1]).cumsum(0) - 1)[None] // 16
+    return self.o(F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2))
+
+
+WAN_HUMO = dataclasses.replace(
+    WAN_CAMERA, name="Wan HuMo", title="Wan HuMo", transformer="comfy.ldm.wan.model:HumoWanModel", amend=_amend,
+    recognise=has(HEAD, "head.modulation", "audio_proj.audio_proj_glob_1.layer.weight"),
+    refusals=(only_parts(PARTS | {"audio_proj"}),), config=config_of(**RULES, model_type="humo"),
+    conditioning={"context": "text_dim", "audio_embed": None, "reference_latent": None},
+    ignored=("clip_fea", "denoise_mask"),
+    arguments=handed_on(even_with("Wan HuMo", "reference_latent"), "context", audio_embed=given("audio_embed"),
+                        reference_latent=given("reference_latent")),
+    lengths={"reference": lambda conditioning: (
+        LATENT.num_tokens(conditioning["reference_latent"].shape) if "reference_latent" in conditioning else 0)},
+    plan=ModelPlan(
+        blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
+        streams={"x": ALL}, attention={"self_attn": ALL},
+        tokens={"freqs": TokenArgument(1, ALL)}, positions={"rope_encode": _positions}, places=("places", ALL),
+        once_outside={"text_embedding": "run"}),
+    tiny=Tiny(TINY | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel", ARGUMENTS | {"model_type": "humo"},
+              drawn={"audio_embed": lambda config, shape, tokens: (shape[0], shape[2], 8, 5, 1280),
+                     "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:])}),
+)

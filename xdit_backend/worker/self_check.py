@@ -1,0 +1,87 @@
+"""Does ComfyUI's class compute in pieces what it computes whole? Asked of each class once by each worker, before the
+first model of it is loaded. Called by models.py.
+
+A tiny random model of the class is cut in two, by blocks and by rows, in this process: a token kind that is new, a step
+that has moved between blocks, or an order of tokens that has changed shows as a difference.
+"""
+
+import contextlib
+
+import torch
+
+from ..checkpoints.transformer import build_empty
+from ..comfyui.guard import moved
+from ..distributed.collectives import Traffic
+from ..distributed.mesh import AXES, Mesh
+from ..hooks.context import ForwardContext, rows_of, tokens_of
+from ..hooks.transformer import Hooks
+from ..parallel.key_values import KeyValues
+from ..partition import cut_patches
+from ..protocol.errors import UnsupportedError
+
+TOLERANCE = 1e-3                           # relative; of sums in float32 in another order. What is wrong is above 0.01
+SIZE, FRAMES, TEXT = (8, 6), 4, 5          # of the latent that is compared, and tokens of text
+STAGES = Mesh(dict.fromkeys(AXES, 1) | {"pipefusion": 2}, dict.fromkeys(AXES, 0))
+
+
+def check_pieces(family):
+    """Compare the family's tiny model with itself in two stages, whole and in two patches. Raises CheckpointError, with
+    ComfyUI's version, where they differ, or where the class fails."""
+    with torch.no_grad(), torch.device("cpu"):
+        try:
+            error = _largest_error(family)
+        except (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError, AssertionError,
+                UnsupportedError) as failure:
+            raise moved(family, f"fails when it is cut in two ({type(failure).__name__}: {failure})") from failure
+    if not error <= TOLERANCE:
+        raise moved(family, f"computes otherwise when it is cut in two (by {error:.2g} of 1)")
+
+
+def _largest_error(family):
+    generator, config = torch.Generator().manual_seed(1), family.tiny.config
+    model = build_empty(family, config).eval()
+    family.tiny.thin(model)
+    model.load_state_dict({name: torch.randn(parameter.shape, generator=generator)
+                           * (0.3 if parameter.ndim != 2 else parameter.shape[1] ** -0.5)
+                           for name, parameter in model.named_parameters()}, strict=False, assign=True)
+    size = SIZE if len(family.latent.patch) == 2 else (FRAMES, *SIZE)
+    latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
+    conditioning = {name: torch.randn(shape, generator=generator)
+                    for name, shape in drawn_shapes(family, config, latent.shape, TEXT).items()}
+    timestep = torch.full((1,), 0.7 * family.time_scale)
+    output = model(**family.inputs(latent, timestep, conditioning, config))[0]
+    whole = family.prediction(output, latent)
+    hooks, key_values = Hooks(model, family.plan), KeyValues()
+
+    def predict(piece, patch=None):
+        message = None
+        for blocks in (range(hooks.num_blocks // 2), range(hooks.num_blocks // 2, hooks.num_blocks)):
+            context = ForwardContext(
+                family.inputs(piece, timestep, conditioning, config, patch), STAGES, Traffic(), blocks,
+                hooks.num_blocks, tokens_of(family, STAGES, piece.shape, conditioning, patch), patch,
+                None if patch is None else rows_of(family, piece.shape, patch), key_values=key_values,
+                cached_blocks=range(hooks.num_blocks), step=(0.7,))
+            context.receive_message = lambda sent=message: sent
+            output, message = hooks.run(context)
+        return family.prediction(output, piece)
+
+    pieces = cut_patches(latent.shape, family.latent.patch, 2)
+    dim = pieces[0][0].dim
+    in_stages = predict(latent)
+    in_patches = torch.cat([predict(latent.narrow(dim, patch.start, rows), patch) for patch, rows in pieces], dim)
+    return max(((each - whole).norm() / whole.norm()).item() for each in (in_stages, in_patches))
+
+
+def drawn_shapes(family, config, shape, num_tokens):
+    """{conditioning: shape} of all that the family's model takes for a latent of this shape, with one reference."""
+    found = {}
+    for name, width in family.conditioning.items():
+        with contextlib.suppress(KeyError):
+            found[name] = family.tiny.drawn[name](config, shape, num_tokens)
+        if name == "context":
+            found[name] = (shape[0], num_tokens, config[width])
+        elif name == "ref_latents":
+            found["ref_latents.0"] = (shape[0], shape[1], *shape[2:-2], 4, 6)
+        elif name not in found and width is not None and config.get(width) is not None:
+            found[name] = (shape[0], num_tokens, config[width])
+    return found
