@@ -101,6 +101,17 @@ def test_a_peak_of_a_stage_is_what_was_forecast(name, layout, branches):
     assert abs(off_by(name, layout, branches=branches, blocks=None, ranks=(0, -1))) < ALLOWED
 
 
+def test_of_one_patch_no_keys_and_values_are_kept():
+    """Nor forecast; what stages send each other has a place."""
+    checkpoint, run = published("flux.1-dev")
+    alone, by_two = (counted((checkpoint, dataclasses.replace(run, num_patches=patches)), "pipefusion2", 0)
+                     for patches in (1, 2))
+
+    kept_bytes = forecast_of("flux.1-dev", "pipefusion2")[0].keys_values
+    assert abs((by_two.kept_bytes - alone.kept_bytes) / kept_bytes - 1) < ALLOWED
+    assert alone.peak_bytes < by_two.peak_bytes
+
+
 # what a forward joins between its lists of blocks: 1 where all streams are gathered once more (algorithms.md section 8)
 JOINED = {"flux.1-dev": 0, "flux.2-dev": 1, "qwen-image": 0, "sd3.5-large": 0, "wan2.1-14b-720p": 0,
           "hunyuanvideo-1.5": 0}

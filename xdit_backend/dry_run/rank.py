@@ -268,8 +268,14 @@ class _Calls:
         return [f"conditioning-{index}" for index in range(self.run.branches if self.are_apart else 1)]
 
     @property
+    def num_patches(self):
+        layout = self.layout
+        return choose_num_patches(self.run.num_patches, layout.pipefusion_degree, self.run.shape,
+                                  self.loaded.family.latent.patch, layout.ring_degree * layout.ulysses_degree)
+
+    @property
     def keeps(self):
-        return self.layout.pipefusion_degree > 1 or self.layout.displaced_degree > 1
+        return self.layout.displaced_degree > 1 or self.layout.pipefusion_degree > 1 and self.num_patches > 1
 
     def sized(self, shape):
         """With both branches, where they are one batch."""
@@ -292,13 +298,10 @@ class _Calls:
 
     def next_step(self):
         self.sigma = SIGMAS[1]
-        if self.layout.pipefusion_degree == 1:
+        if self.layout.pipefusion_degree == 1 or self.num_patches == 1:
             yield self._predict(None, 0, keep=self.keeps, stale=self.layout.displaced_degree > 1)
             return
-        axes = self.loaded.family.latent.patch
-        count = choose_num_patches(self.run.num_patches, self.layout.pipefusion_degree, self.run.shape, axes,
-                                   self.layout.ring_degree * self.layout.ulysses_degree)
-        for patch, rows in cut_patches(self.run.shape, axes, count):
+        for patch, rows in cut_patches(self.run.shape, self.loaded.family.latent.patch, self.num_patches):
             yield self._predict(patch, rows)
 
     def _predict(self, patch, rows, layout=None, **fields):
