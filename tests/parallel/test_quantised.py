@@ -55,6 +55,15 @@ def quantise(model, names, format_, rotated=ROTATED):
     return packed
 
 
+def use(model, packed):
+    """As the loader does, on a rank that has its share."""
+    for name, how in packed.items():
+        linear = model.get_submodule(name.removesuffix(".weight"))
+        if how.layer.how.block:
+            linear.weight_scale = kitchen.in_tiles(how.layer, {"weight_scale": linear.weight_scale})["weight_scale"]
+    unpack_at_use(model, packed, Casts())
+
+
 def blocks_of(one):
     return {each for list_ in one.family.blocks for each in list_.names}
 
@@ -67,7 +76,7 @@ def differences(rank, world_size, name, layout, format_):
         one = example(name, **shape)
         if model is None:
             model = one.model
-            unpack_at_use(model, quantise(model, blocks_of(one), format_), Casts())
+            use(model, quantise(model, blocks_of(one), format_))
             hooks = Hooks(model, one.family.plan)
         one.model = model
         want = one.run_parts()
@@ -106,14 +115,14 @@ def difference_of_shares(name, layout, format_, rotated, compile_backend, mutant
         rounding.largest = lambda own, group, traffic: own
     mesh, one = build_mesh(layout, num_shares(layout)), example(name, rows=6, columns=10, num_text_tokens=7)
     other = example(name, rows=6, columns=10, num_text_tokens=7)
-    unpack_at_use(other.model, quantise(other.model, blocks_of(one), format_, rotated), Casts())
+    use(other.model, quantise(other.model, blocks_of(one), format_, rotated))
     packed = quantise(one.model, blocks_of(one), format_, rotated)
     splits = hold_share(one.model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"])
     for path, buffer in list(one.model.named_buffers()):
         if path in splits:
             setattr(one.model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2],
                     splits[path].own(buffer, layout.tensor_degree, mesh.ranks["tensor"]))
-    unpack_at_use(one.model, packed, Casts())
+    use(one.model, packed)
     hooks = Hooks(one.model, one.family.plan, splits)
     context = one.loaded(hooks).context(mesh, Traffic(), one.latent, one.timestep, one.conditioning)
     context.compile_backend = compile_backend
@@ -151,7 +160,7 @@ def test_the_matrix_that_rotates_inputs_is_made_once_for_a_model(monkeypatch):
         monkeypatch.setattr(kitchen, "rotation", lambda *given, made=made: made.append(given) or rotation(*given))
         model = example("SD3", dtype=torch.float32).model
         packed = quantise(model, ("transformer_blocks",), "int8_tensorwise", rotated)
-        unpack_at_use(model, packed, Casts())
+        use(model, packed)
         linear, tensor = model.transformer_blocks[0].attn.to_q, torch.randn(5, 32)
         want = linear(tensor)
         linear.agree = lambda largest: largest
@@ -192,7 +201,7 @@ def roundings(rank, world_size, name, format_, layout):
     torch.set_grad_enabled(False)
     kitchen.has_products = lambda layer, device: True
     mesh, one = build_mesh(layout, world_size), example(name, dtype=torch.float32)
-    unpack_at_use(one.model, quantise(one.model, blocks_of(one), format_), Casts())
+    use(one.model, quantise(one.model, blocks_of(one), format_))
     hooks, seen = Hooks(one.model, one.family.plan), []
     rounded, product = kitchen.rounded_inputs, kitchen.product
 
