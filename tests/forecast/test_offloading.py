@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from tests.dry_run.rows import published, spec_of
+from xdit_backend.bench.size import parse_layout
+from xdit_backend.checkpoints.net import net_of
 from xdit_backend.config import ParallelConfig
+from xdit_backend.dry_run.rank import outline
 from xdit_backend.forecast.choice import Machine, forecast
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
 from xdit_backend.forecast.memory import DEFAULT_SETTINGS, Memory, room_of
 from xdit_backend.forecast.offloading import NUM_BUFFERS, offloaded_memory, plan_offload, step_seconds
-from xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, plan_run
+from xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, plan_run, usual_job
 from xdit_backend.forecast.words import weights_words
 from xdit_backend.protocol.specs import Stages
 
@@ -184,6 +188,24 @@ def test_auto_weighs_stages_and_shards_that_are_too_large_as_well(host_bytes_s, 
     asked = plan_run(ParallelConfig(num_patches=4), machine, HALF_TOO_LARGE, JOB, Stages(2)).chosen
     assert asked.degrees.num_patches == 4
     assert not forecast(HALF_TOO_LARGE, JOB, Degrees(pipefusion=2), machine).fits
+
+
+@pytest.mark.parametrize("name, memory_bytes", [
+    ("hunyuanvideo-1.5", 12e9), *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+        ("hunyuanvideo-1.5", 16e9), ("wan2.1-14b-480p", 16e9), ("wan2.1-14b-480p", 24e9)))])
+def test_auto_spreads_models_of_videos_by_a_usual_video(name, memory_bytes):
+    """Two stages hold the weights of a picture's run, but no video's keys and values; both branches with weights that
+    come do."""
+    checkpoint, _ = published(name, None)
+    spec = spec_of(checkpoint, parse_layout("one"))
+    net = net_of(checkpoint.family, outline(checkpoint, spec)[0], spec)
+    machine = Machine((Device(7e13, 7e13, 9e11, memory_bytes=memory_bytes, host_bytes_s=12e9),) * 2,
+                      Links(dict.fromkeys(LINKS.rates, 6e9)))
+
+    def fits(net):
+        spread = choose_spread(ParallelConfig(), net, Devices([memory_bytes] * 2, 0, machine))
+        return plan_run(ParallelConfig(), machine, net, usual_job(net, 2), *spread).chosen.fits
+    assert net.usual_tokens == 32760 and fits(net)
 
 
 def test_auto_knows_what_comes_from_the_disk():

@@ -29,13 +29,21 @@ def net_of(family: Family, model, spec=None):
               key_heads=family.num_key_heads(model.config) or heads, skips=bool(family.plan.skips(num_blocks)),
               text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks),
               agreed=_sums(model, family.plan, joint, num_blocks, True), formats=_formats(blocks, family.plan.once),
-              live=Live(**family.live) if family.live else None)
+              usual_tokens=usual_tokens(family, model.config), live=Live(**family.live) if family.live else None)
     if spec is None:
         return net
     weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
     return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize, weight_bytes=float(weights),
                    outside_bytes=float(weights - sum(of_blocks)), block_bytes=tuple(map(float, of_blocks)),
                    block_costs=tuple(size * share for size, share in block_sizes(model, family)))
+
+
+def usual_tokens(family, config):
+    """Of a picture of 1024 x 1024 pixels; of a model of videos, of 81 frames of 832 x 480."""
+    frames, rows, columns = family.pixels(config)
+    size = (1 + 80 // frames, 480, 832) if frames > 1 else (1, 1024, 1024)
+    patch = (1, 1, 1, *family.latent.patch)[-3:]
+    return (-(-size[0] // patch[0]) * -(-size[1] // (rows * patch[1])) * -(-size[2] // (columns * patch[2])))
 
 
 def job_of(family, net, shape, conditioning, steps, branches=1):

@@ -1,13 +1,12 @@
 """PipeFusion for a model that fits on each device, where a person takes a nearly equal picture for a faster one
 (`approximate` "for speed"). Pure arithmetic. Called when a model is loaded, after planner.choose_spread."""
 
-import dataclasses
 from typing import NamedTuple
 
 from ..partition import FULL
 from ..protocol.specs import Stages
 from .choice import Forecast
-from .planner import EVERYWHERE, USUAL_JOB, WARMUP_FULL, Spread, plan_run
+from .planner import EVERYWHERE, WARMUP_FULL, Spread, plan_run, usual_job
 from .words import layout_words, seconds_words
 
 FASTER = 1.15                              # times as fast as the best exact layout that stale keys and values must be
@@ -41,7 +40,7 @@ def spread_for_speed(config, net, devices, branches=(1, 2)):
     if machine is None or count == 1 or not has_stages_for_speed(config, net, devices.smallest) or (
             config.requested_patches == 1 or devices.per_machine or config.weights_memory_bytes):
         return None
-    jobs = [dataclasses.replace(USUAL_JOB, branches=each) for each in branches]
+    jobs = [usual_job(net, each) for each in branches]
 
     def plans(spread):
         return [plan_run(config, machine, net, job, *spread).chosen for job in jobs]

@@ -20,7 +20,7 @@ from .words import method_words
 
 USUAL = {"cuda": Device(1e14, 1e14, 1e12), "cpu": Device(5e10, 3e10, 1e10, block_launch_s=5e-4)}
 LONG_S = 20.0                              # of a run, on one usual device: from then on devices are measured before it
-USUAL_JOB = Job(4096, 512, 20)             # a picture of a megapixel: what stages are chosen for, before a run is known
+USUAL_JOB = Job(4096, 512, 20)             # a picture of a megapixel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _spread_over_machines(config, net, devices, branches):
         return Spread(stages)
     if not approximate:
         return EVERYWHERE
-    jobs = [dataclasses.replace(USUAL_JOB, branches=each) for each in branches]
+    jobs = [usual_job(net, each) for each in branches]
     whole_s, staged_s = (sum(plan_run(config, machine, net, job, spread).chosen.seconds for job in jobs)
                          for spread in (None, stages))
     return Spread(None if whole_s <= WORTH * staged_s else stages)
@@ -195,9 +195,14 @@ def _split_degrees(net, devices):
 
 def _fastest(config, net, devices, spreads):
     """Of several spreads, the one whose usual run is forecast to be the fastest, or an exact one that nearly is."""
-    usual = [(plan_run(config, devices.machine, net, USUAL_JOB, *spread).chosen, spread) for spread in spreads]
+    usual = [(plan_run(config, devices.machine, net, usual_job(net), *spread).chosen, spread) for spread in spreads]
     chosen = choose(sorted((made for made, _ in usual), key=lambda made: (not made.fits, made.seconds)), alike=False)
     return next(spread for made, spread in usual if made is chosen)
+
+
+def usual_job(net, branches=1):
+    """What weights are spread for, before a run is known."""
+    return dataclasses.replace(USUAL_JOB, tokens=net.usual_tokens, branches=branches)
 
 
 def usual_branches(model_config):
