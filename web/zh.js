@@ -135,6 +135,8 @@ export const ZH = {
     "请加载 ComfyUI 格式的 {0} 单个文件：{1} 是它的文件夹，而 xDiT 以 ComfyUI 自己的模块运行它，只接受单个文件。",
   "Update ComfyUI: the version {} in {} has no {} in {}, which this model needs ({}).":
     "请更新 ComfyUI：{1} 中的版本 {0} 在 {3} 里没有此模型所需的 {2}（{4}）。",
+  "Make the {} and the latent of one width and height, by one node: the {} of {} is of {} x {}, and {} x {} belong to this latent.":
+    "请用同一个节点以相同的宽高生成 {0} 与潜空间：{2} 的 {1} 为 {3} x {4}，而此潜空间对应 {5} x {6}。",
   "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video and its reference cannot be parted.":
     "请编码与视频等长的声音：它有 {0} 帧，视频及其参考的 {1} 个令牌无法按帧分开。",
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":

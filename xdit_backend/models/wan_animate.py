@@ -86,8 +86,8 @@ WAN_ANIMATE = dataclasses.replace(
     config=config_of(**RULES, model_type="animate", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
                      _image_dim=optional_size("img_emb.proj.1.weight", 1)),
     conditioning={"context": "text_dim", "clip_fea": "_image_dim", "pose_latents": None, "face_pixel_values": None},
-    arguments=handed_on(even_with("Wan Animate", "pose_latents"), "context", "pose_latents", "face_pixel_values",
-                        timestep=frame_times,
+    arguments=handed_on(even_with("Wan Animate", "pose_latents", "pose"), "context", "pose_latents",
+                        "face_pixel_values", timestep=frame_times,
                         clip_fea=given("clip_fea", where="_image_dim")),
     plan=dataclasses.replace(
         WAN_CAMERA.plan, places=("places", ("image",)),

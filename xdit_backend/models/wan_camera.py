@@ -1,6 +1,7 @@
 """Wan Camera (2.1, 2.2), ComfyUI's own module: Wan that reads the ways of a camera's rays; and what further kinds
 of Wan have in common with it."""
 
+from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on, same_names, whole_sizes
 from ..vocabulary.describe import config_of, even_sides, given, has, only_parts, optional_size, size
 from ..vocabulary.family import Family, Tiny
@@ -13,10 +14,23 @@ NATIVE, HEAD = "comfy.ldm.wan.model:CameraWanModel", "blocks.0.self_attn.norm_q.
 TABLE = TokenArgument(1, ("image",))
 
 
-def even_with(name, *others):
-    """The latent, for a model that takes no odd sides where it is given one of these. name: of the family."""
+def even_with(name, other, title="", scale=1):
+    """The latent, for a model that takes no odd sides where it is given another video, of whose pixels so many are one
+    of the latent's. name: of the family. other: of that video, to ComfyUI. title: to people, where it has to be as
+    large as the latent."""
     def rule(call):
-        return (even_sides(name, LATENT) if any(other in call.conditioning for other in others) else LATENT)(call)
+        video = call.conditioning.get(other)
+        if video is None:
+            return LATENT(call)
+        whole = list(call.latent.shape)
+        if call.patch is not None:
+            whole[call.patch.dim] = call.patch.whole
+        sides, needed = tuple(video.shape[-2:]), tuple(scale * side for side in whole[-2:])
+        if title and sides != needed:
+            raise ConfigError(f"Make the {title} and the latent of one width and height, by one node: the {title} of "
+                              f"{name} is of {sides[0]} x {sides[1]}, and {needed[0]} x {needed[1]} belong to this "
+                              f"latent.")
+        return even_sides(name, LATENT)(call)
     return rule
 
 
@@ -32,7 +46,7 @@ WAN_CAMERA = Family(
     convert=same_names, latent=LATENT, keep_in_compute_dtype=("patch_embedding",),
     conditioning={"context": "text_dim", "clip_fea": "_image_dim", "camera_conditions": None},
     ignored=("reference_latent", "denoise_mask"),
-    arguments=handed_on(even_with("Wan Camera", "camera_conditions"), "context",
+    arguments=handed_on(even_with("Wan Camera", "camera_conditions", "camera's way", 8), "context",
                         clip_fea=given("clip_fea", where="_image_dim"),
                         camera_conditions=given("camera_conditions")),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["dim"],
