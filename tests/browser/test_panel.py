@@ -274,6 +274,8 @@ def test_a_prompt_that_fails_before_it_samples_is_told_on_the_node_in_a_note_and
     page.evaluate(values, ["manual", 2, 1])
     queue(page, 14)
     page.wait_for_selector(".xdit-panel dl[data-state=failed]", timeout=120_000)
+    page.wait_for_function("""() => app.graph.nodes.find(node => node.type === "XDiTVAEDecode").widgets?.some(
+        widget => widget.name === "$$node-text-preview" && widget.value.startsWith("not run"))""", timeout=30_000)
     shown = page.evaluate("""() => app.graph.nodes.flatMap(node => (node.widgets ?? [])
         .filter(widget => widget.name === "$$node-text-preview").map(widget => [node.type, widget.value]))""")
     told = page.locator("[data-fact=run_error]").inner_text()
