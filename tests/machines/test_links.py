@@ -217,6 +217,39 @@ def test_the_doctor_knows_of_machines_that_joined_were_refused_and_left(listener
     assert told() == ["fourth not there: someone in .../secret switched it off"]
 
 
+def test_the_doctor_knows_of_machines_while_their_file_is_written(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
+    note_machines, is_over = logs.note_machines, threading.Event()
+    # the listener of other tests, which runs on, tells its own
+    monkeypatch.setattr(logs, "note_machines", lambda lines: None)
+    note_machines(["other joined"])
+
+    def write():
+        while not is_over.is_set():
+            note_machines(["other joined"])
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    read = {tuple(logs.machines()) for _ in range(2000)}
+    is_over.set()
+    for thread in threads:
+        thread.join()
+
+    assert read == {("other joined",)} and len(list((tmp_path / "logs").iterdir())) == 1
+
+
+def test_a_listener_that_is_closed_says_nothing_of_machines_any_more(listener, tmp_path, monkeypatch):
+    """Another may have followed, at another address."""
+    first, noted = Listener("127.0.0.1:0", tmp_path / "key"), []
+    monkeypatch.setattr(logs, "note_machines", noted.append)
+    first.close()
+    assert noted == [[]]
+
+    first._note_machines()                                     # as its thread does that has let in a machine meanwhile
+
+    assert noted == [[]]
+
+
 def test_the_doctor_knows_of_no_machine_of_a_host_that_has_ended(monkeypatch, tmp_path):
     monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
     note_machines = logs.note_machines
@@ -228,6 +261,7 @@ def test_the_doctor_knows_of_no_machine_of_a_host_that_has_ended(monkeypatch, tm
     ended = subprocess.Popen(["true"])
     ended.wait()
     own.rename(tmp_path / "logs" / logs.MACHINES.format(ended.pid))
+    (tmp_path / "logs" / logs.MACHINES.format(f"{ended.pid}.{ended.pid}")).touch()         # it was at writing
 
     assert logs.machines() == [] and not list((tmp_path / "logs").iterdir())
 

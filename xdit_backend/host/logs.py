@@ -14,6 +14,7 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,8 @@ MIN_BYTES = 2 ** 12                        # below this a disk takes no line mor
 TORCHRUN, ERRORS = "torchrun.log", "errors.log"
 NAME = re.compile(r"\d{8}-\d{6}-xdit-\d+-[0-9a-f]+")
 MAX_ERRORS, MAX_LINES = 5, 20              # errors that the doctor prints, and lines of each
-MACHINES = "machines-{}.txt"               # of a process, by its number
+# of a process, by its number, and while it is written by its thread's too
+MACHINES = "machines-{}.txt"
 QUOTED = re.compile(r"""(["'])~?/(?:[^"'\n]*/)?([^"'/\n]*)\1""")
 PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
 
@@ -61,25 +63,29 @@ def make(name, otherwise):
 
 def note_machines(lines):
     """Have the doctor know this of other machines, for as long as this process runs;
-    no lines: there is nothing more to say."""
+    no lines: there is nothing more to say. Who reads meanwhile finds what was said before, or this, whole."""
     try:
         path = _own_place() / MACHINES.format(os.getpid())
-        path.unlink(missing_ok=True)
-        if lines:
-            with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write("\n".join(lines))
+        if not lines:
+            path.unlink(missing_ok=True)
+            return
+        written = path.with_name(MACHINES.format(f"{os.getpid()}.{threading.get_native_id()}"))
+        with open(written, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write("\n".join(lines))
+        os.replace(written, path)
     except OSError as error:
-        log.warning("the doctor will not know of other machines: %s", error)
+        log.warning("the doctor will not know what is new of other machines: %s", error)
 
 
 def machines():
     """Lines that tell of the other machines of each process that runs, with nothing private."""
     lines = []
     for path in sorted(place().glob(MACHINES.format("*"))) if _is_ours() else ():
-        pid = path.stem.partition("-")[2]
+        pid, _, thread = path.stem.partition("-")[2].partition(".")
         with suppress(OSError):                                # it ends at this moment
             if pid.isdigit() and psutil.pid_exists(int(pid)):
-                lines += without_private(path.read_text(encoding="utf-8", errors="replace")).splitlines()
+                if not thread:
+                    lines += without_private(path.read_text(encoding="utf-8", errors="replace")).splitlines()
             else:
                 path.unlink()
     return lines

@@ -95,11 +95,14 @@ class Listener:
         self._server.close()
         for session in list(self._sessions):
             session.close("ComfyUI has ended")
-        self._note_machines()
+        with self._lock:                                       # whoever notes something has done so, or will not
+            logs.note_machines([])
 
     def _note_machines(self):
-        """Have the doctor know which machines there are."""
+        """Have the doctor know which machines there are; not of a listener that is closed, whom another may follow."""
         with self._lock:
+            if self._is_over.is_set():
+                return
             self._absent |= {session.name: f"not there: {session.ended}" for session in self._sessions if session.ended}
             lines_of = dict(self._absent)
             for session in self._sessions:
@@ -109,8 +112,7 @@ class Listener:
                     is_used = session.is_used or lines_of.get(session.name, "").startswith("in use")
                     lines_of[session.name] = f"{'in use' if is_used else 'joined'}: {cards}"
                     self._absent.pop(session.name, None)
-            logs.note_machines([] if self._is_over.is_set()
-                               else [f"{name} {words}" for name, words in sorted(lines_of.items())])
+            logs.note_machines([f"{name} {words}" for name, words in sorted(lines_of.items())])
 
     def _wait(self, name, on_phase, check, takes):
         def found():
