@@ -217,3 +217,24 @@ def test_a_folder_that_another_host_takes_for_left_behind_before_it_is_locked_is
     segments.sweep(tmp_path)
 
     assert swept and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("times", [1, segments.ATTEMPTS])
+def test_what_a_worker_that_ends_still_writes_into_a_folder_does_not_keep_it_for_ever(tmp_path, monkeypatch, times):
+    """As torch writes why a worker has failed, while another removes the folder of both."""
+    folder, rmdir, written = tmp_path / "xdit-1-a", os.rmdir, []
+
+    def write_first(path, **options):
+        if len(written) < times:
+            written.append(folder / "pytorch-errorfile.pickle")
+            written[-1].touch()
+        rmdir(path, **options)
+    segments.claim(folder).close()
+    monkeypatch.setattr(os, "rmdir", write_first)
+
+    segments.discard(folder)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    segments.sweep(tmp_path)
+
+    assert len(written) == times and left == ([] if times == 1 else ["xdit-1-a", "xdit-1-a.lock"])
+    assert not list(tmp_path.iterdir())

@@ -30,6 +30,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 
 MAX_DIMS, MAX_ELEMENTS = 16, 2 ** 52                           # of a segment; more is a mistake, or overflows somewhere
+ATTEMPTS = 3                                                   # to remove a folder that others still write to
 
 
 def dtype_name(dtype):
@@ -121,9 +122,16 @@ def sweep(base):
 
 
 def discard(folder):
-    """Remove a folder that `claim` has made, with everything in it, and the file beside it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    _lock_of(folder).unlink(missing_ok=True)
+    """Remove a folder that `claim` has made, with everything in it, and the file beside it.
+
+    A process of the group that ends meanwhile may write there, as torch does of a worker that fails, and so keep the
+    folder. Where it is still there after some attempts, the file stays too, by which `sweep` finds it.
+    """
+    for _ in range(ATTEMPTS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            _lock_of(folder).unlink(missing_ok=True)
+            return
 
 
 def folders_of(name):
