@@ -224,6 +224,21 @@ def test_ranks_that_all_wait_for_each_other_and_get_nothing_hang(group, clock, m
     assert not group.goes_on
 
 
+@with_devices(("cpu", "cpu"))
+def test_who_waits_for_a_rank_that_has_said_why_it_failed_does_not_hang(group, clock, monkeypatch):
+    monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
+    request = group.post(ReportMemory)
+    group.answer(request, failed=[0])
+
+    def heartbeat():
+        clock.sleep(0.1)
+        group.workers[1].send(Heartbeat(1, request, 8, True))
+    with pytest.raises(WorkerFailedError, match="no room"):
+        group.wait([request], check=heartbeat)
+
+    assert not group.goes_on
+
+
 @pytest.mark.parametrize("gets_on", ["computes", "gets what it waits for", "began anew", "answers"])
 @with_devices(("cpu", "cpu"))
 def test_who_waits_for_a_rank_that_gets_on_does_not_hang(group, clock, monkeypatch, gets_on):

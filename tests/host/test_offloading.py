@@ -82,17 +82,20 @@ def test_two_models_in_turn_predict_what_each_does_alone(client, folder):
         client.drop(spec.name)
 
 
-def test_a_file_that_is_written_to_fails_the_run_in_words_and_one_that_is_removed_does_not(client, tmp_path):
-    """Its weights are maps of the file, so what is written reaches the workers."""
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"pipefusion": 2}], ids=str)
+def test_a_file_that_is_written_to_fails_the_run_in_words_and_one_that_is_removed_does_not(client, tmp_path, degrees):
+    """Its weights are maps of the file, so what is written reaches the workers. Each says so, and none waits for
+    another that does: the stage after has what it needs by then."""
     from diffusers import FluxTransformer2DModel
     torch.manual_seed(0)
     FluxTransformer2DModel(**FAMILIES["Flux.1"].tiny.config | {"num_single_layers": 14}).save_pretrained(
         tmp_path / "transformer")
     checkpoint, one = open_checkpoint(tmp_path), example("Flux.1", torch.float32)
-    file, spec = Path(checkpoint.files[0]), checkpoint.spec("float32", "float32", weights_memory=1)
+    stages = Stages(2, 1) if "pipefusion" in degrees else None
+    file, spec = Path(checkpoint.files[0]), checkpoint.spec("float32", "float32", stages, weights_memory=1)
 
     def predict():
-        return client.predict(spec, layout(cfg=2), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
+        return client.predict(spec, layout(**degrees), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
     want, whole, was = [each.clone() for each in predict()], file.read_bytes(), file.stat()
     file.rename(tmp_path / "elsewhere")
     assert all(torch.equal(*pair) for pair in zip(predict(), want))
@@ -101,8 +104,11 @@ def test_a_file_that_is_written_to_fails_the_run_in_words_and_one_that_is_remove
     with open(file, "r+b") as opened:
         opened.seek(len(whole) // 2)
         opened.write(bytes(len(whole) // 4))
+    handle = client.submit(spec, layout(**degrees), checkpoint.family.num_channels(one.config), [call_of(one)] * 2)
+    request = handle.group._requests[handle.request]
     with pytest.raises(CheckpointError, match="^Queue the prompt again, which .* was written to while a run had "):
-        predict()
+        client.wait([handle])
+    assert request.failed.keys() == request.answering == {0, 1} and not request.unanswered
     with open(file, "r+b") as opened:
         opened.write(whole)
     os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))

@@ -97,11 +97,13 @@ class Client:
                 branches.append(branch)
                 predictions.append(prediction)
                 extra_outputs += filled
+        # Of a stage whose weights come, whether the file was written to is known only when it has sent to the next one.
+        answering = None if spec.weights_memory else last_stage_ranks(layout, len(self.devices))
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
                                              speeds=self.workers.speeds, compile_backend=calls[0].compile_backend,
                                              kernel=calls[0].kernel, exchange=calls[0].exchange),
-            segments, last_stage_ranks(layout, len(self.devices)), self._step)
+            segments, answering, self._step)
         return CallHandle(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(extra_outputs))
 
     def wait(self, handles):

@@ -315,14 +315,14 @@ class WorkerGroup:
             self._forkserver.close()
 
     def _end_if_failed(self):
-        """End the group where a failed command, whoever waits for it,
-        has left ranks in an exchange that will not end."""
+        """End the group where a failed command, whoever waits for it, has left ranks in an exchange without an end."""
+        # before those that wait for the one that failed count as hung
+        limit_s = min(STRAGGLER_S, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))
         for request in self._requests:
             if not request.failed or not self._resources.channels:
                 continue
-            # Over gloo the others wait inside a collective, or for a stage's hidden states, for the one that failed,
-            # and do not answer.
-            is_stuck = request.unanswered and time.monotonic() - request.failed_s > STRAGGLER_S
+            # over gloo the others wait inside a collective, or for a stage's hidden states, and do not answer
+            is_stuck = request.unanswered and time.monotonic() - request.failed_s > limit_s
             if is_stuck or (not request.unanswered and not can_continue(self.devices, request.failed.values())):
                 self._ended_by = request.why_it_ended
                 self.close()

@@ -117,6 +117,8 @@ class Predictions:
         for parts in self._together(command, mesh, offloaded is not None):
             receives = [partial(self._receive, link, handles.pop(0), traffic, waits) for _ in parts] if handles else []
             self._run(command, parts, receives, traffic)
+        if offloaded is not None:                              # others have by now what they wait for, and answer too
+            offloaded.check_files()
         # by now activations have taken what they need
         if command.patch is not None and offloaded is None and not loaded.transformer.casts.are_kept:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
@@ -140,8 +142,6 @@ class Predictions:
             for part, exchange in zip(parts, exchanges) if exchanges[0] is not None else ():
                 calls.enter_context(self._call(exchange, command, part.branch, traffic))
             results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
-        if loaded.transformer.offloaded is not None:
-            loaded.transformer.offloaded.check_files()
         for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
             if message is None:
                 self._write(loaded.family, part, latent, context, output)
