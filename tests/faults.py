@@ -20,6 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -64,9 +65,9 @@ HOST_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV, s
 GONE_S = 5                                 # after which nothing of a host that was killed runs
 NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("decoding", "kill host"),
          *((phase, kind) for phase in PHASES if phase != "computing" for kind in (*OF_FILES, "memory"))}
-# what errors say beside "queue the prompt again"
-SAID = {"write to file": ("was written to while a run had weights come from it",),
-        "cut file": ("queue the prompt again",), "memory": ("queue the prompt again", "use a smaller latent")}
+# what errors say, each one of these
+SAID = dict.fromkeys(FAULTS, ("queue the prompt again", "while starting", "use a smaller latent", "is cut short"))
+SAID["write to file"] = ("was written to while a run had weights come from it",)
 TOLERANCE = 1e-9
 
 
@@ -180,16 +181,17 @@ class Host:
             outcome = "cancelled"
         except XDiTError as error:
             outcome = "said so"
-            words = SAID.get(fault.kind, ("queue the prompt again", "while starting"))
-            assert any(each in str(error).lower() for each in words), f"{fault}: {error}"
+            check_words(error, fault)
         finally:
             timer.join()
             self.client.workers.check = lambda: None
         if outcome == "finished":
-            if fault.kind != "cancel":                         # perhaps too late for this run: the next one meets it
-                with suppress(XDiTError):
-                    in_time(lambda: self.run(fault.layout, fault.phase))
             self.check(result, fault, "")
+            try:
+                if fault.kind != "cancel":                     # perhaps too late for this run: the next one meets it
+                    in_time(lambda: self.run(fault.layout, fault.phase))
+            except XDiTError as error:
+                check_words(error, fault)
         self._undo()
         self._undo = lambda: None
         self.check(in_time(lambda: self.run(fault.layout, fault.phase)), fault, "afterwards")
@@ -208,33 +210,31 @@ class Host:
             self._undo = without_memory(victim)
 
 
+def check_words(error, fault):
+    """Does an error say what such a fault has to?"""
+    assert any(words in str(error).lower() for words in SAID[fault.kind]), f"{fault}: {error}"
+
+
 def written_to(path):
     """Overwrite a part of a file; returns what undoes it."""
-    was = os.stat(path)
+    was, content = os.stat(path), Path(path).read_bytes()
     with open(path, "r+b") as file:
         file.seek(was.st_size // 2)
-        part = file.read(4096)
-        file.seek(was.st_size // 2)
-        file.write(bytes(len(part)))
-
-    def undo():
-        with open(path, "r+b") as file:
-            file.seek(was.st_size // 2)
-            file.write(part)
-        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
-    return undo
+        file.write(bytes(min(4096, was.st_size // 2)))
+    return partial(put_back, path, was, content)
 
 
 def cut_short(path):
     """Cut off the second half of a file; returns what undoes it."""
     was, content = os.stat(path), Path(path).read_bytes()
     os.truncate(path, was.st_size // 2)
+    return partial(put_back, path, was, content)
 
-    def undo():
-        with open(path, "r+b") as file:
-            file.write(content)
-        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
-    return undo
+
+def put_back(path, was, content):
+    with open(path, "r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
 
 
 def removed(path):
