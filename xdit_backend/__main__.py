@@ -5,6 +5,7 @@ import argparse
 import sys
 
 from .bench import (
+    card,
     displaced,
     drift,
     loading,
@@ -26,7 +27,7 @@ from .protocol.errors import XDiTError
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": planner,
            "reach": reach, "scale": scale, "unlike": unlike, "drift": drift, "loading": loading, "start": start,
-           "runs": runs, "size": size}
+           "runs": runs, "size": size, "card": card}
 
 
 def main():

@@ -4,6 +4,7 @@ for every family, from headers alone."""
 import json
 import random
 import shutil
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tests.tiers import FEW_FAMILIES, by_default
 from tests.tiny_checkpoints import VARIANTS, families
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.recognise import recognise
+from xdit_backend.checkpoints.transformer import build
+from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
 
 KINDS = [kind for kind in families() if kind != "ltx-2.3"]     # which its metadata tells
@@ -202,3 +205,19 @@ def test_whole_numbers_in_the_place_of_weights_are_refused(tmp_path, shapes_of, 
     with pytest.raises(CheckpointError, match="has whole numbers where the weights have fractions: "
                                               "transformer_blocks.1.attn.to_q.weight"):
         look_at(tmp_path / "model.safetensors")
+
+
+class Broken:
+    """diffusers, of which a package that it imports cannot be imported."""
+
+    __spec__ = None
+
+    def __getattr__(self, name):
+        raise RuntimeError("Failed to import diffusers.loaders.peft: import of transformers halted")
+
+
+def test_a_package_that_cannot_be_imported_is_no_fault_of_the_file(monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers", Broken())
+
+    with pytest.raises(CheckpointError, match="^Mend or remove the package that is named last, .* diffusers.loaders"):
+        build(FAMILIES["SD3"], {})

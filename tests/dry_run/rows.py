@@ -37,6 +37,7 @@ ALLOWED_WAITS = {
     "copy at transformer_lumina2.py _get_freqs_cis": "diffusers has its tables on the host, and takes rows by number",
     "_local_scalar_dense at transformer_hunyuan_video15.py forward": "diffusers looks whether a picture is given",
     "index at transformer_hunyuan_video15.py forward": "diffusers puts text that is not masked first",
+    "index at transformer_hunyuanimage.py forward": "the same",
     "copy at model.py sinusoidal_embedding_1d": "ComfyUI's Wan counts the frequencies of a time on the host",
 }
 SMALL_ROWS, SMALL_COLUMNS, TEXT_TOKENS = 16, 20, 7

@@ -40,8 +40,7 @@ def kept_by(device, shape, steps=4, num_entries=3):
             offload.keep(entry, here, slice(0, shape[1]), [changed])
             late()
             seen.append(here[:, :, :2, :, :2].clone())
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    offload.close()
     return [tensor.cpu() for tensor in seen] + [entry.both_KBNTH.clone() for entry in entries]
 
 
@@ -62,8 +61,24 @@ def test_the_process_does_not_wait_for_what_it_offloads():
     torch.cuda._sleep(20 * A_WHILE)
     done.record()
     offload.keep(entry, here, slice(0, 1), [slice(100, 2000)])
+    has_waited = done.query()
+    offload.close()
 
-    assert not done.query()
+    assert not has_waited
+
+
+def test_memory_that_cannot_be_pinned_is_told_and_nothing_else_fails(monkeypatch):
+    """What CUDA refuses it also tells whoever asks next."""
+    offload, number = Offload(CUDA), torch.zeros(0, dtype=torch.float16)
+    memory = torch.empty(2 ** 24, dtype=torch.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: memory)
+        offload.host_buffer((2, 1, 4, 512, 64), number)
+        with pytest.raises(RuntimeError, match="offload_keys_values has .* GB of host memory pinned"):
+            offload.host_buffer((2, 1, 4, 512, 64), number)
+
+    assert torch.ones(3, device=CUDA).sum().item() == 3
+    offload.close()
 
 
 def test_the_process_does_not_wait_for_a_small_tensor():

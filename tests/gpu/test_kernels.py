@@ -3,7 +3,9 @@ the device."""
 
 import subprocess
 import sys
+import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from tests.conftest import ROOT
+from tests.dry_run.rows import ALLOWED_WAITS
 from tests.models.zoo import CONFIGS, example
 from tests.tolerances import within
 from xdit_backend.distributed.attention import Kernel, attention_with_lse, choose_kernel, run_kernel
@@ -100,18 +103,43 @@ def test_a_norm_does_not_wait_for_the_device():
         group_norm_rows(x, 8, None, None, 1e-6, split)
 
 
+@contextmanager
+def waits():
+    """The names, as ALLOWED_WAITS has them but for the operation, of functions in which the process waits for the
+    device: a set that is filled meanwhile."""
+    found = set()
+
+    def note(message, category, filename, line, file=None, text=None):
+        assert "synchronizing CUDA operation" in str(message), message
+        frame = sys._getframe()
+        while (frame.f_code.co_filename, frame.f_lineno) != (filename, line):
+            frame = frame.f_back
+        found.add(f"{Path(filename).name} {frame.f_code.co_name}")
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_forward_does_not_wait_for_the_device(name):
     one = example(name, torch.float32)
     hooks = Hooks(one.model.to(CUDA), one.family.plan)
     loaded = one.loaded(hooks)
     conditioning = {key: tensor.to(CUDA) for key, tensor in one.conditioning.items()}
-    context = loaded.context(SINGLE, Traffic(), one.latent.to(CUDA), one.timestep.to(CUDA), conditioning)
+    context = loaded.context(SINGLE, Traffic(), one.latent.to(CUDA), one.timestep, conditioning)
     with torch.inference_mode():
         hooks.run(context)                                     # tables that are made once
 
-        with nothing_waits():
+        with waits() as found:
             hooks.run(context)
+
+    assert found <= {place.partition(" at ")[2] for place in ALLOWED_WAITS}
 
 
 def test_workers_have_torchs_own_allocator_with_segments_that_grow(monkeypatch):
@@ -130,6 +158,7 @@ def test_workers_have_torchs_own_allocator_with_segments_that_grow(monkeypatch):
 POSTED_RECEIVE = """
 import torch
 side, buffer = torch.cuda.Stream(), torch.empty(2 ** 22, device="cuda")
+torch.empty(2 ** 22, device="cuda").fill_(1) + 1      # to load a kernel, when it is first asked for, CUDA waits
 with torch.cuda.stream(side):
     torch.cuda._sleep(10 ** 10)
     posted = torch.cuda.Event()

@@ -12,7 +12,7 @@ from tests.conftest import ROOT, left_behind, still_there
 from tests.worker_processes import kind_of
 from xdit_backend.host import torchrun
 from xdit_backend.host.client import Client
-from xdit_backend.host.forkserver import Forkserver
+from xdit_backend.host.forkserver import OF_THE_SERVER, Forkserver
 from xdit_backend.host.launcher import WorkerGroup
 from xdit_backend.protocol.errors import WorkerStartError
 from xdit_backend.protocol.messages import ReportMemory
@@ -154,7 +154,7 @@ def test_giving_up_while_libraries_are_loaded_keeps_the_forkserver_for_the_next(
 
 HOST = """
 import os, sys, time
-from xdit_backend.host.forkserver import Forkserver
+from xdit_backend.host.forkserver import OF_THE_SERVER, Forkserver
 from xdit_backend.host.launcher import WorkerGroup
 server = Forkserver()
 group = WorkerGroup(('cpu', 'cpu'), forkserver=server)
@@ -184,3 +184,41 @@ def test_a_host_that_ends_takes_its_forkserver_along_though_a_fork_of_it_lives_o
     assert not running
     SegmentStore().close()                                     # the next host, which removes what is nobody's
     assert not still_there(before)
+
+
+def test_what_is_forked_can_use_gpus():
+    """PyTorch marks what is forked from a process that has asked CUDA for GPUs, whether there are any or not."""
+    code = ("import os, torch\n"
+            "from xdit_backend.worker import forkserver\n"
+            "os.environ['CUDA_VISIBLE_DEVICES'] = '1'\n"
+            "assert forkserver._prepare() == ''\n"
+            "assert os.environ['CUDA_VISIBLE_DEVICES'] == '1' and 'HIP_VISIBLE_DEVICES' not in os.environ\n"
+            "if not os.fork():\n"
+            "    os._exit(torch.cuda._is_in_bad_fork())\n"
+            "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))\n")
+
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | OF_THE_SERVER).returncode == 0
+
+
+@pytest.mark.parametrize("package", ["peft", "auto_round"])
+def test_packages_that_want_transformers_are_no_workers(package, tmp_path):
+    """diffusers imports them where they are installed."""
+    (tmp_path / f"{package}.py").write_text("raise ImportError('no transformers')")
+    about = tmp_path / f"{package}-1.0.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    code = ("from xdit_backend.worker import forkserver\n"
+            "assert forkserver._prepare() == ''\n"
+            "import diffusers\n"
+            "diffusers.FluxTransformer2DModel.load_lora_adapter\n")
+
+    environment = os.environ | OF_THE_SERVER | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment).returncode == 0
+
+
+def test_workers_find_packages_where_their_host_does(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    assert torchrun.environment_of(("cpu",))["PYTHONPATH"] == f"{torchrun.ROOT}{os.pathsep}/somewhere"
+
+    monkeypatch.delenv("PYTHONPATH")
+    assert torchrun.environment_of(("cpu",))["PYTHONPATH"] == str(torchrun.ROOT)

@@ -3,13 +3,18 @@ our packages, and diffusers' class of every family."""
 
 import gc
 import importlib
+import os
 import pkgutil
 import runpy
 from pathlib import Path
 
-import diffusers
-import pytest  # noqa: F401
-import torch.distributed  # noqa: F401
+# no library asks CUDA for GPUs: ranks could not use any then
+visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+import diffusers  # noqa: E402
+import pytest  # noqa: E402, F401
+import torch.distributed  # noqa: E402, F401
 
 runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))      # makes our packages importable
 
@@ -26,3 +31,6 @@ importlib.import_module("tests.models.zoo")
 importlib.import_module("tests.vae_zoo")
 gc.collect()
 gc.freeze()                                                         # its pages stay shared with the ranks
+del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"], os.environ["CUDA_VISIBLE_DEVICES"]
+if visible is not None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible

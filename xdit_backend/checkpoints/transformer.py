@@ -58,11 +58,22 @@ def build(family, config):
     if family.is_comfyuis:
         model = build_module(family.transformer, config)
     else:
-        model = getattr(importlib.import_module("diffusers"), family.transformer).from_config(config)
+        model = _class_of(family).from_config(config)
     family.amend(model, config)
     if family.is_comfyuis:
         check_class(model, family)                             # with what amend has given its blocks
     return model
+
+
+def _class_of(family):
+    """diffusers' class. It imports packages that others have installed: what is wrong with one is no fault of a
+    file."""
+    diffusers = importlib.import_module("diffusers")
+    try:
+        return getattr(diffusers, family.transformer)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"Mend or remove the package that is named last, in ComfyUI's Python: diffusers cannot "
+                              f"import {family.transformer}: {error}") from error
 
 
 def build_empty(family, config):

@@ -174,9 +174,10 @@ def own_blocks(model, family, spec, rank, memory=()):
     return stage_blocks(counts, stage_of(rank, spec.stages))
 
 
-def load(checkpoint, spec, model, packed, part):
-    """A worker's Loaded, whose weights are on the pretended device. model, packed: of outline. part: (the blocks of the
-    rank's stage, its tensor rank)."""
+def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
+    """A worker's Loaded, whose weights are on the device, without a value. model, packed: of outline. part: (the blocks
+    of the rank's stage, its tensor rank). copies(weights that come from host memory, as they are before) -> what makes
+    the copies of OffloadedBlocks."""
     (blocks, tensor_rank), family = part, checkpoint.family
     splits = splits_of(model, family, spec)
     here = None if spec.stages is None or spec.stages.every_block else blocks
@@ -204,7 +205,7 @@ def load(checkpoint, spec, model, packed, part):
         if name in offloaded:
             come.setdefault(offloaded[name], []).append((getattr(module, leaf), host_copy))
     if come:
-        transformer.offloaded = OffloadedBlocks(CUDA, CopiesInLine(first))
+        transformer.offloaded = OffloadedBlocks(CUDA, copies(first))
         for block in sorted(come):
             transformer.offloaded.add(block, *map(list, zip(*come[block])))
         transformer.offloaded.restore()
@@ -227,7 +228,7 @@ def _count(loaded, spec, layout, run, world_size, work):
     work.start_over()
     predictions = Predictions({spec.name: loaded}, world_size, CUDA, StagingBuffers(CUDA), Timeline(CUDA),
                               map_segment=memory.map)
-    calls = _Calls(loaded, spec, layout, run, memory)
+    calls = Calls(loaded, spec, layout, run, memory)
     for command in calls.conditionings():
         predictions.keep_conditioning(command, Traffic())
     for command in calls.first_step():
@@ -246,7 +247,7 @@ def _count(loaded, spec, layout, run, world_size, work):
 
 
 @dataclass
-class _Calls:
+class Calls:
     """The commands that a host gives for two steps of a run."""
 
     loaded: Loaded
@@ -254,6 +255,7 @@ class _Calls:
     layout: Layout
     run: Run
     memory: HostMemory
+    compile_backend: str = ""
     num_requests: int = 0
     sigma: float = 1.0
 
@@ -310,7 +312,8 @@ class _Calls:
             shape[patch.dim] = rows
         branches = [self._branch(name, shape) for name in self.names]
         return messages.Predict(self._request(), self.spec.name, layout or self.layout, branches, patch,
-                                forecast=self.run.forecast if self.keeps else 0.0, **fields)
+                                forecast=self.run.forecast if self.keeps else 0.0,
+                                compile_backend=self.compile_backend, **fields)
 
     def _branch(self, name, shape):
         latent = self.memory.share(torch.zeros(shape, dtype=torch.float32))

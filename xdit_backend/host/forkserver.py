@@ -28,8 +28,8 @@ NUM_LINES = 15                             # of its output, where it fails
 # it then.
 OF_A_GROUP = ("XDIT_", "NCCL_", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 FORK = "XDIT_FORK"                         # in the environment; "0": torchrun and each rank are programs of their own
-# Of the forkserver alone: no threads, which would make forking unsafe; and counting GPUs opens none.
-OF_THE_SERVER = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# Of the forkserver alone: no threads, which would make forking unsafe.
+OF_THE_SERVER = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @dataclass

@@ -96,7 +96,9 @@ def environment_of(devices, num_own=0, interface=""):
     interface: over which machines exchange tensors."""
     inherited = {name: value for name, value in os.environ.items()
                  if name.upper() in INHERITED or name.upper().startswith(INHERITED_PREFIXES)}
-    environment = {**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
+    # packages may be where this process found them by it
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     comfyui = find_comfyui()                                   # for models that run as modules of it
     if comfyui is not None:

@@ -44,8 +44,8 @@ def _with_own_text(block):
         image, text = ((hidden_states[:, :num_image], hidden_states[:, num_image:]) if is_single
                        else (hidden_states, encoder_hidden_states))
         texts = torch.cat([more, text], 1)
-        at_zero = torch.eye(2).to(image_rotary_emb).expand(len(image_rotary_emb), texts.shape[1],
-                                                           *image_rotary_emb.shape[2:])
+        at_zero = torch.eye(2, dtype=image_rotary_emb.dtype, device=image_rotary_emb.device).expand(
+            len(image_rotary_emb), texts.shape[1], *image_rotary_emb.shape[2:])
         places = torch.cat([image_rotary_emb, at_zero], 1)
         if is_single:
             both = block(hidden_states=torch.cat([image, texts], 1), temb=temb, image_rotary_emb=places)

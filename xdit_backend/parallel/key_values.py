@@ -6,7 +6,7 @@ host memory.
 
 import itertools
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -109,6 +109,8 @@ class Offload:
         start = -memory.data_ptr() % PAGE_BYTES
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr() + start, size, 0))
         if code:
+            with suppress(RuntimeError):                       # PyTorch would raise it of whatever is asked for next
+                torch.zeros(1, device=self._device)
             pinned_bytes = sum(own.numel() for _, own in self._pinned)
             raise RuntimeError(f"CUDA error: offload_keys_values has {pinned_bytes / 1e9:.3g} GB of host memory "
                                f"pinned, and the system gives no {num_bytes / 1e9:.3g} GB more (cudaHostRegister: "

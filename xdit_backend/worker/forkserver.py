@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..autoencoders import FAMILIES as VAES
@@ -61,10 +61,11 @@ def _prepare():
         return "XDIT_FORK is 0"
     if sys.platform != "linux":
         return f"forking is not known to be safe on {sys.platform}"
-    rank.import_libraries()
-    _import_models()
-    import torch.distributed.launcher.api
-    import torch.distributed.run  # noqa: F401
+    with _no_gpu():
+        rank.import_libraries()
+        _import_models()
+        import torch.distributed.launcher.api
+        import torch.distributed.run  # noqa: F401
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads > 1:
         return f"what was imported has started {num_threads - 1} threads"
@@ -72,6 +73,23 @@ def _prepare():
     if torch.cuda.is_initialized() or any(_target(file).startswith(("/dev/nvidia", "/dev/kfd")) for file in files):
         return "what was imported has opened a GPU"
     return ""
+
+
+@contextmanager
+def _no_gpu():
+    """Under this, PyTorch answers who asks for GPUs, as diffusers does when it is imported, that there are none, and
+    asks nobody: CUDA opens all of them for that, and then cannot be used in what is forked."""
+    hiding = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    before = {name: os.environ.get(name) for name in hiding}
+    os.environ.update(hiding)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _import_models():

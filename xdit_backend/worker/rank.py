@@ -10,6 +10,9 @@ import sys
 
 from .output import take_over
 
+# diffusers does without what cannot be imported. A worker runs no text encoder, and transformers takes it a second to
+# import; the others, of which it needs nothing, want transformers where they are installed.
+LEFT_OUT = "transformers", "peft", "optimum", "auto_round", "sdnq", "modelopt"
 TORCHRUN_HANDLES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_NAME = 15                           # linux/prctl.h
 
@@ -47,9 +50,7 @@ def name_process(name):
 
 def import_libraries():
     """Import what every worker needs. Takes seconds, and may fail."""
-    # diffusers does without what cannot be imported: a worker runs no text encoder, and transformers takes it a second
-    # to import.
-    sys.modules["transformers"] = None
+    sys.modules.update(dict.fromkeys(LEFT_OUT))
     # Collecting garbage meanwhile would be a fifth of the time, and what is imported stays.
     gc.disable()
     from . import serve  # noqa: F401
