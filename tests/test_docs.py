@@ -187,7 +187,7 @@ def test_the_commands_to_try_it_stand_alone(readme):
     blocks = re.findall(r"^```\n(.*?)\n```$", text, re.M | re.S)
 
     assert blocks[:2] == ['python3 start.py --prompt "cat face on a blue background"', "python3 start.py test"]
-    assert re.search(r"No GPU has run it yet|还没有在 GPU 上运行过", text.partition("```")[0])
+    assert re.search(r"No two GPUs have run it yet|还没有在两个 GPU 上运行过", text.partition("```")[0])
 
 
 def test_versions_agree():

@@ -110,7 +110,8 @@ def waits():
     found = set()
 
     def note(message, category, filename, line, file=None, text=None):
-        assert "synchronizing CUDA operation" in str(message), message
+        if "called a synchronizing CUDA operation" not in str(message):
+            return
         frame = sys._getframe()
         while (frame.f_code.co_filename, frame.f_lineno) != (filename, line):
             frame = frame.f_back

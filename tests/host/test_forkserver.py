@@ -186,18 +186,27 @@ def test_a_host_that_ends_takes_its_forkserver_along_though_a_fork_of_it_lives_o
     assert not still_there(before)
 
 
-def test_what_is_forked_can_use_gpus():
-    """PyTorch marks what is forked from a process that has asked CUDA for GPUs, whether there are any or not."""
-    code = ("import os, torch\n"
-            "from xdit_backend.worker import forkserver\n"
-            "os.environ['CUDA_VISIBLE_DEVICES'] = '1'\n"
-            "assert forkserver._prepare() == ''\n"
-            "assert os.environ['CUDA_VISIBLE_DEVICES'] == '1' and 'HIP_VISIBLE_DEVICES' not in os.environ\n"
-            "if not os.fork():\n"
-            "    os._exit(torch.cuda._is_in_bad_fork())\n"
-            "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))\n")
+# what a rank says that torchrun forks in a process with all libraries
+FORKED = """
+import os, sys, torch
+from xdit_backend.worker import forkserver, torchrun
+os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+assert forkserver._prepare() == "", forkserver._prepare()
+def rank_main():
+    shown = os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("HIP_VISIBLE_DEVICES")
+    assert not torch.cuda._is_in_bad_fork() and shown == ("1", None), shown
+torchrun.run_forked([f"{sys.argv[1]}/failed", "--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d",
+                     "--rdzv-endpoint=127.0.0.1:0", "--max-restarts=0", f"--log-dir={sys.argv[1]}", "-m", "none"],
+                    rank_main)
+"""
 
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | OF_THE_SERVER).returncode == 0
+
+def test_ranks_that_are_forked_can_use_gpus(tmp_path):
+    """PyTorch marks what is forked from a process that has asked CUDA for GPUs, whether there are any or not."""
+    said = subprocess.run([sys.executable, "-c", FORKED, tmp_path], cwd=ROOT, env=os.environ | OF_THE_SERVER,
+                          capture_output=True, text=True)
+
+    assert said.returncode == 0, said.stderr
 
 
 @pytest.mark.parametrize("package", ["peft", "auto_round"])

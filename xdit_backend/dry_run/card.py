@@ -57,9 +57,11 @@ def fill(loaded, family, spec):
     if offloaded is not None:
         offloaded.drop()                                       # weights are their host copies now
     for _, weight, _ in held(loaded.transformer.model, family, spec):
+        values = torch.empty_like(weight.data, device=CUDA)    # a processor would take minutes
         if weight.dtype.itemsize > 1:
-            weight.data.normal_(0, SMALL)
+            values.normal_(0, SMALL)
         else:
-            weight.data.view(torch.uint8).random_(0, SMALL_BYTES + 1)
+            values.view(torch.uint8).random_(0, SMALL_BYTES + 1)
+        weight.data.copy_(values)
     if offloaded is not None:
         offloaded.restore()

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from ..autoencoders import FAMILIES as VAES
@@ -61,7 +61,7 @@ def _prepare():
         return "XDIT_FORK is 0"
     if sys.platform != "linux":
         return f"forking is not known to be safe on {sys.platform}"
-    with _no_gpu():
+    with torchrun.no_gpu():
         rank.import_libraries()
         _import_models()
         import torch.distributed.launcher.api
@@ -73,23 +73,6 @@ def _prepare():
     if torch.cuda.is_initialized() or any(_target(file).startswith(("/dev/nvidia", "/dev/kfd")) for file in files):
         return "what was imported has opened a GPU"
     return ""
-
-
-@contextmanager
-def _no_gpu():
-    """Under this, PyTorch answers who asks for GPUs, as diffusers does when it is imported, that there are none, and
-    asks nobody: CUDA opens all of them for that, and then cannot be used in what is forked."""
-    hiding = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    before = {name: os.environ.get(name) for name in hiding}
-    os.environ.update(hiding)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _import_models():

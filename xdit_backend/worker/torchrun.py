@@ -15,6 +15,7 @@ import select
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 
 import psutil
 
@@ -42,8 +43,26 @@ def run_forked(arguments, rank_main):
     parsed = parse_args(["--start-method=fork", *arguments[1:]])
     # what torch writes for each rank goes with the group's folder
     tempfile.tempdir = parsed.log_dir
-    config, _, _ = config_from_args(parsed)
+    with no_gpu():
+        config, _, _ = config_from_args(parsed)
     elastic_launch(config, rank_main)(*parsed.training_script_args)
+
+
+@contextmanager
+def no_gpu():
+    """Under this, PyTorch answers who asks for GPUs that there are none, and asks nobody: CUDA opens them for that, and
+    cannot be used afterwards in what is forked. diffusers asks when it is imported, and torchrun when it starts."""
+    hiding = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    before = {name: os.environ.get(name) for name in hiding}
+    os.environ.update(hiding)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _keep_failures(path):
