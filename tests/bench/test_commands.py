@@ -22,6 +22,6 @@ def test_help_says_what_every_option_does(name):
 
     assert [action.dest for action in parser._actions if not action.help] == []
     shown = parser.format_help().partition("options:")[2]
-    assert "[" not in re.sub(r"\[(N|FILE|NAME|FORM|TYPE) \.\.\.\]", "", shown)            # a default as Python writes it
+    assert "[" not in re.sub(r"\[(N|FILE|NAME|FORM|TYPE) \.\.\.\]", "", shown)        # a default as Python writes it
     assert "default: )" not in shown
     assert "--device" not in shown or "(default: auto)" in shown
