@@ -231,3 +231,7 @@ def test_workers_find_packages_where_their_host_does(monkeypatch):
 
     monkeypatch.delenv("PYTHONPATH")
     assert torchrun.environment_of(("cpu",))["PYTHONPATH"] == str(torchrun.ROOT)
+    code = "from xdit_backend.host import torchrun; print(torchrun.environment_of(('cpu',)).get('PYTHONNOUSERSITE'))"
+    said = [subprocess.check_output([sys.executable, *options, "-c", code], cwd=ROOT, text=True).strip()
+            for options in ([], ["-s"])]
+    assert said == ["None", "1"]

@@ -36,7 +36,9 @@ INHERITED = frozenset({
     "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME",
     "CUDA_PATH",
     "CUDA_CACHE_PATH", *CUDA_QUEUES, "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
-    "HSA_OVERRIDE_GFX_VERSION", "OMP_NUM_THREADS", "MKL_NUM_THREADS"})
+    "HSA_OVERRIDE_GFX_VERSION", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
+    # of what compiles blocks
+    "CC", "CXX", "LIBRARY_PATH", "CPATH", "TRITON_CACHE_DIR", "TRITON_LIBCUDA_PATH", "TORCHINDUCTOR_CACHE_DIR"})
 INHERITED_PREFIXES = ("XDIT_", "NCCL_", "LC_")
 
 # CUDA workers: ComfyUI sets cudaMallocAsync for itself, under which later allocations may wait for receives that are
@@ -100,6 +102,8 @@ def environment_of(devices, num_own=0, interface=""):
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if sys.flags.no_user_site:                                 # of other Pythons' packages
+        environment["PYTHONNOUSERSITE"] = "1"
     comfyui = find_comfyui()                                   # for models that run as modules of it
     if comfyui is not None:
         environment[FOLDER] = str(comfyui)
