@@ -135,7 +135,7 @@ def num_shares(layout):
     return num_ranks(layout) * layout.tensor_degree
 
 
-SHARED = [("SD3", 2, 16, ""), ("Flux.1", 2, 0, ""), ("Wan", 2, 4, ""),
+SHARED = [("SD3", 2, 16, ""), ("Flux.1", 2, 0, ""), ("Wan", 2, 4, ""), ("Ovis-Image", 2, 16, ""),
           pytest.param("SD3", 2, 16, "eager", marks=pytest.mark.slow)]
 
 
@@ -173,6 +173,7 @@ def test_the_matrix_that_rotates_inputs_is_made_once_for_a_model(monkeypatch):
 
 @pytest.mark.parametrize("name, layout, compile_backend", [
     ("SD3", Layout(ulysses_degree=2), ""), ("Flux.1", Layout(ring_degree=2, tensor_degree=2), ""),
+    ("Ovis-Image", Layout(tensor_degree=2), ""),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("SD3", Layout(tensor_degree=2), ""), ("Wan", Layout(ring_degree=3), ""),
         ("Flux.1", Layout(ulysses_degree=2), "eager"), ("SD3", Layout(tensor_degree=2), "eager")))])
@@ -227,7 +228,9 @@ def roundings(rank, world_size, name, format_, layout):
     # in each of four blocks, of which one has a second attention
     ("SD3", Layout(ulysses_degree=2), 4 * (2 + 2) + 2),
     # of self-attention's; of the text's keys and values none, as those of a given frame come in between
-    ("Wan", Layout(), 4 * 2)])
+    ("Wan", Layout(), 4 * 2),
+    # as Flux.1, and of what is gated and its gate one
+    ("Ovis-Image", Layout(), 2 * (2 + 2) + 2 * 3 + 2 * 2)])
 def test_inputs_are_rounded_once_for_all_layers_that_have_them(name, layout, saved):
     for rounded, products, others in run_ranks(roundings, num_shares(layout), name, "nvfp4", layout):
         assert (products - rounded, others) == (saved, 0)
