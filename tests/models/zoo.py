@@ -1,6 +1,5 @@
 """Tiny random diffusers models of each family, with inputs for them. Used by the exactness tests, in float64."""
 
-import copy
 import importlib
 import types
 from dataclasses import dataclass
@@ -153,9 +152,9 @@ def _draw(model):
         parameter.copy_(0.3 * drawn if parameter.ndim != 2 else drawn / parameter.shape[1] ** 0.5)
 
 
-def as_published(model):
-    """A model whose tensors are those of diffusers' own class: what it has in halves is whole."""
-    model = copy.deepcopy(model)
+def save_as_published(model, folder, **options):
+    """model.save_pretrained, with the tensors of diffusers' own class: what the model has in halves is whole."""
+    kept = []
     for path, halves in [*model.named_modules()]:
         if isinstance(halves, Halves):
             first, second = halves
@@ -163,14 +162,17 @@ def as_published(model):
             whole.load_state_dict({name: torch.cat([tensor, second.state_dict()[name]])
                                    for name, tensor in first.state_dict().items()}, assign=True)
             parent, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, whole)
-    return model
+            kept.append((model.get_submodule(parent), leaf, halves))
+            setattr(*kept[-1][:2], whole)
+    model.save_pretrained(folder, **options)
+    for parent, leaf, halves in kept:
+        setattr(parent, leaf, halves)
 
 
 def save_transformer(model, folder):
     """Save a model as files of its family are published; the path to open. folder: an empty one."""
     if hasattr(model, "save_pretrained"):
-        as_published(model).save_pretrained(folder / "transformer")
+        save_as_published(model, folder / "transformer")
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()},
