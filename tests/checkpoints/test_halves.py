@@ -89,6 +89,14 @@ def test_halves_come_from_host_memory_as_they_are_held(file_of, tmp_path, how):
             assert torch.equal(prediction(with_hooks(loaded)), before)
 
 
+@pytest.mark.parametrize("how", by_default(FEW[1:], HELD))
+def test_compiled_blocks_hold_halves_as_they_are(file_of, tmp_path, how):
+    loaded = loaded_of(open_checkpoint(file_as(how, file_of, tmp_path)).spec("float32", "float32"))
+
+    with torch.inference_mode():
+        assert torch.equal(prediction(loaded, compile_backend="eager"), prediction(loaded))
+
+
 @pytest.mark.parametrize("how", by_default(FEW, HELD))
 def test_a_stage_reads_its_halves_alone(file_of, tmp_path, how):
     checkpoint = open_checkpoint(file_as(how, file_of, tmp_path))
