@@ -2,6 +2,7 @@
 rank. And no family has others that a file has as several, which would be unpacked when they are read."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ from xdit_backend.checkpoints.host_copies import HostCopies
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.shares import held_bytes
 from xdit_backend.dry_run.inputs import conditioning_shapes
-from xdit_backend.dry_run.rank import Run, count
+from xdit_backend.dry_run.rank import Run, count, own_blocks
 from xdit_backend.protocol.segments import SegmentStore
-from xdit_backend.protocol.specs import Change
+from xdit_backend.protocol.specs import Change, Stages
 
 CPU = torch.device("cpu")
 GATE, UP = (f"double_blocks.0.img_mlp.{name}_proj.weight" for name in ("gate", "up"))
@@ -149,23 +150,27 @@ def test_a_lora_may_be_for_one_half(file_of, store, tmp_path, how):
     assert all(map(torch.equal, halves(), (up, gate)))
 
 
-@pytest.mark.parametrize("how", by_default(FEW, HELD))
-def test_a_step_of_no_device_holds_what_a_rank_holds(file_of, tmp_path, how):
+@pytest.mark.parametrize("case", by_default({(how, "one") for how in FEW} | {("nvfp4", "tensor2")}, [
+    (how, layout) for how in HELD for layout in ("one", "pipefusion2", "tensor2")
+    if (how, layout) != ("convrot_w4a4", "tensor2")]), ids="-".join)
+def test_a_step_of_no_device_holds_what_a_rank_holds(file_of, tmp_path, case):
     """To the byte; of a file that is quantised, both halves are."""
-    checkpoint = open_checkpoint(file_as(how, file_of, tmp_path))
-    family, spec = checkpoint.family, checkpoint.spec("float32", "float32")
+    how, layout = case
+    checkpoint, degrees = open_checkpoint(file_as(how, file_of, tmp_path)), parse_layout(layout)
+    family, stages = checkpoint.family, Stages(2, 1) if layout == "pipefusion2" else None
+    spec = checkpoint.spec("float32", "float32", stages, degrees.tensor_degree)
     shape = (1, family.taken_channels(checkpoint.config), SMALL_ROWS, SMALL_COLUMNS)
     run = Run(shape, *conditioning_shapes(family, checkpoint.config, shape, TEXT_TOKENS))
 
-    model = load_transformer(spec, CPU).model
-    counted = count(checkpoint, spec, parse_layout("one"), 0, run)
+    loaded = load_transformer(spec, CPU, choose_blocks=stages and (lambda model: own_blocks(model, family, spec, 0)))
+    counted = count(checkpoint, spec, degrees, 0, run)
 
-    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    tensors = [tensor for tensor in (*loaded.model.parameters(), *loaded.model.buffers()) if not tensor.is_meta]
     rotation = kitchen.rotation(64, CPU).values() if how == "int8_convrot" else ()
-    assert held == held_bytes(checkpoint.meta_model(), family, spec)
-    assert counted.weight_bytes == held + sum(matrix.nbytes for matrix in rotation)
+    assert counted.weight_bytes == sum(tensor.nbytes for tensor in (*tensors, *rotation))
+    assert stages or counted.weight_bytes == held_bytes(checkpoint.meta_model(), family, spec) + sum(
+        matrix.nbytes for matrix in rotation)
     assert counted.waits == {} and counted.mixed == {}
-    plain = sum(4 * torch.Size(checkpoint.shapes[name]).numel()
-                for name in (GATE, UP))
-    halves = sum(tensor.nbytes for tensor in model.get_submodule(PLACE).state_dict().values())
+    plain = 4 * sum(math.prod(checkpoint.shapes[name]) for name in (GATE, UP)) / degrees.tensor_degree
+    halves = sum(tensor.nbytes for tensor in loaded.model.get_submodule(PLACE).state_dict().values())
     assert halves < 0.4 * plain or how == "float32"
