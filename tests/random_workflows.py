@@ -30,8 +30,8 @@ from tests.nodes.test_pictures import EDIT, references
 from tests.tiny_checkpoints import families
 from tests.tolerances import relative_error
 
-# by how much text is moved to see whether a workflow enlarges rounding; where inputs are rounded to few bits, one of
-# these has some of them go to the next number
+# by how much text is moved, number by number (a norm takes one factor of all away), to see whether a workflow enlarges
+# rounding; where inputs are rounded to few bits, one of these has some of them go to the next number
 MOVED, MOVED_ROUNDED = (1e-6,), (1e-5, 1e-4, -1e-4)
 # relative; samplers that divide by small differences of predictions enlarge rounding
 TOLERANCE = 1e-4
@@ -171,7 +171,7 @@ class Runner:
 
     def __init__(self, comfyui):
         self.comfyui, self.models, self.loras = comfyui, {}, Loras(comfyui)
-        self.text_scale = 1.0
+        self.text_moved_by = 0.0
         if "ModelSamplingSD3" not in comfyui.nodes.NODE_CLASS_MAPPINGS:
             run_async(comfyui.nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=False))
 
@@ -243,7 +243,7 @@ class Runner:
     def prompts(self, drawn):
         """The positive and the negative prompt of a workflow."""
         def make(seed, tokens=drawn["tokens"]):
-            return [[text * self.text_scale, options]
+            return [[self.moved(text), options]
                     for text, options in self.comfyui.conditioning(drawn["kind"], seed, tokens=tokens)]
 
         positive, negative, other, node = make(1), make(2), make(4, 33), self.node
@@ -286,6 +286,10 @@ class Runner:
         for latent in references(drawn["kind"], drawn["references"]):
             positive = node("ReferenceLatent", conditioning=positive, latent={"samples": latent})
         return positive, negative
+
+    def moved(self, text):
+        """The text as ComfyUI's own model gets it to see whether a workflow enlarges rounding."""
+        return text * (1 + self.text_moved_by * torch.randn(text.shape, generator=torch.Generator().manual_seed(0)))
 
     def latent(self, drawn):
         generator, size, batch = torch.Generator().manual_seed(drawn["seed"]), drawn["size"], drawn["batch"]
@@ -435,11 +439,11 @@ class Runner:
 
     def is_as_far(self, drawn, result, want, moved_by):
         """Is ComfyUI's own result with text moved by so much about as far from its own as this result is?"""
-        self.text_scale = 1 + moved_by
+        self.text_moved_by = moved_by
         try:
             moved = self.run_native(drawn)
         finally:
-            self.text_scale = 1.0
+            self.text_moved_by = 0.0
         finite = torch.isfinite(want) & torch.isfinite(moved)
         return bool(torch.isfinite(result[finite]).all()) and relative_error(result[finite], want[finite]) < (
             10 * relative_error(moved[finite], want[finite]))

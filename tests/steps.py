@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.models.zoo import PIPELINES, UNETS, example, save_transformer
+from tests.models.zoo import PIPELINES, UNETS, example, save_as_published, save_transformer
 from tests.ranks import run_ranks
 from tests.tolerances import unrounded
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
@@ -71,7 +71,7 @@ def save(one, folder):
         if hasattr(one.model, part):
             getattr(one.model, part).save_pretrained(folder / part)
             delattr(one.model, part)
-    one.model.save_pretrained(own)
+    save_as_published(one.model, own)
     config = json.loads((own / "config.json").read_text()) | SAID.get(one.family.name, {})
     (own / "config.json").write_text(json.dumps(config))
     (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(one.family.name, "Pipeline")}))

@@ -137,6 +137,8 @@ export const ZH = {
     "请更新 ComfyUI：{1} 中的版本 {0} 在 {3} 里没有此模型所需的 {2}（{4}）。",
   "Make the {} and the latent of one width and height, by one node: the {} of {} is of {} x {}, and {} x {} belong to this latent.":
     "请用同一个节点以相同的宽高生成 {0} 与潜空间：{2} 的 {1} 为 {3} x {4}，而此潜空间对应 {5} x {6}。",
+  "Make the {} and the latent of one length, by one node: the {} of {} is of {} frames of latents, and {} belong to this latent.":
+    "请用同一个节点以相同的长度生成 {0} 与潜空间：{2} 的 {1} 为 {3} 个潜空间帧，而此潜空间为 {4} 帧。",
   "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video and its reference cannot be parted.":
     "请编码与视频等长的声音：它有 {0} 帧，视频及其参考的 {1} 个令牌无法按帧分开。",
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":

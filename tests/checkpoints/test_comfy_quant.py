@@ -26,16 +26,16 @@ from xdit_backend.protocol.specs import Change, LowRank
 CPU = torch.device("cpu")
 ROUNDING = "int8_tensorwise", "int8_per_row", "int8_convrot", "convrot_w4a4", "mixed"      # inputs, on any device
 FORMATS, KINDS = [*WRITTEN, "mixed"], ("sd3", "flux", "wan", "pixart", "sdxl")
-DEFAULT = {("sd3", "mixed"), ("sd3", "nvfp4"), ("flux", "mxfp8"), ("flux", "int8_convrot"), ("wan", "convrot_w4a4")}
+HALVED = [("ovis-image", format_) for format_ in FORMATS]       # whose feed-forwards begin with two matrices
+DEFAULT = {("sd3", "mixed"), ("sd3", "nvfp4"), ("flux", "mxfp8"), ("flux", "int8_convrot"), ("wan", "convrot_w4a4"),
+           *HALVED}
 PACKED = "nvfp4", "convrot_w4a4", "mixed"  # two numbers a byte, by which ComfyUI does not recognise a U-Net
 WHOLE = [(kind, format_) for kind in KINDS for format_ in FORMATS
          if (kind != "sdxl" or format_ not in PACKED)
-         and (kind == "sd3" or format_ in ("mixed", "int8_per_row") or (kind, format_) in DEFAULT)]
+         and (kind == "sd3" or format_ in ("mixed", "int8_per_row") or (kind, format_) in DEFAULT)] + HALVED
 LAYERS = sorted({("sd3", format_) for format_ in FORMATS} | DEFAULT | {
     (SHORT.get(name, name.lower().replace(" ", "-")), "int8_per_row") for name, family in FAMILIES.items()
     if not family.sampled})
-# into one by diffusers, and so unpacked when they are read
-JOINED = {"ovis-image": (".gate_proj.", ".up_proj.")}
 
 
 def moved(seed):
@@ -61,7 +61,7 @@ def test_a_prediction_equals_comfyuis(file_of, tmp_path, case):
     assert relative_error(result, exact) > max(1e-3, apart)
 
 
-def check_layers(path, family, min_layers, joined=()):
+def check_layers(path, family, min_layers):
     """Each quantised layer of ours gives what ComfyUI's gives of the same inputs, to the bit."""
     model, checkpoint = native_model(path, None), open_checkpoint(path)
     seen = seen_of(model, lambda module: getattr(module, "quant_format", None) is not None)
@@ -70,8 +70,7 @@ def check_layers(path, family, min_layers, joined=()):
         own = load_transformer(checkpoint.spec("float32", "float32"), CPU).model
         packed = packed_weights(checkpoint, checkpoint.meta_model())
 
-        assert {how.source for how in packed.values()} == {name for name in checkpoint.layers
-                                                           if not any(part in name for part in joined)}
+        assert {how.source for how in packed.values()} == checkpoint.layers.keys()
         assert len(seen) >= min_layers
         check_same(own, packed, seen)
 
@@ -103,7 +102,7 @@ def test_layers_equal_comfyuis_to_the_bit(file_of, tmp_path, case):
     (kind, format_), path = case, tmp_path / "quantised.safetensors"
     _, quantised = save_comfy_quant(path, file_of(kind), format_, more=SMOOTHED if format_ == "nvfp4" else None)
 
-    check_layers(path, families()[kind], len(quantised) * 2 // 3, JOINED.get(kind, ()))
+    check_layers(path, families()[kind], len(quantised) * 2 // 3)
 
 
 @pytest.fixture
@@ -121,20 +120,21 @@ def with_cards(monkeypatch):
 @pytest.mark.parametrize("format_", by_default({"float8_e4m3fn", "nvfp4"},
                                                ["float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8"]))
 @pytest.mark.parametrize("more", [{}, SMOOTHED], ids=["", "smoothed"])
-def test_products_of_cards_equal_comfyuis_to_the_bit(file_of, tmp_path, monkeypatch, with_cards, format_, more):
-    """Of inputs that are rounded, by a scale of the file or without."""
-    path = tmp_path / "quantised.safetensors"
-    _, quantised = save_comfy_quant(path, file_of("sd3"), format_, more=more)
+@pytest.mark.parametrize("kind", ["sd3", "ovis-image"])
+def test_products_of_cards_equal_comfyuis_to_the_bit(file_of, tmp_path, monkeypatch, with_cards, kind, format_, more):
+    """Of inputs that are rounded, by a scale of the file for each layer or without."""
+    path, family = tmp_path / "quantised.safetensors", families()[kind]
+    _, quantised = save_comfy_quant(path, file_of(kind), format_, more=more)
 
     try:
-        check_layers(path, families()["sd3"], len(quantised) * 2 // 3)
+        check_layers(path, family, len(quantised) * 2 // 3)
     except ValueError as error:
         if "CPU does not support swizzle" not in str(error):
             raise
         pytest.skip("this PyTorch's own product says no to CPUs in a way that comfy-kitchen does not take for that")
-    rounded = ours(path, families()["sd3"], "float32")
+    rounded = ours(path, family, "float32")
     monkeypatch.setattr(kitchen, "has_products", lambda layer, device: False)
-    assert relative_error(rounded, ours(path, families()["sd3"], "float32")) > 1e-3
+    assert relative_error(rounded, ours(path, family, "float32")) > 1e-3
 
 
 def test_fast_float8_equals_comfyuis_to_the_bit(file_of, with_cards):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints.test_header import write_header
-from tests.models.zoo import FOLDERS, example
+from tests.models.zoo import FOLDERS, example, save_as_published
 from tests.tiers import FEW_FAMILIES, by_default
 from tests.tiny_checkpoints import VARIANTS, families
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
@@ -149,7 +149,7 @@ def folder_of(tmp_path_factory):
     def changed(name, **changes):
         path = folder / name.replace(" ", "")
         if not path.exists():
-            example(name).model.save_pretrained(path)
+            save_as_published(example(name).model, path)
             shutil.copy(path / "config.json", path / "original.json")
         config = json.loads((path / "original.json").read_text())
         # those of the published sizes, which the tiny model has others of

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.models.zoo import FOLDERS, PIPELINES, example
+from tests.models.zoo import FOLDERS, PIPELINES, example, save_as_published
 from xdit_backend.checkpoints import file_map, reading
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
@@ -64,7 +64,7 @@ def check(path, names_read, own):
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("own", [range(0, 1), range(1, 3), range(3, 4)], ids=str)
 def test_a_stage_reads_its_own_blocks_of_a_diffusers_folder(tmp_path, names_read, name, own):
-    example(name, torch.float32).model.save_pretrained(tmp_path / "transformer")
+    save_as_published(example(name, torch.float32).model, tmp_path / "transformer")
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(name, "Pipeline")}))
 
     check(tmp_path, names_read, own)

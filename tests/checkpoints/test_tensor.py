@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.models.zoo import FOLDERS, PIPELINES, example, having
+from tests.models.zoo import FOLDERS, PIPELINES, example, having, save_as_published
 from xdit_backend.checkpoints.changes import change_weights
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.gguf import dequantised
@@ -60,7 +60,7 @@ def check(path, dtypes, degree=2, quantisation=""):
 
 @pytest.mark.parametrize("name", having("tensor", FOLDERS))
 def test_a_rank_reads_its_share_of_a_diffusers_folder(tmp_path, name):
-    example(name, torch.float32).model.save_pretrained(tmp_path / "transformer")
+    save_as_published(example(name, torch.float32).model, tmp_path / "transformer")
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(name, "Pipeline")}))
 
     assert check(tmp_path / "transformer", ("float32", "float32")) < 0.97

@@ -1,4 +1,5 @@
-"""Videos beside Wan's latent are of its size, or refused in words; of a piece of the latent too."""
+"""Videos beside Wan's latent are of its size, or refused in words; of a piece of the latent too. So is a video for a
+model of pictures."""
 
 from types import SimpleNamespace
 
@@ -25,3 +26,32 @@ def test_a_video_beside_the_latent_is_of_its_size(family, name, scale, title, pa
     for sides in ((6, 12), (8, 10), (4, 10)):
         with pytest.raises(ConfigError, match=f"^Make the {title} and the latent of one width and height"):
             rule(call(sides))
+
+
+@pytest.mark.parametrize("patch, frames", [(None, 3), (Patch(2, 1, 3), 1), (Patch(3, 2, 6), 3)],
+                         ids=["whole", "a frame of it", "rows of it"])
+def test_a_cameras_way_is_as_long_as_the_latent(patch, frames):
+    latent = torch.zeros(1, 16, frames, 6 if patch is None or patch.dim == 2 else 4, 10)
+    rule = next(iter(FAMILIES["Wan Camera"].arguments.values()))
+
+    def call(frames):
+        return CallInputs(latent, torch.zeros(1), {"camera_conditions": torch.zeros(1, 24, frames, 48, 80)},
+                          SimpleNamespace(), patch)
+    rule(call(3))
+    for frames in (1, 2, 5):
+        with pytest.raises(ConfigError, match="^Make the camera's way and the latent of one length, .* is of "
+                                              f"{frames} frames of latents, and 3 belong to this latent"):
+            rule(call(frames))
+
+
+@pytest.mark.parametrize("patch, frames", [(None, 2), (Patch(2, 0, 2), 1), (Patch(3, 2, 6), 2)],
+                         ids=["whole", "a frame of it", "rows of it"])
+def test_a_model_of_pictures_refuses_a_video_by_its_piece_too(patch, frames):
+    """Stages get pieces alone where no step is whole, and a frame of a video looks like a picture."""
+    rule = next(iter(FAMILIES["Krea 2"].arguments.values()))
+
+    def call(frames, patch):
+        return CallInputs(torch.zeros(1, 16, frames, 4, 10), torch.zeros(1), {}, SimpleNamespace(), patch)
+    rule(call(1, None))
+    with pytest.raises(ConfigError, match="^Use an empty latent of a picture.* is of 2 frames"):
+        rule(call(frames, patch))

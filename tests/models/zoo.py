@@ -11,6 +11,7 @@ from xdit_backend.checkpoints.loading import Transformer
 from xdit_backend.checkpoints.shares import narrow, tensor_splits
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
+from xdit_backend.vocabulary.halves import Halves
 from xdit_backend.worker.models import Loaded
 
 
@@ -151,10 +152,27 @@ def _draw(model):
         parameter.copy_(0.3 * drawn if parameter.ndim != 2 else drawn / parameter.shape[1] ** 0.5)
 
 
+def save_as_published(model, folder, **options):
+    """model.save_pretrained, with the tensors of diffusers' own class: what the model has in halves is whole."""
+    kept = []
+    for path, halves in [*model.named_modules()]:
+        if isinstance(halves, Halves):
+            first, second = halves
+            whole = torch.nn.Linear(first.in_features, 2 * first.out_features, first.bias is not None)
+            whole.load_state_dict({name: torch.cat([tensor, second.state_dict()[name]])
+                                   for name, tensor in first.state_dict().items()}, assign=True)
+            parent, _, leaf = path.rpartition(".")
+            kept.append((model.get_submodule(parent), leaf, halves))
+            setattr(*kept[-1][:2], whole)
+    model.save_pretrained(folder, **options)
+    for parent, leaf, halves in kept:
+        setattr(parent, leaf, halves)
+
+
 def save_transformer(model, folder):
     """Save a model as files of its family are published; the path to open. folder: an empty one."""
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder / "transformer")
+        save_as_published(model, folder / "transformer")
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()},

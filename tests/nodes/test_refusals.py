@@ -234,12 +234,13 @@ def test_missing_packages_are_named_with_the_remedy(comfyui, monkeypatch):
 
 
 @pytest.mark.slow
-def test_text_that_is_longer_than_its_mask_is_refused(comfyui):
+@pytest.mark.parametrize("kind", ["ltx-video", "omnigen-2", "boogu-image"])
+def test_text_that_is_longer_than_its_mask_is_refused(comfyui, kind):
     """As Conditioning (Concat) makes it, which joins the text and keeps the mask of the first."""
-    (text, options), = comfyui.conditioning("ltx-video", 1)
+    (text, options), = comfyui.conditioning(kind, 1)
 
     with pytest.raises(comfyui.errors.UnsupportedError, match="53 text tokens and an attention mask of 20"):
-        comfyui.sample(comfyui.ours("ltx-video", comfyui.config()), "ltx-video", steps=1,
+        comfyui.sample(comfyui.ours(kind, comfyui.config()), kind, steps=1,
                        positive=[[torch.cat([text, torch.zeros(1, 33, text.shape[2])], 1), options]])
 
 

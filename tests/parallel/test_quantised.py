@@ -4,6 +4,7 @@ token, or with some tokens where all are rounded by one number, agree on the lar
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.models.zoo import example, hold_share
 from tests.parallel.test_hooks import EXACT, LAYOUTS, SHAPES, num_ranks, whole
@@ -102,19 +103,19 @@ def shared_differences(rank, world_size, name, layout, rotated, compile_backend,
     return difference_of_shares(name, layout, "int8_tensorwise", rotated, compile_backend, mutant)
 
 
-def nvfp4_differences(rank, world_size, name, layout, compile_backend, mutant, num_unpacking=0):
+def nvfp4_differences(rank, world_size, name, layout, compile_backend, mutant, num_unpacking=0, num_text_tokens=7):
     """As `shared_differences`, of nvfp4 without a scale of inputs, on what is taken for cards that multiply it; but for
     the last so many ranks."""
     kitchen.has_products = lambda layer, device: rank + num_unpacking < world_size
-    return difference_of_shares(name, layout, "nvfp4", 0, compile_backend, mutant)
+    return difference_of_shares(name, layout, "nvfp4", 0, compile_backend, mutant, num_text_tokens)
 
 
-def difference_of_shares(name, layout, format_, rotated, compile_backend, mutant):
+def difference_of_shares(name, layout, format_, rotated, compile_backend, mutant, num_text_tokens=7):
     torch.set_grad_enabled(False)
     if mutant:
         rounding.largest = lambda own, group, traffic: own
-    mesh, one = build_mesh(layout, num_shares(layout)), example(name, rows=6, columns=10, num_text_tokens=7)
-    other = example(name, rows=6, columns=10, num_text_tokens=7)
+    mesh = build_mesh(layout, num_shares(layout))
+    one, other = (example(name, rows=6, columns=10, num_text_tokens=num_text_tokens) for _ in range(2))
     use(other.model, quantise(other.model, blocks_of(one), format_, rotated))
     packed = quantise(one.model, blocks_of(one), format_, rotated)
     splits = hold_share(one.model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"])
@@ -135,7 +136,7 @@ def num_shares(layout):
     return num_ranks(layout) * layout.tensor_degree
 
 
-SHARED = [("SD3", 2, 16, ""), ("Flux.1", 2, 0, ""), ("Wan", 2, 4, ""),
+SHARED = [("SD3", 2, 16, ""), ("Flux.1", 2, 0, ""), ("Wan", 2, 4, ""), ("Ovis-Image", 2, 16, ""),
           pytest.param("SD3", 2, 16, "eager", marks=pytest.mark.slow)]
 
 
@@ -173,6 +174,7 @@ def test_the_matrix_that_rotates_inputs_is_made_once_for_a_model(monkeypatch):
 
 @pytest.mark.parametrize("name, layout, compile_backend", [
     ("SD3", Layout(ulysses_degree=2), ""), ("Flux.1", Layout(ring_degree=2, tensor_degree=2), ""),
+    ("Ovis-Image", Layout(tensor_degree=2), ""),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("SD3", Layout(tensor_degree=2), ""), ("Wan", Layout(ring_degree=3), ""),
         ("Flux.1", Layout(ulysses_degree=2), "eager"), ("SD3", Layout(tensor_degree=2), "eager")))])
@@ -180,6 +182,26 @@ def test_ranks_agree_on_the_largest_of_all_tokens(name, layout, compile_backend)
     results = run_ranks(nvfp4_differences, num_shares(layout), name, layout, compile_backend, False)
 
     within(max(results), ROUNDED)
+
+
+def few_tokens_compiled(rank, world_size, name, layout, num_text_tokens):
+    """(difference, how many graphs were made) of compiled blocks, of so many tokens of text."""
+    counters.clear()
+    difference = nvfp4_differences(rank, world_size, name, layout, "eager", False, 0, num_text_tokens)
+    return difference, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name, num_text_tokens, is_compiled", [
+    ("SD3", 1, False), ("SD3", 2, True), pytest.param("Flux.1", 1, False, marks=pytest.mark.slow),
+    pytest.param("Flux.2", 1, True, marks=pytest.mark.slow)])
+def test_a_rank_without_text_keeps_nobody_waiting_where_blocks_are_compiled(name, num_text_tokens, is_compiled):
+    """A graph that was made for no tokens would not ask what the others ask: all run such blocks as they are, and
+    compiled those that have text and image in one (the second half of Flux.2)."""
+    results = run_ranks(few_tokens_compiled, 2, name, Layout(ulysses_degree=2), num_text_tokens, timeout_s=120)
+
+    for difference, graphs in results:
+        within(difference, ROUNDED)
+        assert (graphs > 0) == is_compiled
 
 
 def test_tokens_that_are_rounded_apart_are_seen():
@@ -227,7 +249,9 @@ def roundings(rank, world_size, name, format_, layout):
     # in each of four blocks, of which one has a second attention
     ("SD3", Layout(ulysses_degree=2), 4 * (2 + 2) + 2),
     # of self-attention's; of the text's keys and values none, as those of a given frame come in between
-    ("Wan", Layout(), 4 * 2)])
+    ("Wan", Layout(), 4 * 2),
+    # as Flux.1, and of what is gated and its gate one
+    ("Ovis-Image", Layout(), 2 * (2 + 2) + 2 * 3 + 2 * 2)])
 def test_inputs_are_rounded_once_for_all_layers_that_have_them(name, layout, saved):
     for rounded, products, others in run_ranks(roundings, num_shares(layout), name, "nvfp4", layout):
         assert (products - rounded, others) == (saved, 0)

@@ -169,7 +169,7 @@ class _Products:
         return kitchen.product(layer, module.weight, beside, tensor, bias, known)
 
     def pass_by(self, tensor):
-        """Of no tokens: other ranks may have some."""
+        """Of no tokens: other ranks may have some; in a graph none has (Agreement.suits_graphs)."""
         if not torch.compiler.is_compiling() and self._agrees:
             self._rounded(tensor, _beside(self._module, self._layer))
 

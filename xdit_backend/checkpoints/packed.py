@@ -73,8 +73,9 @@ class Packed:
 def packed_weights(checkpoint, model, quantisation=""):
     """{name in the model: Packed} of the weights that are held quantised. model: on the meta device.
 
-    They are those of the model's nn.Linear; other quantised weights are unpacked when they are read, and so are those
-    of gguf.UNPACKED.
+    They are those of the model's nn.Linear, each of which has rows of one tensor of the file (what a file has as
+    several, families keep apart: Family.halved); other quantised weights are unpacked when they are read, and so are
+    those of gguf.UNPACKED.
     quantisation: of quantise.TYPES, for a file that is not quantised; "": held as the file has them. What the family or
     diffusers keep in more bits is not quantised, nor is a row that is no whole number of blocks.
     """

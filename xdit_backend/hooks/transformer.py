@@ -187,7 +187,7 @@ class Hooks:
         return block
 
     def _run_forward(self, forward, context, place, arguments):
-        if context.compile_backend:
+        if context.compile_backend and self._agreement.suits_graphs(context.tokens, place.list_.streams.values()):
             return self._compiled.run(place.index, forward, context, arguments)
         return forward(**arguments)
 

@@ -64,9 +64,11 @@ def _text_width(shapes):
 
 
 def _picture(call):
-    if call.latent.shape[2] > 1:
+    is_cut = call.patch is not None and call.patch.dim == 2
+    frames = call.patch.whole if is_cut else call.latent.shape[2]
+    if frames > 1:
         raise ConfigError("Use an empty latent of a picture, with batch_size for several: Krea 2 draws pictures, and "
-                          f"this latent is of {call.latent.shape[2]} frames.")
+                          f"this latent is of {frames} frames.")
     return LATENT(call)
 
 

@@ -2,7 +2,7 @@
 key heads."""
 
 from ..vocabulary.comfyui import handed_on, num_reference_tokens, number, same_names, whole_references
-from ..vocabulary.describe import Unpacked, blocks, config_of, has, size
+from ..vocabulary.describe import Unpacked, blocks, check_mask, config_of, has, size
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
@@ -16,6 +16,14 @@ def whole_positions(rows, args, kwargs):
     batch_size, text, text_lengths, reference_lengths, lengths, references, sizes, device = args
     return [batch_size, text, text_lengths, reference_lengths, [rows.num_tokens] * len(lengths), references,
             [(rows.whole_rows, columns) for _, columns in sizes], device], kwargs
+
+
+def _num_tokens(call):
+    """Of text, as many as its mask has, by which ComfyUI's model makes its positions."""
+    count = number("num_tokens")(call)
+    if count is not None:
+        check_mask(count, call.conditioning["context"].shape[1])
+    return count
 
 
 def of_heads(name, norm):
@@ -52,7 +60,7 @@ OMNIGEN2 = Family(
     convert=same_names, latent=LATENT, time_scale=1.0,
     conditioning={"context": "text_feat_dim", "num_tokens": None, "ref_latents": None},
     counts=("num_tokens",), lengths={"reference": num_reference_tokens(LATENT)},
-    arguments=handed_on(LATENT, "context", times="timesteps", num_tokens=number("num_tokens"),
+    arguments=handed_on(LATENT, "context", times="timesteps", num_tokens=_num_tokens,
                         ref_latents=whole_references),
     num_key_heads=lambda config: config["num_kv_heads"], width=lambda config: config["hidden_size"],
     plan=ModelPlan(

@@ -14,10 +14,10 @@ NATIVE, HEAD = "comfy.ldm.wan.model:CameraWanModel", "blocks.0.self_attn.norm_q.
 TABLE = TokenArgument(1, ("image",))
 
 
-def even_with(name, other, title="", scale=1):
+def even_with(name, other, title="", scale=1, is_as_long=False):
     """The latent, for a model that takes no odd sides where it is given another video, of whose pixels so many are one
     of the latent's. name: of the family. other: of that video, to ComfyUI. title: to people, where it has to be as
-    large as the latent."""
+    large as the latent, and as long."""
     def rule(call):
         video = call.conditioning.get(other)
         if video is None:
@@ -30,6 +30,9 @@ def even_with(name, other, title="", scale=1):
             raise ConfigError(f"Make the {title} and the latent of one width and height, by one node: the {title} of "
                               f"{name} is of {sides[0]} x {sides[1]}, and {needed[0]} x {needed[1]} belong to this "
                               f"latent.")
+        if is_as_long and video.shape[2] != whole[2]:
+            raise ConfigError(f"Make the {title} and the latent of one length, by one node: the {title} of {name} is "
+                              f"of {video.shape[2]} frames of latents, and {whole[2]} belong to this latent.")
         return even_sides(name, LATENT)(call)
     return rule
 
@@ -46,7 +49,7 @@ WAN_CAMERA = Family(
     convert=same_names, latent=LATENT, keep_in_compute_dtype=("patch_embedding",),
     conditioning={"context": "text_dim", "clip_fea": "_image_dim", "camera_conditions": None},
     ignored=("reference_latent", "denoise_mask"),
-    arguments=handed_on(even_with("Wan Camera", "camera_conditions", "camera's way", 8), "context",
+    arguments=handed_on(even_with("Wan Camera", "camera_conditions", "camera's way", 8, True), "context",
                         clip_fea=given("clip_fea", where="_image_dim"),
                         camera_conditions=given("camera_conditions")),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["dim"],

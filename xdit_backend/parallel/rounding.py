@@ -41,6 +41,15 @@ class Agreement:
         self._axes = tuple(axis for axis, asked in (("tensor", mesh.tensor_group is not None),
                                                     ("sequence", self._all_multiply.get(group, False))) if asked)
 
+    def suits_graphs(self, tokens, held):
+        """May a block's graph ask the others, in a forward of these Tokens? held: the streams of each of its tensors.
+
+        A graph that was made for no tokens asks nothing, since of what is computed for them nothing is left: where a
+        rank has none in one of the tensors, and another has some, the ranks run the block as it is.
+        """
+        return "sequence" not in self._axes or all(min(sizes) > 0 or max(sizes) == 0
+                                                   for sizes in map(tokens.sizes, held))
+
     def _largest(self, axes, tensor):
         """The largest of the ranks' tensors along these axes, number by number."""
         if torch.compiler.is_compiling():

@@ -294,15 +294,21 @@ def text_mask(call):
     """(B, T) bool, which text tokens are real, as ComfyUI's `attention_mask` says; None where it says nothing."""
     mask = given("attention_mask")(call)
     num_tokens = call.conditioning["context"].shape[1]
-    if mask is not None and mask.shape[1] != num_tokens:
-        raise UnsupportedError("Join the prompts as text, in one Text Encode node: the conditioning has "
-                               f"{num_tokens} text tokens and an attention mask of {mask.shape[1]}, as Conditioning "
-                               "(Concat) makes of prompts with masks.")
+    if mask is not None:
+        check_mask(mask.shape[1], num_tokens)
     if mask is not None and mask.is_floating_point():
         raise UnsupportedError("Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model: the "
                                "conditioning weighs text tokens by an attention mask of fractions, which xDiT does "
                                "not support.")
     return None if mask is None else mask.bool()
+
+
+def check_mask(num_masked, num_tokens):
+    """Raise UnsupportedError where a mask is of another number of text tokens than there are."""
+    if num_masked != num_tokens:
+        raise UnsupportedError("Join the prompts as text, in one Text Encode node: the conditioning has "
+                               f"{num_tokens} text tokens and an attention mask of {num_masked}, as Conditioning "
+                               "(Concat) makes of prompts with masks.")
 
 
 def all_text(call):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..protocol.errors import UnsupportedError
+from .halves import halved
 from .plan import ModelPlan, UNetPlan
 
 
@@ -95,6 +96,8 @@ class Family:
     # Changes diffusers' model, before it has weights, where it computes otherwise than ComfyUI's. What it remembers
     # while blocks run must be in a ContextVar, since another forward may take turns with this one.
     amend: Callable = lambda model, config: None
+    # how the paths of linears end that amend has halved (halves.py): a folder has them whole
+    halved: str = ""
     # config arguments that ComfyUI reads from the tensors; config.json of a folder is not asked for them
     config_from_tensors: tuple[str, ...] = ()
     keep_in_compute_dtype: tuple[str, ...] = ()                # modules, parameters that ComfyUI does not store smaller
@@ -132,6 +135,10 @@ class Family:
     num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]        # of a prediction
     in_channels: Callable = lambda config: config["in_channels"]           # of what the class takes
     pixels: Callable = lambda config: (1, 8, 8)                # frames, rows, columns of the picture per latent pixel
+
+    def in_halves(self, tensors):
+        """Tensors of a folder, {name: tensor}, with halves of what the model has in halves."""
+        return halved(tensors, self.halved)
 
     def taken_channels(self, config):
         """Channels of what ComfyUI hands to its model: those of the latent, and of pictures that it adds to them."""

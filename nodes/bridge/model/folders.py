@@ -5,7 +5,6 @@ numbers shows which tensor and row each comes from.
 """
 
 import importlib
-from contextlib import suppress
 
 import torch
 
@@ -28,17 +27,13 @@ def under_comfyui_names(tensors, checkpoint):
     family, config = checkpoint.family, checkpoint.config
     if family.sampled:                                         # ComfyUI has no model of it; ours has diffusers' names
         return tensors
+    tensors = family.in_halves(tensors)
     # they have those names
     found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.text_prefixes)}
     used = set(found)
     for name, num_dims in _names(family, config).items():
         parts = _converted(family, config, name, 0)
-        if not parts:
-            part, order = _joined(family, config, name)
-            if part in tensors:
-                found |= zip(order, tensors[part].chunk(2))
-                used.add(part)
-        elif parts.keys() <= tensors.keys():
+        if parts and parts.keys() <= tensors.keys():
             rows = _converted(family, config, name,
                               sum(len(tensors[part]) if tensors[part].ndim else 1 for part in parts))
             whole = _together(rows, tensors)
@@ -88,19 +83,6 @@ def _together(rows, tensors):
     for part, where in rows.items():
         whole[where.to(whole.device)] = tensors[part]
     return whole
-
-
-def _joined(family, config, name):
-    """(diffusers' name, the names of both halves in their order) of a tensor that the conversion puts together with
-    this one, for which it asks; (None, ()) where there is none."""
-    with suppress(KeyError, RuntimeError, IndexError, ValueError):
-        try:
-            family.convert({name: torch.zeros(1)}, config)
-        except KeyError as error:
-            other = error.args[0]
-            (part, halves), = family.convert({name: torch.zeros(1), other: torch.ones(1)}, config).items()
-            return part, (name, other) if halves.tolist() == [0, 1] else (other, name)
-    return None, ()
 
 
 def _converted(family, config, name, num_rows):
