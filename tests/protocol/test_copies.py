@@ -119,3 +119,13 @@ def test_a_copy_that_fails_is_told_where_it_is_waited_for_and_the_thread_goes_on
     thread.wait(right)
     thread.drain()
     assert target.tolist() == [1, 1, 1]
+
+
+def test_a_stream_that_cannot_be_used_is_told_where_a_copy_is_waited_for(monkeypatch):
+    def broken(stream):
+        raise RuntimeError("no driver")
+    thread, target = CopyThread(CPU, LateStaging(Stream())), torch.zeros(3)
+    monkeypatch.setattr(torch.cuda, "stream", broken)
+
+    with pytest.raises(RuntimeError, match="no driver"):
+        thread.wait(thread.start([(torch.ones(3), target)]))

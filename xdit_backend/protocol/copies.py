@@ -58,16 +58,16 @@ def _end(asked, thread):
 
 def _copy_all(asked, staging, stream):
     """The thread. It refers to nothing that has to end before it does."""
-    # Both are a thread's own; without a stream the second does nothing.
-    with torch.inference_mode(), torch.cuda.stream(stream):
+    with torch.inference_mode():                               # a thread's own, as the current stream is
         while (job := asked.get()) is not None:
             pairs, computed, copied = job
             try:
-                if computed is not None:
-                    stream.wait_event(computed)
-                for source, target in pairs:
-                    staging.copy(source, target)
-                copied.set_result(None if stream is None else stream.record_event())
+                with torch.cuda.stream(stream):                # without one it does nothing
+                    if computed is not None:
+                        stream.wait_event(computed)
+                    for source, target in pairs:
+                        staging.copy(source, target)
+                    copied.set_result(None if stream is None else stream.record_event())
             except BaseException as error:  # noqa: BLE001
                 copied.set_exception(error)
             del job, pairs, copied
