@@ -38,7 +38,7 @@ ALLOWED_WAITS = {
     "_local_scalar_dense at transformer_hunyuan_video15.py forward": "diffusers looks whether a picture is given",
     "index at transformer_hunyuan_video15.py forward": "diffusers puts text that is not masked first",
     "index at transformer_hunyuanimage.py forward": "the same",
-    "item at transformer_hidream_image.py moe_infer": "diffusers sends tokens to experts by number",
+    "copy at transformer_hidream_image.py moe_infer": "diffusers sends tokens to experts by number",
     "copy at model.py sinusoidal_embedding_1d": "ComfyUI's Wan counts the frequencies of a time on the host",
 }
 SMALL_ROWS, SMALL_COLUMNS, TEXT_TOKENS = 16, 20, 7
