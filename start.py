@@ -37,7 +37,7 @@ TORCH = ["torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"]
 # The oldest releases that are supported; transformers' is the oldest that ComfyUI takes.
 OLDEST = ["torch==2.6.0", "torchvision==0.21.0", "torchaudio==2.6.0", "diffusers==0.35.0", "transformers==4.50.3"]
 NEWEST = [package.split("==")[0] for package in OLDEST]            # whatever the registries have, asked anew each time
-# For the tests marked so, in an environment of their own: where these are, diffusers imports them in every process,
+# For the tests marked so, in an environment of their own: where these are, diffusers imports them at its start,
 # which takes a second.
 QUANTISERS = ["torchao==0.18.0", "bitsandbytes==0.50.2"]
 # What `test` runs otherwise than every family under every method once, every node and every kind of fault, in minutes.

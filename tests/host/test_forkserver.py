@@ -209,17 +209,20 @@ def test_ranks_that_are_forked_can_use_gpus(tmp_path):
     assert said.returncode == 0, said.stderr
 
 
-@pytest.mark.parametrize("package", ["peft", "auto_round"])
-def test_packages_that_want_transformers_are_no_workers(package, tmp_path):
-    """diffusers imports them where they are installed."""
-    (tmp_path / f"{package}.py").write_text("raise ImportError('no transformers')")
-    about = tmp_path / f"{package}-1.0.dist-info" / "METADATA"
+@pytest.mark.parametrize("package, is_found", [("peft", False), ("auto_round", False), ("bitsandbytes", True),
+                                               ("xformers", True), ("flash_attn", True), ("kernels", True)])
+def test_packages_of_others_are_not_imported_with_the_libraries(package, is_found, tmp_path):
+    """diffusers would where they are installed: they want transformers, or look at GPUs. Kernels are found later."""
+    (tmp_path / f"{package}.py").write_text("raise ImportError('no GPU, no transformers')")
+    about = tmp_path / f"{package}-9.0.dist-info" / "METADATA"
     about.parent.mkdir()
-    about.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    code = ("from xdit_backend.worker import forkserver\n"
+    about.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9.0\n")
+    code = ("import importlib.util\n"
+            "from xdit_backend.worker import forkserver\n"
             "assert forkserver._prepare() == ''\n"
             "import diffusers\n"
-            "diffusers.FluxTransformer2DModel.load_lora_adapter\n")
+            "diffusers.FluxTransformer2DModel.load_lora_adapter\n"
+            f"assert (importlib.util.find_spec('{package}') is not None) == {is_found}\n")
 
     environment = os.environ | OF_THE_SERVER | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment).returncode == 0

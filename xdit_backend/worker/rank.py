@@ -10,9 +10,13 @@ import sys
 
 from .output import take_over
 
-# diffusers does without what cannot be imported. A worker runs no text encoder, and transformers takes it a second to
-# import; the others, of which it needs nothing, want transformers where they are installed.
+# diffusers imports these where they are installed, and does without them. A worker runs no text encoder, and
+# transformers takes it a second to import; the others want transformers, and are not needed either.
 LEFT_OUT = "transformers", "peft", "optimum", "auto_round", "sdnq", "modelopt"
+# Some of these look at the GPU when they are imported, and remember what they see. Weights and kernels import what they
+# need when they need it.
+LATER = ("bitsandbytes", "torchao", "xformers", "flash_attn", "flash_attn_interface", "flash_attn_3", "sageattention",
+         "flashinfer", "kernels")
 TORCHRUN_HANDLES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_NAME = 15                           # linux/prctl.h
 
@@ -50,9 +54,14 @@ def name_process(name):
 
 def import_libraries():
     """Import what every worker needs. Takes seconds, and may fail."""
-    sys.modules.update(dict.fromkeys(LEFT_OUT))
+    later = [name for name in LATER if name not in sys.modules]
+    sys.modules.update(dict.fromkeys((*LEFT_OUT, *later)))
     # Collecting garbage meanwhile would be a fifth of the time, and what is imported stays.
     gc.disable()
+    import diffusers.utils.import_utils  # noqa: F401          # looks once what there is
+
     from . import serve  # noqa: F401
+    for name in later:
+        del sys.modules[name]
     gc.freeze()
     gc.enable()
