@@ -32,7 +32,7 @@ from xdit_backend.protocol.specs import Change, Stages
 CPU = torch.device("cpu")
 GATE, UP = (f"double_blocks.0.img_mlp.{name}_proj.weight" for name in ("gate", "up"))
 PLACE = "transformer_blocks.0.ff.net.0.proj"
-HELD = ["float32", *WRITTEN]
+HELD = ["float32", "scaled", "Q8_0", *WRITTEN]
 FEW = ("float32", "convrot_w4a4", "nvfp4")
 
 

@@ -11,9 +11,9 @@ from ..vocabulary.comfyui import handed_on
 from ..vocabulary.describe import config_of, frame_times, given, has, only_parts, optional_size
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY
-from .wan import PARTS
-from .wan_camera import HEAD, WAN_CAMERA, even_with
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with
+from .wan import LATENT, PARTS
+from .wan_camera import HEAD, WAN_CAMERA
 
 NATIVE = "comfy.ldm.wan.model_animate:AnimateWanModel"
 FACE = {"pose_patch_embedding", "motion_encoder", "face_adapter", "face_encoder"}
@@ -86,7 +86,7 @@ WAN_ANIMATE = dataclasses.replace(
     config=config_of(**RULES, model_type="animate", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
                      _image_dim=optional_size("img_emb.proj.1.weight", 1)),
     conditioning={"context": "text_dim", "clip_fea": "_image_dim", "pose_latents": None, "face_pixel_values": None},
-    arguments=handed_on(even_with("Wan Animate", "pose_latents", "pose"), "context", "pose_latents",
+    arguments=handed_on(even_with(LATENT, "Wan Animate", "pose_latents", "pose"), "context", "pose_latents",
                         "face_pixel_values", timestep=frame_times,
                         clip_fea=given("clip_fea", where="_image_dim")),
     plan=dataclasses.replace(

@@ -1,40 +1,16 @@
 """Wan Camera (2.1, 2.2), ComfyUI's own module: Wan that reads the ways of a camera's rays; and what further kinds
 of Wan have in common with it."""
 
-from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on, same_names, whole_sizes
-from ..vocabulary.describe import config_of, even_sides, given, has, only_parts, optional_size, size
+from ..vocabulary.describe import config_of, given, has, only_parts, optional_size, size
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY, tokens_of_patch
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, tokens_of_patch
 from .wan import LATENT, PARTS
 
 NATIVE, HEAD = "comfy.ldm.wan.model:CameraWanModel", "blocks.0.self_attn.norm_q.weight"
 TABLE = TokenArgument(1, ("image",))
-
-
-def even_with(name, other, title="", scale=1, is_as_long=False):
-    """The latent, for a model that takes no odd sides where it is given another video, of whose pixels so many are one
-    of the latent's. name: of the family. other: of that video, to ComfyUI. title: to people, where it has to be as
-    large as the latent, and as long."""
-    def rule(call):
-        video = call.conditioning.get(other)
-        if video is None:
-            return LATENT(call)
-        whole = list(call.latent.shape)
-        if call.patch is not None:
-            whole[call.patch.dim] = call.patch.whole
-        sides, needed = tuple(video.shape[-2:]), tuple(scale * side for side in whole[-2:])
-        if title and sides != needed:
-            raise ConfigError(f"Make the {title} and the latent of one width and height, by one node: the {title} of "
-                              f"{name} is of {sides[0]} x {sides[1]}, and {needed[0]} x {needed[1]} belong to this "
-                              f"latent.")
-        if is_as_long and video.shape[2] != whole[2]:
-            raise ConfigError(f"Make the {title} and the latent of one length, by one node: the {title} of {name} is "
-                              f"of {video.shape[2]} frames of latents, and {whole[2]} belong to this latent.")
-        return even_sides(name, LATENT)(call)
-    return rule
 
 
 WAN_CAMERA = Family(
@@ -49,7 +25,8 @@ WAN_CAMERA = Family(
     convert=same_names, latent=LATENT, keep_in_compute_dtype=("patch_embedding",),
     conditioning={"context": "text_dim", "clip_fea": "_image_dim", "camera_conditions": None},
     ignored=("reference_latent", "denoise_mask"),
-    arguments=handed_on(even_with("Wan Camera", "camera_conditions", "camera's way", 8, True), "context",
+    arguments=handed_on(even_with(LATENT, "Wan Camera", "camera_conditions", "camera's way", 8, True),
+                        "context",
                         clip_fea=given("clip_fea", where="_image_dim"),
                         camera_conditions=given("camera_conditions")),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["dim"],

@@ -12,9 +12,9 @@ from ..vocabulary.describe import config_of, given, has, only_parts
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with
 from .wan import LATENT, PARTS
-from .wan_camera import HEAD, WAN_CAMERA, even_with
+from .wan_camera import HEAD, WAN_CAMERA
 
 ALL, TABLE = ("image", "reference"), TokenArgument(1, ("image",))
 OWN = Cut(TABLE, whole_sizes)
@@ -61,7 +61,7 @@ WAN_HUMO = dataclasses.replace(
     refusals=(only_parts(PARTS | {"audio_proj"}),), config=config_of(**RULES, model_type="humo"),
     conditioning={"context": "text_dim", "audio_embed": None, "reference_latent": None},
     ignored=("clip_fea", "denoise_mask"),
-    arguments=handed_on(even_with("Wan HuMo", "reference_latent"), "context", audio_embed=given("audio_embed"),
+    arguments=handed_on(even_with(LATENT, "Wan HuMo", "reference_latent"), "context", audio_embed=given("audio_embed"),
                         reference_latent=given("reference_latent")),
     lengths={"reference": lambda conditioning: (
         LATENT.num_tokens(conditioning["reference_latent"].shape) if "reference_latent" in conditioning else 0)},

@@ -1,6 +1,7 @@
 """What files of all kinds of Wan say, for those that are ComfyUI's own modules; and their tiny models."""
 
-from .describe import blocks, has, size
+from ..protocol.errors import ConfigError
+from .describe import blocks, even_sides, has, size
 
 # of all kinds of Wan; published ones have heads of 128
 RULES = {
@@ -21,3 +22,26 @@ def tokens_of_patch(module, forward, rows, tokens, args, kwargs):
     axis, whole = 2 + rows.axis, forward(*args, **kwargs)
     return whole.narrow(axis, rows.first_token * rows.whole_token_rows // rows.num_tokens,
                         tokens.counts["image"] * rows.whole_token_rows // rows.num_tokens)
+
+
+def even_with(latent, name, other, title="", scale=1, is_as_long=False):
+    """The rule of a latent, for a model that takes no odd sides where it is given another video, of whose pixels so
+    many are one of the latent's. latent: without that. name: of the family. other: of that video, to ComfyUI. title: to
+    people, where it has to be as large as the latent; is_as_long: and as long."""
+    def rule(call):
+        video = call.conditioning.get(other)
+        if video is None:
+            return latent(call)
+        whole = list(call.latent.shape)
+        if call.patch is not None:
+            whole[call.patch.dim] = call.patch.whole
+        sides, needed = tuple(video.shape[-2:]), tuple(scale * side for side in whole[-2:])
+        if title and sides != needed:
+            raise ConfigError(f"Make the {title} and the latent of one width and height, by one node: the {title} of "
+                              f"{name} is of {sides[0]} x {sides[1]}, and {needed[0]} x {needed[1]} belong to this "
+                              f"latent.")
+        if is_as_long and video.shape[2] != whole[2]:
+            raise ConfigError(f"Make the {title} and the latent of one length, by one node: the {title} of {name} is "
+                              f"of {video.shape[2]} frames of latents, and {whole[2]} belong to this latent.")
+        return even_sides(name, latent)(call)
+    return rule
