@@ -1,12 +1,15 @@
 """Workers are forked from one process that has imported all they need, where that is safe; its end is theirs."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import psutil
 import pytest
+import torch
 
 from tests.conftest import ROOT, left_behind, still_there
 from tests.worker_processes import kind_of
@@ -17,6 +20,7 @@ from xdit_backend.host.launcher import WorkerGroup
 from xdit_backend.protocol.errors import WorkerStartError
 from xdit_backend.protocol.messages import ReportMemory
 from xdit_backend.protocol.segments import SegmentStore
+from xdit_backend.worker import rank
 
 
 def shared_bytes(pid):
@@ -238,3 +242,22 @@ def test_workers_find_packages_where_their_host_does(monkeypatch):
     said = [subprocess.check_output([sys.executable, *options, "-c", code], cwd=ROOT, text=True).strip()
             for options in ([], ["-s"])]
     assert said == ["None", "1"]
+
+
+@pytest.mark.parametrize("devices, is_program", [("cuda:0,cuda:1", True), ("another/cuda:0,cpu", True),
+                                                 ("cpu,cpu", False)])
+def test_a_rank_that_could_not_use_its_gpu_becomes_a_program(monkeypatch, devices, is_program):
+    """Where something has asked for GPUs before it was forked."""
+    started = []
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(os, "execv", lambda path, arguments: started.append(arguments) or sys.exit())
+    for module, name in ((rank, "name_process"), (rank, "run"), (signal, "signal"), (torch, "set_num_threads")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    with pytest.raises(SystemExit) if is_program else contextlib.nullcontext():
+        rank.run_forked("folder", devices, "1", "logs")
+
+    assert started == [[sys.executable, "-m", "xdit_backend.worker", "folder", devices, "1", "logs"]] * is_program

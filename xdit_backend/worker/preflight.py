@@ -16,10 +16,6 @@ def prepare_device(device):
     or has no memory free."""
     if device.type != "cuda":
         return
-    if torch.cuda._is_in_bad_fork():
-        raise WorkerStartError(f"Set XDIT_FORK=0 in ComfyUI's environment and start it again: workers that are forked "
-                               f"cannot use {device} here, since PyTorch {torch.__version__} or what it imports has "
-                               f"asked for GPUs before.")
     try:
         torch.cuda.set_device(device)
         torch.cuda.init()                                      # else DeviceMesh would choose a device by rank

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 
+from ..protocol.devices import own_name
 from .output import take_over
 
 # diffusers imports these where they are installed, and does without them. A worker runs no text encoder, and
@@ -41,6 +42,9 @@ def run_forked(folder, devices, port, log_folder):
     import tempfile
 
     import torch
+    if torch.cuda._is_in_bad_fork() and any(own_name(device) != "cpu" for device in devices.split(",")):
+        # something has asked for GPUs before, and CUDA works in no process that was forked then
+        os.execv(sys.executable, [sys.executable, "-m", "xdit_backend.worker", folder, devices, port, log_folder])
     tempfile.tempdir = None
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which its libraries read when they were imported
     run(folder, devices, port, log_folder)
