@@ -65,10 +65,13 @@ def open_panel(page):
 
 @pytest.fixture
 def after_a_run(page):
-    """The panel is open, and shows a run that is done, and workers that wait."""
+    """The panel is open, and shows a run that is done, and workers that wait; the nodes say what they did in it, which
+    those of a graph that was loaded after it do not."""
     open_panel(page)
     page.wait_for_selector(".xdit-device")
-    if (not page.query_selector(".xdit-panel dl[data-state=done]")
+    are_told = page.evaluate("""() => ["XDiTParallelSampler", "XDiTVAEDecode"].every(type => app.graph.nodes
+        .find(node => node.type === type).widgets?.some(widget => widget.name === "$$node-text-preview"))""")
+    if (not are_told or not page.query_selector(".xdit-panel dl[data-state=done]")
             or not page.query_selector(".xdit-group[data-state=idle]")):
         ended = """async () => {
             const { api } = await import("/scripts/api.js");
