@@ -6,6 +6,7 @@ or ComfyUI: seconds of a step, what is reached of arithmetic and of memory, and 
 
 import argparse
 import statistics
+from pathlib import Path
 
 import torch
 
@@ -24,14 +25,12 @@ def add_arguments(parser):
                         help="how the weights are held, one after the other: as of bench size")
     parser.add_argument("--compile", action="store_true", help="also with blocks compiled by inductor")
     parser.add_argument("--steps", type=int, default=5, help="that are timed")
-    for name, kind, text in (("--size", str, "of the picture or video, as WxH in pixels"),
-                             ("--frames", int, "of the video"), ("--text", int, "text tokens"),
-                             ("--branches", int, "2 with classifier-free guidance")):
-        parser.add_argument(name, type=kind, help=f"{text} (default: the model's usual)")
+    size.add_run_arguments(parser)
     parser.add_argument("--weights-memory", type=float, default=0.0, metavar="GB",
                         help="that weights may take of the GPU: others come from host memory (default: all are there)")
-    parser.add_argument("--machine", help="JSON that describes devices, for the time that bounds a step (default: an "
-                                          "RTX 4090's data sheet)")
+    parser.add_argument("--machine", type=Path, metavar="FILE",
+                        help="JSON that describes devices, for the time that bounds a step (default: an "
+                             "RTX 4090's data sheet)")
 
 
 def main(options):

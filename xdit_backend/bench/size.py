@@ -63,11 +63,7 @@ def add_arguments(parser):
                         help="one, or axes and degrees, as ulysses2 or pipefusion2-ulysses2, or auto: what xDiT "
                              "Parallel Config takes by itself on all devices of the machine before it measures "
                              "them (default: auto with --machine, one device, and each method on two)")
-    parser.add_argument("--size", metavar="WxH", help="of the picture or video, in pixels (default: the model's usual)")
-    parser.add_argument("--frames", type=int, metavar="N", help="of the video (default: the model's usual)")
-    parser.add_argument("--text", type=int, metavar="N", help="text tokens (default: the model's usual)")
-    parser.add_argument("--branches", type=int, choices=(1, 2),
-                        help="2 with classifier-free guidance (default: 1 where guidance is built in)")
+    add_run_arguments(parser)
     parser.add_argument("--patches", type=int, default=0, help="of PipeFusion; 0: two a stage")
     parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES, *IN_FILES], metavar="TYPE",
                         help="how the weights are held, a format of ComfyUI's or a type of GGUF too "
@@ -79,6 +75,15 @@ def add_arguments(parser):
                         help="JSON that describes devices and links, see docs/measuring.md")
     parser.add_argument("--waits", action="store_true",
                         help="also where the host waits for the device, and copies that are not asynchronous")
+
+
+def add_run_arguments(parser):
+    """What subject_of asks of a run, for bench card too."""
+    parser.add_argument("--size", metavar="WxH", help="of the picture or video, in pixels (default: the model's usual)")
+    parser.add_argument("--frames", type=int, metavar="N", help="of the video (default: the model's usual)")
+    parser.add_argument("--text", type=int, metavar="N", help="text tokens (default: the model's usual)")
+    parser.add_argument("--branches", type=int, choices=(1, 2),
+                        help="2 with classifier-free guidance (default: 1 where guidance is built in)")
 
 
 def main(options):
