@@ -3,29 +3,34 @@ our packages, and diffusers' class of every family."""
 
 import gc
 import importlib
+import os
 import pkgutil
 import runpy
 from pathlib import Path
 
+# no library asks CUDA for GPUs: ranks could not use any then
+visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+import diffusers  # noqa: E402
+import pytest  # noqa: E402, F401
+import torch.distributed  # noqa: E402, F401
+
 runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))      # makes our packages importable
 
-from xdit_backend.worker.torchrun import no_gpu  # noqa: E402
+import xdit_backend  # noqa: E402
+from xdit_backend.models import FAMILIES  # noqa: E402
 
-with no_gpu():
-    import diffusers
-    import pytest  # noqa: F401
-    import torch.distributed  # noqa: F401
-
-    import xdit_backend
-    from xdit_backend.models import FAMILIES
-
-    for module in pkgutil.walk_packages(xdit_backend.__path__, "xdit_backend."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-    for family in FAMILIES.values():
-        if not family.is_comfyuis:
-            getattr(diffusers, family.transformer)
-    importlib.import_module("tests.models.zoo")
-    importlib.import_module("tests.vae_zoo")
+for module in pkgutil.walk_packages(xdit_backend.__path__, "xdit_backend."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+for family in FAMILIES.values():
+    if not family.is_comfyuis:
+        getattr(diffusers, family.transformer)
+importlib.import_module("tests.models.zoo")
+importlib.import_module("tests.vae_zoo")
 gc.collect()
 gc.freeze()                                                         # its pages stay shared with the ranks
+del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"], os.environ["CUDA_VISIBLE_DEVICES"]
+if visible is not None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
