@@ -5,14 +5,21 @@ import torch
 import torch.nn.functional as F
 
 from tests.host.conftest import call_of, folders, layout, spec_of  # noqa: F401
-from tests.models.zoo import CONFIGS, example, having
+from tests.host.test_client import TOLD
+from tests.host.test_pipefusion import oracle, sample, small
+from tests.models.zoo import BARE, example, having
 from xdit_backend.distributed.attention import attention_with_lse, merge_attention
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.norm_rows import group_norm_rows
 from xdit_backend.distributed.rows import RowSplit
 from xdit_backend.host.client import Client
+from xdit_backend.protocol.specs import Layout, Stages
 
 pytestmark = pytest.mark.gpu
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
+# Chroma's sines are of angles up to 344,000: float32 has them to some 1e-2, and bfloat16 on a CPU is as far off
+FURTHER = {"Chroma": 10}
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)],
@@ -76,37 +83,37 @@ def test_one_worker_equals_the_native_ksampler_in_half_precision(tmp_path):
 
 @pytest.fixture(scope="module", params=[("cuda:0",), ("cuda:0", "cuda:0")], ids=["one rank", "two ranks on one GPU"])
 def gpu_client(request):
-    client = Client(request.param)
-    yield client
-    client.close()
+    """Two ranks on one GPU talk over gloo, as NCCL refuses them. Convolutions of float32 are of float32, as CPUs'."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        client = Client(request.param)
+        yield client
+        client.close()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 5e-2)])
-def test_predictions_equal_the_model_on_the_cpu(gpu_client, spec_of, name, dtype, tolerance):  # noqa: F811
-    """Two ranks on one GPU talk over gloo, as NCCL refuses them."""
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", TOLD)
+def test_predictions_equal_the_model_on_the_cpu(gpu_client, spec_of, name, dtype):  # noqa: F811
     one = example(name, torch.float32, rows=16, columns=12)
     several = [degrees for degrees in ({"ulysses": 2}, {"ring": 2}, {"cfg": 2})
                if not {*degrees} & one.family.refused.keys()]
     for degrees in several if len(gpu_client.devices) == 2 else [{}]:
-        result, = gpu_client.predict(spec_of(name, dtype), layout(**degrees), 4, [call_of(one)])
+        result, = gpu_client.predict(spec_of(name, dtype), layout(**degrees), one.family.num_channels(one.config),
+                                     [call_of(one)])
 
-        assert (result - one.run()).norm() / one.run().norm() < tolerance, degrees
+        error = (result - one.run()).norm() / one.run().norm()
+        assert error < TOLERANCES[dtype] * FURTHER.get(name, 1), (degrees, error)
 
 
-@pytest.mark.parametrize("name", having("pipefusion"))
+@pytest.mark.parametrize("name", having("pipefusion", BARE))
 @pytest.mark.parametrize("offload", [False, True])
-def test_stale_patches_on_one_gpu_equal_the_oracle(name, offload, spec_of):  # noqa: F811
+@pytest.mark.parametrize("gpu_client", [("cuda:0", "cuda:0")], ids=["two ranks on one GPU"], indirect=True)
+def test_stale_patches_on_one_gpu_equal_the_oracle(gpu_client, name, offload, spec_of):  # noqa: F811
     """Two stages on one GPU over gloo; with offload, keys and values stay in page-locked host memory."""
-    from tests.host.test_pipefusion import oracle, sample, small
-    from xdit_backend.protocol.specs import Layout, Stages
     one = small(name)
-    want = oracle(one, 4, 1)
-    client = Client(("cuda:0", "cuda:0"))
-    try:
-        result = sample(client, spec_of(name, "float32", Stages(2, offload=offload)), one, Layout(pipefusion_degree=2),
-                        4, 1)
-    finally:
-        client.close()
 
-    assert (result - want).norm() / want.norm() < 1e-4
+    result = sample(gpu_client, spec_of(name, "float32", Stages(2, offload=offload)), one, Layout(pipefusion_degree=2),
+                    4, 1)
+
+    want = oracle(one, 4, 1)
+    assert (result - want).norm() / want.norm() < 1e-4 * FURTHER.get(name, 1)
