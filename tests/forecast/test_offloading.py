@@ -15,7 +15,7 @@ from xdit_backend.forecast.choice import Machine, forecast
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
 from xdit_backend.forecast.memory import DEFAULT_SETTINGS, Memory, room_of
 from xdit_backend.forecast.offloading import NUM_BUFFERS, offloaded_memory, plan_offload, step_seconds
-from xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, plan_run, usual_job
+from xdit_backend.forecast.planner import EVERYWHERE, Devices, Spread, choose_spread, plan_run, usual_job
 from xdit_backend.forecast.words import weights_words
 from xdit_backend.protocol.specs import Stages
 
@@ -146,6 +146,18 @@ def test_a_step_takes_as_long_as_computing_or_as_its_weights_come():
     assert not forecast(NET, JOB, Degrees(), Machine((CARD,), Links())).fits
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_weights_come_into_whatever_room_has_two_blocks(num_stages):
+    """Sums of numbers that are no whole ones are not compared with each other."""
+    least = NET.outside_bytes + NUM_BUFFERS * num_stages * (NET.weight_bytes - NET.outside_bytes) / NET.blocks
+    for number in range(500):
+        beside = number * 1234567.891
+        needed = Memory(NET.weight_bytes, beside / 3, beside * 2 / 3)
+        held = offloaded_memory(NET, needed, least + beside + 10 * number + 1, math.inf, num_stages)
+        assert held.come > 0 and held.total <= least + beside + 10 * number + 2
+        assert offloaded_memory(NET, needed, least + beside - 1, math.inf, num_stages) is None
+
+
 def test_auto_weighs_weights_that_come_with_spreading_them():
     """A picture of 24 GB of weights on two cards of 16 GB: over a fast link from the host, exact methods with weights
     that come are as fast as stages; over a slow one stages hold all."""
@@ -188,6 +200,18 @@ def test_auto_weighs_stages_and_shards_that_are_too_large_as_well(host_bytes_s, 
     asked = plan_run(ParallelConfig(num_patches=4), machine, HALF_TOO_LARGE, JOB, Stages(2)).chosen
     assert asked.degrees.num_patches == 4
     assert not forecast(HALF_TOO_LARGE, JOB, Degrees(pipefusion=2), machine).fits
+
+
+@pytest.mark.parametrize("host_bytes_s, link_bytes_s, of_one, of_both", [
+    (12e9, 1e9, Spread(Stages(2)), EVERYWHERE), (12e9, 8e9, Spread(None, 2), EVERYWHERE),
+    (3e9, 2e9, Spread(None, 2), Spread(Stages(2)))], ids=str)
+def test_weights_are_spread_for_runs_with_and_without_guidance(host_bytes_s, link_bytes_s, of_one, of_both):
+    """Two branches need no link between two cards: what is best for one is not best for the two usual runs."""
+    machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, link_bytes_s)))
+    devices = Devices([CARD.memory_bytes] * 2, 0, machine)
+
+    assert choose_spread(ParallelConfig(), HALF_TOO_LARGE, devices, branches=(1,)) == of_one
+    assert choose_spread(ParallelConfig(), HALF_TOO_LARGE, devices) == of_both
 
 
 @pytest.mark.parametrize("name, memory_bytes", [

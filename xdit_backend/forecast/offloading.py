@@ -106,8 +106,7 @@ def offloaded_memory(net, needed, room_bytes, weights_memory, num_stages=1):
     over, buffers = needed.weights - room, NUM_BUFFERS * num_stages * (needed.weights - outside) / net.blocks
     if over <= 0:
         return needed
-    if net.blocks <= NUM_BUFFERS * num_stages:                 # each block of a stage would have a buffer of its own
+    # each block of a stage would have a buffer of its own, or the buffers alone are too large
+    if net.blocks <= NUM_BUFFERS * num_stages or outside + buffers > room:
         return None
-    come = min(needed.weights - outside, over + buffers)
-    held = needed.weights - come + buffers
-    return replace(needed, weights=held, come=come) if held <= room else None
+    return replace(needed, weights=room, come=over + buffers)

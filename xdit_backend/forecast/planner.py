@@ -121,7 +121,7 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     share branches and images. Where weights may come from host memory, and a probe has measured how fast, all spreads
     count as well whose weights do not fit, with those that come. Without a probe, where no spread fits, and where a
     number of weights_memory is given, every rank has all blocks, and weights come.
-    is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: usual
+    is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: of usual runs.
     """
     if config.mode == "manual":
         return _manual_spread(config, net, devices)
@@ -138,12 +138,13 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
                  if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
     approximate, can_come = config.may_differ, config.weights_memory_bytes is None
     if can_come and devices.machine is not None and all(device.host_bytes_s for device in devices.machine.devices):
-        return _fastest(config, net, devices, [*staged, *split, EVERYWHERE])
+        return _fastest(config, net, devices, [*staged, *split, EVERYWHERE], branches)
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
         return EVERYWHERE if can_come and has_own_memory else (
             (staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
     fitting = fit_staged + fit_split if approximate else fit_split + fit_staged
-    return fitting[0] if devices.machine is None or len(fitting) == 1 else _fastest(config, net, devices, fitting)
+    return (fitting[0] if devices.machine is None or len(fitting) == 1
+            else _fastest(config, net, devices, fitting, branches))
 
 
 def _manual_spread(config, net, devices):
@@ -170,9 +171,7 @@ def _spread_over_machines(config, net, devices, branches):
         return Spread(stages)
     if not approximate:
         return EVERYWHERE
-    jobs = [usual_job(net, each) for each in branches]
-    whole_s, staged_s = (sum(plan_run(config, machine, net, job, spread).chosen.seconds for job in jobs)
-                         for spread in (None, stages))
+    whole_s, staged_s = (_usual_runs(config, net, machine, Spread(each), branches).seconds for each in (None, stages))
     return Spread(None if whole_s <= WORTH * staged_s else stages)
 
 
@@ -193,11 +192,19 @@ def _split_degrees(net, devices):
             if degree in allowed and (not per_machine or per_machine % degree == 0)]
 
 
-def _fastest(config, net, devices, spreads):
-    """Of several spreads, the one whose usual run is forecast to be the fastest, or an exact one that nearly is."""
-    usual = [(plan_run(config, devices.machine, net, usual_job(net), *spread).chosen, spread) for spread in spreads]
+def _fastest(config, net, devices, spreads, branches):
+    """Of several spreads, the one whose usual runs are forecast to be the fastest, or an exact one that nearly is."""
+    usual = [(_usual_runs(config, net, devices.machine, spread, branches), spread) for spread in spreads]
     chosen = choose(sorted((made for made, _ in usual), key=lambda made: (not made.fits, made.seconds)), alike=False)
     return next(spread for made, spread in usual if made is chosen)
+
+
+def _usual_runs(config, net, machine, spread, branches):
+    """The Forecast of a usual run with each of these numbers of branches, one after the other: all else than their
+    seconds is of the one that asks most."""
+    made = [plan_run(config, machine, net, usual_job(net, each), *spread).chosen for each in branches]
+    most = min(made, key=lambda one: (one.fits, one.is_exact, -one.memory.total))
+    return dataclasses.replace(most, causes={"compute": sum(one.seconds for one in made)})
 
 
 def usual_job(net, branches=1):
