@@ -107,6 +107,18 @@ LENS = {"time_text_embed.timestep_embedder.linear_1.weight": (1536, 256),
     "txt_mod.1.bias": (9216,), "txt_norm1.weight": (1536,), "txt_norm2.weight": (1536,), "txt_mlp.w1.weight": (4096,
     1536), "txt_mlp.w2.weight": (1536, 4096), "txt_mlp.w3.weight": (4096, 1536)})}
 
+IDEOGRAM4 = {"input_proj.weight": (4608, 128), "input_proj.bias": (4608,), "llm_cond_norm.weight": (53248,),
+    "llm_cond_proj.weight": (4608, 53248), "llm_cond_proj.bias": (4608,), "t_embedding.mlp_in.weight": (4608, 4608),
+    "t_embedding.mlp_in.bias": (4608,), "t_embedding.mlp_out.weight": (4608, 4608), "t_embedding.mlp_out.bias":
+    (4608,), "adaln_proj.weight": (512, 4608), "adaln_proj.bias": (512,), "embed_image_indicator.weight": (2, 4608),
+    "final_layer.linear.weight": (128, 4608), "final_layer.linear.bias": (128,),
+    "final_layer.adaln_modulation.weight": (4608, 512), "final_layer.adaln_modulation.bias": (4608,),
+    **blocks("layers.", 34, {"attention.qkv.weight": (13824, 4608), "attention.norm_q.weight": (256,),
+    "attention.norm_k.weight": (256,), "attention.o.weight": (4608, 4608), "feed_forward.w1.weight": (12288, 4608),
+    "feed_forward.w2.weight": (4608, 12288), "feed_forward.w3.weight": (12288, 4608), "attention_norm1.weight":
+    (4608,), "ffn_norm1.weight": (4608,), "attention_norm2.weight": (4608,), "ffn_norm2.weight": (4608,),
+    "adaln_modulation.weight": (18432, 512), "adaln_modulation.bias": (18432,)})}
+
 WAN_CAMERA = {"patch_embedding.weight": (5120, 32, 1, 2, 2), "patch_embedding.bias": (5120,),
     "text_embedding.0.weight": (5120, 4096), "text_embedding.0.bias": (5120,), "text_embedding.2.weight": (5120,
     5120), "text_embedding.2.bias": (5120,), "time_embedding.0.weight": (5120, 256), "time_embedding.0.bias": (5120,),

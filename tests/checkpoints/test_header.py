@@ -327,6 +327,9 @@ PUBLISHED = {
     "lens": ("Lens", published_comfyui.LENS, {
         "num_layers": 48, "num_attention_heads": 24, "attention_head_dim": 64, "axes_dims_rope": (8, 28, 28),
         "enc_hidden_dim": 2880, "selected_layer_index": (0, 1, 2, 3), "out_channels": 32}),
+    "ideogram4": ("Ideogram 4", published_comfyui.IDEOGRAM4, {
+        "num_layers": 34, "num_attention_heads": 18, "attention_head_dim": 256, "intermediate_size": 12288,
+        "adaln_dim": 512, "llm_features_dim": 53248, "mrope_section": (24, 20, 20), "in_channels": 128}),
     "wan-camera": ("Wan Camera", published_comfyui.WAN_CAMERA, {
         "dim": 5120, "num_heads": 40, "num_layers": 40, "model_type": "camera", "in_dim_control_adapter": 24}),
     "wan-humo": ("Wan HuMo", published_comfyui.WAN_HUMO, {"dim": 5120, "in_dim": 36, "model_type": "humo"}),

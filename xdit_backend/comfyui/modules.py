@@ -11,19 +11,20 @@ import sys
 import torch
 
 from ..protocol.errors import CheckpointError
+from . import layers
 from .place import comfyui_version, find_comfyui
 
 
 def build_module(path, config):
     """The module at "package.module:Class" of ComfyUI, whose forward returns as diffusers' do: a tuple.
 
-    Linears are torch's own, so that weights are cast, unpacked and shared out as those of diffusers' classes are. Its
-    `wide_modules` are those that compute in float32, whatever the model's type. Raises CheckpointError where this
-    machine has no ComfyUI, or one without the class.
+    Its layers are torch's own (layers.py), so that weights are cast, unpacked and shared out as those of diffusers'
+    classes are. Its `wide_modules` are those that compute in float32, whatever the model's type. Raises CheckpointError
+    where this machine has no ComfyUI, or one without the class.
     """
     cls = class_at(path)
     arguments = {key: value for key, value in config.items() if not key.startswith("_")}
-    model = cls(**arguments, dtype=torch.bfloat16, operations=torch.nn)
+    model = cls(**arguments, dtype=torch.bfloat16, operations=layers)
     model.wide_modules = {name.rpartition(".")[0] for name, parameter in model.named_parameters()
                           if parameter.dtype == torch.float32}
     for path in model.wide_modules:                            # which are float64 in a model of that type

@@ -121,7 +121,7 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     share branches and images. Where weights may come from host memory, and a probe has measured how fast, all spreads
     count as well whose weights do not fit, with those that come. Without a probe, where no spread fits, and where a
     number of weights_memory is given, every rank has all blocks, and weights come.
-    is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: of usual runs.
+    is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: of runs.
     """
     if config.mode == "manual":
         return _manual_spread(config, net, devices)

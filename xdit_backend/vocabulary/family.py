@@ -73,6 +73,7 @@ class Family:
     conditioning: dict[str, str | None]
     tiny: Tiny
     ignored: tuple[str, ...] = ()          # arguments that ComfyUI's model ignores too
+    runs_without_text: bool = False        # has ComfyUI's model a branch whose context is None?
     # conditioning that is a word -> {a word that is supported: the word that it means}
     choices: dict[str, dict[str, str]] = field(default_factory=dict)
     counts: tuple[str, ...] = ()           # conditioning that is a number, which workers get as a shape: (number,)

@@ -172,6 +172,9 @@ class RemoteModel:
 
         Wrappers of the diffusion model are called where ComfyUI's own model of the family calls them.
         """
+        if context is None and self.family.runs_without_text:
+            width = self.setup.transformer_config[self.family.conditioning["context"]]
+            context = x.new_zeros(len(x), 0, width)
         in_parts = self.family.parts and isinstance(x, list) and isinstance(timestep, tuple)
         if not (in_parts or torch.is_tensor(timestep)) or not torch.is_tensor(context):
             raise ConfigError("Use a sampler node, or the kind of model that the node is for: it calls this MODEL in "

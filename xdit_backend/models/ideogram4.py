@@ -1,0 +1,42 @@
+"""Ideogram 4, ComfyUI's own module: one sequence of text and image, whose text is what 13 layers of a language model
+give."""
+
+from ..vocabulary.comfyui import handed_on, same_names
+from ..vocabulary.describe import Unpacked, blocks, config_of, has, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+
+LATENT, ALL = Unpacked((1, 1)), ("text", "image")
+NATIVE = "comfy.ldm.ideogram4.model:Ideogram4Transformer2DModel"
+NORM = "layers.0.attention.norm_q.weight"
+
+
+def _whole_sizes(rows, args, kwargs):
+    """The rows and columns of the whole latent."""
+    return [rows.whole_rows, *args[1:]], kwargs
+
+
+TINY = {"in_channels": 16, "num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 12,
+        "intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 24, "mrope_section": (2, 2, 2)}
+
+IDEOGRAM4 = Family(
+    name="Ideogram 4", title="Ideogram 4", transformer=NATIVE,
+    recognise=has(NORM, "embed_image_indicator.weight", "llm_cond_proj.weight"),
+    config=config_of(
+        in_channels=size("input_proj.weight", 1), num_layers=blocks("layers."), attention_head_dim=size(NORM, 0),
+        num_attention_heads=lambda shapes: shapes["input_proj.weight"][0] // shapes[NORM][0],
+        intermediate_size=size("layers.0.feed_forward.w1.weight", 0), adaln_dim=size("adaln_proj.weight", 0),
+        llm_features_dim=size("llm_cond_proj.weight", 1),
+        mrope_section=lambda shapes: (24, 20, 20) if shapes[NORM][0] == 256 else (2, 2, 2)),
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",),
+    conditioning={"context": "llm_features_dim"}, runs_without_text=True,
+    arguments=handed_on(LATENT, "context", times="timesteps"),
+    num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
+    width=lambda config: config["num_attention_heads"] * config["attention_head_dim"],
+    plan=ModelPlan(
+        blocks=(BlockList("layers", "layers.", returns=(ALL,)),),
+        streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
+        positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _whole_sizes)}),
+    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 128}, detected="Ideogram4"),
+)
