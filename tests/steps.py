@@ -2,7 +2,6 @@
 Of tests and commands."""
 
 import functools
-import importlib
 import itertools
 import json
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.models.zoo import PIPELINES, UNETS, example, save_as_published, save_transformer
+from tests.models.zoo import PIPELINES, UNETS, example, rotate_in_float64, save_as_published, save_transformer
 from tests.ranks import run_ranks
 from tests.tolerances import unrounded
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
@@ -143,8 +142,7 @@ class Run:
 def execute(rank, world_size, runs):
     """Each run's commands, on one engine. runs: [(layout, commands)]. Returns [None, or what was raised]."""
     class_at(FAMILIES["Lens"].transformer)
-    # rotations of ComfyUI's modules are by kernels else, none of which takes float64
-    importlib.import_module("comfy.model_management").in_training = True
+    rotate_in_float64(True)
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     for layout, commands in runs:
         # no mode reaches into a graph

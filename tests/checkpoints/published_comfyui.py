@@ -119,6 +119,24 @@ IDEOGRAM4 = {"input_proj.weight": (4608, 128), "input_proj.bias": (4608,), "llm_
     (4608,), "ffn_norm1.weight": (4608,), "attention_norm2.weight": (4608,), "ffn_norm2.weight": (4608,),
     "adaln_modulation.weight": (18432, 512), "adaln_modulation.bias": (18432,)})}
 
+JOYIMAGE = {"img_in.weight": (4096, 16, 1, 2, 2), "img_in.bias": (4096,),
+    "condition_embedder.time_embedder.linear_1.weight": (4096, 256),
+    "condition_embedder.time_embedder.linear_1.bias": (4096,), "condition_embedder.time_embedder.linear_2.weight":
+    (4096, 4096), "condition_embedder.time_embedder.linear_2.bias": (4096,), "condition_embedder.time_proj.weight":
+    (24576, 4096), "condition_embedder.time_proj.bias": (24576,),
+    "condition_embedder.text_embedder.linear_1.weight": (4096, 4096),
+    "condition_embedder.text_embedder.linear_1.bias": (4096,), "condition_embedder.text_embedder.linear_2.weight":
+    (4096, 4096), "condition_embedder.text_embedder.linear_2.bias": (4096,), "proj_out.weight": (64, 4096),
+    "proj_out.bias": (64,), **blocks("double_blocks.", 40, {"img_mod.modulate_table": (1, 6, 4096),
+    "img_mlp.net.0.proj.weight": (16384, 4096), "img_mlp.net.0.proj.bias": (16384,), "img_mlp.net.2.weight": (4096,
+    16384), "img_mlp.net.2.bias": (4096,), "txt_mod.modulate_table": (1, 6, 4096), "txt_mlp.net.0.proj.weight":
+    (16384, 4096), "txt_mlp.net.0.proj.bias": (16384,), "txt_mlp.net.2.weight": (4096, 16384), "txt_mlp.net.2.bias":
+    (4096,), "attn.img_attn_qkv.weight": (12288, 4096), "attn.img_attn_qkv.bias": (12288,),
+    "attn.img_attn_q_norm.weight": (128,), "attn.img_attn_k_norm.weight": (128,), "attn.img_attn_proj.weight":
+    (4096, 4096), "attn.img_attn_proj.bias": (4096,), "attn.txt_attn_qkv.weight": (12288, 4096),
+    "attn.txt_attn_qkv.bias": (12288,), "attn.txt_attn_q_norm.weight": (128,), "attn.txt_attn_k_norm.weight":
+    (128,), "attn.txt_attn_proj.weight": (4096, 4096), "attn.txt_attn_proj.bias": (4096,)})}
+
 WAN_CAMERA = {"patch_embedding.weight": (5120, 32, 1, 2, 2), "patch_embedding.bias": (5120,),
     "text_embedding.0.weight": (5120, 4096), "text_embedding.0.bias": (5120,), "text_embedding.2.weight": (5120,
     5120), "text_embedding.2.bias": (5120,), "time_embedding.0.weight": (5120, 256), "time_embedding.0.bias": (5120,),

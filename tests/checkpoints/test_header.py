@@ -330,6 +330,9 @@ PUBLISHED = {
     "ideogram4": ("Ideogram 4", published_comfyui.IDEOGRAM4, {
         "num_layers": 34, "num_attention_heads": 18, "attention_head_dim": 256, "intermediate_size": 12288,
         "adaln_dim": 512, "llm_features_dim": 53248, "mrope_section": (24, 20, 20), "in_channels": 128}),
+    "joyimage": ("JoyImage", published_comfyui.JOYIMAGE, {
+        "hidden_size": 4096, "num_layers": 40, "num_attention_heads": 32, "in_channels": 16, "text_dim": 4096,
+        "mlp_width_ratio": 4.0, "rope_dim_list": (16, 56, 56)}),
     "wan-camera": ("Wan Camera", published_comfyui.WAN_CAMERA, {
         "dim": 5120, "num_heads": 40, "num_layers": 40, "model_type": "camera", "in_dim_control_adapter": 24}),
     "wan-humo": ("Wan HuMo", published_comfyui.WAN_HUMO, {"dim": 5120, "in_dim": 36, "model_type": "humo"}),

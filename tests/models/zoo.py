@@ -5,6 +5,7 @@ import types
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from xdit_backend.checkpoints.loading import Transformer
@@ -75,6 +76,18 @@ APART = {"Wan": lambda family, shape: shape[2], "Cosmos-Predict2": lambda family
          "LTX-2": lambda family, shape: family.latent.num_tokens(shape), "HunyuanVideo": None}
 
 
+def rotate_in_float64(is_wide):
+    """Have ComfyUI's modules rotate queries and keys by what takes float64, or again by kernels, none of which does."""
+    importlib.import_module("comfy.model_management").in_training = is_wide
+    importlib.import_module("comfy.ldm.joyimage.model").comfy_kitchen = (
+        types.SimpleNamespace(rms_rope=_rms_rope) if is_wide else importlib.import_module("comfy_kitchen"))
+
+
+def _rms_rope(q, k, freqs_cis, q_scale, k_scale, epsilon):
+    return tuple((freqs_cis.to(x.dtype) * F.rms_norm(x, x.shape[-1:], scale, epsilon).unflatten(-1, (-1, 1, 2))).sum(
+        -1).flatten(-2) for x, scale in ((q, q_scale), (k, k_scale)))
+
+
 def matrix(names, layouts, one, family=lambda name: name):
     """Every (name, layout) for a test's parameters; of families that are like others, with `one` layout alone.
     family(name): whose."""
@@ -99,8 +112,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         if thin:
             family.tiny.thin(model)
         _draw(model)
-        # rotations are by kernels else, none of which takes float64
-        importlib.import_module("comfy.model_management").in_training = dtype == torch.float64
+        rotate_in_float64(dtype == torch.float64)
     generator = torch.Generator().manual_seed(seed)
     # they have no positions for latents of less than 66 rows and columns
     columns += 60 if name.startswith("PixArt") else 0

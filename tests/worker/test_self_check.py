@@ -2,11 +2,11 @@
 run."""
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
 
+from tests.models.zoo import rotate_in_float64
 from xdit_backend.checkpoints.transformer import build_empty
 from xdit_backend.comfyui.modules import class_at
 from xdit_backend.comfyui.place import comfyui_version, find_comfyui
@@ -23,7 +23,7 @@ def comfyui():
     if find_comfyui() is None:
         pytest.skip("no ComfyUI: name one in XDIT_COMFYUI")
     class_at(FAMILIES["Lens"].transformer)
-    importlib.import_module("comfy.model_management").in_training = False      # which tests in float64 set
+    rotate_in_float64(False)
 
 
 @pytest.mark.parametrize("name", NAMES)

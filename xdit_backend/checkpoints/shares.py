@@ -41,11 +41,12 @@ AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
               "k_rms_norm_t", "norm_k_img")
 # diffusers' attentions, or ComfyUI's
-ATTENTIONS_HAVE = "processor", "to_q", "q", "qkv", "img_qkv"
+HEADS = "heads", "num_heads", "num_attention_heads"
+ATTENTIONS_HAVE = "processor", "to_q", "q", "qkv", "img_qkv", "img_attn_qkv"
 MAX_TRIED = 16                             # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
 # of attentions and blocks
-PER_RANK = ("heads", "num_heads", "kv_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")
+PER_RANK = (*HEADS, "kv_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _beside(linear, how, parts):
 
 
 def is_attention(module):
-    return ((hasattr(module, "heads") or hasattr(module, "num_heads"))
+    return (any(hasattr(module, name) for name in HEADS)
             and any(hasattr(module, name) for name in ATTENTIONS_HAVE))
 
 

@@ -18,6 +18,7 @@ from .hunyuan_image import HUNYUAN_IMAGE
 from .hunyuan_video import HUNYUAN_VIDEO
 from .hunyuan_video15 import HUNYUAN_VIDEO15
 from .ideogram4 import IDEOGRAM4
+from .joyimage import JOYIMAGE
 from .kandinsky5 import KANDINSKY5
 from .kandinsky5_image import KANDINSKY5_IMAGE
 from .krea2 import KREA2
@@ -50,7 +51,7 @@ FAMILIES = {family.name: family for family in (
     KREA2,
     HIDREAM, HUNYUAN_IMAGE, AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5,
     KANDINSKY5_IMAGE, MOCHI, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1,
-    OMNIGEN2, BOOGU, LENS, IDEOGRAM4, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE)}
+    OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE)}
 
 
 def supported(last="and"):

@@ -1,0 +1,49 @@
+"""JoyImage (JoyAI-Image-Edit), ComfyUI's own module: two streams with joint attention, image first; reference pictures
+follow the image as further frames, each of its own size."""
+
+from ..vocabulary.comfyui import num_reference_tokens, same_names, whole_references
+from ..vocabulary.describe import Unpacked, blocks, config_of, given, has, size, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+
+LATENT, PICTURES = Unpacked((1, 2, 2)), ("image", "reference")
+NATIVE = "comfy.ldm.joyimage.model:JoyImageTransformer3DModel"
+NORM, WIDTH = "double_blocks.0.attn.img_attn_q_norm.weight", "img_in.weight"
+
+
+def _whole_sizes(rows, args, kwargs):
+    """Frames, rows and columns of tokens of the whole latent, and of each reference."""
+    (own, *others), *more = args
+    return [[tuple(rows.whole_token_rows if axis == rows.axis else length for axis, length in enumerate(own)),
+             *others], *more], kwargs
+
+
+TINY = {"patch_size": (1, 2, 2), "in_channels": 4, "hidden_size": 48, "num_layers": 4, "num_attention_heads": 4,
+        "text_dim": 24, "mlp_width_ratio": 2.0, "rope_dim_list": (4, 4, 4), "theta": 10000}
+
+JOYIMAGE = Family(
+    name="JoyImage", title="JoyImage", transformer=NATIVE,
+    recognise=has(NORM, WIDTH, "double_blocks.0.img_mod.modulate_table", "condition_embedder.time_proj.weight"),
+    config=config_of(
+        patch_size=(1, 2, 2), in_channels=size(WIDTH, 1), hidden_size=size(WIDTH, 0),
+        num_layers=blocks("double_blocks."),
+        num_attention_heads=lambda shapes: shapes[WIDTH][0] // shapes[NORM][0],
+        text_dim=size("condition_embedder.text_embedder.linear_1.weight", 1),
+        mlp_width_ratio=lambda shapes: shapes["double_blocks.0.img_mlp.net.0.proj.weight"][0] / shapes[WIDTH][0],
+        rope_dim_list=lambda shapes: (16, 56, 56) if shapes[NORM][0] == 128 else (shapes[NORM][0] // 3,) * 3,
+        theta=10000),
+    convert=same_names, latent=LATENT, unsupported_dtypes=("float16",),
+    conditioning={"context": "text_dim", "ref_latents": None}, lengths={"reference": num_reference_tokens(LATENT)},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "context": given("context"),
+               "ref_latents": whole_references},
+    num_channels=lambda config: config["in_channels"], width=lambda config: config["hidden_size"],
+    plan=ModelPlan(
+        blocks=(BlockList("double_blocks", "double_blocks.", returns=(PICTURES, "text"), image_share=0.5,
+                          patched="double"),),
+        streams={"hidden_states": PICTURES, "encoder_hidden_states": "text"}, attention={"attn": (*PICTURES, "text")},
+        tokens={"image_rotary_emb": TokenArgument(1, PICTURES)},
+        positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, PICTURES), _whole_sizes)},
+        once_outside={"condition_embedder.text_embedder": "run"}),
+    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 16}, detected="JoyImage"),
+)
