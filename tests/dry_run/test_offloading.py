@@ -14,8 +14,8 @@ from xdit_backend.partition import FULL
 ALLOWED = 0.03
 MODELS = {"flux.1-dev": "ulysses2", "qwen-image": "cfg2", "wan2.1-14b-720p": "cfg2", "hunyuanvideo-1.5": "cfg2",
           "flux.2-dev": "ulysses2"}
-CARDS_GB = {"one": (12, 24), "cfg2": (8, 16), "ulysses2": (8, 16)}
-DEFAULT = {("flux.1-dev", "one", 12), ("qwen-image", "cfg2", 16)}
+CARDS_GB = (8, 12, 16, 24)
+DEFAULT = {("flux.1-dev", "ulysses2", 12), ("hunyuanvideo-1.5", "cfg2", 24), ("qwen-image", "cfg2", 16)}
 
 
 def fit_of(name, layout_name, card_gb):
@@ -26,7 +26,7 @@ def fit_of(name, layout_name, card_gb):
 
 @pytest.mark.parametrize("name, layout, card_gb", [
     pytest.param(name, layout, card_gb, marks=[] if (name, layout, card_gb) in DEFAULT else pytest.mark.slow)
-    for name, own in MODELS.items() for layout in ("one", own) for card_gb in CARDS_GB[layout]])
+    for name, own in MODELS.items() for layout in sorted({"one", "ulysses2", own}) for card_gb in CARDS_GB])
 def test_a_rank_holds_what_its_card_has_room_for_and_what_was_forecast(name, layout, card_gb):
     fit = fit_of(name, layout, card_gb)
     answer = fit.answer()
@@ -39,8 +39,10 @@ def test_a_rank_holds_what_its_card_has_room_for_and_what_was_forecast(name, lay
     assert counted.weight_bytes == max(fit.weights)
     assert abs(counted.weight_bytes + counted.peak_bytes - max(fit.weights) - fit.run_bytes) < ALLOWED * (
         counted.weight_bytes + counted.peak_bytes)
-    # no copy of a block more than its weights, but for what is on its way for the next step
-    assert counted.come_bytes == (fit.hold[1][0])
+    # no copy of a block more than its weights; of three the second has a buffer of its own, in which it stays
+    plan = fit.subject.plan_of(1, fit.weights_memory)
+    stays = plan.offloaded_bytes // 3 if len(plan.blocks) == 3 else 0
+    assert counted.come_bytes == fit.hold[1][0] - stays
 
 
 @pytest.mark.parametrize("name, card_gb", [

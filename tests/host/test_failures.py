@@ -102,6 +102,7 @@ def with_devices(*devices):
     (("cuda:0",), [failure(0, True)], True),
     (("cpu", "cpu"), [failure(0, True)], True),
     (("cuda:0",), [failure(0, False, kind="AcceleratorError")], False),
+    (("cpu",), [failure(0, False, kind="CopyError")], False),
     (("cuda:0",), [failure(0, False, kind="RuntimeError", message="CUDA error: an illegal memory access")], False)])
 def test_a_group_outlives_a_failure_only_where_no_exchange_can_be_left(devices, failures, goes_on):
     assert can_continue(devices, failures) is goes_on

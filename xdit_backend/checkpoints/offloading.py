@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..forecast.offloading import NUM_BUFFERS
-from ..protocol.errors import CheckpointError
+from ..protocol.errors import CheckpointError, CopyError
 
 ALIGNMENT = 512                            # bytes; of a weight's place in a buffer, as torch's allocator has it
 
@@ -153,7 +153,8 @@ class OffloadedBlocks:
         self._fetch_from(0)
 
     def enter(self, index):
-        """A forward is about to run a block: wait until its weights are here."""
+        """A forward is about to run a block: wait until its weights are here. Raises CopyError where they do not
+        come."""
         if index not in self._blocks:
             return
         buffer = self._buffers[self._blocks[index].buffer]
@@ -164,9 +165,13 @@ class OffloadedBlocks:
             asked = self._mark()
             try:
                 self._copies.wait(buffer.arriving)
-            except BaseException:
+            except Exception as error:
                 buffer.holds = None
-                raise
+                raise CopyError(
+                    f"Queue the prompt again, which starts other workers: the weights of block {index} could not be "
+                    f"copied from host memory to {self._device} ({type(error).__name__}: {error}). If that fails too, "
+                    f"close programs that use host memory, or set weights_memory of xDiT Parallel Config to a larger "
+                    f"number of GB, so that less is copied.") from error
             finally:
                 buffer.arriving = None
             self._waits.append((asked, self._mark()))

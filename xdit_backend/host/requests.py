@@ -143,9 +143,11 @@ def can_continue(devices, failures):
     Over gloo, a rank that answers has left its exchanges. With CUDA an exchange is only queued: one that another rank
     never joined still runs, and would be joined by that rank's next command, which gives a hang or a wrong picture. So
     a group of several CUDA devices goes on only when every rank failed before its first exchange, as when all refuse a
-    command alike. A device whose context is lost, which "CUDA error" says, computes nothing more.
+    command alike. A device whose context is lost, which "CUDA error" says, computes nothing more, and a failed copy may
+    be that.
     """
-    if any(failure.kind == "AcceleratorError" or failure.message.startswith("CUDA error") for failure in failures):
+    if any(failure.kind in ("AcceleratorError", "CopyError") or failure.message.startswith("CUDA error")
+           for failure in failures):
         return False
     if any(own_name(device) == "cpu" for device in devices) or len(set(devices)) == 1:
         return True

@@ -45,6 +45,10 @@ class WorkerDiedError(XDiTError, RuntimeError):
     """A worker ended while the host needed it."""
 
 
+class CopyError(XDiTError, RuntimeError):
+    """Weights could not be copied from host memory to a device. The group ends: the device's context may be lost."""
+
+
 class WorkerFailedError(XDiTError, RuntimeError):
     """A worker raised while it carried out a command. The group is alive and takes the next one."""
 
