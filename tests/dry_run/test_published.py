@@ -26,10 +26,6 @@ ALIKE = "wan2.1-14b-480p", "wan2.2-i2v-14b-480p", "wan2.2-i2v-14b-720p"        #
 LAYOUTS = "one", "ulysses2", "ring2", "tensor2", "displaced2", "ulysses2-ring2"
 STAGED = "pipefusion2", "pipefusion4", "pipefusion2-ulysses2"
 ON_FOUR = "ulysses4", "ring4", "tensor4", "displaced4", "displaced2-ulysses2", "ulysses2-tensor2"
-# how far from its peak the forecast is where that is more than is allowed; less than 0 is too little
-FURTHER_OFF = {("sd3.5-large", "ring4"): 0.079, ("flux.2-dev", "displaced2-ulysses2"): 0.053,
-               ("wan2.1-14b-480p", "displaced2-ulysses2"): -0.061, ("qwen-image", "ulysses2-tensor2"): 0.106,
-               ("hunyuanvideo-1.5", "ulysses2-tensor2"): 0.076}
 # models, layouts and branches of guidance
 DEFAULT = {("flux.1-dev", "ulysses2", 1), ("flux.2-dev", "one", 1), ("qwen-image", "ring2", 2), ("z-image", "one", 1),
            ("sd3.5-large", "ulysses2-ring2", 2), ("wan2.1-14b-480p", "tensor2", 1),
@@ -87,8 +83,7 @@ def runs_under(name, layout_name):
     if (name not in ALIKE or name == "wan2.1-14b-480p") and name != "wan2.1-14b-720p" and runs_under(name, layout)])
 def test_a_peak_on_four_devices_is_what_was_forecast(name, layout):
     """Of both branches."""
-    assert abs(off_by(name, layout, branches=2) - FURTHER_OFF.get((name, layout), 0.0)) < (
-        0.02 if (name, layout) in FURTHER_OFF else ALLOWED)
+    assert abs(off_by(name, layout, branches=2)) < ALLOWED
 
 
 @pytest.mark.slow
