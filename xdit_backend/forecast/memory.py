@@ -112,7 +112,7 @@ def _live_rows(net, job, degrees, settings):
         return batch * max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
     residual = max(0.0, live.residual - live.held)
     block = _divided(live.block, residual, degrees)
-    exchange = _divided(live.exchange, min(residual, ENTERED, live.exchange - PACKED), degrees)
+    exchange = _divided(live.exchange, min(residual, ENTERED, max(0.0, live.exchange - PACKED)), degrees)
     if degrees.tensor > 1:
         block = max(block, live.whole - live.held)
     if degrees.ring > 1 or sequence > degrees.sequence:
