@@ -18,18 +18,18 @@ from xdit_backend.dry_run.published import PUBLISHED
 from xdit_backend.dry_run.rank import outline
 from xdit_backend.forecast.memory import rank_memory, weight_bytes
 from xdit_backend.forecast.planner import degrees_of
+from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import ConfigError
 
 ALLOWED = 0.05
-TRANSFORMERS = [name for name in PUBLISHED if name != "sdxl"]
+# whose numbers are the defaults of diffusers' classes; they have a row under fewer layouts
+BY_DEFAULTS = list(PUBLISHED)[list(PUBLISHED).index("chroma"):]
+TRANSFORMERS = [name for name in PUBLISHED if name not in ("sdxl", *BY_DEFAULTS)]
 ALIKE = "wan2.1-14b-480p", "wan2.2-i2v-14b-480p", "wan2.2-i2v-14b-720p"        # as wan2.1-14b-720p, but for the size
 LAYOUTS = "one", "ulysses2", "ring2", "tensor2", "displaced2", "ulysses2-ring2"
+FEW = "one", "ulysses2", "tensor2", "displaced2"
 STAGED = "pipefusion2", "pipefusion4", "pipefusion2-ulysses2"
 ON_FOUR = "ulysses4", "ring4", "tensor4", "displaced4", "displaced2-ulysses2", "ulysses2-tensor2"
-# how far from its peak the forecast is where that is more than is allowed; less than 0 is too little
-FURTHER_OFF = {("sd3.5-large", "ring4"): 0.079, ("flux.2-dev", "displaced2-ulysses2"): 0.053,
-               ("wan2.1-14b-480p", "displaced2-ulysses2"): -0.061, ("qwen-image", "ulysses2-tensor2"): 0.106,
-               ("hunyuanvideo-1.5", "ulysses2-tensor2"): 0.076}
 # models, layouts and branches of guidance
 DEFAULT = {("flux.1-dev", "ulysses2", 1), ("flux.2-dev", "one", 1), ("qwen-image", "ring2", 2), ("z-image", "one", 1),
            ("sd3.5-large", "ulysses2-ring2", 2), ("wan2.1-14b-480p", "tensor2", 1),
@@ -70,6 +70,29 @@ def test_a_peak_is_what_was_forecast(name, layout, branches):
     assert abs(off_by(name, layout, branches=branches)) < ALLOWED
 
 
+@pytest.mark.parametrize("name, layout", [
+    pytest.param(name, layout, marks=[] if number % 2 == 0 and layout == FEW[number // 2 % 3] else pytest.mark.slow)
+    for number, name in enumerate(BY_DEFAULTS) for layout in FEW
+    if not any(method in layout for method in FAMILIES[PUBLISHED[name].family].refused)])
+def test_a_peak_of_other_families_is_what_was_forecast(name, layout):
+    assert abs(off_by(name, layout)) < ALLOWED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in BY_DEFAULTS
+                                  if "pipefusion" not in FAMILIES[PUBLISHED[name].family].refused])
+def test_a_peak_of_a_stage_of_other_families_is_what_was_forecast(name):
+    assert abs(off_by(name, "pipefusion2", blocks=None, ranks=(0, -1))) < ALLOWED
+
+
+def test_what_is_forecast_of_another_family_is_not_of_all():
+    """By what is said of most models, Lumina 2 would have half of what it takes."""
+    def plain(net, *given):
+        return rank_memory(dataclasses.replace(net, live=None), *given)
+
+    assert off_by("lumina-2", "one", plain) < -0.4
+
+
 def runs_under(name, layout_name):
     """Do the heads of a published model allow a layout?"""
     checkpoint, layout = published(name)[0], parse_layout(layout_name)
@@ -87,8 +110,7 @@ def runs_under(name, layout_name):
     if (name not in ALIKE or name == "wan2.1-14b-480p") and name != "wan2.1-14b-720p" and runs_under(name, layout)])
 def test_a_peak_on_four_devices_is_what_was_forecast(name, layout):
     """Of both branches."""
-    assert abs(off_by(name, layout, branches=2) - FURTHER_OFF.get((name, layout), 0.0)) < (
-        0.02 if (name, layout) in FURTHER_OFF else ALLOWED)
+    assert abs(off_by(name, layout, branches=2)) < ALLOWED
 
 
 @pytest.mark.slow

@@ -266,6 +266,23 @@ def test_moments_of_channels_give_those_of_groups(batch, channels, num_groups):
         within((got - want).abs().max(), 1e-10)
 
 
+@pytest.mark.parametrize("most, num_copies", [(2 ** 20, 1), (300, 2), (40, 12)])
+def test_moments_of_a_large_group_are_found_by_channels(monkeypatch, most, num_copies):
+    """Of 3 images, so that no wider copy is of more than `most` numbers, or of a channel of them all."""
+    monkeypatch.setattr(norm_rows, "NORM_ELEMENTS", most)
+    monkeypatch.setattr(norm_rows, "MOST_PARTS", 10 ** 6)
+    sizes, moments = [], norm_rows._moments
+    monkeypatch.setattr(norm_rows, "_moments", lambda x, channels: sizes.append(x.numel()) or moments(x, channels))
+    x = torch.randn(3, 12, 5, 3, dtype=torch.float64) * 3 + torch.arange(12)[:, None, None]
+
+    mean, variance = norm_rows.own_moments(x, 2)
+
+    flat = x.view(3, 2, -1)
+    within((mean - flat.mean(2)).abs().max(), 1e-12)
+    within((variance - flat.var(2, correction=0)).abs().max(), 1e-12)
+    assert len(sizes) == num_copies and max(sizes) <= max(most, 3 * 15)
+
+
 def normalise_tokens(rank, world_size):
     """As in the middle of the decoder, where the norm of the attention gets (B, C, T)."""
     sizes = [3, 0, 2]

@@ -72,7 +72,7 @@ class Transformer:
         """Give a weight these values, moved, and cast on the device; and know whether they are a map of the file. One
         that comes from host memory is given them there."""
         if self.offloaded is not None and id(weight) in self.offloaded.weights:
-            self.offloaded.replace(weight, tensor.to("cpu", dtype))
+            self.offloaded.replace(weight, in_host_memory(tensor, dtype, staging))
             return
         weight.data = moved(tensor, self.device, dtype, staging)
         self.files.pop(id(weight), None)
@@ -225,3 +225,12 @@ def moved(tensor, device, dtype, staging):
     """A tensor on the device, where it is cast."""
     is_apart = not staging.is_direct and tensor.device.type == "cpu"
     return (staging.to_device(tensor) if is_apart else tensor).to(device, dtype)
+
+
+def in_host_memory(tensor, dtype, staging):
+    """A tensor in host memory, cast where it was."""
+    if tensor.device.type == "cpu":
+        return tensor.to(dtype)
+    copy = torch.empty(tensor.shape, dtype=dtype)
+    staging.to_host(tensor, copy)
+    return copy

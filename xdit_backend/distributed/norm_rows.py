@@ -3,7 +3,8 @@
 import torch
 from torch.nn.functional import batch_norm
 
-NORM_ELEMENTS = 2 ** 20        # of an image whose moments are found at once, which takes 8 MB beside it
+NORM_ELEMENTS = 2 ** 20        # of images whose moments are found at once, which takes 8 MB beside them
+MOST_PARTS = 32                # by which moments are found, so that the copy is a sixteenth of images in 16 bits
 CHANNEL_EPS = 1e-12            # CUDA gives inverse deviations, and 0 for that of a constant if nothing is added
 
 
@@ -11,7 +12,8 @@ def group_norm_rows(x, num_groups, weight, bias, eps, split):
     """torch's group norm with the statistics of the whole image. Every rank of the split calls it.
 
     x: (B, C, ...), this rank's rows in any order. Statistics are float32, or float64 if x is. On CPUs a few groups at a
-    time, so that the wider copies are of these groups and not of the image. The ranks exchange them once.
+    time, or a few channels of one, so that the wider copies are of these and not of the image. The ranks exchange them
+    once.
     """
     batch, channels = x.shape[0], x.shape[1] // num_groups     # of a group
     moments_BG = split.moments(*own_moments(x, num_groups))
@@ -34,8 +36,10 @@ def own_moments(x, num_groups):
     if x.is_cuda:
         mean, deviation = torch.batch_norm_stats(x.contiguous().view(1, -1, *x.shape[2:]), CHANNEL_EPS)
         return moments_of_channels(mean, (deviation ** -2 - CHANNEL_EPS).clamp_(min=0), x.shape[0], num_groups)
-    channels = x.shape[1] // num_groups
-    at_once = max(1, NORM_ELEMENTS * num_groups // x.numel())
+    channels, most = x.shape[1] // num_groups, max(NORM_ELEMENTS, x.numel() // MOST_PARTS)
+    if channels > 1 and x.numel() > most * num_groups:         # a wider copy of a group would be too large
+        return moments_of_channels(*own_moments(x, x.shape[1]), len(x), num_groups)
+    at_once = max(1, most * num_groups // x.numel())
     if at_once >= num_groups:
         return _moments(x.to(dtype), channels)
     moments = [_moments(x.narrow(1, group * channels, min(at_once, num_groups - group) * channels).to(dtype), channels)
@@ -53,7 +57,7 @@ def _moments(x, channels):
 
 
 def moments_of_channels(mean, variance, batch, num_groups):
-    """Mean and variance of groups of channels, (B, G), from each channel's own, (B * C,).
+    """Mean and variance of groups of channels, (B, G), from each channel's own, (B * C,) or (B, C).
 
     CUDA finds those of all channels in one kernel without a wider copy, and one block of threads for each; the group
     norm's own kernel would have one block for a group, which is too few for the device.

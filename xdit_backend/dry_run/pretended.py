@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..autoencoders.family import replaced
@@ -32,6 +32,7 @@ def pretended_cuda(free_bytes=0):
                 replaced(torch.Tensor, pin_memory=lambda self, *_: self),
                 replaced(torch.cuda, Event=Event, get_device_capability=lambda device=None: CAPABILITY,
                          mem_get_info=lambda device=None: (free_bytes, free_bytes)),
+                replaced(torch.nn.functional, scaled_dot_product_attention=attention),
                 torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), CudaFunctions()):
             stack.enter_context(change)
         yield
@@ -74,7 +75,7 @@ class CudaFunctions(TorchFunctionMode):
     """Functions of torch that would ask a real device which kernel to take, or that have no pretended one."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.nn.functional.scaled_dot_product_attention or func is ATTENTION:
+        if func in (attention, ATTENTION):
             return _attention(*args, **(kwargs or {}))
         if func is torch.batch_norm_stats:
             return tuple(args[0].new_empty(args[0].shape[1], dtype=torch.float32) for _ in range(2))
@@ -84,6 +85,13 @@ class CudaFunctions(TorchFunctionMode):
 
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+
+def attention(query, *args, **kwargs):
+    """torch's, also where nothing may take the place of torch's functions."""
+    if has_torch_function_unary(query):
+        return handle_torch_function(attention, (query,), query, *args, **kwargs)
+    return _attention(query, *args, **kwargs)
 
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):

@@ -2,8 +2,9 @@
 checkpoint of each that nobody has to have. Used by bench size and by tests.
 
 The numbers of a config that are not here are the defaults of diffusers' class, which are those of the model that it was
-written for: of Flux.1 dev, Flux.2 dev, Qwen-Image, Z-Image, Wan 2.1 14B, HunyuanVideo 1.5 and LTX-2. SD3.5's and SDXL's
-are those of their publishers' config.json.
+written for: of Flux.1 dev, Flux.2 dev, Qwen-Image, Z-Image, Wan 2.1 14B, HunyuanVideo 1.5, LTX-2, and of all from
+Chroma on. SD3.5's and SDXL's are those of their publishers' config.json; PixArt's text is as wide as
+T5 XXL's.
 """
 
 import functools
@@ -71,6 +72,18 @@ PUBLISHED = {
     "hunyuanvideo-1.5": Published("HunyuanVideo 1.5", (1280, 720), 121, tokens=1000),
     "ltx-2": Published("LTX-2", (1280, 704), 121, tokens=1024, given={
         "use_prompt_embeddings": True, "_text_width": 7680}),
+    "chroma": Published("Chroma"),
+    "ovis-image": Published("Ovis-Image", tokens=256),
+    "pixart-sigma": Published("PixArt-Sigma", tokens=300, given={"caption_channels": 4096}),
+    "lumina-2": Published("Lumina 2", tokens=256),
+    "hunyuanimage-2.1": Published("HunyuanImage", (2048, 2048), tokens=1000),
+    "auraflow": Published("AuraFlow", tokens=256),
+    "sana-1.6b": Published("Sana", tokens=300),
+    "hunyuanvideo": Published("HunyuanVideo", (1280, 720), 129, tokens=256, branches=1),
+    "ltx-video-2b": Published("LTX-Video", (704, 512), 161, tokens=128),
+    "mochi": Published("Mochi", (848, 480), 163, tokens=256),
+    "cogvideox-2b": Published("CogVideoX", (720, 480), 49, tokens=226),
+    "cosmos-predict1-7b": Published("Cosmos-Predict1", (1280, 704), 121),
 }
 
 

@@ -91,11 +91,17 @@ class Live:
     keys: float = 2.0
     told: float = 2.0
     own: float = 1.0
+    once: float = 0.0
+    last: float = 5.0
+    joined: float = 0.0
 
 
 # beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
 # Ulysses comes before it, what that has unpacked; of displaced patches nothing is packed
 RING, RING_AND_ULYSSES, UNPACKED = 2.05, 5.05, -8.0
+# of `exchange`: what came into the block, was normalised and modulated, at most, which tensor parallelism does not
+# divide; and queries, keys and values, as they are made, packed, sent and put together, which it does
+ENTERED, PACKED = 3.0, 12.0
 
 
 def _live_rows(net, job, degrees, settings):
@@ -105,19 +111,30 @@ def _live_rows(net, job, degrees, settings):
     if sequence * degrees.displaced == 1:
         return batch * max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
     residual = max(0.0, live.residual - live.held)
-    block, exchange = (_divided(each, residual, degrees) for each in (live.block, live.exchange))
+    block = _divided(live.block, residual, degrees)
+    exchange = _divided(live.exchange, min(residual, ENTERED, max(0.0, live.exchange - PACKED)), degrees)
     if degrees.tensor > 1:
         block = max(block, live.whole - live.held)
     if degrees.ring > 1 or sequence > degrees.sequence:
         exchange += (RING_AND_ULYSSES if degrees.ulysses > 1 else RING) / degrees.tensor
-    inside = (max(block, exchange) if sequence > 1 else block) / sequence / degrees.displaced
+    block, exchange = (each / sequence / degrees.displaced for each in (block, exchange))
+    told, inside = 0.0, max(block, exchange) if sequence > 1 else block
     if degrees.displaced > 1:                                  # all keys and values of a layer, in one piece
-        keys = 2 * net.key_share / degrees.ulysses / degrees.tensor
-        told = live.told * net.key_share / degrees.ulysses / degrees.tensor
-        inside = max(inside + told / degrees.displaced,
-                     keys + (exchange + UNPACKED) / sequence / degrees.displaced)
+        told = _told(live, net.key_share, degrees)
+        with_keys = (2 * net.key_share / degrees.ulysses / degrees.tensor
+                     + exchange + UNPACKED / sequence / degrees.displaced)
+        # those of the block before are told where this one's are shared; all but the first have no whole beside them
+        inside = max(block + told, with_keys, exchange + live.joined * told if sequence > 1 else 0.0)
     own = live.own / sequence / degrees.displaced if batch > 1 else 0.0
-    return batch * max(live.outside, live.held + own + inside)
+    return max(batch * (live.outside - live.once) + live.once, batch * (min(live.outside, live.last) + told),
+               batch * (live.held + own + inside))
+
+
+def _told(live, key_share, degrees):
+    """What keeps keys and values of a block until displaced patches send them: what Ulysses has packed queries into,
+    too, else what they were made as."""
+    made = 1 + 2 * key_share if degrees.ulysses > 1 else live.told * key_share
+    return made / degrees.ulysses / degrees.tensor / degrees.displaced
 
 
 def _divided(live, residual, degrees):

@@ -71,6 +71,8 @@ AURAFLOW = Family(
     conditioning={"context": "joint_attention_dim"}, ignored=("y",),
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep()},
+    live={"alone": 13.1, "residual": 5.1, "whole": 9.0, "outside": 4.1, "held": 2.05, "block": 12.0, "exchange": 14.0,
+          "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("joint_transformer_blocks", "double_layers.", "num_mmdit_layers", returns=BOTH,
                           image_share=0.5, patched="double",

@@ -61,6 +61,8 @@ CHROMA = Family(
     ignored=("y", "ref_latents", "ref_latents_method"),
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "guidance": _guidance, "img_ids": LATENT.positions, "txt_ids": text_positions},
+    live={"alone": 16.6, "residual": 2.6, "whole": 7.0, "outside": 3.6, "held": 1.55, "block": 16.2, "exchange": 18.2,
+          "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input",

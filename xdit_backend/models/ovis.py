@@ -32,6 +32,7 @@ OVIS = dataclasses.replace(
     convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), amend=_amend, halved=GATED,
     rope_options=FLUX.rope_options, ignored=("y", "guidance"),
     num_channels=FLUX.num_channels, arguments=LONGCAT.arguments | {"img_ids": LATENT.positions},
+    live=FLUX.live | {"alone": 25.3, "residual": 3.3, "whole": 9.75, "held": 0.25, "block": 25.1, "exchange": 27.2},
     plan=dataclasses.replace(FLUX.plan, exact={"time_proj": (("timestep",), 1000.0)},
                              once_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
     tiny=Tiny(LONGCAT.tiny.config, FLUX.tiny.native,

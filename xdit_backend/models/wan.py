@@ -134,7 +134,8 @@ WAN = Family(
     conditioning={"context": "text_dim", "clip_fea": "image_dim"}, ignored=("reference_latent", "denoise_mask"),
     arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": given("context"),
                "encoder_hidden_states_image": given("clip_fea", where="image_dim")},
-    live={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0, "exchange": 13.0},
+    live={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0, "exchange": 13.0,
+          "last": 5.15},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", patched="double"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
