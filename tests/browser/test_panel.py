@@ -69,6 +69,7 @@ def after_a_run(page):
     those of a graph that was loaded after it do not."""
     open_panel(page)
     page.wait_for_selector(".xdit-device")
+    wait_for_an_empty_queue(page)
     are_told = page.evaluate("""() => ["XDiTParallelSampler", "XDiTVAEDecode"].every(type => app.graph.nodes
         .find(node => node.type === type).widgets?.some(widget => widget.name === "$$node-text-preview"))""")
     if (not are_told or not page.query_selector(".xdit-panel dl[data-state=done]")
@@ -80,9 +81,18 @@ def after_a_run(page):
         page.evaluate(ended)
         queue(page, 12)
         page.evaluate("() => window.promptEnded.then(() => true)")      # until then, the run before is shown as done
+        wait_for_an_empty_queue(page)
     wait_for_run(page, "done")
     page.wait_for_selector(".xdit-group[data-state=idle]", timeout=120_000)
     page.wait_for_selector(".xdit-time rect[data-kind=decode]", state="attached", timeout=120_000)
+
+
+def wait_for_an_empty_queue(page):
+    """No run of another test is to come, nor under way."""
+    page.wait_for_function("""async () => {
+        const queue = await (await fetch("/queue")).json();
+        return !queue.queue_running.length && !queue.queue_pending.length;
+    }""", timeout=120_000)
 
 
 def queue(page, seed):

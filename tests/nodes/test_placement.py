@@ -17,6 +17,7 @@ class Pretended:
     def __init__(self, comfyui, monkeypatch, workers):
         self.comfyui, self.management, self.monkeypatch, self._workers = (
             comfyui, comfyui.management, monkeypatch, workers)
+        comfyui.native("sd3")                                  # which other tests get too: on its own device
         self.free_bytes, self.sent, self.emptied, self.pins = 20 * GB, [], 0, []
         groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups")
         self.groups = type(comfyui.groups)()

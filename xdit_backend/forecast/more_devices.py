@@ -6,6 +6,8 @@ from .cost import Degrees
 from .memory import rank_memory
 from .planner import memory_settings, tensor_degrees
 
+MOST_TOLD = 16                             # devices; who reads a refusal has not more
+
 
 def stages_that_fit(config, net, job, device_bytes):
     """The least pipefusion_degree with which this would fit on devices of this memory, of as many as there are;
@@ -24,8 +26,8 @@ def tensor_degree_that_fits(net, job, device_bytes):
 
 
 def spread_that_fits(config, net, refused, job, device_bytes):
-    """On how many devices of this memory a run would fit, for a person: [text]; exactly, where only exact methods are
-    allowed. net: None of a U-Net. refused: the family's."""
+    """On how many devices of this memory a run would fit, for a person: [text], [] where they would be more than
+    MOST_TOLD; exactly, where only exact methods are allowed. net: None of a U-Net. refused: the family's."""
     if net is None:
         return []
     if config.may_differ and "pipefusion" not in refused:
@@ -34,4 +36,4 @@ def spread_that_fits(config, net, refused, job, device_bytes):
         return []
     else:
         name, degree = "tensor_degree", tensor_degree_that_fits(net, job, device_bytes)
-    return [f"{name}={degree} on as many devices like these"] if degree else []
+    return [f"{name}={degree} on as many devices like these"] if degree and degree <= MOST_TOLD else []
