@@ -6,6 +6,7 @@ from ..vocabulary.describe import Unpacked, blocks, config_of, has, size
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from .omnigen2 import of_heads
 
 LATENT, ALL = Unpacked((1, 1)), ("text", "image")
 NATIVE = "comfy.ldm.ideogram4.model:Ideogram4Transformer2DModel"
@@ -25,7 +26,7 @@ IDEOGRAM4 = Family(
     recognise=has(NORM, "embed_image_indicator.weight", "llm_cond_proj.weight"),
     config=config_of(
         in_channels=size("input_proj.weight", 1), num_layers=blocks("layers."), attention_head_dim=size(NORM, 0),
-        num_attention_heads=lambda shapes: shapes["input_proj.weight"][0] // shapes[NORM][0],
+        num_attention_heads=of_heads("input_proj.weight", NORM),
         intermediate_size=size("layers.0.feed_forward.w1.weight", 0), adaln_dim=size("adaln_proj.weight", 0),
         llm_features_dim=size("llm_cond_proj.weight", 1),
         mrope_section=lambda shapes: (24, 20, 20) if shapes[NORM][0] == 256 else (2, 2, 2)),

@@ -6,6 +6,7 @@ from ..vocabulary.describe import Unpacked, blocks, config_of, given, has, size,
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from .omnigen2 import of_heads
 
 LATENT, PICTURES = Unpacked((1, 2, 2)), ("image", "reference")
 NATIVE = "comfy.ldm.joyimage.model:JoyImageTransformer3DModel"
@@ -28,7 +29,7 @@ JOYIMAGE = Family(
     config=config_of(
         patch_size=(1, 2, 2), in_channels=size(WIDTH, 1), hidden_size=size(WIDTH, 0),
         num_layers=blocks("double_blocks."),
-        num_attention_heads=lambda shapes: shapes[WIDTH][0] // shapes[NORM][0],
+        num_attention_heads=of_heads(WIDTH, NORM),
         text_dim=size("condition_embedder.text_embedder.linear_1.weight", 1),
         mlp_width_ratio=lambda shapes: shapes["double_blocks.0.img_mlp.net.0.proj.weight"][0] / shapes[WIDTH][0],
         rope_dim_list=lambda shapes: (16, 56, 56) if shapes[NORM][0] == 128 else (shapes[NORM][0] // 3,) * 3,
