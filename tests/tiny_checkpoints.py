@@ -48,6 +48,7 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "ltx-2-plain": ("ltx-2", {"rope_type": "interleaved", "frequencies_precision": "float32",
                                       "use_middle_indices_grid": False,
                                       "causal_temporal_positioning": False, "av_ca_timestep_scale_multiplier": 1.0}),
+            "minimax-h3-curve": ("minimax-h3", {"adaln_curve_grid": 9, "time_embed_dim": 5}),
             "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
             "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
             "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}),
@@ -276,6 +277,9 @@ def state_dict(kind, size="test", encoder=False, positions=None):
     tensors = {name: tensor.clone().contiguous() for name, tensor in module.state_dict().items()}
     if kind == "vae-cosmos":                                   # which ComfyUI tells it by, and makes itself
         tensors["decoder.unpatcher3d.wavelets"] = module.decoder.unpatcher3d.wavelets.clone()
+    if kind.startswith("minimax"):                             # which folders leave to the class
+        steps = torch.arange(len(tensors["rope.inv_freq"])) / len(tensors["rope.inv_freq"])
+        tensors["rope.inv_freq"] = 10000.0 ** -steps
     if positions is not None:
         hidden = tensors["x_embedder.proj.weight"].shape[0]
         tensors["pos_embed"] = 0.1 * torch.randn(1, positions ** 2, hidden,

@@ -137,6 +137,22 @@ JOYIMAGE = {"img_in.weight": (4096, 16, 1, 2, 2), "img_in.bias": (4096,),
     "attn.txt_attn_qkv.bias": (12288,), "attn.txt_attn_q_norm.weight": (128,), "attn.txt_attn_k_norm.weight":
     (128,), "attn.txt_attn_proj.weight": (4096, 4096), "attn.txt_attn_proj.bias": (4096,)})}
 
+MINIMAX_H3 = {"video_patch_proj.weight": (5376, 96), "video_patch_proj.bias": (5376,),
+    "audio_patch_proj.weight": (5376, 32), "audio_patch_proj.bias": (5376,), "condition_proj.weight": (5376, 5120),
+    "condition_proj.bias": (5376,), "time_embedder.proj_in.weight": (5376, 256), "time_embedder.proj_in.bias": (5376,),
+    "time_embedder.proj_out.weight": (2688, 5376), "time_embedder.proj_out.bias": (2688,), "rope.inv_freq": (16,),
+    "token_refiner.final_norm.weight": (5376,), "final_layer.norm.weight": (5376,),
+    "final_layer.adaln_proj.linear.weight": (10752, 2688), "final_layer.adaln_proj.linear.bias": (10752,),
+    "final_layer.video_out.weight": (96, 5376), "final_layer.video_out.bias": (96,), "final_layer.audio_out.weight":
+    (32, 5376), "final_layer.audio_out.bias": (32,),
+    **blocks("token_refiner.blocks.", 2, {"norm1.weight": (5376,), "norm2.weight": (5376,), "attn.qkv_proj.weight":
+    (21504, 5376), "attn.q_norm.weight": (128,), "attn.k_norm.weight": (128,), "attn.out_proj.weight": (5376, 7168),
+    "mlp.fc1.weight": (28672, 5376), "mlp.fc2.weight": (5376, 14336)}),
+    **blocks("blocks.", 50, {"norm1.weight": (5376,), "norm2.weight": (5376,), "attn.qkv_proj.weight": (21504, 5376),
+    "attn.q_norm.weight": (128,), "attn.k_norm.weight": (128,), "attn.out_proj.weight": (5376, 7168),
+    "mlp.fc1.weight": (28672, 5376), "mlp.fc2.weight": (5376, 14336), "adaln_proj.linear.weight": (96768, 2688),
+    "adaln_proj.linear.bias": (96768,)})}
+
 WAN_CAMERA = {"patch_embedding.weight": (5120, 32, 1, 2, 2), "patch_embedding.bias": (5120,),
     "text_embedding.0.weight": (5120, 4096), "text_embedding.0.bias": (5120,), "text_embedding.2.weight": (5120,
     5120), "text_embedding.2.bias": (5120,), "time_embedding.0.weight": (5120, 256), "time_embedding.0.bias": (5120,),

@@ -2,6 +2,7 @@
 all of them."""
 
 import inspect
+import math
 
 import diffusers
 import pytest
@@ -25,7 +26,7 @@ from xdit_backend.protocol.specs import ModelSpec
 from xdit_backend.worker.models import Loaded
 
 CPU = torch.device("cpu")
-SOUND = torch.linspace(-1, 1, 8 * 5 * 16).view(1, 8, 5, 16)    # of a latent of two parts
+SOUNDS = 5                                                     # of a latent of two parts
 
 
 def asked(family, config):
@@ -55,9 +56,15 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     latent, timestep, conditioning = asked(family, config)
     conditioning = rounded(conditioning, dtype)
     if family.parts:
-        conditioning |= family.split_parts([latent, SOUND.to(dtype)], (timestep, timestep), config)[2]
+        conditioning |= family.split_parts([latent, sound(family, config, latent).to(dtype)], timestep, config, {})[2]
     output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent.to(dtype), timestep, conditioning))
     return family.prediction(output, latent).float()
+
+
+def sound(family, config, latent):
+    """The second part of a latent."""
+    shape = family.call_shapes(config, latent.shape, SOUNDS)["audio"]
+    return torch.linspace(-1, 1, math.prod(shape)).view(shape)
 
 
 def options_of(family, conditioning):
@@ -82,13 +89,17 @@ def native_model(path, storage, compute="float32"):
         options = {} if storage is None else {"dtype": getattr(torch, storage)}            # None: a quantised file's
         model = comfy.sd.load_diffusion_model(str(path), model_options=options).model
     assert (model.manual_cast_dtype or model.get_dtype()) == dtype
+    if "MiniMax" in type(model).__name__:                      # whose kernel fails with norms in 8 bits
+        for name, parameter in model.diffusion_model.named_parameters():
+            parameter.data = parameter.data.to(dtype) if name.endswith("_norm.weight") else parameter.data
     return model
 
 
 def native_prediction(model, path, family, compute="float32", changed=lambda latent: latent):
     """One prediction of ComfyUI's model of a file. changed(latent): what it is given instead."""
     dtype = getattr(torch, compute)
-    latent, timestep, conditioning = asked(family, family.config(open_checkpoint(path).shapes))
+    config = family.config(open_checkpoint(path).shapes)
+    latent, timestep, conditioning = asked(family, config)
     latent = changed(latent)
     lengths = {"num_tokens": 12} if "num_tokens" in (*family.ignored, *family.conditioning) else {}
     if family.name in ("LTX-Video", "LTX-2", "Mochi"):         # whose models cannot do without
@@ -96,7 +107,9 @@ def native_prediction(model, path, family, compute="float32", changed=lambda lat
     given = as_comfyui(rounded(conditioning, dtype)) | lengths
     given["transformer_options"] = options_of(family, given)
     if family.parts:
-        return model.diffusion_model([latent.to(dtype), SOUND.to(dtype)], (timestep, timestep), **given)[0].float()
+        latents = [latent.to(dtype), sound(family, config, latent).to(dtype)]
+        times = timestep if family.name == "MiniMax H3" else (timestep, timestep)
+        return model.diffusion_model(latents, times, **given)[0].float()
     return model.diffusion_model(latent.to(dtype), timestep, **given).float()
 
 

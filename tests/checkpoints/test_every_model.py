@@ -24,6 +24,7 @@ from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
 
 FAMILY = {
+    "MiniMaxH3": "MiniMax H3",
     "Omnigen2": "OmniGen 2", "Boogu": "Boogu-Image", "Lens": "Lens", "Ideogram4": "Ideogram 4", "JoyImage": "JoyImage",
     "WAN21_Camera": "Wan Camera",
     "WAN22_Camera": "Wan Camera", "WAN21_HuMo": "Wan HuMo", "WAN22_Animate": "Wan Animate",
@@ -62,7 +63,6 @@ REFUSED = {
                     ({}, {"transformer.rotary_pos_emb.inv_freq": (2,)}, "Stable Audio")),
     "ACEStep": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"),
     "ACEStep15": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"),
-    "MiniMaxH3": ({}, {"audio_patch_proj.weight": (2, 2)}, "MiniMax H3"),
     "MageFlow": (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
     "ChromaRadiance": (CHROMA, {"nerf_blocks.0.norm.scale": (64,)}, "Chroma Radiance"),
     "HiDreamO1": ({}, {"t_embedder1.mlp.0.weight": (2, 2), "visual.blocks.0.mlp.linear_fc2.weight": (2, 2)},

@@ -333,6 +333,10 @@ PUBLISHED = {
     "joyimage": ("JoyImage", published_comfyui.JOYIMAGE, {
         "hidden_size": 4096, "num_layers": 40, "num_attention_heads": 32, "in_channels": 16, "text_dim": 4096,
         "mlp_width_ratio": 4.0, "rope_dim_list": (16, 56, 56)}),
+    "minimax-h3": ("MiniMax H3", published_comfyui.MINIMAX_H3, {
+        "hidden_size": 5376, "num_layers": 50, "num_refiner_layers": 2, "num_attention_heads": 56,
+        "attention_head_dim": 128, "ffn_dim": 14336, "in_channels": 24, "audio_in_channels": 32, "text_dim": 5120,
+        "time_embed_dim": 2688, "rope_freq_dim": 16}),
     "wan-camera": ("Wan Camera", published_comfyui.WAN_CAMERA, {
         "dim": 5120, "num_heads": 40, "num_layers": 40, "model_type": "camera", "in_dim_control_adapter": 24}),
     "wan-humo": ("Wan HuMo", published_comfyui.WAN_HUMO, {"dim": 5120, "in_dim": 36, "model_type": "humo"}),

@@ -135,17 +135,23 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     elif apart:
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
     if family.parts:
-        conditioning |= sound(config, generator, audio, batch, times, apart)
+        conditioning |= beside(family, config, generator, (latent.shape, audio), apart)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
 
 
-def sound(config, generator, length, batch, times, apart=False):
-    """What a call of a model of video and sound has beside the video, as it reaches the workers."""
-    audio = torch.randn(batch, config["audio_in_channels"] // 16, length, 16, generator=generator)
-    audio_times = torch.rand(batch, length, 1, generator=generator) if apart else torch.full((batch,), 0.6)
-    return ({"audio": audio} if length else {}) | {"audio_times": audio_times,
-                                                   "most_times": torch.tensor([[0.7, 0.65]])}
+def beside(family, config, generator, sizes, apart=False):
+    """What a call of a model of video and sound has beside the video, as it reaches the workers. sizes: shape of the
+    video, length of the sound."""
+    found = {}
+    for name, shape in family.call_shapes(config, *sizes).items():
+        if name in family.parts:
+            found[name] = torch.randn(shape, generator=generator)
+        elif name == "audio_times" and apart:
+            found[name] = torch.rand(shape[0], sizes[1], 1, generator=generator)
+        else:
+            found[name] = 0.7 - 0.1 * torch.rand(1, generator=generator).expand(shape)
+    return found
 
 
 def _wake(model):

@@ -17,7 +17,8 @@ from xdit_backend.worker.memory import return_freed_memory
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16),
                 "pixart": (34, 36),
                 "pixart-alpha": (34, 36), "flux2": (8, 10), "ltx-video": (8, 9), "ltx-video-causal": (8, 9),
-                **dict.fromkeys(("ltx-2", "ltx-2-plain", "ltx-2.3"), (4, 5))}
+                **dict.fromkeys(("ltx-2", "ltx-2-plain", "ltx-2.3"), (4, 5)),
+                "minimax-h3": (6, 9), "minimax-h3-curve": (6, 9)}
 DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor")
 
 
@@ -141,8 +142,11 @@ class ComfyUI:
     def latent(self, kind, batch=1, size=None, audio=7):
         family, size = families()[kind], size or LATENT_SIZES.get(kind, (16, 18))
         frames = (family.tiny.frames,) if len(family.latent.patch) == 3 else ()
-        video = torch.zeros(batch, family.num_channels(self.transformer_config(kind)), *frames, *size)
-        return {"samples": in_parts(video, torch.zeros(batch, 8, audio, 16)) if family.parts else video}
+        config = self.transformer_config(kind)
+        video = torch.zeros(batch, family.num_channels(config), *frames, *size)
+        if not family.parts:
+            return {"samples": video}
+        return {"samples": in_parts(video, torch.zeros(family.call_shapes(config, video.shape, audio)["audio"]))}
 
     def unload_all(self):
         """Have ComfyUI unload its models. It forgets those that are gone first:

@@ -21,11 +21,11 @@ TOLERANCE = 2e-5                           # relative, float32 on both sides
 REFUSED = {"sd35-text": "has tensors of shapes|has tensors that a SD3 model does not|names are not known for all"}
 # which no conversion keeps: it is for training
 DROPPED, OF_DROPPED = ("y_embedder.y_embedding",), "model_max_length"
-MARK = "__index_timestep_zero__"
-# U-Nets: test_unet_folders.py. What ltx-2-plain's file says has no words in diffusers' config. ComfyUI's own modules
-# have no folders.
+MARK, MADE = "__index_timestep_zero__", "rope.inv_freq"        # the second diffusers' class makes
+# U-Nets: test_unet_folders.py. What ltx-2-plain's file says has no words in diffusers' config, nor has a curve of
+# times. ComfyUI's own modules have no folders.
 KINDS = [kind for kind, family in families().items()
-         if not family.is_unet and not family.is_comfyuis and kind != "ltx-2-plain"]
+         if not family.is_unet and not family.is_comfyuis and kind not in ("ltx-2-plain", "minimax-h3-curve")]
 # what a folder tells by more than its tensors
 SAMPLED = ("anima", "ltx-video", "ltx-video-causal", "ltx-2", "ltx-2.3", "qwen-image-2511")
 
@@ -41,8 +41,13 @@ def save_folder(comfyui, kind, name):
         conditioner = model.text_conditioner
         del model.text_conditioner
         conditioner.save_pretrained(folder / "text_conditioner")
-    save_as_published(model, folder / "transformer", max_shard_size="1MB")
+    if kind == "minimax-h3":                                   # which diffusers' class makes
+        model.rope.register_buffer("inv_freq", model.rope.inv_freq, persistent=False)
+    save_as_published(model, folder / "transformer", max_shard_size="100KB" if kind == "minimax-h3" else "1MB")
     config = folder / "transformer" / "config.json"
+    if kind == "minimax-h3":                                   # of which published ones say nothing
+        said = json.loads(config.read_text())
+        config.write_text(json.dumps({key: value for key, value in said.items() if key != "_has_frequencies"}))
     if kind.startswith("ltx-video"):                           # of 0.9.1, and of 0.9.5
         (folder / "vae").mkdir()
         block = "LTXVideo095DownBlock3D" if kind == "ltx-video-causal" else "LTXVideoDownBlock3D"
@@ -96,7 +101,7 @@ def test_a_folder_is_what_the_single_file_is(comfyui, kind):
 
     names = {name.replace(".scale", ".weight"): tensor for name, tensor in names.items()}
     own = {name.replace(".scale", ".weight"): tensor for name, tensor in load_file(file).items()
-           if name not in (*DROPPED, MARK)}
+           if name not in (*DROPPED, MARK, MADE)}
     assert names.keys() == own.keys() and all(torch.equal(names[name], own[name]) for name in own)
     assert (type(shell.model) is type(single.model)
             and shell.remote.family.name == single.remote.family.name == family.name)

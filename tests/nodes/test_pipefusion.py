@@ -51,7 +51,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
         beside = {}
         if isinstance(x, list):
-            x, timestep, beside = family.split_parts(x, timestep, config)
+            x, timestep, beside = family.split_parts(x, timestep, config, transformer_options)
         size = family.patch_size(config)
         patches = cut_patches(x.shape, size, choose_num_patches(num_patches, 1, x.shape, size))
         schedule, sigma = transformer_options["sample_sigmas"], transformer_options["sigmas"].max()

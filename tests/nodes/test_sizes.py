@@ -75,9 +75,10 @@ def inputs(comfyui, kind, size, batch):
         given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
     times = torch.tensor([0.9, 0.3])[:batch] * family.time_scale
     if family.parts:                                           # without sound, and with some of every length
-        length = 3 * size[0] - 3
-        x = [x, *([torch.randn(batch, 8, length, 16, generator=torch.Generator().manual_seed(8))] if length else [])]
-        times = times, 0.8 * times
+        length = 3 * size[0] - 3 if kind.startswith("ltx") else size[0]
+        shape = family.call_shapes(comfyui.transformer_config(kind), x.shape, length).get("audio")
+        x = [x, *([torch.randn(shape, generator=torch.Generator().manual_seed(8))] if length else [])]
+        times = (times, 0.8 * times) if kind.startswith("ltx") else times
     return x, times, given
 
 
@@ -87,7 +88,8 @@ def check(comfyui, kind, layout, positions, sizes):
     ours = comfyui.ours(kind, comfyui.config(devices, **degrees), **options).model.diffusion_model
     native = comfyui.module(kind, **options)
     for number, size in enumerate(sizes):
-        x, t, given = inputs(comfyui, kind, size, batch=2 if number == 0 else 1)
+        # one image alone is what MiniMax H3's module takes
+        x, t, given = inputs(comfyui, kind, size, batch=2 if number == 0 and kind != "minimax-h3" else 1)
         with torch.inference_mode():
             result, want = ours.forward(x, t, **given), native(x, t, **given)
 

@@ -13,7 +13,7 @@ def article(name):
 
 
 # models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
-NOT_RUN = {".audio_patch_proj.": "MiniMax H3", ".genre_embedder.": "ACE-Step",
+NOT_RUN = {".genre_embedder.": "ACE-Step",
            ".clf.1.": "Stable Cascade", ".rotary_pos_emb.inv_freq": "Stable Audio"}
 NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D",
                     ".context_repo_layers.": "TripoSplat",

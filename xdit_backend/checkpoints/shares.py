@@ -34,7 +34,7 @@ LAYERS = (
      r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$"
      r"|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.w2$",
      "rows"),
-    (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|ada(LN_modulation\.\d+|ln_modulation))$",
+    (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|ada(LN_modulation\.\d+|ln_modulation|ln_proj\.linear))$",
      "gathered"))
 # what has the one's outputs as inputs, or their halves multiplied
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}

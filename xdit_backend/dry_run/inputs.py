@@ -1,10 +1,8 @@
 """Shapes of what ComfyUI hands to a model: latents and conditioning of a size in pixels. Used by bench size and by
 tests."""
 
-from ..vocabulary.sound import FREQUENCIES
-
 # tokens of what is read beside the text: of a picture by CLIP vision, of glyphs, of a class
-PICTURE_TOKENS, SOUNDS_A_FRAME = 257, 25 / 24
+PICTURE_TOKENS = 257
 
 
 def latent_shape(family, config, size, frames=1, batch=1):
@@ -34,9 +32,7 @@ def conditioning_shapes(family, config, shape, tokens):
         found["guidance"] = (batch,)
     if not family.parts:
         return found, {}
-    sounds = round(shape[2] * 8 * SOUNDS_A_FRAME)
-    return found, {"audio": (batch, config["audio_in_channels"] // FREQUENCIES, sounds, FREQUENCIES),
-                   "audio_times": (batch,), "most_times": (1, 2)}
+    return found, family.call_shapes(config, shape)
 
 
 def _special(name, config, shape, width):

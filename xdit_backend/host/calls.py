@@ -32,6 +32,11 @@ class Call:
     exchange: str = exchanges.WHOLE        # in which form attention's tensors travel, one of exchanges.EXCHANGES
 
     @property
+    def given(self):
+        """All conditioning, {name: tensor}."""
+        return self.conditioning | self.call_conditioning
+
+    @property
     def is_changed(self):
         """Is the model in this call another than the file's? Then nothing is kept of it for other calls."""
         return bool(self.operations or self.guided)

@@ -22,6 +22,7 @@ from ..vocabulary.sound import (
     SETTINGS,
     TOKENS,
     VIDEO,
+    call_shapes,
     num_sounds,
     split_parts,
     unpack_sound,
@@ -116,7 +117,7 @@ LTX2 = dataclasses.replace(
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
     settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, config_from_tensors=("_text_width",), **CONNECTORS,
     conditioning=LTX.conditioning | {"context": "_text_width"}, ignored=(*LTX.ignored, "audio_denoise_mask"),
-    parts={"audio": unpack_sound}, split_parts=split_parts, lengths={"audio": num_sounds},
+    parts={"audio": unpack_sound}, split_parts=split_parts, call_shapes=call_shapes, lengths={"audio": num_sounds},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],

@@ -114,7 +114,7 @@ class Family:
     unsupported_arguments: Callable = lambda arguments: None
     # (ComfyUI's arguments) -> the rope options that ComfyUI's BaseModel of this family sets itself, or None
     rope_options: Callable = lambda arguments: None
-    # setting in a folder's config.json -> the tensor by which single files say the same
+    # setting in a folder's config.json -> the tensor by which single files say the same: its presence, or its length
     marker_tensors: dict[str, str] = field(default_factory=dict)
     # part of a folder that belongs to the model -> (name of a tensor there) -> ComfyUI's name, which begins with one of
     # text_prefixes; or None
@@ -125,8 +125,14 @@ class Family:
     # Of latents with several parts: conditioning that holds a part after the first -> (the forward's output of it) ->
     # the part. The forward then returns a tuple.
     parts: dict[str, Callable] = field(default_factory=dict)
-    # (latents, times, config) -> (the first part, its timestep, {conditioning: tensor of this call alone})
+    # (latents, times, config, transformer_options) -> (the first part, its timestep, {conditioning: tensor of this call
+    # alone}). times: of each part, or one of all
     split_parts: Callable | None = None
+    # (config, shape of the first part, length of the second or None) -> {name: shape} of what split_parts makes
+    call_shapes: Callable | None = None
+    options: tuple[str, ...] = ()          # keys of ComfyUI's transformer_options that split_parts reads
+    # (ComfyUI's arguments) -> the same, with what is in a dict of many under names of its own
+    unfold: Callable = lambda arguments: arguments
     # what lives at once of its published model, as forecast.memory.Live has it; {}: as of most
     live: dict[str, float] = field(default_factory=dict)
     # --- sizes: functions of the config ---
@@ -155,14 +161,14 @@ class Family:
     def tensors(self, conditioning):
         """What is understood of ComfyUI's conditioning as tensors, which is what workers take.
 
-        A number is a tensor of one. Of a list, `name.0` and so on; a word is part of a name. Raises UnsupportedError
-        for words that are not understood.
+        A number is a tensor of one. Of a list, `name.0` and so on, but for what is None; a word is part of a name.
+        Raises UnsupportedError for words that are not understood.
         """
-        found = {}
+        found, conditioning = {}, self.unfold(conditioning)
         for name in self.conditioning:
             value = conditioning.get(name) if conditioning.get(self.only_with.get(name, name)) is not None else None
             if isinstance(value, (list, tuple)):
-                found |= {f"{name}.{number}": _as_tensor(each) for number, each in enumerate(value)}
+                found |= {f"{name}.{number}": _as_tensor(each) for number, each in enumerate(value) if each is not None}
             elif isinstance(value, str):
                 words = self.choices.get(name, {})
                 if value not in words:

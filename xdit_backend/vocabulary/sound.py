@@ -9,6 +9,7 @@ from .ltx_tokens import NUM_HEADS
 from .plan import TokenArgument
 
 VIDEO, AUDIO, FREQUENCIES = ("image",), ("audio",), 16
+FRAMES_A_TOKEN, SOUNDS_A_FRAME = 8, 25 / 24
 HAS_PROJECTION = has("caption_projection.linear_2.weight")
 
 # tables are of all heads at once, or of each
@@ -37,9 +38,10 @@ RULES = {
     **dict.fromkeys(("cross_attn_mod", "audio_cross_attn_mod"), has("prompt_adaln_single.linear.weight"))}
 
 
-def split_parts(latents, times, config):
+def split_parts(latents, times, config, options):
     """The video, its timestep, and of this call: the sound, (B, C, T, F), its times, and the latest time of each."""
     video, *sounds = latents
+    times = times if isinstance(times, tuple) else (times, times)
     channels = config["audio_in_channels"] // FREQUENCIES
     if (len(sounds) > 1 or any(sound.ndim != 4 or sound.shape[1::2] != (channels, FREQUENCIES) or 0 in sound.shape
                                for sound in sounds)):
@@ -48,6 +50,15 @@ def split_parts(latents, times, config):
                           f"and LTX-2 works on a video and a sound of (batch, {channels}, length, {FREQUENCIES}).")
     most = torch.stack([part.max() for part in times])[None]
     return video, times[0], dict(zip(("audio",), sounds)) | {"audio_times": times[1], "most_times": most}
+
+
+def call_shapes(config, shape, length=None):
+    """{name: shape} of what split_parts makes, for a video of this shape. length: of the sound; None: as long as the
+    video; 0: there is none."""
+    if length is None:
+        length = round(shape[2] * FRAMES_A_TOKEN * SOUNDS_A_FRAME)
+    sound = {"audio": (shape[0], config["audio_in_channels"] // FREQUENCIES, length, FREQUENCIES)} if length else {}
+    return sound | {"audio_times": (shape[0],), "most_times": (1, 2)}
 
 
 def num_sounds(conditioning):

@@ -49,9 +49,10 @@ def under_comfyui_names(tensors, checkpoint):
 
 
 def marker_tensors_of(checkpoint):
-    """{ComfyUI's name: empty tensor} of the tensors whose presence tells ComfyUI what config.json says."""
-    family = checkpoint.family
-    return {name: torch.zeros(0) for key, name in family.marker_tensors.items() if checkpoint.folder_config.get(key)}
+    """{ComfyUI's name: tensor} of the tensors whose presence tells ComfyUI what config.json says, or whose length does
+    where that is a number."""
+    found = {name: checkpoint.folder_config.get(key) for key, name in checkpoint.family.marker_tensors.items()}
+    return {name: torch.zeros(0 if value is True else value) for name, value in found.items() if value}
 
 
 def refuse_undetectable(tensors, checkpoint):

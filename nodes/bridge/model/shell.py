@@ -91,8 +91,10 @@ def _make_remote(base_model, remote, sources):
     """Have ComfyUI's BaseModel ask the workers. No circle: it ends with its MODEL. sources: see weight_sources."""
     module, itself, family = base_model.diffusion_model, weakref.proxy(base_model), remote.family
     use_worker_parameters(module, functools.partial(_weight_of, itself))
-    if hasattr(module, "preprocess_text_embeds"):
-        module.preprocess_text_embeds = functools.partial(prepare_text, itself, remote.checkpoint, family.text_prefixes)
+    if hasattr(module, "preprocess_text_embeds"):              # without prefixes, the workers do it
+        module.preprocess_text_embeds = (
+            functools.partial(prepare_text, itself, remote.checkpoint, family.text_prefixes) if family.text_prefixes
+            else lambda context: context)
     # nodes compile the model; there is nothing to trace in a call to workers
     module.forward = torch.compiler.disable(remote.forward)
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise

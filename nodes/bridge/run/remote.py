@@ -175,7 +175,7 @@ class RemoteModel:
         if context is None and self.family.runs_without_text:
             width = self.setup.transformer_config[self.family.conditioning["context"]]
             context = x.new_zeros(len(x), 0, width)
-        in_parts = self.family.parts and isinstance(x, list) and isinstance(timestep, tuple)
+        in_parts = self.family.parts and isinstance(x, list)
         if not (in_parts or torch.is_tensor(timestep)) or not torch.is_tensor(context):
             raise ConfigError("Use a sampler node, or the kind of model that the node is for: it calls this MODEL in "
                               f"a way of its own, and {self.family.name} takes a latent, a timestep and conditioning.")
@@ -194,7 +194,8 @@ class RemoteModel:
         call_conditioning, parts = {}, {}
         if self.family.parts and isinstance(x, list):
             parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.parts, x[1:])}
-            x, timestep, call_conditioning = self.family.split_parts(x, timestep, self.setup.transformer_config)
+            x, timestep, call_conditioning = self.family.split_parts(x, timestep, self.setup.transformer_config,
+                                                                     transformer_options)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
         self._refuse_changed_modules(schedule, sigma)
@@ -255,7 +256,7 @@ class RemoteModel:
     def _predict(self, model_call, calls):
         if self.spec.stages is not None:
             return self._predict_in_stages(model_call, calls)
-        latent, conditioning = calls[0].latent, calls[0].conditioning
+        latent, conditioning = calls[0].latent, calls[0].given
         num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
         plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
@@ -282,7 +283,7 @@ class RemoteModel:
         latent = calls[0].latent
         # branches that ComfyUI has put into one batch
         together = max(1, model_call.num_branches // len(calls))
-        self.memory.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].conditioning,
+        self.memory.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].given,
                               max(1, latent.shape[0] // together), len(calls) * together, layout)
 
     def _predict_in_stages(self, model_call, calls):

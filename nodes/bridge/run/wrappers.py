@@ -42,7 +42,7 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
     remote = getattr(model, "remote", None)
     if remote is None:
         return original(model, conds, x, timestep, model_options)
-    refuse_model_options(model_options)
+    refuse_model_options(model_options, remote.family)
     if remote.uses_cache:                                      # the reason travels with the calls
         from . import patches
         conds = patches.cut_conditioning(remote, conds)

@@ -41,7 +41,7 @@ def check_latent(setup, x, channels=None):
     """Refuse a latent of another model. channels: where it is not the latent alone. Raises ConfigError."""
     family, own, num_dims = setup.family, setup.latent_format.latent_channels, setup.latent_format.latent_dimensions
     if family.parts and getattr(x, "is_nested", False):
-        x = family.split_parts(x.unbind(), (torch.zeros(1), torch.zeros(1)), setup.transformer_config)[0]
+        x, own = family.split_parts(x.unbind(), torch.zeros(1), setup.transformer_config, {})[0], setup.num_channels
     channels = channels or own
     if not torch.is_tensor(x) or x.is_nested or x.ndim != num_dims + 2 or x.shape[1] != channels:
         given = f"the shape {tuple(x.shape)}" if torch.is_tensor(x) and not x.is_nested else "several parts"

@@ -84,7 +84,7 @@ def refuse_patcher(patcher, runs=False):
         if name == "object_patches":
             found += _object_patches(patcher)
         elif name == "model_options":
-            found += _model_options(value)
+            found += _model_options(value, patcher.remote.family)
         elif name == "wrappers":
             found += _wrappers(value)
         elif name == "callbacks":
@@ -97,9 +97,9 @@ def refuse_patcher(patcher, runs=False):
     _refuse(found + changed_modules(patcher.model.diffusion_model, patcher.remote.modules))
 
 
-def refuse_model_options(model_options):
+def refuse_model_options(model_options, family):
     """Raise UnsupportedError where the options of a run hold what the workers would not honour."""
-    _refuse(_model_options(model_options))
+    _refuse(_model_options(model_options, family))
 
 
 def refuse_call(family, transformer_options, extra):
@@ -107,12 +107,13 @@ def refuse_call(family, transformer_options, extra):
 
     extra: its arguments besides the latent, the timestep, ControlNet (control.py) and transformer_options.
     """
-    own = "rope_options", family.rope_options(extra)
+    extra, own = family.unfold(extra), ("rope_options", family.rope_options(extra))
     if own[1] and not transformer_options.get("rope_options"):
         raise UnsupportedError("Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion "
                                f"model itself, without the places that ComfyUI gives {family.name}'s tokens "
                                "(rope_options).")
-    _refuse(_transformer_options(dict(option for option in transformer_options.items() if option != own)))
+    _refuse(_transformer_options(dict(option for option in _without(family, transformer_options).items()
+                                      if option != own)))
     reason = family.unsupported_arguments(extra)
     if reason is not None:
         raise UnsupportedError(f"Change the node that adds {reason}, or use Load Diffusion Model: xDiT runs "
@@ -145,10 +146,15 @@ def _named(text, value):
     return f"{text} ({', '.join(names)}{' ...' if len(value) > 3 else ''})" if names else text
 
 
-def _model_options(options):
+def _model_options(options, family):
     found = [f"{key} in its model_options" for key, value in options.items()
              if key not in MODEL_OPTIONS and not key.startswith(OURS) and not _is_empty(value)]
-    return found + _transformer_options(options.get("transformer_options", {}))
+    return found + _transformer_options(_without(family, options.get("transformer_options", {})))
+
+
+def _without(family, options):
+    """The transformer_options but for those that the family's model reads, as ComfyUI's does."""
+    return {key: value for key, value in options.items() if key not in family.options}
 
 
 def _transformer_options(options):
