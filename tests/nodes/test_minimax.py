@@ -6,7 +6,9 @@ import itertools
 import pytest
 import torch
 
+from tests.comfy_quants import save_comfy_quant
 from tests.nodes.conftest import in_parts
+from tests.tiers import by_default
 from tests.tolerances import close, relative_error
 
 LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "ulysses2": ("cpu,cpu", {"ulysses": 2}),
@@ -119,3 +121,21 @@ def test_schedules_of_its_node_are_honoured(comfyui, native):
 
     compare(*shifted)
     assert relative_error(shifted[0][1], native("text")[1]) > 1e-2
+
+
+@pytest.mark.parametrize("layout", by_default({"ulysses2", "tensor2"}, list(LAYOUTS)))
+def test_a_file_as_comfy_org_publishes_it_equals_native(comfyui, layout):
+    """int8 whose inputs are rotated, and times as a curve. Two roundings that fall to either side are as far apart."""
+    folder, name = comfyui.base / "diffusion_models", "minimax-h3-int8_convrot.safetensors"
+    if not (folder / name).exists():
+        _, quantised = save_comfy_quant(folder / name, folder / comfyui.file("minimax-h3-curve"), "int8_convrot")
+        assert len(quantised) > 12
+    devices, degrees = LAYOUTS[layout]
+    ours = comfyui.load_model.execute(name, "default", comfyui.config(devices, **degrees)).args[0]
+    with torch.inference_mode():
+        native = comfyui.nodes.UNETLoader().load_unet(name, "default")[0]
+
+    result, want = sampled(comfyui, ours, "all"), sampled(comfyui, native, "all")
+
+    for part, of_native in zip(result, want, strict=True):
+        close(part, of_native, 2e-2)

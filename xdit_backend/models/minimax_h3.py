@@ -105,8 +105,8 @@ def _amend(model, config):
     model.forward = forward_of_parts
 
 
-TINY = {"num_attention_heads": 4, "attention_head_dim": 16, "hidden_size": 48, "num_layers": 4,
-        "num_refiner_layers": 1, "ffn_dim": 64, "in_channels": 4, "audio_in_channels": 6, "text_dim": 24,
+TINY = {"num_attention_heads": 8, "attention_head_dim": 16, "hidden_size": 64, "num_layers": 4,
+        "num_refiner_layers": 1, "ffn_dim": 256, "in_channels": 4, "audio_in_channels": 6, "text_dim": 24,
         "freq_dim": 16, "time_embed_hidden_dim": 32, "time_embed_dim": 20, "rope_freq_dim": 2}
 
 MINIMAX_H3 = Family(
@@ -141,7 +141,7 @@ MINIMAX_H3 = Family(
         tokens={"adaln_indices": TokenArgument(0, ALL), "rotary_emb": TokenArgument(0, ALL)},
         once={"adaln_proj": "step"}, once_outside={"context_embedder": "run", "token_refiner": "run"}),
     tiny=Tiny(TINY, "comfy.ldm.minimax.model:MiniMaxH3Model",
-              {"hidden_size": 48, "num_layers": 4, "token_refiner_num_layers": 1, "num_attention_heads": 4,
-               "attention_head_dim": 16, "ffn_hidden_size": 64, "text_dim": 24, "timestep_input_dim": 16,
+              {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1, "num_attention_heads": 8,
+               "attention_head_dim": 16, "ffn_hidden_size": 256, "text_dim": 24, "timestep_input_dim": 16,
                "time_embed_hidden_size": 32, "time_embed_dim": 20, "rope_inv_freq_len": 2}),
 )
