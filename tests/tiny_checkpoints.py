@@ -60,9 +60,17 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "sdxl-blocks": ("sdxl", {"num_res_blocks": [2, 2, 2], "transformer_depth": [0, 0, 1, 1, 2, 2],
                                      "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2]}),
             "sd15-inpaint": ("sd15", {"in_channels": 9}), "sd15-ip2p": ("sd15", {"in_channels": 8}),
-            "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER)}
+            "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER),
+            # whose layers on the way up are not those of the way down, and without attention in the middle
+            "ssd-1b": ("sdxl", {"num_res_blocks": [2, 2, 2], "transformer_depth": [0, 0, 1, 1, 2, 2],
+                                "transformer_depth_output": [0, 0, 0, 1, 1, 2, 3, 2, 2],
+                                "transformer_depth_middle": -1}),
+            # with nothing there
+            "koala-700m": ("sdxl", {"transformer_depth": [0, 2, 2], "transformer_depth_output": [0, 0, 2, 2, 2, 2],
+                                    "transformer_depth_middle": -2})}
 # where another class of comfy.supported_models detects a variant
-DETECTED = {"sdxl-refiner": "SDXLRefiner", "sd15-ip2p": "SD15_instructpix2pix", "cosmos-predict1-video": "CosmosI2V",
+DETECTED = {"sdxl-refiner": "SDXLRefiner", "ssd-1b": "SSD1B", "koala-700m": "KOALA_700M",
+            "sd15-ip2p": "SD15_instructpix2pix", "cosmos-predict1-video": "CosmosI2V",
             "cosmos-predict2-video": "CosmosI2VPredict2"}
 # what these are, the file says in its metadata
 SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3")

@@ -240,9 +240,10 @@ HUNYUAN_DIT = {"x_embedder.proj.weight": (1408, 4, 2, 2), "mlp_t5.0.weight": (81
                                         "mlp.fc1.weight": (6144, 1408)})}
 
 
-def unet(widths, depths, middle, context, vector=None, num_layers=2, linear=True, channels=4):
+def unet(widths, depths, middle, context, vector=None, num_layers=2, linear=True, channels=4, up=None):
     """Of a U-Net in the publisher's names, what tells its shape.
-    depths: transformer blocks of a layer of each level."""
+    depths: transformer blocks of a layer of each level; up: of each layer on the way up. middle: -1: no attention
+    there; None: nothing."""
     shapes, number, down = {"input_blocks.0.0.weight": (widths[0], channels, 3, 3),
                             "out.2.weight": (4, widths[0], 3, 3)}, 1, []
 
@@ -262,9 +263,11 @@ def unet(widths, depths, middle, context, vector=None, num_layers=2, linear=True
         if level + 1 < len(widths):
             shapes[f"input_blocks.{number}.0.op.weight"] = (width, width, 3, 3)
             number += 1
-    for index, (width, depth) in enumerate(reversed(down)):
+    of_layers = [depth for _, depth in reversed(down)] if up is None else [depth for level in up for depth in level]
+    for index, ((width, _), depth) in enumerate(zip(reversed(down), of_layers)):
         layer(f"output_blocks.{index}", width, depth)
-    layer("middle_block", widths[-1], middle)
+    if middle is not None:
+        layer("middle_block", widths[-1], max(middle, 0))
     return shapes | ({} if vector is None else {"label_emb.0.0.weight": (4 * widths[0], vector)})
 
 
@@ -273,6 +276,9 @@ SD15 = unet(SD_WIDTHS, SD_DEPTHS, 1, 768, linear=False)
 SD15_INPAINTING = unet(SD_WIDTHS, SD_DEPTHS, 1, 768, linear=False, channels=9)
 SD21 = unet(SD_WIDTHS, SD_DEPTHS, 1, 1024)
 SDXL_BASE = unet((320, 640, 1280), (0, 2, 10), 10, 2048, 2816)
+SSD_1B = unet((320, 640, 1280), (0, 2, 4), -1, 2048, 2816, up=((4, 4, 10), (2, 1, 1), (0, 0, 0)))
+VEGA = unet((320, 640, 1280), (0, 1, 2), -1, 2048, 2816, up=((2, 2, 2), (1, 1, 1), (0, 0, 0)))
+KOALA_700M = unet((320, 640, 1280), (0, 2, 5), None, 2048, 2816, num_layers=1)
 SDXL_REFINER = unet((384, 768, 1536, 1536), (0, 4, 4, 0), 4, 1280, 2560)
 
 PUBLISHED = {
@@ -452,6 +458,12 @@ PUBLISHED = {
                                  "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
                                  "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
                                  "projection_class_embeddings_input_dim": 2816}),
+    "ssd-1b": ("SDXL", SSD_1B, {"transformer_layers_per_block": (1, 2, 4), "mid_block_type": "UNetMidBlock2D",
+                                "reverse_transformer_layers_per_block": ((4, 4, 10), (2, 1, 1), 1)}),
+    "segmind-vega": ("SDXL", VEGA, {"transformer_layers_per_block": (1, 1, 2), "mid_block_type": "UNetMidBlock2D",
+                                    "reverse_transformer_layers_per_block": None}),
+    "koala-700m": ("SDXL", KOALA_700M, {"transformer_layers_per_block": (1, 2, 5), "mid_block_type": None,
+                                        "reverse_transformer_layers_per_block": None}),
     "sdxl-refiner": ("SDXL", SDXL_REFINER,
                      {"transformer_layers_per_block": (1, 4, 4, 4), "attention_head_dim": (6, 12, 24, 24),
                       "cross_attention_dim": 1280, "projection_class_embeddings_input_dim": 2560}),
@@ -570,8 +582,8 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (SD21, {"label_emb.0.0.weight": (1280, 1536)}, "unCLIP"), (SD21, {"label_emb.weight": (1000, 1024)}, "x4 upscaler"),
     (SD15, {"cc_projection.weight": (768, 772)}, "Zero123"),
     (unet((320, 640, 1280), (0, 2, 4), 4, 2048, 2816),
-     {"output_blocks.0.1.transformer_blocks.4.attn2.to_k.weight": (1280, 2048)},
-     "SSD-1B")], ids=lambda value: value if isinstance(value, str) else "")
+     {"input_blocks.5.1.transformer_blocks.2.attn2.to_k.weight": (640, 2048)},
+     "where diffusers' U-Net cannot have them")], ids=lambda value: value if isinstance(value, str) else "")
 def test_variants_that_cannot_be_run_are_refused_by_name(tmp_path, base, extra, words):
     write_header(tmp_path / "model.safetensors", {**base, **extra})
 

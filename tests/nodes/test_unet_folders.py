@@ -29,6 +29,10 @@ PUBLISHED = {
                      "attention_head_dim": (0, 1, 1, 1),
                      "down_block_types": (PLAIN, CROSS, CROSS, PLAIN), "transformer_layers_per_block": 2,
                      "projection_class_embeddings_input_dim": 2560}}
+PUBLISHED |= {
+    "ssd-1b": {**PUBLISHED["sdxl"], "layers_per_block": 2, "transformer_layers_per_block": (1, (1, 1), (2, 2)),
+               "reverse_transformer_layers_per_block": ((2, 2, 3), (2, 1, 1), 1), "mid_block_type": "UNetMidBlock2D"},
+    "koala-700m": {**PUBLISHED["sdxl"], "transformer_layers_per_block": (1, 2, 2), "mid_block_type": None}}
 PUBLISHED |= {f"{kind}-inpaint": {**PUBLISHED[kind], "in_channels": 9} for kind in ("sd15", "sdxl")}
 # by which ComfyUI tells velocity from noise
 BIAS = "up_blocks.3.attentions.2.transformer_blocks.0.norm1.bias"

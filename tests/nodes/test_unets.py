@@ -10,8 +10,10 @@ from tests.tolerances import close
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 KINDS = [kind for kind, family in families().items() if family.is_unet and kind != "sd15-ip2p"]
-LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2})}
-MATRIX = [*((kind, "one") for kind in KINDS), ("sdxl", "cfg2"), ("sdxl-inpaint", "data2")]
+LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2}),
+           "displaced2": ("cpu,cpu", {"displaced": 2, "displaced_mode": "full_sync"})}
+MATRIX = [*((kind, "one") for kind in KINDS), ("sdxl", "cfg2"), ("sdxl-inpaint", "data2"),
+          ("ssd-1b", "displaced2"), ("koala-700m", "displaced2")]
 # sampler, scheduler, size, images
 RUNS = [("euler", "normal", (16, 18), 1), ("dpmpp_2m", "karras", (17, 23), 2),
         ("dpmpp_2s_ancestral", "simple", (9, 16), 3)]

@@ -4,7 +4,7 @@ pooled text and the picture's size as a vector beside the text."""
 from ..vocabulary.unet import Architecture, tiny, unet
 
 SDXL = unet(
-    name="SDXL", title="SDXL, SDXL refiner",
+    name="SDXL", title="SDXL, SDXL refiner, SSD-1B, Vega, KOALA",
     architecture=Architecture((2048, 1280), num_heads=lambda width: width // 64, labelled=True),
     values=("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "v_pred", "ztsnr"),
     tiny=tiny(

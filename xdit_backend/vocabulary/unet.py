@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import nn
+
 from .describe import Unpacked, because, blocks, config_of, given, has, size, timestep
 from .family import Family, Tiny
 from .keys import table
@@ -57,9 +59,8 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
         refusals=(because("it makes videos (Stable Video Diffusion)",
                           lambda shapes: any(".time_stack." in key for key in shapes)),
                   *refusals,
-                  because("the layers of its levels are not alike, which diffusers' U-Net cannot be (SSD-1B, Vega, "
-                          "KOALA)", _is_uneven)),
-        config=_config_rules(architecture),
+                  because("its levels have layers, or attention, where diffusers' U-Net cannot have them", _is_uneven)),
+        config=_config_rules(architecture), amend=_amend,
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
         conditioning={"context": "cross_attention_dim"}
@@ -77,12 +78,15 @@ def _config_rules(architecture):
         block_out_channels=_widths, layers_per_block=lambda shapes: len(_levels(shapes)[0]),
         down_block_types=lambda shapes: tuple(f"{_kind(depth)}DownBlock2D" for depth in _depths(shapes)),
         up_block_types=lambda shapes: tuple(f"{_kind(depth)}UpBlock2D" for depth in reversed(_depths(shapes))),
+        # the last is the middle's too
         transformer_layers_per_block=lambda shapes: (*(depth or 1 for depth in _depths(shapes)[:-1]),
-                                                     _depth(shapes, "middle_block")),
+                                                     _depth(shapes, "middle_block") or _depths(shapes)[-1] or 1),
+        reverse_transformer_layers_per_block=_depths_of_the_way_up, mid_block_type=_kind_of_middle,
         # so diffusers calls their number
         attention_head_dim=lambda shapes: tuple(architecture.num_heads(width) for width in _widths(shapes)),
         cross_attention_dim=_context_width,
-        use_linear_projection=lambda shapes: len(shapes["middle_block.1.proj_in.weight"]) == 2,
+        use_linear_projection=lambda shapes: any(name.endswith(".1.proj_in.weight") and len(shape) == 2
+                                                 for name, shape in shapes.items()),
         # of a vector that ComfyUI has made
         class_embed_type=lambda shapes: "projection" if architecture.labelled else None,
         projection_class_embeddings_input_dim=lambda shapes: (shapes["label_emb.0.0.weight"][1]
@@ -119,10 +123,20 @@ def settings_of(folder_config):
     config["attention_head_dim"] = each(config.pop("num_attention_heads", None) or config.get("attention_head_dim", 8))
     depths = each(config.get("transformer_layers_per_block", 1))
     # Where a level has no attention its depth means nothing; the last is the middle's too.
-    config["transformer_layers_per_block"] = tuple(depth if kind.startswith("Cross") else 1
-                                                 for kind, depth in zip(kinds, depths[:-1])
-                                                 ) + depths[-1:]
+    depths = tuple(_alike(depth) if kind.startswith("Cross") else 1
+                   for kind, depth in zip(kinds, depths[:-1])) + tuple(map(_alike, depths[-1:]))
+    config["transformer_layers_per_block"] = depths
+    up = config.get("reverse_transformer_layers_per_block")
+    if up is not None:
+        up = tuple(1 if not kind.startswith("Cross") else tuple(depth) if isinstance(depth, list) else depth
+                   for kind, depth in zip(config.get("up_block_types") or (), up))
+        config["reverse_transformer_layers_per_block"] = None if up == depths[::-1] else tuple(map(_alike, up))
     return config
+
+
+def _alike(depth):
+    """One number for layers that have as many blocks each."""
+    return depth if isinstance(depth, int) else depth[0] if len(set(depth)) == 1 else tuple(depth)
 
 
 def publishers_names(names):
@@ -198,15 +212,55 @@ def _kind(depth):
     return "CrossAttn" if depth else ""
 
 
-def _is_uneven(shapes):
+def _up(shapes):
+    """Transformer blocks of the layers of each level on the way up, of the smallest image first."""
     levels = _levels(shapes)
-    down = [[_depth(shapes, f"input_blocks.{block}") for block in layers] for layers in levels]
     a_level = len(levels[0]) + 1
-    up = [[_depth(shapes, f"output_blocks.{level * a_level + layer}") for layer in range(a_level)]
-          for level in range(len(levels))]
+    return [[_depth(shapes, f"output_blocks.{level * a_level + layer}") for layer in range(a_level)]
+            for level in range(len(levels))]
+
+
+def _depths_of_the_way_up(shapes):
+    """None where they are those of the way down."""
+    up, middle = _up(shapes), _depth(shapes, "middle_block")
+    down = [depth or 1 for depth in _depths(shapes)[:-1]] + [middle or _depths(shapes)[-1] or 1]
+    found = tuple(_alike([depth or 1 for depth in depths]) for depths in up)
+    return None if _kinds_only(up) == _kinds_only(up, down[::-1]) else found
+
+
+def _kinds_only(up, depths=None):
+    """Of levels that have attention, their depths: those of each layer, or one for each level."""
+    return [list(layers) if depths is None else [depths[level]] * len(layers)
+            for level, layers in enumerate(up) if layers[0]]
+
+
+def _kind_of_middle(shapes):
+    if _depth(shapes, "middle_block"):
+        return "UNetMidBlock2DCrossAttn"
+    return "UNetMidBlock2D" if has("middle_block.0.")(shapes) else None
+
+
+def _amend(model, config):
+    """What a ControlNet adds in the middle is added there where nothing else is (KOALA), as in ComfyUI."""
+    if model.mid_block is None:
+        model.mid_block = NoMiddle()
+
+
+class NoMiddle(nn.Module):
+    """(B, C, H, W) -> the same."""
+
+    resnets = ()
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states
+
+
+def _is_uneven(shapes):
+    levels, up, middle = _levels(shapes), _up(shapes), _depth(shapes, "middle_block")
+    down = [[_depth(shapes, f"input_blocks.{block}") for block in layers] for layers in levels]
     return (len({len(layers) for layers in levels}) > 1 or any(len(set(depths)) > 1 for depths in down)
-            or up != [[depths[0]] * a_level for depths in reversed(down)]
-            or down[-1][0] not in (0, _depth(shapes, "middle_block")))
+            or any((depth > 0) != (depths[0] > 0) for depths, of_level in zip(reversed(down), up) for depth in of_level)
+            or bool(middle) and down[-1][0] not in (0, middle))
 
 
 def _context_width(shapes):
