@@ -12,7 +12,7 @@ from tests.steps import errors_of, layouts_of, words
 from tests.tolerances import within
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
-from xdit_backend.hooks import compiled
+from xdit_backend.hooks import attention, compiled
 from xdit_backend.hooks.attention import AttentionFunctions
 from xdit_backend.hooks.context import ForwardContext
 from xdit_backend.hooks.transformer import Hooks
@@ -107,6 +107,27 @@ def test_unets_blocks_are_compiled_where_each_rank_has_whole_images(name):
         graphs.append(counters["stats"]["unique_graphs"])
 
     assert graphs[0] == graphs[1] > 5 and not counters["graph_break"]
+
+
+def complex_steps(name):
+    """Steps of a model's graphs whose results are complex numbers."""
+    one, found = example(name), []
+
+    def backend(graph, inputs):
+        found.extend(node.name for node in graph.graph.nodes if node.op != "placeholder"
+                     and torch.is_tensor(node.meta.get("example_value")) and node.meta["example_value"].is_complex())
+        return graph.forward
+    forward(one, Hooks(one.model, one.family.plan), backend)
+    return found
+
+
+@pytest.mark.parametrize("name", ["Qwen-Image", "Lumina 2"])
+def test_graphs_rotate_by_real_numbers(name, monkeypatch):
+    """Inductor has no code for complex ones."""
+    assert not complex_steps(name)
+    monkeypatch.setattr(attention, "in_real_numbers", lambda rotate: rotate)
+    torch._dynamo.reset()
+    assert complex_steps(name)
 
 
 @pytest.mark.slow
