@@ -99,7 +99,7 @@ def new_transformer():
 
 
 def new_flux():
-    """An untrained transformer of Flux.1's kind, two blocks of two streams and four of one, 2.6 million parameters."""
+    """An untrained transformer of Flux.1's kind, two blocks of two streams and four of one, 2.3 million parameters."""
     from diffusers import FluxTransformer2DModel
     return FluxTransformer2DModel(
         patch_size=1, in_channels=4 * CHANNELS, num_layers=2, num_single_layers=4,
@@ -108,11 +108,11 @@ def new_flux():
 
 
 def new_lumina():
-    """An untrained transformer of Lumina 2's kind, one sequence and grouped keys, 2.0 million parameters."""
+    """An untrained transformer of Lumina 2's kind, one sequence and grouped keys, 2.4 million parameters."""
     from diffusers import Lumina2Transformer2DModel
     return Lumina2Transformer2DModel(
         sample_size=SIDE, in_channels=CHANNELS, hidden_size=144, num_layers=4, num_refiner_layers=1,
-        num_attention_heads=3, num_kv_heads=1, multiple_of=16, axes_dim_rope=(16, 16, 16), axes_lens=(64, 64, 64),
+        num_attention_heads=6, num_kv_heads=2, multiple_of=16, axes_dim_rope=(8, 8, 8), axes_lens=(64, 64, 64),
         cap_feat_dim=WIDTH)
 
 
