@@ -51,7 +51,7 @@ ARROWS = {
     "xdit_backend.config": {"xdit_backend.protocol"},
     "xdit_backend.partition": {"xdit_backend.protocol"},
     "xdit_backend.host_memory": set(),
-    "xdit_backend.demo_model": {"xdit_backend.protocol"},
+    "xdit_backend.demo_model": {"xdit_backend.models", "xdit_backend.protocol"},
     "xdit_backend.dry_run": {"xdit_backend.worker", "xdit_backend.hooks", "xdit_backend.distributed",
                              "xdit_backend.models", "xdit_backend.vocabulary", "xdit_backend.checkpoints",
                              "xdit_backend.autoencoders", "xdit_backend.forecast", "xdit_backend.partition",

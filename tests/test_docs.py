@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import PICTURE, ROOT, draw, sources
+from tests.comfy_quants import WRITTEN
 from xdit_backend.checkpoints.layers import FORMATS, Layer
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.timeouts import TIMEOUTS
@@ -167,6 +168,29 @@ def test_each_quantised_format_is_in_the_table(format_):
                       else f"yes, in blocks of {how.block}" if how.block else "yes")
     for path in ("XDiTLoadModel.md", "XDiTLoadModel/zh.md"):
         assert f"`{format_}`" in (ROOT / "web" / "docs" / path).read_text(encoding="utf-8")
+
+
+# the table's row of what is done with quantised models -> the test that runs it for each format
+WITH = {"LoRA and other adapters of low rank, hooks that change them on the way":
+        "test_comfy_quant.test_a_lora_is_added_beside_a_quantised_weight",
+        "merging another model, adapters that are no low rank":
+        "test_comfy_quant.test_a_lora_is_added_beside_a_quantised_weight",
+        "saving": "", "parked or streamed from host memory":
+        "test_comfy_quant.test_parked_weights_are_what_the_file_has_and_come_back "
+        "test_offloaded_files.test_quantised_weights_come_as_they_are_held",
+        "compiled blocks": "test_compiled_files.test_compiled_blocks_hold_weights_as_they_are"}
+
+
+def test_what_is_done_with_each_format_is_tested_with_each():
+    """Saving is refused whatever the format: tests/nodes/test_quantised.py."""
+    table = MODELS.partition("| with | how |")[2].partition("\n\n")[0]
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == list(WITH)
+    for name in " ".join(WITH.values()).split():
+        file, function = name.split(".")
+        marks = getattr(importlib.import_module(f"tests.checkpoints.{file}"), function).pytestmark
+        values = [value for mark in marks for value in mark.args[1]]
+        run = {getattr(value, "values", (value,))[0] for value in values}
+        assert set(WRITTEN) <= run, f"{name} leaves out {set(WRITTEN) - run}"
 
 
 @pytest.mark.parametrize("path", ["XDiTParallelConfig.md", "XDiTParallelConfig/zh.md"])

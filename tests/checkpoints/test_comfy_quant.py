@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints.test_casting import native_model, native_prediction, ours
+from tests.checkpoints.test_offloaded_files import loaded_of, prediction
 from tests.comfy_quants import SMOOTHED, WRITTEN, save_comfy_quant
 from tests.tiers import by_default
 from tests.tiny_checkpoints import SHORT, families
@@ -22,6 +23,7 @@ from xdit_backend.checkpoints.shares import held_bytes
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.segments import SegmentStore
 from xdit_backend.protocol.specs import Change, LowRank
+from xdit_backend.worker.residency import Residency
 
 CPU = torch.device("cpu")
 ROUNDING = "int8_tensorwise", "int8_per_row", "int8_convrot", "convrot_w4a4", "mixed"      # inputs, on any device
@@ -214,21 +216,45 @@ def store():
 QKV = "joint_blocks.0.x_block.attn.qkv.weight"
 
 
-@pytest.mark.parametrize("format_", ["int8_convrot", "convrot_w4a4", "nvfp4"])
+@pytest.mark.parametrize("format_", by_default({"int8_convrot", "convrot_w4a4", "nvfp4"}, WRITTEN))
 def test_a_lora_is_added_beside_a_quantised_weight(file_of, store, tmp_path, format_):
-    """The product of the factors, of inputs that are not rounded; without it, every bit is as before."""
+    """The product of the factors, of inputs that are not rounded; without it, every bit is as before, and with it
+    again (hooks change a weight and back within a step); a merged weight is plain numbers."""
     path = tmp_path / "quantised.safetensors"
     save_comfy_quant(path, file_of("sd3"), format_)
     loaded = load_transformer(open_checkpoint(path).spec("float32", "float32"), CPU)
     linear, tensor = loaded.model.transformer_blocks[0].attn.to_k, torch.randn(5, 256)
     before, up, down = linear(tensor), torch.randn(768, 2), torch.randn(2, 256)
 
-    change_weights(loaded, {QKV: Change(None, (LowRank(store.share(up), store.share(down), 0.5),), "float32",
-                                        "float32")})
+    added = {QKV: Change(None, (LowRank(store.share(up), store.share(down), 0.5),), "float32", "float32")}
 
-    close(linear(tensor) - before, 0.5 * tensor @ down.T @ up[256:512].T, 1e-5)
+    change_weights(loaded, added)
+
+    with_it = linear(tensor)
+    close(with_it - before, 0.5 * tensor @ down.T @ up[256:512].T, 1e-5)
+    for changes, want in (({QKV: Change(None, ())}, before), (added, with_it)):
+        change_weights(loaded, changes)
+        assert torch.equal(linear(tensor), want)
     whole = torch.randn(768, 256)
     change_weights(loaded, {QKV: Change(store.share(whole), ())})
     close(linear(tensor) - linear.bias, tensor @ whole[256:512].T, 1e-5)
     change_weights(loaded, {QKV: Change(None, ())})
     assert torch.equal(linear(tensor), before)
+
+
+@pytest.mark.parametrize("format_", by_default({"mixed"}, FORMATS))
+def test_parked_weights_are_what_the_file_has_and_come_back(file_of, store, tmp_path, format_):
+    path = tmp_path / "quantised.safetensors"
+    save_comfy_quant(path, file_of("sd3"), format_)
+    loaded = loaded_of(open_checkpoint(path).spec("float32", "float32"))
+    model, before = loaded.transformer.model, prediction(loaded)
+    residency = Residency(model, {}, torch.Tensor.clone, lambda weight, home: home.copy_(weight))
+    held = int(residency.numbers["weight_bytes"])
+
+    residency.park([held], 0, store.create((held,), torch.uint8)[0])
+
+    assert residency.device_bytes == 0 and residency.parked_bytes == held
+    # each begins at a multiple of 64 bytes
+    assert held < 1.05 * sum(tensor.nbytes for name, tensor in load_file(path).items() if "comfy_quant" not in name)
+    residency.restore()
+    assert torch.equal(prediction(loaded), before)

@@ -150,3 +150,23 @@ def test_a_small_unet_is_read_back_as_it_was_trained(tmp_path, monkeypatch):
     with torch.no_grad():
         assert torch.equal(small.predicted(read, latent, sigma, context, None),
                            small.predicted(model, latent, sigma, context, None))
+
+
+@pytest.mark.parametrize("kind, family", [("flux", "Flux.1"), ("lumina", "Lumina 2")])
+def test_other_small_transformers_are_read_back_and_predict_velocities(tmp_path, kind, family):
+    """In the sign and with the times that `bench quality` draws with."""
+    torch.manual_seed(0)
+    model = small.NEW[kind]().eval()
+    header = open_checkpoint(str(small.write(kind, model.state_dict(), tmp_path)))
+    read = load_transformer(header.spec("float32", "float32"), torch.device("cpu")).model
+    latent, sigma = torch.randn(2, 16, 16, 16), torch.tensor([1.0, 0.3])
+    context, pooled = torch.randn(2, 24, 128), torch.randn(2, 128)
+
+    assert header.family.name == family
+    with torch.no_grad():
+        predicted = small.predicted(model, latent, sigma, context, pooled)
+        given = {name: value for name, value in (("context", context), ("y", pooled))
+                 if name in header.family.conditioning}
+        inputs = header.family.inputs(latent, sigma * header.family.time_scale, given, header.config)
+        assert torch.equal(header.family.prediction(read(**inputs, return_dict=False)[0], latent), predicted)
+    assert predicted.shape == latent.shape and predicted.std() > 1e-3

@@ -20,8 +20,9 @@ def attention(comfyui):
     return importlib.import_module("comfy.ldm.modules.attention")
 
 
-def kernel(chosen, comfyui, config="as ComfyUI", **options):
-    choice = chosen.kernel_of(comfyui.config(attention=config), options)
+def kernel(comfyui, config="as ComfyUI", **options):
+    supported = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.supported.model")
+    choice = supported.call_kernel(comfyui.config(attention=config), options)
     return choice.name, choice.is_required
 
 
@@ -63,16 +64,35 @@ def test_nodes_that_pass_on_to_an_attention_of_comfyui_choose_it(comfyui, chosen
     for name, (override, expected) in overrides(attention).items():
         assert chosen.override_kernel(override) == expected, name
     override, _ = overrides(attention)["sage"]
-    assert kernel(chosen, comfyui, "flash", optimized_attention_override=override) == ("sage", True)
+    assert kernel(comfyui, "flash", optimized_attention_override=override) == ("sage", True)
 
 
-def test_it_is_comfyuis_own_unless_the_node_says_otherwise(comfyui, chosen, attention, monkeypatch):
+def test_a_nodes_function_is_tried_once_a_call(comfyui, attention):
+    """And where the MODEL is looked at before a run."""
+    tried, called, function = [], [], attention.attention_pytorch
+
+    def override(func, *args, **kwargs):
+        tried.append(function)
+        return function(*args, **kwargs)
+
+    def wrapper(apply, given):
+        called.append(len(tried))
+        return apply(given["input"], given["timestep"], **given["c"])
+    model = comfyui.ours("sd3", comfyui.config("cpu"))
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+    model.model_options["model_function_wrapper"] = wrapper
+    comfyui.sample(model, "sd3", steps=3)
+
+    assert len(called) > 2 and {after - before for before, after in zip(called, called[1:])} == {1}
+
+
+def test_it_is_comfyuis_own_unless_the_node_says_otherwise(comfyui, attention, monkeypatch):
     for function, expected in {"attention_sage": "sage", "attention_flash": "flash", "attention_xformers": "xformers",
                                "attention_pytorch": "sdpa", "attention_split": "sdpa", "attention_sub_quad": "sdpa",
                                "attention3_sage": "sdpa"}.items():
         monkeypatch.setattr(attention, "optimized_attention", getattr(attention, function))
-        assert kernel(chosen, comfyui) == (expected, False)
-        assert kernel(chosen, comfyui, "flash3") == ("flash3", True)
+        assert kernel(comfyui) == (expected, False)
+        assert kernel(comfyui, "flash3") == ("flash3", True)
 
 
 def test_packages_are_given_what_comfyui_gives_them(comfyui, attention, tmp_path, monkeypatch):

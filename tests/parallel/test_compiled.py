@@ -1,6 +1,8 @@
 """Blocks as torch.compile makes them: every family under every method gives what it gives as it is, each kind of block
 has one graph, and what cannot be compiled is refused in words."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -10,7 +12,7 @@ from tests.steps import errors_of, layouts_of, words
 from tests.tolerances import within
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
-from xdit_backend.hooks import compiled
+from xdit_backend.hooks import attention, compiled
 from xdit_backend.hooks.attention import AttentionFunctions
 from xdit_backend.hooks.context import ForwardContext
 from xdit_backend.hooks.transformer import Hooks
@@ -21,9 +23,7 @@ from xdit_backend.protocol.errors import UnsupportedError
 
 EXACT, EXACT_STEP = 1e-12, 1e-10
 ROUNDED = 1e-3                 # where models of tensor shards round to float32 within, which tests else keep from them
-# its experts are chosen by numbers on the device, which no graph can be made for
-REFUSED = "HiDream-I1"
-DRAWN = ("Flux.1", "Wan", "Qwen-Image", "SD3", "Z-Image")
+DRAWN = ("Flux.1", "Wan", "Qwen-Image", "SD3", "Z-Image", "HiDream-I1")
 METHODS = ("plain", "kept")
 
 
@@ -44,7 +44,7 @@ def forward(one, hooks, backend="eager", latent=None, timestep=None, patch=None,
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in DRAWN else pytest.mark.slow)
-                                  for name in CONFIGS if name != REFUSED])
+                                  for name in CONFIGS])
 @pytest.mark.parametrize("method", METHODS)
 def test_blocks_have_one_graph_a_kind_and_compute_the_same(name, method):
     """Three forwards; with keys and values kept, modules that are evaluated once a step are made once and found twice.
@@ -64,7 +64,7 @@ def test_blocks_have_one_graph_a_kind_and_compute_the_same(name, method):
     assert graphs[0] > 0 and graphs[1] == graphs[2] <= 2 * (kinds + 2) and not counters["graph_break"]
 
 
-ALL = [(name, layout) for name in CONFIGS if name != REFUSED for layout in layouts_of(name, 1)]
+ALL = [(name, layout) for name in CONFIGS for layout in layouts_of(name, 1)]
 FEW = [("Flux.1", "ulysses"), ("Wan", "tensor"), ("Z-Image", "pipefusion")]
 
 
@@ -109,6 +109,27 @@ def test_unets_blocks_are_compiled_where_each_rank_has_whole_images(name):
     assert graphs[0] == graphs[1] > 5 and not counters["graph_break"]
 
 
+def complex_steps(name):
+    """Steps of a model's graphs whose results are complex numbers."""
+    one, found = example(name), []
+
+    def backend(graph, inputs):
+        found.extend(node.name for node in graph.graph.nodes if node.op != "placeholder"
+                     and torch.is_tensor(node.meta.get("example_value")) and node.meta["example_value"].is_complex())
+        return graph.forward
+    forward(one, Hooks(one.model, one.family.plan), backend)
+    return found
+
+
+@pytest.mark.parametrize("name", ["Qwen-Image", "Lumina 2"])
+def test_graphs_rotate_by_real_numbers(name, monkeypatch):
+    """Inductor has no code for complex ones."""
+    assert not complex_steps(name)
+    monkeypatch.setattr(attention, "in_real_numbers", lambda rotate: rotate)
+    torch._dynamo.reset()
+    assert complex_steps(name)
+
+
 @pytest.mark.slow
 def test_inductor_compiles_them_too():
     """What people run: rounded otherwise than without it, as compilers add up in another order."""
@@ -119,10 +140,11 @@ def test_inductor_compiles_them_too():
 
 
 def test_what_cannot_be_compiled_is_refused_in_words():
-    one = example(REFUSED)
+    """HiDream's experts are chosen by numbers on the device, for which no graph can be made."""
+    one = example("HiDream-I1")
 
     with pytest.raises(UnsupportedError, match="^Set compile to off in xDiT Parallel Config, or remove TorchCompileM"):
-        forward(one, Hooks(one.model, one.family.plan))
+        forward(one, Hooks(one.model, dataclasses.replace(one.family.plan, choosing=())))
 
 
 def test_more_shapes_than_there_may_be_graphs_are_compiled_anew(monkeypatch):

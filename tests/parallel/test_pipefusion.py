@@ -467,7 +467,8 @@ MUTANTS = {function.__name__: function for function in (
     ("text_with_every_patch_forgotten", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("cold_tokens_are_zero", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 0))])
 def test_exactness_notices_a_broken_method(mutant, name, layout, setting):
-    assert error(name, layout, [setting], mutant=mutant) > 1e-6
+    # what stands in where a rank has no text is no number: where it is used, the error is none either
+    assert not error(name, layout, [setting], mutant=mutant) <= 1e-6
 
 
 def stale_share(rank, world_size):

@@ -2,6 +2,8 @@
 own numbers, so ranks with some tokens each predict what one predicts with all; and ranks with some numbers of each
 token, or with some tokens where all are rounded by one number, agree on the largest."""
 
+import types
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -16,6 +18,7 @@ from xdit_backend.checkpoints.layers import FORMATS, W4A4_COLUMNS, Layer
 from xdit_backend.checkpoints.packed import Packed
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import build_mesh
+from xdit_backend.hooks import regions
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.parallel import rounding
 from xdit_backend.protocol.specs import Layout
@@ -202,6 +205,36 @@ def test_a_rank_without_text_keeps_nobody_waiting_where_blocks_are_compiled(name
     for difference, graphs in results:
         within(difference, ROUNDED)
         assert (graphs > 0) == is_compiled
+
+
+def standing_in(rank, world_size, name, layout, value):
+    """`nvfp4_differences` of one token of text, where tokens that stand in on the other ranks have this value."""
+    if value is not None:
+        regions.math = types.SimpleNamespace(nan=value)
+    return nvfp4_differences(rank, world_size, name, layout, "", False, num_text_tokens=1)
+
+
+@pytest.mark.parametrize("name", ["Qwen-Image", *(pytest.param(name, marks=pytest.mark.slow)
+                                                  for name in ("HunyuanVideo", "HunyuanImage"))])
+def test_tokens_that_stand_in_do_not_count_in_what_is_agreed(name):
+    """In a block's own text, or beside the image in one tensor (HunyuanVideo's second half)."""
+    within(max(run_ranks(standing_in, 2, name, Layout(ulysses_degree=2), None)), ROUNDED)
+
+
+def standing_in_elsewhere(rank, world_size, name, layout, format_):
+    return difference_of_shares(name, layout, format_, ROTATED, "", False, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format_", ["int8_tensorwise", "convrot_w4a4"])
+def test_tokens_that_stand_in_are_no_others(format_):
+    """Where each token is rounded by its own numbers."""
+    within(max(run_ranks(standing_in_elsewhere, 2, "HunyuanVideo", Layout(ulysses_degree=2), format_)), ROUNDED)
+
+
+def test_a_number_that_stands_in_is_seen():
+    """The mutant of the test above."""
+    assert max(run_ranks(standing_in, 2, "Qwen-Image", Layout(ulysses_degree=2), 0.0)) > 10 * ROUNDED
 
 
 def test_tokens_that_are_rounded_apart_are_seen():

@@ -112,7 +112,7 @@ def settings(options):
     def run(spec, method):
         def run(client, call, sigmas):
             sampling = Sampling(sigmas, options.guidance, SAMPLERS[options.sampler])
-            latent = sample(client, Model(spec, CHANNELS, 1000.0), call, sampling, method)
+            latent = sample(client, Model(spec, CHANNELS, family.time_scale), call, sampling, method)
             client.end_run()
             return latent
         return run
@@ -187,7 +187,8 @@ def noise_of(numbers):
 def conditioning_of(family, prompts):
     """A family's conditioning of the prompts, then as often of none, for classifier-free guidance."""
     context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
-    return {"context": as_unets_context(context)} if family.is_unet else {"context": context, "y": pooled}
+    given = {"context": as_unets_context(context) if family.is_unet else context, "y": pooled}
+    return {name: given[name] for name in given if name in family.conditioning}
 
 
 @torch.no_grad()

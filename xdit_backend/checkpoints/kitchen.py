@@ -6,6 +6,7 @@ Called by casting.py in every forward, by reading.py where a weight is unpacked 
 
 import dataclasses
 import importlib.util
+import math
 
 import torch
 import torch.nn.functional as F
@@ -107,13 +108,15 @@ def product(layer, weight, beside, tensor, bias, inputs=None):
 
 def rounded_inputs(layer, beside, tensor):
     """Inputs in the type of a layer whose products do not round them by themselves, as comfy-kitchen's tensor.
-    beside: as of `unpacked`; without input_scale float8 takes 1, and nvfp4 the largest of these numbers."""
+    beside: as of `unpacked`; without input_scale float8 takes 1, and nvfp4 that of the largest of these numbers."""
     import comfy_kitchen
     from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
     name, rows, scale = LAYOUTS[layer.format], _rows(tensor), beside.get("input_scale")
     if not layer.format.startswith("float8"):
-        options = {"scale": None if scale is None else scale.view(())} if layer.format == "nvfp4" else {}
-        return QuantizedTensor.from_float(rows, name, **options)
+        if layer.format == "nvfp4":
+            scale = agreed_scale(tensor, lambda largest: largest) if scale is None else scale
+            return QuantizedTensor.from_float(rows, name, scale=scale.view(()))
+        return QuantizedTensor.from_float(rows, name)
     scale = torch.ones((), device=rows.device) if scale is None else scale.view(())
     params = get_layout_class(name).Params(scale=scale, orig_dtype=rows.dtype, orig_shape=tuple(rows.shape))
     return QuantizedTensor(comfy_kitchen.quantize_per_tensor_fp8(rows, scale, layer.how.held), name, params)
@@ -121,12 +124,14 @@ def rounded_inputs(layer, beside, tensor):
 
 def agreed_scale(tensor, agree):
     """The input_scale of nvfp4 that is of the inputs of all ranks, each of which calls this, also with no tokens.
+    Tokens that are no numbers, which stand in where a rank has none, do not count.
 
     agree(the largest of this rank's numbers, as one number) -> of those of all ranks.
     """
     from comfy_kitchen.float_utils import F4_E2M1_MAX, F8_E4M3_MAX
     rows = _rows(tensor)
-    own = rows.abs().amax() if rows.numel() else rows.new_zeros(())
+    own = (torch.linalg.vector_norm(rows, math.inf, 1).nan_to_num_(0, math.inf).amax() if rows.numel()
+           else rows.new_zeros(()))
     return (agree(own.float().view(1)).to(rows.dtype) / (F8_E4M3_MAX * F4_E2M1_MAX)).float()
 
 

@@ -152,15 +152,17 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
                 "format": OLD_FLOAT8.get(dtypes.get(_weight(name)), "float8_e4m3fn"),
                 "full_precision_matrix_mult": math.prod(shapes.get("scaled_fp8", ())) == 2}
             for name in sorted(beside) if name.endswith(".scale_weight")}
+    name = "its metadata"
     try:
         layers = json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {})
         said |= {layer.removeprefix(prefix): _options(options) for layer, options in layers.items()
                  if layer.startswith(prefix)}                  # the others are of text encoders
-        said |= {name.removesuffix(".comfy_quant"): _options(json.loads(read(name)))
-                 for name in sorted(beside) if name.endswith(".comfy_quant")}
+        for name in sorted(beside):
+            if name.endswith(".comfy_quant"):
+                said[name.removesuffix(".comfy_quant")] = _options(json.loads(read(name)))
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"Download {file_name} again: what it says of its quantisation cannot be read "
-                              f"({error}).") from error
+                              f"({name}: {error}).") from error
     found = {f"{layer}.weight": _layer(layer, options, shapes, dtypes, file_name) for layer, options in said.items()}
     lost = sorted(name for name in beside if name.endswith((".weight_scale", ".weight_scale_2", ".pre_quant_scale"))
                   and _weight(name) not in found)

@@ -1,5 +1,5 @@
 """Trains a small model to compare methods on, a U-Net or another transformer: python -m xdit_backend.demo_model.small
-unet --out FOLDER
+unet --out FOLDER. Of Flux.1's and Lumina 2's kind it writes folders as diffusers does.
 
 Its autoencoder and text encoder are the demo model's own, its pictures those that `bench quality` asks for. Goes on
 where it was stopped. Not for pictures: a quarter of an hour on one core, where the demo model took nine.
@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torchvision.utils import save_image
 
+from ..models import FAMILIES
 from . import autoencoder, export, loop, transformer
 from .autoencoder import CHANNELS, SIDE
 from .pictures import BACKGROUNDS, PACKAGES, draw, on_background, read_entries
@@ -25,7 +26,7 @@ SHOWN = 16                     # prompts on the sheet of samples
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("unet", "transformer"))
+    parser.add_argument("kind", choices=NEW)
     parser.add_argument("--out", type=Path, required=True,
                         help="folder for what is saved on the way, a sample sheet and the weights")
     parser.add_argument("--share", default="/usr/share", help=f"usr/share of the Debian packages {PACKAGES}")
@@ -40,11 +41,11 @@ def main():
     encoder = autoencoder.load()
     latents, rows = encode_all(encoder, draw(entries, options.share), entries, options.out / "latents.pt")
     torch.manual_seed(options.seed)
-    model = new_unet() if options.kind == "unet" else new_transformer()
+    model = NEW[options.kind]()
     setting = loop.Setting(options.out, seed=options.seed)
 
     def show(step, weights):
-        shown = new_unet() if options.kind == "unet" else new_transformer()
+        shown = NEW[options.kind]()
         shown.load_state_dict(weights["model"])
         with torch.no_grad():
             latent = sample(shown, prompts[:SHOWN])
@@ -52,10 +53,20 @@ def main():
                        nrow=4)
     dataset = transformer.Dataset(latents, rows, entries, torch.ones(len(entries)))
     state = train(setting, model, dataset, options.steps, options.rate, show)
-    write = (export.unet_tensors(state, NUM_LAYERS, torch.float16) if options.kind == "unet"
-             else export.transformer_tensors(state))
-    export.write(options.out / f"{options.kind}.safetensors", write)
-    print(f"The weights are in {options.out / options.kind}.safetensors.")
+    print(f"The weights are in {write(options.kind, state, options.out)}.")
+
+
+def write(kind, state, folder):
+    """Write a trained model as ComfyUI's loaders and ours take it. Returns the file or folder."""
+    if kind in ("unet", "transformer"):
+        path = folder / f"{kind}.safetensors"
+        export.write(path, export.unet_tensors(state, NUM_LAYERS, torch.float16) if kind == "unet"
+                     else export.transformer_tensors(state))
+        return path
+    model = NEW[kind]()
+    model.load_state_dict(state)
+    model.save_pretrained(folder / kind)
+    return folder / kind
 
 
 def prompted(entries):
@@ -87,11 +98,36 @@ def new_transformer():
         out_channels=CHANNELS, pos_embed_max_size=transformer.MAX_SIDE, qk_norm="rms_norm")
 
 
+def new_flux():
+    """An untrained transformer of Flux.1's kind, two blocks of two streams and four of one, 2.3 million parameters."""
+    from diffusers import FluxTransformer2DModel
+    return FluxTransformer2DModel(
+        patch_size=1, in_channels=4 * CHANNELS, num_layers=2, num_single_layers=4,
+        attention_head_dim=transformer.HEAD_SIZE, num_attention_heads=2, joint_attention_dim=WIDTH,
+        pooled_projection_dim=WIDTH, guidance_embeds=False, axes_dims_rope=(16, 24, 24))
+
+
+def new_lumina():
+    """An untrained transformer of Lumina 2's kind, one sequence and grouped keys, 2.4 million parameters."""
+    from diffusers import Lumina2Transformer2DModel
+    return Lumina2Transformer2DModel(
+        sample_size=SIDE, in_channels=CHANNELS, hidden_size=144, num_layers=4, num_refiner_layers=1,
+        num_attention_heads=6, num_kv_heads=2, multiple_of=16, axes_dim_rope=(8, 8, 8), axes_lens=(64, 64, 64),
+        cap_feat_dim=WIDTH)
+
+
+NEW = {"unet": new_unet, "transformer": new_transformer, "flux": new_flux, "lumina": new_lumina}
+
+
 def predicted(model, latent, sigma, context, pooled):
     """The model's velocities at noise levels [B]."""
     if hasattr(model, "down_blocks"):
         return model(latent, sigma * 1000, as_unets_context(context)).sample
-    return model(latent, context, pooled, sigma * 1000).sample
+    family = next(each for each in FAMILIES.values() if each.transformer == type(model).__name__)
+    given = {"context": context, "y": pooled}
+    inputs = family.inputs(latent, sigma * family.time_scale,
+                           {name: given[name] for name in given if name in family.conditioning}, model.config)
+    return family.prediction(model(**inputs, return_dict=False)[0], latent)
 
 
 def train(setting, model, dataset, steps, peak, show):

@@ -49,6 +49,17 @@ def _(query_BNTH, key_BNTH, value_BNTH, mask, name, is_causal, scale):
 
 
 @operator
+def chosen_output(tensor: Tensor, name: str) -> Tensor:
+    """The output, like the tensor, of a module that chooses what to compute. name: of it in the block that runs."""
+    return RUNNING.get().context().choosing[name](tensor).contiguous()
+
+
+@chosen_output.register_fake
+def _(tensor, name):
+    return tensor.new_empty(tensor.shape)
+
+
+@operator
 def tensor_sums(tensors: list[Tensor]) -> list[Tensor]:
     """The sums of the tensor ranks' tensors, in one exchange."""
     context = RUNNING.get().context()

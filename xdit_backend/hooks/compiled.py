@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..distributed.operators import chosen_output
 from ..protocol.errors import UnsupportedError
 from .attention import RunningAttention
 
@@ -32,7 +33,8 @@ class CompiledBlock:
 
     forwards: dict[str, Any] = field(default_factory=dict)     # backend -> of torch.compile
     attentions: dict = field(default_factory=dict)             # name -> what RunningAttention is told
-    once: dict = field(default_factory=dict)                   # path -> (module, span), see Plan.once
+    choosing: dict = field(default_factory=dict)               # path -> forward, see ModelPlan.choosing
+    once: dict = field(default_factory=dict)                   # path -> (module, span), see ModelPlan.once
 
 
 class CompiledBlocks:
@@ -57,6 +59,7 @@ class CompiledBlocks:
             value.foresee()
         known = self._find_once(index, block, context, arguments)
         context.attentions = {name: RunningAttention(*given) for name, given in block.attentions.items()}
+        context.choosing = block.choosing
         arguments = {name: plainly_strided(value) if torch.is_tensor(value) else value
                      for name, value in arguments.items()}
         if OPTIONS in arguments:
@@ -90,6 +93,14 @@ class CompiledBlocks:
         if not self.knows_once:
             module.once_output = forward(*args, **kwargs)
         return module.once_output
+
+
+def outside_graphs(forward, name):
+    """The forward of a module that chooses what to compute: a graph calls it as it is. name: see ModelPlan.choosing."""
+    @functools.wraps(forward)
+    def called(hidden_states):
+        return chosen_output(hidden_states, name) if torch.compiler.is_compiling() else forward(hidden_states)
+    return called
 
 
 def compiled(forward, backend):

@@ -66,6 +66,7 @@ class ForwardContext:
     cuts: dict = field(default_factory=dict)           # of what every block gets anew: this rank's part; hooks fill it
     attention: Any = None                  # hooks.attention.RunningAttention, while in an attention that ranks share
     attentions: dict = field(default_factory=dict)     # name -> those of the block that runs, where it is compiled
+    choosing: dict = field(default_factory=dict)       # name -> forward, likewise, see ModelPlan.choosing
     # stream -> (B, T), which tokens may be attended to; hooks fill it
     masks: dict = field(default_factory=dict)
     # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch

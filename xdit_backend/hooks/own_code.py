@@ -15,9 +15,10 @@ import torch.nn.functional as F
 class OwnCode:
     """What code of a model's modules finds by these names of its file."""
 
-    def __init__(self, **names):
-        """names: {name: what it means}. Of torch's functional, see `functional`."""
-        self._names, self._classes = names, {}
+    def __init__(self, around=None, **names):
+        """names: {name: what it means}. Of torch's functional, see `functional`. around: {name: (what it means in the
+        file) -> what it means}."""
+        self._names, self._around, self._classes = names, around or {}, {}
 
     def place(self, module):
         """Have a module's own forward, and its processor's __call__, find these names."""
@@ -48,6 +49,8 @@ class OwnCode:
     def _renamed(self, function):
         """The same code in a file of these names."""
         names = {name: ours for name, ours in self._names.items() if name in function.__code__.co_names}
+        names |= {name: ours(function.__globals__[name]) for name, ours in self._around.items()
+                  if name in function.__code__.co_names and name in function.__globals__}
         # torch.compile would look up what is in the file of that name
         found = {name: value for name, value in function.__globals__.items() if name != "__name__"} | names
         same = types.FunctionType(function.__code__, found, function.__name__, function.__defaults__,

@@ -18,7 +18,7 @@ from ..parallel.tensor import install_tensor_hooks
 from ..partition import check_shards
 from . import regions
 from .attention import COMFYUIS, AttentionFunctions, RunningAttention
-from .compiled import CompiledBlocks
+from .compiled import CompiledBlocks, outside_graphs
 from .places import Place, StageEnd, _inside, _transposed, places_of, summed, with_halos
 from .turns import take_turns
 
@@ -75,6 +75,11 @@ class Hooks:
             if module is not None:
                 self._compiled.blocks[place.index].once[path] = module, span
                 module.forward = self._hook_once(module, module.forward, (place.index, path), span)
+        for path in plan.choosing:
+            module = _inside(block, path)
+            if module is not None:
+                self._compiled.blocks[place.index].choosing[path] = module.forward
+                module.forward = outside_graphs(module.forward, path)
         for paths, hooked in ((plan.sums, summed), (plan.halos, with_halos)):
             for path in paths:
                 module = block.get_submodule(path)

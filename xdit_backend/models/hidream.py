@@ -94,6 +94,7 @@ HIDREAM = Family(
                           image_share=0.52)),
         streams={"hidden_states": BOTH}, attention={"block.attn1": ("image", "more", "text")}, needs_text=True,
         tokens={"image_rotary_emb": TokenArgument(1, ("image",)), "more": TokenArgument(1, ("more",))},
+        choosing=("block.ff_i",),
         once={"block.adaLN_modulation": "step"}, once_outside={"caption_projection": "run"}),
     tiny=Tiny(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,

@@ -86,6 +86,9 @@ class ModelPlan:
     # Modules inside a block that mix tokens by sums alone (linear attention). They call `total`, an argument that amend
     # has added to their forward, with the sums over this rank's tokens, to get those over all.
     sums: tuple[str, ...] = ()
+    # Modules inside a block, (B, T, C) to the same, that choose by numbers which of their parts compute (experts).
+    # A compiled block calls them as they are.
+    choosing: tuple[str, ...] = ()
     tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
     rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
     halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own

@@ -75,7 +75,7 @@ class Forecasts:
         if machine is None:
             return None
         self._pages = self._pages or pages_of(setup.checkpoint.files)
-        kernel = kernel_of(setup.config, {}).name
+        kernel = kernel_of(setup.config).name
         machine = dataclasses.replace(machine, devices=tuple(device.by_kernel(kernel) for device in machine.devices))
         return calibrated(machine, GROUPS.calibrations(), setup.family.name).exchanging(
             setup.config.exchange).reading(self._pages)

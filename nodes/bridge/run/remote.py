@@ -11,10 +11,9 @@ from ....xdit_backend.forecast.words import layout_words
 from ....xdit_backend.host.calls import Call
 from ....xdit_backend.protocol.errors import ConfigError
 from ....xdit_backend.protocol.exchanges import exchange_words
-from ..supported.attention import kernel_of
 from ..supported.by_patches import COMPILE, DRAINED, WHOLE
 from ..supported.inputs import check_conditioning, check_finite, check_latent
-from ..supported.model import refuse_call, refuse_changed_modules
+from ..supported.model import call_kernel, refuse_call, refuse_changed_modules
 from ..supported.operations import guided_of, operations_of, scores_of
 from ..workers.groups import GROUPS, parking_bytes, show_text
 from ..workers.placement import ask_for_memory
@@ -211,7 +210,7 @@ class RemoteModel:
                     control=places_of(self.family, self.setup.transformer_config, control, x.shape),
                     operations=operations_of(*asked), scores=scores and scores.buffer, parts=parts,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
-                    exchange=self.config.exchange, kernel=kernel_of(self.config, transformer_options),
+                    exchange=self.config.exchange, kernel=call_kernel(self.config, transformer_options),
                     compile_backend=transformer_options.get(COMPILE, self.config.compile_backend))
         check_conditioning(self.setup, call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))

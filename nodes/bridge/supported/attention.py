@@ -1,5 +1,5 @@
 """By which kernel the workers compute attention: what a node, xDiT Parallel Config, or ComfyUI's start options choose.
-Asked by remote.py for each call, and by model.py for what it refuses.
+Asked by model.py, once for each call and for what it refuses before.
 
 ComfyUI's nodes choose by a function, optimized_attention_override in transformer_options, which ComfyUI calls with the
 attention that it would have run and its arguments. One that only passes these on to one of ComfyUI's own attentions
@@ -20,11 +20,10 @@ EXACT = ("attention_basic", "attention_sub_quad", "attention_split", "attention_
 TRIAL = {"heads": 2, "mask": None, "skip_reshape": True, "transformer_options": {}}
 
 
-def kernel_of(config, transformer_options):
-    """The KernelChoice of a call. A node counts before xDiT Parallel Config."""
-    override = transformer_options.get(OVERRIDE)
-    if override is not None:
-        return KernelChoice(override_kernel(override), True)
+def kernel_of(config, of_node=None):
+    """The KernelChoice of a call. of_node: what a node's function means, which counts before xDiT Parallel Config."""
+    if of_node is not None:
+        return KernelChoice(of_node, True)
     if config.attention != ATTENTIONS[0]:
         return KernelChoice(config.attention, True)
     return KernelChoice(_kernel_named(attention.optimized_attention.__name__) or SDPA)

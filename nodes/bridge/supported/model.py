@@ -12,7 +12,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
-from .attention import OVERRIDE, override_kernel
+from .attention import OVERRIDE, kernel_of, override_kernel
 from .modules import changed_modules, is_module
 from .operations import operation_of
 
@@ -53,12 +53,12 @@ TRANSFORMER_OPTIONS = {
     "sample_sigmas": "tells of the run", "context_window": "tells which piece of the latent ComfyUI has cut",
     "prefetch_dynamic_vbars": "how ComfyUI would move weights",
     "ar_config": "read by the sampler for autoregressive video",
-    "easycache": "read by the wrappers of EasyCache and LazyCache",
+    "easycache": "read by the wrappers of EasyCache and LazyCache", OVERRIDE: "call_kernel, once a call",
 }
 # Keys that the models of ComfyUI read -> what a person knows them as.
 REFUSED_OPTIONS = {
     "patches": "model patches", "patches_replace": "model patches such as IP-Adapter",
-    "rope_options": "a changed rotary scale", "optimized_attention_override": "an attention override",
+    "rope_options": "a changed rotary scale",
 }
 WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
             WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model
@@ -93,6 +93,7 @@ def refuse_patcher(patcher, runs=False):
             continue
         elif name not in BOOKKEEPING and not (name in fresh and value == fresh[name]):
             found.append(_named(REFUSED.get(name, f"an attribute that ComfyUI does not know, {name}"), value))
+    _override(patcher.model_options.get("transformer_options", {}))
     found += _compute_dtype(patcher, runs)
     _refuse(found + changed_modules(patcher.model.diffusion_model, patcher.remote.modules))
 
@@ -103,7 +104,8 @@ def refuse_model_options(model_options, family):
 
 
 def refuse_call(family, transformer_options, extra):
-    """Raise UnsupportedError where a call of the model asks for what the workers would not honour.
+    """Raise UnsupportedError where a call of the model asks for what the workers would not honour; but for its kernel
+    of attention, see call_kernel.
 
     extra: its arguments besides the latent, the timestep, ControlNet (control.py) and transformer_options.
     """
@@ -124,6 +126,12 @@ def refuse_call(family, transformer_options, extra):
         raise UnsupportedError(f"Remove the node that adds {', '.join(unknown)} to the conditioning, or use Load "
                                f"Diffusion Model: xDiT runs {family.name} without it, and it would be dropped "
                                "without notice.")
+
+
+def call_kernel(config, transformer_options):
+    """The KernelChoice of a call, for which a node's own function is tried once. Raises UnsupportedError for one that
+    is not known."""
+    return kernel_of(config, _override(transformer_options))
 
 
 def refuse_changed_modules(net, modules):
@@ -168,15 +176,22 @@ def _transformer_options(options):
                        if not _is_empty(functions)
                        and any(operation_of(kind, function) is None for function in functions)}
             found += [_named(REFUSED_OPTIONS[key], unknown)] if unknown else []
-        elif key == OVERRIDE:
-            found += [] if value is None or override_kernel(value) else [
-                f"{REFUSED_OPTIONS[key]} ({getattr(value, '__qualname__', type(value).__name__)}): set attention in "
-                f"xDiT Parallel Config instead,"]
         elif key in REFUSED_OPTIONS:
             found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
         elif key not in TRANSFORMER_OPTIONS and not str(key).startswith(OURS) and not _is_empty(value):
             found.append(f"{key} in its transformer_options")
     return found + _wrappers(options.get("wrappers", {})) + _callbacks(options.get("callbacks", {}))
+
+
+def _override(transformer_options):
+    """The kernel that a node's function means; None where there is none. Raises UnsupportedError for one that is not
+    known."""
+    function = transformer_options.get(OVERRIDE)
+    kernel = None if function is None else override_kernel(function)
+    if function is not None and kernel is None:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        _refuse([f"an attention override ({name}): set attention in xDiT Parallel Config instead,"])
+    return kernel
 
 
 def _wrappers(wrappers):
