@@ -138,7 +138,7 @@ def test_a_step_takes_as_long_as_computing_or_as_its_weights_come():
             assert made.seconds == pytest.approx(max(large.seconds, JOB.steps * made.come_s))
             assert (made.limited_by == "weights") == (host_bytes_s == 1e9)
         alone = replace(CARD, host_bytes_s=host_bytes_s, host_alone_bytes_s=20e9)
-        both = [forecast(NET, JOB, degrees, Machine((alone,) * 2, Links(LINKS.rates)), COMING)
+        both = [forecast(NET, JOB, degrees, Machine((alone,) * 2, Links(dict.fromkeys(LINKS.rates, 2e9))), COMING)
                 for degrees in (Degrees(), Degrees(ulysses=2))] if host_bytes_s else []
         # a card that copies alone, and two at once
         assert [one.memory.come / one.come_s for one in both] == pytest.approx([20e9, host_bytes_s][:len(both)])
@@ -257,13 +257,51 @@ def test_auto_knows_what_comes_from_the_disk():
     assert chosen(ample).degrees.num_patches == 2 and chosen(scarce).degrees.num_patches == 1
 
 
+def two_cards(gather_bytes_s, host_bytes_s=1e9, **links):
+    rates = LINKS.rates | {("gather", 2): gather_bytes_s}
+    return Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(rates, **links))
+
+
+@pytest.mark.parametrize("degrees, num_alike", [(Degrees(ulysses=2), 2), (Degrees(cfg=2), 2), (Degrees(data=2), 2),
+                                                (Degrees(displaced=2), 2), (Degrees(tensor=2), 1),
+                                                (Degrees(pipefusion=2), 1)], ids=str)
+def test_devices_with_fast_links_bring_a_part_each_of_what_all_hold(degrees, num_alike):
+    """What comes takes half as long, and its exchange beside."""
+    # of displaced patches there is no room for more
+    net, job = HALF_TOO_LARGE, JOB if degrees.displaced > 1 else replace(JOB, branches=2, images=2)
+    slow, fast = (forecast(net, job, degrees, two_cards(rate), COMING) for rate in (2.9e9, 100e9))
+
+    assert slow.limited_by == "weights" and not slow.shares_weights and fast.shares_weights == (num_alike == 2)
+    if num_alike == 2:
+        once_s = slow.memory.come * (1 / 2 / 1e9 + 1 / 2 / 100e9)
+        assert fast.come_s == pytest.approx(once_s) and fast.seconds == pytest.approx(JOB.steps * once_s)
+    else:
+        assert fast.seconds == slow.seconds
+
+
+def test_devices_do_not_share_what_comes_where_that_gains_nothing_or_some_rest():
+    two, one_branch = replace(JOB, branches=2, images=2), replace(JOB, images=1)
+    fast = two_cards(100e9)
+    assert forecast(NET, two, Degrees(cfg=2), fast, COMING).shares_weights
+    for job, degrees, machine in (
+            (two, Degrees(cfg=2), two_cards(100e9, 30e9)),     # it is hidden
+            (two, Degrees(), fast),                            # the other card rests
+            (one_branch, Degrees(data=2), fast), (one_branch, Degrees(cfg=2), fast),
+            (two, Degrees(cfg=2), two_cards(100e9, per_machine=1)),
+            (two, Degrees(cfg=2), replace(fast, links=Links({key: rate for key, rate in fast.links.rates.items()
+                                                             if key[0] != "gather"})))):
+        assert not forecast(NET, job, degrees, machine, COMING).shares_weights, (job, degrees, machine)
+
+
 def test_the_node_says_where_weights_are_and_what_they_cost():
     for host_bytes_s, says in ((12e9, "hidden"), (1e9, "which takes")):
-        machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, LINKS)
+        machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, 2e9)))
         chosen = plan_run(ParallelConfig(), machine, NET, replace(JOB, branches=2)).chosen
         words = weights_words(chosen.memory.weights, chosen.memory.come, chosen, JOB.steps)
         # where the link is all that counts, a second card gains nothing
         assert chosen.working == (2 if says == "hidden" else 1)
         assert words.startswith("Weights: 1") and says in words
+    shared = replace(chosen, shares_weights=True)
+    assert ", a part over each device, which send them to each other, " in weights_words(1e9, 2e9, shared, 20)
     assert weights_words(1e9, 2e9, None, 20) == ("Weights: 1 GB of each device, and 2 GB come from host memory in "
                                                  "every step")

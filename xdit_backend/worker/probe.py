@@ -21,8 +21,8 @@ from ..checkpoints.layers import FORMATS, Layer
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.kernels import KernelUse, attend, unusable
 from ..distributed.mesh import group_timeout
-from ..protocol.specs import SDPA
 from ..protocol.copies import CopyThread
+from ..protocol.specs import SDPA
 from ..protocol.transfers import StagingBuffers
 
 log = logging.getLogger(__name__)

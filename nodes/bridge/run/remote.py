@@ -247,7 +247,7 @@ class RemoteModel:
         """The predictions for one or two calls of this model, which are all calls of this step at this time."""
         GROUPS.client(self.devices).begin_step(model_call.step)
         try:
-            return self._predict(model_call, calls)
+            return self._predict(model_call, self.forecasts.with_copies(calls))
         finally:
             if model_call.schedule is None:                    # called outside of a sampler: no run will end
                 self._forget_conditioning()
