@@ -39,10 +39,8 @@ def test_a_rank_holds_what_its_card_has_room_for_and_what_was_forecast(name, lay
     assert counted.weight_bytes == max(fit.weights)
     assert abs(counted.weight_bytes + counted.peak_bytes - max(fit.weights) - fit.run_bytes) < ALLOWED * (
         counted.weight_bytes + counted.peak_bytes)
-    # no copy of a block more than its weights; of three the second has a buffer of its own, in which it stays
-    plan = fit.subject.plan_of(1, fit.weights_memory)
-    stays = plan.offloaded_bytes // 3 if len(plan.blocks) == 3 else 0
-    assert counted.come_bytes == fit.hold[1][0] - stays
+    # no copy of a block more than its weights
+    assert counted.come_bytes == fit.hold[1][0]
 
 
 @pytest.mark.parametrize("name, card_gb", [

@@ -14,7 +14,7 @@ from xdit_backend.dry_run.rank import outline
 from xdit_backend.forecast.choice import Machine, forecast
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
 from xdit_backend.forecast.memory import DEFAULT_SETTINGS, Memory, room_of
-from xdit_backend.forecast.offloading import NUM_BUFFERS, offloaded_memory, plan_offload, step_seconds
+from xdit_backend.forecast.offloading import NUM_BUFFERS, num_buffers, offloaded_memory, plan_offload, step_seconds
 from xdit_backend.forecast.planner import EVERYWHERE, Devices, Spread, choose_spread, plan_run, usual_job
 from xdit_backend.forecast.words import weights_words
 from xdit_backend.protocol.specs import Stages
@@ -25,7 +25,7 @@ MS_10 = dict.fromkeys(range(40), 10.0)
 def held_bytes(plan, sizes, beside_bytes):
     """What the device holds, counted anew."""
     stays = sum(size for block, size in sizes.items() if block not in plan.blocks)
-    return beside_bytes + stays + NUM_BUFFERS * max((sizes[block] for block in plan.blocks), default=0)
+    return beside_bytes + stays + num_buffers(len(plan.blocks)) * max((sizes[block] for block in plan.blocks), default=0)
 
 
 def spread(count, blocks=40):
@@ -45,7 +45,7 @@ def test_weights_keep_to_the_budget_wherever_some_choice_does(sizes):
         assert plan.device_bytes + plan.offloaded_bytes - plan.buffer_bytes == 10 + sum(sizes.values())
         assert plan.device_bytes <= budget or (plan.device_bytes == least and budget < least)
     of_choices = [10 + sum(sizes.values()) - sum(sizes[block] for block in chosen)
-                  + min(NUM_BUFFERS, len(chosen)) * max((sizes[block] for block in chosen), default=0)
+                  + num_buffers(len(chosen)) * max((sizes[block] for block in chosen), default=0)
                   for chosen in choices]
     assert least == min(of_choices)
 
@@ -54,7 +54,9 @@ def test_nothing_comes_where_all_fits_and_no_more_than_is_needed():
     sizes = dict(enumerate([7] * 12))
 
     assert plan_offload(sizes, sizes, 10, 94).blocks == ()
-    assert len(plan_offload(sizes, sizes, 10, 93).blocks) == NUM_BUFFERS + 1
+    # of three, one would stay in the second buffer
+    assert plan_offload(sizes, sizes, 10, 93).blocks == plan_offload(sizes, sizes, 10, 87).blocks == (0, 6)
+    assert [plan_offload(sizes, sizes, 10, budget).offloaded_bytes for budget in (93, 87, 86, 80)] == [14, 14, 28, 28]
     assert len(plan_offload(sizes, sizes, 10, 60).blocks) == NUM_BUFFERS + 5
     assert plan_offload({}, {}, 10, 0).device_bytes == 10
 
@@ -120,6 +122,9 @@ def test_forecasts_count_what_a_plan_of_blocks_would_hold(room):
     memory = offloaded_memory(NET, needed, room, math.inf)
 
     assert memory.total <= room
+    little = offloaded_memory(NET, needed, NET.weight_bytes + 1.5e9 - a_block / 2, math.inf)
+    assert little.come == NUM_BUFFERS * a_block and len(plan_offload(
+        sizes, sizes, int(NET.outside_bytes), NET.weight_bytes - a_block / 2).blocks) == NUM_BUFFERS
     assert abs(memory.come - plan.offloaded_bytes) <= a_block and abs(memory.weights - plan.device_bytes) <= a_block
     assert offloaded_memory(NET, needed, NET.outside_bytes + 1.5e9, math.inf) is None
     assert offloaded_memory(NET, needed, 40e9, math.inf) == needed

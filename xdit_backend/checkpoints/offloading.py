@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..forecast.offloading import NUM_BUFFERS
+from ..forecast.offloading import num_buffers
 from ..protocol.errors import CheckpointError, CopyError
 
 ALIGNMENT = 512                            # bytes; of a weight's place in a buffer, as torch's allocator has it
@@ -67,8 +67,8 @@ class OffloadedBlocks:
     maps of.
     """
 
-    def __init__(self, device, copies, num_buffers=NUM_BUFFERS, files=()):
-        self._device, self._copies, self._num_buffers = device, copies, num_buffers
+    def __init__(self, device, copies, files=()):
+        self._device, self._copies = device, copies
         self._blocks: dict[int, OffloadedBlock] = {}
         self._buffers: list[Buffer] = []
         self._order: list[int] = []
@@ -95,7 +95,7 @@ class OffloadedBlocks:
     def buffer_bytes(self):
         """Bytes of the device that the buffers take, when they are there."""
         sizes = [block.num_bytes for block in self._blocks.values()]
-        return min(self._num_buffers, len(sizes)) * max(sizes, default=0)
+        return num_buffers(len(sizes)) * max(sizes, default=0)
 
     @property
     def device_bytes(self):
@@ -146,7 +146,7 @@ class OffloadedBlocks:
             return
         sizes = [block.num_bytes for block in self._blocks.values()]
         self._buffers = [Buffer(torch.empty(max(sizes), dtype=torch.uint8, device=self._device))
-                         for _ in range(min(self._num_buffers, len(sizes)))]
+                         for _ in range(num_buffers(len(sizes)))]
         for number, block in enumerate(self._blocks.values()):
             block.buffer, start = number % len(self._buffers), 0
             memory = self._buffers[block.buffer].memory
