@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -40,7 +40,7 @@ from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.segments import SegmentStore
-from xdit_backend.protocol.specs import Layout, Stages
+from xdit_backend.protocol.specs import Layout, Stages, WeightCopies
 
 SILENCE_S = 8                              # after which a stopped worker is noticed; 60 for people
 START_S = 90                               # after which a start is given up; 300 for people
@@ -54,6 +54,8 @@ LAYOUTS = {2: {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulys
                "pipefusion x ulysses": Layout(pipefusion_degree=2, ulysses_degree=2),
                "pipefusion x tensor": Layout(pipefusion_degree=2, tensor_degree=2),
                "data x displaced": Layout(data_degree=2, displaced_degree=2)}}
+# whose ranks bring a part each of weights that come, and exchange them
+SHARING = {"ulysses", "displaced", "cfg x ulysses", "pipefusion x ulysses"}
 # whose weights come from host memory in every step
 COMING = {"cfg", "ulysses", "tensor", "pipefusion", "displaced", "cfg x ulysses", "pipefusion x ulysses"}
 PHASES = ("idle", "starting", "loading", "computing", "decoding")
@@ -141,15 +143,16 @@ class Host:
         if phase == "decoding":
             vae = Autoencoder("vae", "float64", lambda: self._vae)
             return self.client.autoencoders.decode(vae, self._latent, (2, 192, 192, 3)).clone()
-        call, spec, degrees = Call(self.one.latent, self.one.timestep,
-                                   self.one.conditioning), self.spec(layout), self.layouts[layout]
+        call = Call(self.one.latent, self.one.timestep, self.one.conditioning,
+                    copies=WeightCopies(is_shared=layout in SHARING))
+        spec, degrees = self.spec(layout), self.layouts[layout]
         patches = cut_patches(self.one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None
         try:
             if degrees.cfg_degree == 1:
                 return sample(self.client, Model(spec, 4, 1000.0), call, Sampling(SIGMAS), Method(degrees, 1, patches))
             x = call.latent
             for sigma, following in zip(SIGMAS, SIGMAS[1:]):
-                asked = Call(x, torch.full((2,), 1000.0 * sigma, dtype=x.dtype), call.conditioning)
+                asked = replace(call, latent=x, timestep=torch.full((2,), 1000.0 * sigma, dtype=x.dtype))
                 x = x + (following - sigma) * sum(self.client.predict(spec, degrees, 4, [asked, asked])).to(x.dtype)
             return x
         finally:

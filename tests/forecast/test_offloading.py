@@ -25,7 +25,8 @@ MS_10 = dict.fromkeys(range(40), 10.0)
 def held_bytes(plan, sizes, beside_bytes):
     """What the device holds, counted anew."""
     stays = sum(size for block, size in sizes.items() if block not in plan.blocks)
-    return beside_bytes + stays + num_buffers(len(plan.blocks)) * max((sizes[block] for block in plan.blocks), default=0)
+    largest = max((sizes[block] for block in plan.blocks), default=0)
+    return beside_bytes + stays + num_buffers(len(plan.blocks)) * largest
 
 
 def spread(count, blocks=40):

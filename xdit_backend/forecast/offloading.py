@@ -80,7 +80,8 @@ def step_seconds(compute_s, copy_s, offloaded, count=None):
     """Seconds of a step, when many follow each other.
 
     compute_s, copy_s: {block: seconds of running it, of copying its weights}. offloaded: sorted, of those blocks.
-    count: of buffers; None: num_buffers. Copies are made one after the other; a buffer's next one begins when the block that it holds has run.
+    count: of buffers; None: num_buffers. Copies are made one after the other; a buffer's next one begins when the block
+    that it holds has run.
     """
     place = {block: number for number, block in enumerate(offloaded)}
     count = count or num_buffers(len(offloaded))
