@@ -60,7 +60,7 @@ class Forecasts:
 
     def with_copies(self, calls):
         """These calls, with how their weights come from host memory: as the devices were measured and this run is
-        planned, from its second step on."""
+        planned."""
         setup, plan = self._setup, self.plan or self.staged
         machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, False) if setup.spec.weights_memory else None
         if machine is None:

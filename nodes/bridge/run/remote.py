@@ -247,19 +247,20 @@ class RemoteModel:
         """The predictions for one or two calls of this model, which are all calls of this step at this time."""
         GROUPS.client(self.devices).begin_step(model_call.step)
         try:
-            return self._predict(model_call, self.forecasts.with_copies(calls))
+            return self._predict(model_call, calls)
         finally:
             if model_call.schedule is None:                    # called outside of a sampler: no run will end
                 self._forget_conditioning()
 
     def _predict(self, model_call, calls):
         if self.spec.stages is not None:
-            return self._predict_in_stages(model_call, calls)
+            return self._predict_in_stages(model_call, self.forecasts.with_copies(calls))
         latent, conditioning = calls[0].latent, calls[0].conditioning
         num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
         plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
+        calls = self.forecasts.with_copies(calls)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
         if together:
             layout = branches_together(layout)
