@@ -247,14 +247,15 @@ class OffloadedBlocks:
     def _pairs(self, block):
         """[(host memory, its place in the buffer)] of what this rank copies of a block: its part, and what is left at
         the end. A weight with gaps, which has no bytes in a row, is copied in whole by all."""
-        pairs = [(_flat(host_copy), _flat(view)) for host_copy, view in zip(block.host_copies, block.views)]
+        pairs = [(_flat(host_copy), _flat(view)) if _is_dense(host_copy) else (host_copy, view)
+                 for host_copy, view in zip(block.host_copies, block.views)]
         if self._sharing is None:
             return pairs
         part_bytes = self._part_bytes(block)
         first, shared = self._sharing.rank * part_bytes, self._sharing.num_ranks * part_bytes
         own, start = [], 0
         for source, target in pairs:
-            if source.is_contiguous():
+            if _is_dense(source):
                 source, target = source.view(torch.uint8), target.view(torch.uint8)
                 pieces = [slice(max(0, begin - start), max(0, end - start))
                           for begin, end in ((first, first + part_bytes), (shared, block.num_bytes))]
@@ -282,5 +283,5 @@ def view_of(memory, like):
 
 
 def _flat(tensor):
-    """A tensor as it lies in memory, where it leaves no gaps: pieces of it are then in one piece."""
-    return tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor
+    """A tensor without gaps as it lies in memory: pieces of it are then in one piece."""
+    return tensor.as_strided((tensor.numel(),), (1,))
