@@ -1,15 +1,17 @@
-"""Workers and hosts killed, stopped and cancelled, files written to, cut short and removed, and workers that get no
-more memory, at random moments: a run ends in time with its picture or in words, the next is right.
+"""Workers and hosts killed, stopped and cancelled, files written to, cut short and removed, copies of weights that
+fail, and workers that get no more memory, at random moments: a run ends in time with its picture or in words, the next
+is right.
 
-    OMP_NUM_THREADS=1 python -m tests.faults [--first N] [--count N] [--workers 2 or 4]
+    OMP_NUM_THREADS=1 python -m tests.faults [--first N] [--count N] [--workers 2 or 4] [--coming]
 
-draws faults by their numbers and prints what came of them; the same number draws the same fault. What is left behind at
-the end, processes, files, open files or threads, counts as a failure too; of a host that was killed, after each.
-tests/host/test_faults.py runs a few.
+draws faults by their numbers and prints what came of them; the same number draws the same fault. --coming: as many of
+those that meet steps whose weights come from host memory. What is left behind at the end, processes, files, open files
+or threads, counts as a failure too; of a host that was killed, after each. tests/host/test_faults.py runs a few.
 """
 
 import argparse
 import collections
+import itertools
 import os
 import random
 import signal
@@ -18,15 +20,14 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 
 from tests.conftest import ROOT, left_behind, still_there
+from tests.fault_strikes import can_fail_copies, cut_short, fail_copies, removed, without_memory, written_to
 from tests.models.zoo import example
 from tests.worker_processes import below
 from xdit_backend.bench.sampler import Method, Model, Sampling, sample
@@ -39,7 +40,7 @@ from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.segments import SegmentStore
-from xdit_backend.protocol.specs import Layout, Stages
+from xdit_backend.protocol.specs import Layout, Stages, WeightCopies
 
 SILENCE_S = 8                              # after which a stopped worker is noticed; 60 for people
 START_S = 90                               # after which a start is given up; 300 for people
@@ -53,18 +54,21 @@ LAYOUTS = {2: {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulys
                "pipefusion x ulysses": Layout(pipefusion_degree=2, ulysses_degree=2),
                "pipefusion x tensor": Layout(pipefusion_degree=2, tensor_degree=2),
                "data x displaced": Layout(data_degree=2, displaced_degree=2)}}
+# whose ranks bring a part each of weights that come, and exchange them
+SHARING = {"ulysses", "displaced", "cfg x ulysses", "pipefusion x ulysses"}
 # whose weights come from host memory in every step
 COMING = {"cfg", "ulysses", "tensor", "pipefusion", "displaced", "cfg x ulysses", "pipefusion x ulysses"}
 PHASES = ("idle", "starting", "loading", "computing", "decoding")
 LONGEST_S = {"idle": 0.0, "starting": 3.0, "loading": 0.3, "computing": 1.5, "decoding": 0.4}          # until a fault
 OF_FILES = ("write to file", "cut file", "remove file")       # while weights come from it
-FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun", "kill forkserver", "kill host", *OF_FILES, "memory")
+FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun", "kill forkserver", "kill host", *OF_FILES, "memory",
+          "copy")
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "stop": signal.SIGSTOP, "kill torchrun": signal.SIGKILL,
            "kill forkserver": signal.SIGKILL}
 HOST_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV, signal.SIGINT)
 GONE_S = 5                                 # after which nothing of a host that was killed runs
 NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("decoding", "kill host"),
-         *((phase, kind) for phase in PHASES if phase != "computing" for kind in (*OF_FILES, "memory"))}
+         *((phase, kind) for phase in PHASES if phase != "computing" for kind in (*OF_FILES, "memory", "copy"))}
 # what errors say, each one of these
 SAID = dict.fromkeys(FAULTS, ("queue the prompt again", "while starting", "use a smaller latent", "is cut short"))
 SAID["write to file"] = ("was written to while a run had weights come from it",)
@@ -93,6 +97,11 @@ class Fault:
         """What is run."""
         return "decode" if self.phase == "decoding" else self.layout
 
+    @property
+    def meets_weights(self):
+        """Is it drawn for steps whose weights come from host memory?"""
+        return self.phase == "computing" and self.layout in COMING
+
     def __str__(self):
         whom = "" if " " in self.kind or self.kind == "cancel" else f" rank {self.rank}"
         return f"{self.number}: {self.kind}{whom} while {self.phase} under {self.layout}, after {self.delay_s:.2f} s"
@@ -102,7 +111,7 @@ def draw(number, num_workers=2):
     rng = random.Random(number)
     phase = rng.choice(PHASES)
     kind = rng.choice([kind for kind in FAULTS if (phase, kind) not in NEVER])
-    layouts = [name for name in LAYOUTS[num_workers] if kind not in OF_FILES or name in COMING]
+    layouts = [name for name in LAYOUTS[num_workers] if kind not in (*OF_FILES, "copy") or name in COMING]
     return Fault(number, rng.choice(layouts), phase, kind, rng.randrange(num_workers),
                  rng.uniform(0, LONGEST_S[phase]))
 
@@ -134,15 +143,16 @@ class Host:
         if phase == "decoding":
             vae = Autoencoder("vae", "float64", lambda: self._vae)
             return self.client.autoencoders.decode(vae, self._latent, (2, 192, 192, 3)).clone()
-        call, spec, degrees = Call(self.one.latent, self.one.timestep,
-                                   self.one.conditioning), self.spec(layout), self.layouts[layout]
+        call = Call(self.one.latent, self.one.timestep, self.one.conditioning,
+                    copies=WeightCopies(is_shared=layout in SHARING))
+        spec, degrees = self.spec(layout), self.layouts[layout]
         patches = cut_patches(self.one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None
         try:
             if degrees.cfg_degree == 1:
                 return sample(self.client, Model(spec, 4, 1000.0), call, Sampling(SIGMAS), Method(degrees, 1, patches))
             x = call.latent
             for sigma, following in zip(SIGMAS, SIGMAS[1:]):
-                asked = Call(x, torch.full((2,), 1000.0 * sigma, dtype=x.dtype), call.conditioning)
+                asked = replace(call, latent=x, timestep=torch.full((2,), 1000.0 * sigma, dtype=x.dtype))
                 x = x + (following - sigma) * sum(self.client.predict(spec, degrees, 4, [asked, asked])).to(x.dtype)
             return x
         finally:
@@ -202,6 +212,9 @@ class Host:
             self._undo = {"write to file": written_to, "cut file": cut_short, "remove file": removed}[fault.kind](
                 self._header.files[0])
             return
+        if fault.kind == "copy":
+            self._undo = fail_copies(self.folder, fault.rank)
+            return
         victim = below(os.getpid(), self._others).get(fault.kind.removeprefix("kill ") if " " in fault.kind
                                                       else fault.rank)
         if victim is not None and fault.kind in SIGNALS:
@@ -213,46 +226,6 @@ class Host:
 def check_words(error, fault):
     """Does an error say what such a fault has to?"""
     assert any(words in str(error).lower() for words in SAID[fault.kind]), f"{fault}: {error}"
-
-
-def written_to(path):
-    """Overwrite a part of a file; returns what undoes it."""
-    was, content = os.stat(path), Path(path).read_bytes()
-    with open(path, "r+b") as file:
-        file.seek(was.st_size // 2)
-        file.write(bytes(min(4096, was.st_size // 2)))
-    return partial(put_back, path, was, content)
-
-
-def cut_short(path):
-    """Cut off the second half of a file; returns what undoes it."""
-    was, content = os.stat(path), Path(path).read_bytes()
-    os.truncate(path, was.st_size // 2)
-    return partial(put_back, path, was, content)
-
-
-def put_back(path, was, content):
-    with open(path, "r+b") as file:
-        file.write(content)
-    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
-
-
-def removed(path):
-    """Remove a file; returns what undoes it."""
-    elsewhere = f"{path}.removed"
-    os.rename(path, elsewhere)
-    return lambda: os.rename(elsewhere, path)
-
-
-def without_memory(process):
-    """Let a process take next to no more memory; returns what undoes it."""
-    limits = process.rlimit(psutil.RLIMIT_AS)
-    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + 2 ** 16, limits[1]))
-
-    def undo():
-        with suppress(psutil.Error):                           # it has ended of it
-            process.rlimit(psutil.RLIMIT_AS, limits)
-    return undo
 
 
 def kill_host(fault, folder, num_workers):
@@ -317,7 +290,7 @@ def suffer_all(numbers, report=lambda text: None, num_workers=2):
     greeting.START_TIMEOUT_S = START_S
     outcomes, before = collections.Counter(), set(left_behind())
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        host = Host(folder, num_workers)
+        undo, host = can_fail_copies(folder), Host(folder, num_workers)
         try:
             assert host.client.group.alive
             held_before = held()
@@ -328,6 +301,7 @@ def suffer_all(numbers, report=lambda text: None, num_workers=2):
             held_after = held()
         finally:
             host.client.close()
+            undo()
     assert not (left := still_there(before)), f"left behind: {sorted(left)}"
     assert all(after <= then + 3
                for after, then in zip(held_after, held_before)), f"files and threads: {held_before}, then {held_after}"
@@ -339,12 +313,16 @@ if __name__ == "__main__":
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2, choices=LAYOUTS)
+    parser.add_argument("--coming", action="store_true", help="faults of steps whose weights come from host memory")
     parser.add_argument("--host", help=argparse.SUPPRESS)
     parser.add_argument("--layout", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.host:
         be_host(options.host, options.layout, options.workers)
-    counts = suffer_all(range(options.first, options.first + options.count),
+    drawn = (number for number in itertools.count(options.first)
+             if not options.coming or draw(number, options.workers).meets_weights)
+    counts = suffer_all(itertools.islice(drawn, options.count),
                         lambda text: print(text, file=sys.stderr, flush=True), options.workers)
     told = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    print(f"{options.count} faults of {options.workers} workers from number {options.first}: {told}")
+    print(f"{options.count} faults{' of weights that come' * options.coming}, {options.workers} workers, from number "
+          f"{options.first}: {told}")

@@ -1,5 +1,6 @@
 """Every family under every method: with weights from host memory a step gives the same bits as with all on the device,
-in float32 and in bfloat16, and no block comes twice a step, of PipeFusion twice a patch, for two branches."""
+in float32 and in bfloat16, and no block comes twice a step, of PipeFusion twice a patch, for two branches. Where ranks
+that hold the same blocks bring a part of each, so do they all."""
 
 import itertools
 import random
@@ -17,18 +18,21 @@ from xdit_backend.checkpoints.block_weights import plan_weights
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
-from xdit_backend.partition import cut_patches, stage_blocks
+from xdit_backend.partition import cut_patches, ranks_by_part, stage_blocks
 from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.segments import SegmentStore, map_segment
 from xdit_backend.protocol.specs import Stages
 from xdit_backend.worker.engine import Engine
+from xdit_backend.worker.weight_groups import can_share
 
 BLOCKS = {2: 8, 3: 12, 4: 12, 8: 12, 10: 15}      # of a tiny model's list of blocks -> of one here
 COUNTS = ("num_layers", "num_single_layers", "n_layers", "num_mmdit_layers", "num_single_dit_layers",
           "num_visual_blocks")
 SIZES = {False: {"rows": 6, "columns": 10}, True: {"rows": 16, "columns": 12}}             # True: of U-Nets
 TYPES = ("float32", "bfloat16")
+LEFT = 1.3                                 # of a rank's part of a block, with what all bring of its end
 STAY = {"half": 0.5, "a tenth": 0.1}       # of the blocks, beside the buffers that the others come through
+STAY["a tenth, shared"] = STAY["a tenth"]  # with WeightCopies.is_shared
 
 
 def deeper(name):
@@ -84,7 +88,8 @@ class Run:
 
 
 def run_of(folder, layout, store, requests, share):
-    spec = folder.spec(layout, 0 if share is None else folder.budget(layout, share))
+    spec = folder.spec(layout, 0 if share is None else folder.budget(layout, STAY[share]))
+    copies = specs.WeightCopies(is_shared=share == "a tenth, shared")
     names, made = [f"{folder.name} {layout} {share} {number}" for number in range(2)], []
     commands = [messages.LoadModel(next(requests), spec)]
     for name, one in zip(names, folder.branches, strict=True):
@@ -103,7 +108,8 @@ def run_of(folder, layout, store, requests, share):
     def step(rows=None, **settings):
         branches = [branch(one, name, rows) for name, one in zip(names, folder.branches, strict=True)]
         patch = None if rows is None else rows[0]
-        commands.append(messages.Predict(next(requests), spec.name, layout, branches, patch, keep=True, **settings))
+        commands.append(messages.Predict(next(requests), spec.name, layout, branches, patch, keep=True, copies=copies,
+                                         **settings))
 
     step()
     step(stale=layout.displaced_degree > 1)
@@ -145,11 +151,12 @@ def check(name, dtype, layouts, world_size=2):
     try:
         with tempfile.TemporaryDirectory() as path, torch.no_grad():
             folder = Folder(name, dtype, Path(path))
-            runs = {(words(layout), share): run_of(folder, layout, store, requests, share and STAY[share])
+            runs = {(words(layout), share): run_of(folder, layout, store, requests, share)
                     for layout in layouts for share in (None, *STAY)}
             ranks = run_ranks(executed, world_size, [(run.spec.name, run.commands) for run in runs.values()])
-        wrong = []
-        for (layout, share), run, *counted in zip(runs, runs.values(), *ranks):
+        wrong, by_run = [], dict(zip(runs, zip(*ranks)))
+        for (layout, share), run in runs.items():
+            counted = by_run[layout, share]
             if share is None:
                 continue
             for made, wanted in zip(run.made, runs[layout, None].made, strict=True):
@@ -161,6 +168,11 @@ def check(name, dtype, layouts, world_size=2):
             steps = sum(isinstance(command, messages.Predict) for command in run.commands)
             if any(came > steps * held + ahead for held, came, ahead in counted):
                 wrong.append(f"{name}, {layout}: a block comes twice a step: {counted}")
+            num_alike = len(ranks_by_part(world_size, run.spec)[0]) if can_share(run.spec, world_size) else 1
+            if share == "a tenth, shared" and num_alike > 1:
+                before = by_run[layout, "a tenth"]
+                if any(came > LEFT * whole / num_alike for (_, came, _), (_, whole, _) in zip(counted, before)):
+                    wrong.append(f"{name}, {layout}: ranks do not share what comes: {counted}, else {before}")
         return wrong
     finally:
         store.close()

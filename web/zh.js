@@ -511,10 +511,12 @@ export const ZH = {
     "更多或更大的设备",
   "{}, or VAE {} (Tiled): {} needs {} GB on each of {} devices, and {} GB are free.":
     "{0}，或使用 VAE {1}（分块）：{2} 在 {4} 个设备上各需要 {3} GB，而有 {5} GB 空闲。",
-  "Use {} devices like these, a smaller picture":
-    "请使用 {0} 个这样的设备、更小的图像",
+  "{}, {} devices like these":
+    "{0}、{1} 个这样的设备",
   "Use a smaller picture":
     "请使用更小的图像",
+  "Use a picture of {} x {} pixels at most":
+    "请使用最大 {0} x {1} 像素的图像",
   "decoding a latent of {} x {}":
     "解码 {0} x {1} 的 latent",
   "encoding {} x {} pixels":

@@ -14,7 +14,7 @@ from xdit_backend.dry_run.rank import outline
 from xdit_backend.forecast.choice import Machine, forecast
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
 from xdit_backend.forecast.memory import DEFAULT_SETTINGS, Memory, room_of
-from xdit_backend.forecast.offloading import NUM_BUFFERS, offloaded_memory, plan_offload, step_seconds
+from xdit_backend.forecast.offloading import NUM_BUFFERS, num_buffers, offloaded_memory, plan_offload, step_seconds
 from xdit_backend.forecast.planner import EVERYWHERE, Devices, Spread, choose_spread, plan_run, usual_job
 from xdit_backend.forecast.words import weights_words
 from xdit_backend.protocol.specs import Stages
@@ -25,7 +25,8 @@ MS_10 = dict.fromkeys(range(40), 10.0)
 def held_bytes(plan, sizes, beside_bytes):
     """What the device holds, counted anew."""
     stays = sum(size for block, size in sizes.items() if block not in plan.blocks)
-    return beside_bytes + stays + NUM_BUFFERS * max((sizes[block] for block in plan.blocks), default=0)
+    largest = max((sizes[block] for block in plan.blocks), default=0)
+    return beside_bytes + stays + num_buffers(len(plan.blocks)) * largest
 
 
 def spread(count, blocks=40):
@@ -45,7 +46,7 @@ def test_weights_keep_to_the_budget_wherever_some_choice_does(sizes):
         assert plan.device_bytes + plan.offloaded_bytes - plan.buffer_bytes == 10 + sum(sizes.values())
         assert plan.device_bytes <= budget or (plan.device_bytes == least and budget < least)
     of_choices = [10 + sum(sizes.values()) - sum(sizes[block] for block in chosen)
-                  + min(NUM_BUFFERS, len(chosen)) * max((sizes[block] for block in chosen), default=0)
+                  + num_buffers(len(chosen)) * max((sizes[block] for block in chosen), default=0)
                   for chosen in choices]
     assert least == min(of_choices)
 
@@ -54,7 +55,9 @@ def test_nothing_comes_where_all_fits_and_no_more_than_is_needed():
     sizes = dict(enumerate([7] * 12))
 
     assert plan_offload(sizes, sizes, 10, 94).blocks == ()
-    assert len(plan_offload(sizes, sizes, 10, 93).blocks) == NUM_BUFFERS + 1
+    # of three, one would stay in the second buffer
+    assert plan_offload(sizes, sizes, 10, 93).blocks == plan_offload(sizes, sizes, 10, 87).blocks == (0, 6)
+    assert [plan_offload(sizes, sizes, 10, budget).offloaded_bytes for budget in (93, 87, 86, 80)] == [14, 14, 28, 28]
     assert len(plan_offload(sizes, sizes, 10, 60).blocks) == NUM_BUFFERS + 5
     assert plan_offload({}, {}, 10, 0).device_bytes == 10
 
@@ -120,6 +123,9 @@ def test_forecasts_count_what_a_plan_of_blocks_would_hold(room):
     memory = offloaded_memory(NET, needed, room, math.inf)
 
     assert memory.total <= room
+    little = offloaded_memory(NET, needed, NET.weight_bytes + 1.5e9 - a_block / 2, math.inf)
+    assert little.come == NUM_BUFFERS * a_block and len(plan_offload(
+        sizes, sizes, int(NET.outside_bytes), NET.weight_bytes - a_block / 2).blocks) == NUM_BUFFERS
     assert abs(memory.come - plan.offloaded_bytes) <= a_block and abs(memory.weights - plan.device_bytes) <= a_block
     assert offloaded_memory(NET, needed, NET.outside_bytes + 1.5e9, math.inf) is None
     assert offloaded_memory(NET, needed, 40e9, math.inf) == needed
@@ -138,7 +144,7 @@ def test_a_step_takes_as_long_as_computing_or_as_its_weights_come():
             assert made.seconds == pytest.approx(max(large.seconds, JOB.steps * made.come_s))
             assert (made.limited_by == "weights") == (host_bytes_s == 1e9)
         alone = replace(CARD, host_bytes_s=host_bytes_s, host_alone_bytes_s=20e9)
-        both = [forecast(NET, JOB, degrees, Machine((alone,) * 2, Links(LINKS.rates)), COMING)
+        both = [forecast(NET, JOB, degrees, Machine((alone,) * 2, Links(dict.fromkeys(LINKS.rates, 2e9))), COMING)
                 for degrees in (Degrees(), Degrees(ulysses=2))] if host_bytes_s else []
         # a card that copies alone, and two at once
         assert [one.memory.come / one.come_s for one in both] == pytest.approx([20e9, host_bytes_s][:len(both)])
@@ -257,13 +263,51 @@ def test_auto_knows_what_comes_from_the_disk():
     assert chosen(ample).degrees.num_patches == 2 and chosen(scarce).degrees.num_patches == 1
 
 
+def two_cards(gather_bytes_s, host_bytes_s=1e9, **links):
+    rates = LINKS.rates | {("gather", 2): gather_bytes_s}
+    return Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(rates, **links))
+
+
+@pytest.mark.parametrize("degrees, num_alike", [(Degrees(ulysses=2), 2), (Degrees(cfg=2), 2), (Degrees(data=2), 2),
+                                                (Degrees(displaced=2), 2), (Degrees(tensor=2), 1),
+                                                (Degrees(pipefusion=2), 1)], ids=str)
+def test_devices_with_fast_links_bring_a_part_each_of_what_all_hold(degrees, num_alike):
+    """What comes takes half as long, and its exchange beside."""
+    # of displaced patches there is no room for more
+    net, job = HALF_TOO_LARGE, JOB if degrees.displaced > 1 else replace(JOB, branches=2, images=2)
+    slow, fast = (forecast(net, job, degrees, two_cards(rate), COMING) for rate in (2.9e9, 100e9))
+
+    assert slow.limited_by == "weights" and not slow.shares_weights and fast.shares_weights == (num_alike == 2)
+    if num_alike == 2:
+        once_s = slow.memory.come * (1 / 2 / 1e9 + 1 / 2 / 100e9)
+        assert fast.come_s == pytest.approx(once_s) and fast.seconds == pytest.approx(JOB.steps * once_s)
+    else:
+        assert fast.seconds == slow.seconds
+
+
+def test_devices_do_not_share_what_comes_where_that_gains_nothing_or_some_rest():
+    two, one_branch = replace(JOB, branches=2, images=2), replace(JOB, images=1)
+    fast = two_cards(100e9)
+    assert forecast(NET, two, Degrees(cfg=2), fast, COMING).shares_weights
+    for job, degrees, machine in (
+            (two, Degrees(cfg=2), two_cards(100e9, 30e9)),     # it is hidden
+            (two, Degrees(), fast),                            # the other card rests
+            (one_branch, Degrees(data=2), fast), (one_branch, Degrees(cfg=2), fast),
+            (two, Degrees(cfg=2), two_cards(100e9, per_machine=1)),
+            (two, Degrees(cfg=2), replace(fast, links=Links({key: rate for key, rate in fast.links.rates.items()
+                                                             if key[0] != "gather"})))):
+        assert not forecast(NET, job, degrees, machine, COMING).shares_weights, (job, degrees, machine)
+
+
 def test_the_node_says_where_weights_are_and_what_they_cost():
     for host_bytes_s, says in ((12e9, "hidden"), (1e9, "which takes")):
-        machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, LINKS)
+        machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, 2e9)))
         chosen = plan_run(ParallelConfig(), machine, NET, replace(JOB, branches=2)).chosen
         words = weights_words(chosen.memory.weights, chosen.memory.come, chosen, JOB.steps)
         # where the link is all that counts, a second card gains nothing
         assert chosen.working == (2 if says == "hidden" else 1)
         assert words.startswith("Weights: 1") and says in words
+    shared = replace(chosen, shares_weights=True)
+    assert ", a part over each device, which send them to each other, " in weights_words(1e9, 2e9, shared, 20)
     assert weights_words(1e9, 2e9, None, 20) == ("Weights: 1 GB of each device, and 2 GB come from host memory in "
                                                  "every step")

@@ -1,6 +1,8 @@
 """Memory of a decode by rows: measured it is what was estimated, a rank has its share of it,
 and what does not fit is refused."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from tests.tolerances import within
 from tests.vae_zoo import KINDS, latent, picture, tiny_vae
 from xdit_backend.parallel import vae_memory
 from xdit_backend.parallel.vae import Pieces, Ranks, decode_rows, encode_rows
-from xdit_backend.parallel.vae_memory import LiveBytes, RowPlanner, free_bytes, meta_copy, need_of
+from xdit_backend.parallel.vae_memory import MARGIN, LiveBytes, RowPlanner, free_bytes, meta_copy, need_of
 from xdit_backend.protocol.errors import ConfigError
 
 SIZE = (1, 48, 8)
@@ -114,7 +116,15 @@ def test_every_rank_refuses_what_does_not_fit_on_one_and_says_what_would_do():
 
     assert first == second
     assert "decoding a latent of 12 x 64 needs" in first and "on each of 2 devices" in first
-    assert any(f"Use {number} devices" in first for number in (7, 8))
+    assert any(f", {number} devices like these, or VAE Decode" in first for number in (7, 8))
+    width, height = map(int, re.search(r"a picture of (\d+) x (\d+) pixels at most, ", first).groups())
+    pixels = 4                                                 # of this tiny VAE, along one side of a row
+    meta_model, rows = meta_copy(tiny_vae("sd", torch.float32)), height // pixels
+    columns = width // pixels
+    assert height % pixels == width % pixels == 0 and rows < 64 and columns == max(2, 12 * rows // 64)
+    needed = [need_of(meta_model, [*shape[:-2], size, max(2, 12 * size // 64)], 1, 2).peak_bytes * MARGIN
+              for size in (rows, rows + max(1, rows // 16))]
+    assert needed[0] <= free / 2 < needed[1]
 
 
 def test_refuses_what_fits_on_no_number_of_devices():

@@ -6,16 +6,30 @@ comes is what is held: float8 or packed bytes, unpacked where they are used.
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
-from ..forecast.offloading import NUM_BUFFERS
+from ..forecast.offloading import num_buffers
 from ..protocol.errors import CheckpointError, CopyError
 
 ALIGNMENT = 512                            # bytes; of a weight's place in a buffer, as torch's allocator has it
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """This rank's place among those that hold the same blocks, of which each brings a part from host memory.
+
+    exchange(rows): rows, (num_ranks, bytes) of the device, have all ranks' own when it returns; before, this rank's
+    alone. A collective: these ranks run the same blocks in the same order, as often.
+    """
+
+    rank: int
+    num_ranks: int
+    exchange: Callable
 
 
 @dataclass
@@ -27,6 +41,8 @@ class Buffer:
     arriving: Future | None = None         # None: they are here
     num_passed: int = 0                    # forwards that have run the block, of those that take turns
     is_used: bool = False                  # have some of them begun it?
+    is_part: bool = False                  # was only this rank's part of the weights copied?
+    needs_exchange: bool = False           # before the block runs
 
 
 @dataclass
@@ -51,12 +67,12 @@ class OffloadedBlocks:
     maps of.
     """
 
-    def __init__(self, device, copies, num_buffers=NUM_BUFFERS, files=()):
-        self._device, self._copies, self._num_buffers = device, copies, num_buffers
+    def __init__(self, device, copies, files=()):
+        self._device, self._copies = device, copies
         self._blocks: dict[int, OffloadedBlock] = {}
         self._buffers: list[Buffer] = []
         self._order: list[int] = []
-        self._num_forwards = 1
+        self._num_forwards, self._sharing = 1, None
         self.copied_bytes = 0              # since the model was loaded
         self._mark, self._waits = (lambda: None), []
         self._files = {file: os.stat(file) for file in files}
@@ -79,7 +95,7 @@ class OffloadedBlocks:
     def buffer_bytes(self):
         """Bytes of the device that the buffers take, when they are there."""
         sizes = [block.num_bytes for block in self._blocks.values()]
-        return min(self._num_buffers, len(sizes)) * max(sizes, default=0)
+        return num_buffers(len(sizes)) * max(sizes, default=0)
 
     @property
     def device_bytes(self):
@@ -130,7 +146,7 @@ class OffloadedBlocks:
             return
         sizes = [block.num_bytes for block in self._blocks.values()]
         self._buffers = [Buffer(torch.empty(max(sizes), dtype=torch.uint8, device=self._device))
-                         for _ in range(min(self._num_buffers, len(sizes)))]
+                         for _ in range(num_buffers(len(sizes)))]
         for number, block in enumerate(self._blocks.values()):
             block.buffer, start = number % len(self._buffers), 0
             memory = self._buffers[block.buffer].memory
@@ -138,6 +154,10 @@ class OffloadedBlocks:
                 weight.data = view_of(memory[start:start + host_copy.nbytes], host_copy)
                 block.views.append(weight.data)
                 start += aligned(host_copy.nbytes)
+
+    def copy_by(self, is_pageable, sharing=None):
+        """How weights come from now on. is_pageable: CopyThread's. sharing: a Sharing; None: this rank brings all."""
+        self._copies.is_pageable, self._sharing = is_pageable, sharing
 
     # --- what the hooks ask ---
 
@@ -148,8 +168,11 @@ class OffloadedBlocks:
         self._order, self._num_forwards = [index for index in self._blocks if index in blocks], num_forwards
         for buffer in self._buffers:
             buffer.num_passed, buffer.is_used = 0, False
-            if buffer.arriving is not None and buffer.arriving.done() and buffer.arriving.exception() is not None:
+            has_failed = buffer.arriving is not None and buffer.arriving.done() and buffer.arriving.exception()
+            if has_failed or (buffer.is_part and self._sharing is None):
                 buffer.holds = buffer.arriving = None
+            # also of what is here in whole: another rank may have run other commands before, and lack it
+            buffer.needs_exchange = self._sharing is not None
         self._fetch_from(0)
 
     def enter(self, index):
@@ -161,20 +184,34 @@ class OffloadedBlocks:
         if buffer.holds != index:                              # not foreseen: blocks before it were passed by
             self._fetch(buffer, index)
         buffer.is_used = True
-        if buffer.arriving is not None:
+        if buffer.arriving is not None or buffer.needs_exchange:
             asked = self._mark()
-            try:
-                self._copies.wait(buffer.arriving)
-            except Exception as error:
-                buffer.holds = None
-                raise CopyError(
-                    f"Queue the prompt again, which starts other workers: the weights of block {index} could not be "
-                    f"copied from host memory to {self._device} ({type(error).__name__}: {error}). If that fails too, "
-                    f"close programs that use host memory, or set weights_memory of xDiT Parallel Config to a larger "
-                    f"number of GB, so that less is copied.") from error
-            finally:
-                buffer.arriving = None
+            if buffer.arriving is not None:
+                self._await(buffer, index)
+            if buffer.needs_exchange:
+                self._exchange(buffer, self._blocks[index])
             self._waits.append((asked, self._mark()))
+
+    def _await(self, buffer, index):
+        try:
+            self._copies.wait(buffer.arriving)
+        except Exception as error:
+            buffer.holds = None
+            raise CopyError(
+                f"Queue the prompt again, which starts other workers: the weights of block {index} could not be copied "
+                f"from host memory to {self._device} ({type(error).__name__}: {error}). If that fails too, close "
+                f"programs that use host memory, or set weights_memory of xDiT Parallel Config to a larger number of "
+                f"GB, so that less is copied.") from error
+        finally:
+            buffer.arriving = None
+
+    def _exchange(self, buffer, block):
+        """Have the parts of the other ranks here, in the order of the device's work: no block runs before, nor is the
+        next one copied into this buffer."""
+        num_ranks, part_bytes = self._sharing.num_ranks, self._part_bytes(block)
+        if part_bytes:
+            self._sharing.exchange(buffer.memory[:num_ranks * part_bytes].view(num_ranks, part_bytes))
+        buffer.is_part = buffer.needs_exchange = False
 
     def leave(self, index):
         """A forward has run a block. After the last one its buffer is the next block's."""
@@ -198,10 +235,35 @@ class OffloadedBlocks:
                     self._fetch(self._buffers[number], index)
 
     def _fetch(self, buffer, index):
-        block = self._blocks[index]
-        buffer.holds, buffer.arriving = index, self._copies.start(
-            [(_flat(host_copy), _flat(view)) for host_copy, view in zip(block.host_copies, block.views)])
-        self.copied_bytes += sum(host_copy.nbytes for host_copy in block.host_copies)
+        pairs = self._pairs(self._blocks[index])
+        buffer.holds, buffer.arriving = index, self._copies.start(pairs)
+        buffer.is_part = buffer.needs_exchange = self._sharing is not None
+        self.copied_bytes += sum(source.nbytes for source, _ in pairs)
+
+    def _part_bytes(self, block):
+        """Of each rank's part of a block."""
+        return block.num_bytes // self._sharing.num_ranks // ALIGNMENT * ALIGNMENT
+
+    def _pairs(self, block):
+        """[(host memory, its place in the buffer)] of what this rank copies of a block: its part, and what is left at
+        the end. A weight with gaps, which has no bytes in a row, is copied in whole by all."""
+        pairs = [(_flat(host_copy), _flat(view)) if _is_dense(host_copy) else (host_copy, view)
+                 for host_copy, view in zip(block.host_copies, block.views)]
+        if self._sharing is None:
+            return pairs
+        part_bytes = self._part_bytes(block)
+        first, shared = self._sharing.rank * part_bytes, self._sharing.num_ranks * part_bytes
+        own, start = [], 0
+        for source, target in pairs:
+            if _is_dense(source):
+                source, target = source.view(torch.uint8), target.view(torch.uint8)
+                pieces = [slice(max(0, begin - start), max(0, end - start))
+                          for begin, end in ((first, first + part_bytes), (shared, block.num_bytes))]
+                own += [(source[piece], target[piece]) for piece in pieces if source[piece].numel()]
+            else:
+                own.append((source, target))
+            start += aligned(source.nbytes)
+        return own
 
 
 def aligned(num_bytes, alignment=ALIGNMENT):
@@ -221,5 +283,5 @@ def view_of(memory, like):
 
 
 def _flat(tensor):
-    """A tensor as it lies in memory, where it leaves no gaps: pieces of it are then in one piece."""
-    return tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor
+    """A tensor without gaps as it lies in memory: pieces of it are then in one piece."""
+    return tensor.as_strided((tensor.numel(),), (1,))

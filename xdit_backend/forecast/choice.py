@@ -15,6 +15,9 @@ WORTH = 1.05                   # times as fast that a layout must be to be prefe
 WORTH_S = 0.3                  # seconds that a layout must save to be called faster than one device
 LIMITS = 0.25                  # of the time, from which on something other than computing limits a run
 ALIKE = 1.15                   # times as fast as another that a device may be and count as its like
+# Devices bring parts of weights to each other where links between them are so many times as fast as the way from host
+# memory, which they may be a part of, and a run is so many times as fast
+FAST_LINKS, SHARING_WORTH = 3.0, 1.1
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Forecast:
     working: int                           # devices that have something to do
     # seconds of a step by patches (else of one) in which weights come from host memory, beside computing
     come_s: float = 0.0
+    # does each device bring a part of those that all hold, and send it to the others?
+    shares_weights: bool = False
 
     @property
     def seconds(self):
@@ -100,20 +105,41 @@ def forecast(net, job, degrees, machine, settings=DEFAULT_SETTINGS):
         needed, fits = (needed, fits) if offloaded is None else (offloaded, True)
     if not needed.come:
         return Forecast(degrees, seconds, needed, fits, group.working)
-    once_s = _come_seconds(needed.come, degrees, machine, group)
     num_patches = 1 if degrees.pipefusion == 1 else degrees.num_patches or degrees.pipefusion
     warmup_steps = min(job.steps, degrees.warmup_steps)
     times = warmup_steps + (job.steps - warmup_steps) * num_patches
-    # what copying takes longer than all else does
-    seconds |= {"weights": max(0.0, times * once_s - sum(seconds.values()))}
-    return Forecast(degrees, seconds, needed, fits, group.working, num_patches * once_s)
+
+    def made(num_sharing):
+        once_s, waits = _come_seconds(needed.come, num_sharing, degrees, machine, group), seconds
+        if num_sharing > 1:                                    # nothing runs beside an exchange, perhaps no copy either
+            exchange_s = needed.come * (num_sharing - 1) / num_sharing / machine.links.rate("gather", num_sharing)
+            once_s, waits = once_s + exchange_s, seconds | {"link": seconds["link"] + times * exchange_s}
+        # what copying takes longer than all else does
+        waits = waits | {"weights": max(0.0, times * once_s - sum(waits.values()))}
+        return Forecast(degrees, waits, needed, fits, group.working, num_patches * once_s, num_sharing > 1)
+    alone, shared = made(1), made(_num_sharing(job, degrees, machine, group))
+    return shared if SHARING_WORTH * shared.seconds < alone.seconds else alone
 
 
-def _come_seconds(come_bytes, degrees, machine, group):
-    """Seconds in which so many bytes of weights come to each rank: from host memory, or, where that has no room for
-    those of all stages and shards, from the disk. Ranks with the same weights read them once."""
+def _num_sharing(job, degrees, machine, group):
+    """How many ranks could each bring a part of the same weights, if all have as much to do. 1: not known to be fast,
+    or not possible, as worker/weight_groups.py has it."""
+    all_work = (degrees.devices == group.working == len(machine.devices) and job.branches % degrees.cfg == 0
+                and job.images % degrees.data == 0)
+    num_sharing, is_measured = degrees.devices // degrees.pipefusion, any(name == "gather"
+                                                                          for name, _ in machine.links.rates)
+    if not all_work or not is_measured or num_sharing == 1 or degrees.tensor > 1 or machine.links.per_machine:
+        return 1
+    is_fast = machine.links.rate("gather", num_sharing) >= FAST_LINKS * group.device.host_bytes_s
+    return num_sharing if is_fast else 1
+
+
+def _come_seconds(come_bytes, num_sharing, degrees, machine, group):
+    """Seconds in which so many bytes of weights come to each rank, of which each of so many ranks copies a part: from
+    host memory, or, where that has no room for those of all stages and shards, from the disk. Ranks with the same
+    weights read them once."""
     device, of_all = group.device, come_bytes * degrees.pipefusion * degrees.tensor
-    copies_s = come_bytes / (group.working == 1 and device.host_alone_bytes_s or device.host_bytes_s)
+    copies_s = come_bytes / num_sharing / (group.working == 1 and device.host_alone_bytes_s or device.host_bytes_s)
     from_disk = of_all > machine.page_bytes and machine.disk_bytes_s
     return max(copies_s, of_all / machine.disk_bytes_s) if from_disk else copies_s
 

@@ -129,6 +129,7 @@ class Device:
     # of copies from host memory, while all devices of the machine copy; 0: not measured, or it is the host itself
     host_bytes_s: float = 0.0
     host_alone_bytes_s: float = 0.0        # while it alone copies; 0: as fast
+    host_pageable: float = 0.0             # 1: these are copies by the driver, and not through page-locked pieces
     # attention by packages that are installed, "sage 128" with heads of 128: times as fast as torch's own
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
 

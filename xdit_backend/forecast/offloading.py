@@ -27,6 +27,12 @@ class OffloadPlan:
     buffer_bytes: int
 
 
+def num_buffers(num_blocks):
+    """Through how many buffers so many blocks come. Of three, one would have the second to itself, and stay there: so
+    two come through one, in the same memory."""
+    return 1 if num_blocks == 2 else min(NUM_BUFFERS, num_blocks)
+
+
 def plan_offload(sizes, costs, beside_bytes, budget_bytes):
     """The OffloadPlan of a rank whose weights may take so many bytes of its device; where none takes so few, the one
     that takes least.
@@ -46,7 +52,7 @@ def plan_offload(sizes, costs, beside_bytes, budget_bytes):
     fitting, least = [], whole
     for most, phase in itertools.product(sorted(set(sizes.values())), range(PHASES)):
         kind = [block for block in blocks if sizes[block] <= most]
-        for count in range(NUM_BUFFERS + 1, len(kind) + 1):
+        for count in (2, *range(4, len(kind) + 1)) if len(kind) > NUM_BUFFERS else ():
             plan = _plan_of(_spread(kind, count, phase / PHASES), sizes, whole.device_bytes)
             least = min(least, plan, key=lambda each: each.device_bytes)
             if plan.device_bytes <= budget_bytes:
@@ -66,27 +72,29 @@ def _spread(kind, count, phase):
 
 def _plan_of(blocks, sizes, whole_bytes):
     offloaded = sum(sizes[block] for block in blocks)
-    buffers = min(NUM_BUFFERS, len(blocks)) * max(sizes[block] for block in blocks)
+    buffers = num_buffers(len(blocks)) * max(sizes[block] for block in blocks)
     return OffloadPlan(blocks, whole_bytes - offloaded + buffers, offloaded, buffers)
 
 
-def step_seconds(compute_s, copy_s, offloaded, num_buffers=NUM_BUFFERS):
+def step_seconds(compute_s, copy_s, offloaded, count=None):
     """Seconds of a step, when many follow each other.
 
     compute_s, copy_s: {block: seconds of running it, of copying its weights}. offloaded: sorted, of those blocks.
-    Copies are made one after the other; a buffer's next one begins when the block that it holds has run.
+    count: of buffers; None: num_buffers. Copies are made one after the other; a buffer's next one begins when the block
+    that it holds has run.
     """
     place = {block: number for number, block in enumerate(offloaded)}
-    users = [offloaded[number::num_buffers] for number in range(num_buffers)]          # of each buffer, in turn
+    count = count or num_buffers(len(offloaded))
+    users = [offloaded[number::count] for number in range(count)]                      # of each buffer, in turn
     there_at, copied_at = {}, 0.0
-    for block in offloaded[:num_buffers]:
+    for block in offloaded[:count]:
         there_at[block] = copied_at = copied_at + copy_s[block]
     now, ends = 0.0, [0.0]
     for _, block in itertools.product(range(SETTLED), sorted(compute_s)):
         now = max(now, there_at.get(block, 0.0)) + compute_s[block]
         if block in place:
-            own = users[place[block] % num_buffers]
-            following = own[(place[block] // num_buffers + 1) % len(own)]
+            own = users[place[block] % count]
+            following = own[(place[block] // count + 1) % len(own)]
             if following != block:
                 there_at[following] = copied_at = max(copied_at, now) + copy_s[following]
         if block == max(compute_s):
@@ -103,10 +111,12 @@ def offloaded_memory(net, needed, room_bytes, weights_memory, num_stages=1):
     """
     beside, outside = needed.keys_values + needed.activations, net.outside_bytes
     room = min(room_bytes - beside, weights_memory)
-    over, buffers = needed.weights - room, NUM_BUFFERS * num_stages * (needed.weights - outside) / net.blocks
+    over, a_block = needed.weights - room, num_stages * (needed.weights - outside) / net.blocks
+    buffers = NUM_BUFFERS * a_block
     if over <= 0:
         return needed
     # each block of a stage would have a buffer of its own, or the buffers alone are too large
     if net.blocks <= NUM_BUFFERS * num_stages or outside + buffers > room:
         return None
-    return replace(needed, weights=room, come=over + buffers)
+    # the first two blocks that come make room for one, each further one for itself
+    return replace(needed, weights=room, come=buffers if over <= a_block else over + buffers)

@@ -6,6 +6,7 @@ from .choice import Machine
 from .cost import COLLECTIVES, Device, Links
 
 SMALL_BYTES, LARGE_BYTES, ACROSS_BYTES = 2 ** 16, 2 ** 24, 2 ** 20        # as in worker/probe.py
+PAGEABLE_WORTH = 1.1           # times as fast that copies by the driver must be, on each device: it may wait meanwhile
 KERNEL, PRODUCT = "kernel ", "product "        # begin names of measure_kernels and measure_products
 # What a rank sends in a collective of a group: of the message's bytes, so much
 SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0,
@@ -22,6 +23,7 @@ def machine_of_probe(ranks, names, memory_bytes, per_machine=0):
     if "round_s" in first:                                     # with others, a step ends when the last one is done
         waits = max(1.0, min(numbers["round_of_all_s"] / numbers["round_s"] for numbers in ranks))
         alone = max(1.0, waits * first["round_s"] / first["round_alone_s"])
+    ranks = _by_faster_copies(ranks)
     devices = tuple(_device(numbers, name, size).slower(waits)
                     for numbers, name, size in zip(ranks, names, memory_bytes))
     rates, latencies = {}, {}
@@ -43,6 +45,16 @@ def machine_of_probe(ranks, names, memory_bytes, per_machine=0):
     return Machine(devices, Links(rates, hidden=hidden, latencies=latencies, per_machine=per_machine), alone)
 
 
+def _by_faster_copies(ranks):
+    """The numbers of each rank, with the rates of copies from host memory by the way that they go in a run: by the
+    driver where it is faster on all devices, else through page-locked pieces."""
+    rates = [(numbers.get("pageable_bytes_s", 0.0), numbers.get("host_bytes_s", 0.0)) for numbers in ranks]
+    if not all(pageable > PAGEABLE_WORTH * staged for pageable, staged in rates):
+        return ranks
+    return [numbers | {"host_bytes_s": numbers["pageable_bytes_s"], "host_pageable": 1.0,
+                       "host_alone_bytes_s": numbers["pageable_alone_bytes_s"]} for numbers in ranks]
+
+
 def _device(numbers, name, memory_bytes):
     rows, short_rows, keys, short_keys = (numbers[key] for key in ("rows", "short_rows", "keys", "short_keys"))
     matrix_s, half_rows = _line(numbers["matrix_s"], numbers["matrix_short_s"], rows, short_rows)
@@ -57,6 +69,7 @@ def _device(numbers, name, memory_bytes):
                   memory_bytes_s=numbers["move_bytes_s"], convolution_flops_s=numbers.get("convolution_flops_s", 0.0),
                   host_bytes_s=numbers.get("host_bytes_s", 0.0),
                   host_alone_bytes_s=numbers.get("host_alone_bytes_s", 0.0),
+                  host_pageable=numbers.get("host_pageable", 0.0),
                   half_rows=half_rows, half_keys=half_keys,
                   block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0,
                   name=name, memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches,

@@ -63,6 +63,8 @@ def weights_words(stay_bytes, come_bytes, chosen, num_steps, num_patches=1):
              f"for each of {num_patches} patches, {num_patches * come_bytes / 1e9:.3g} GB in every step")
     text = (f"Weights: {stay_bytes / 1e9:.3g} GB of each device, and {come_bytes / 1e9:.3g} GB come from host memory "
             f"{often}")
+    if chosen is not None and chosen.shares_weights:
+        text += ", a part over each device, which send them to each other"
     if chosen is None or not chosen.come_s:
         return text
     step_s = (chosen.seconds - chosen.causes["weights"]) / num_steps

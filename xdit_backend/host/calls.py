@@ -30,6 +30,7 @@ class Call:
     compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
     kernel: specs.KernelChoice = field(default_factory=specs.KernelChoice)  # of attention
     exchange: str = exchanges.WHOLE        # in which form attention's tensors travel, one of exchanges.EXCHANGES
+    copies: specs.WeightCopies = field(default_factory=specs.WeightCopies)  # of weights that come from host memory
 
     @property
     def given(self):

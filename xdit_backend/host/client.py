@@ -102,7 +102,8 @@ class Client:
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
                                              speeds=self.workers.speeds, compile_backend=calls[0].compile_backend,
-                                             kernel=calls[0].kernel, exchange=calls[0].exchange),
+                                             kernel=calls[0].kernel, exchange=calls[0].exchange,
+                                             copies=calls[0].copies),
             segments, answering, self._step)
         return CallHandle(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(extra_outputs))
 

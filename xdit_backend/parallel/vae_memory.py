@@ -21,6 +21,7 @@ from .vae import Pieces, decode_rows, encode_rows, num_parts, split_dim
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
 HEADROOM = 1.5                 # so much, and what convolutions take beside their output need not be kept small
 MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
+MOST_TRIED = 16                # a size is found to this part of it
 MIN_ROWS = 2                   # of the latent: an image of one row cannot be padded by reflection
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
 
@@ -218,10 +219,36 @@ def _does_not_fit(meta_vae, shape, scale, num_ranks, need, free_bytes):
     half_rows = -(-rows // (2 * num_ranks))
     row_bytes = (needed_bytes - half.peak_bytes * MARGIN) / max(1, own_rows - half_rows)
     rows_that_fit = own_rows - (needed_bytes - free_bytes) / row_bytes if row_bytes > 0 else 0
-    hint = f"Use {-(-rows // int(rows_that_fit))} devices like these, a smaller picture" if rows_that_fit >= 1 else \
-        "Use a smaller picture"
+    largest = _largest_that_fits(meta_vae, shape, scale, num_ranks, free_bytes)
+    hint = f"Use a picture of {largest[0]} x {largest[1]} pixels at most" if largest else "Use a smaller picture"
+    if rows_that_fit >= 1:
+        hint = f"{hint}, {-(-rows // int(rows_that_fit))} devices like these"
     return (f"{hint}, or VAE {'Decode' if scale == 1 else 'Encode'} (Tiled): {what}{frames} needs "
             f"{needed_bytes / 2**30:.1f} GB on each of {num_ranks} devices, and {free_bytes / 2**30:.1f} GB are free.")
+
+
+def _largest_that_fits(meta_vae, shape, scale, num_ranks, free_bytes):
+    """(width, height) in pixels of the largest picture of about these proportions, and as many frames, that would fit;
+    None where none would. Tried at numbers of rows of the latent between one and those that do not fit."""
+    rows, columns = shape[-2] // scale, shape[-1] // scale
+    fits, too_many = 0, rows
+    while too_many - fits > max(1, fits // MOST_TRIED):
+        tried = (fits + too_many) // 2
+        sizes = [tried * scale, max(MIN_ROWS, columns * tried // rows) * scale]
+        if need_of(meta_vae, [*shape[:-2], *sizes], scale, num_ranks).peak_bytes * MARGIN <= free_bytes:
+            fits = tried
+        else:
+            too_many = tried
+    if fits < MIN_ROWS:
+        return None
+    pixels = scale if scale > 1 else pixels_of(meta_vae, shape)
+    return max(MIN_ROWS, columns * fits // rows) * pixels, fits * pixels
+
+
+def pixels_of(meta_vae, shape):
+    """Along one side of a latent row, of a decode."""
+    given = torch.empty((1, shape[1], *[1] * (len(shape) - 4), 8, 8), dtype=meta_vae.dtype, device="meta")
+    return decode_rows(meta_vae, given).tensor.shape[-2] // 8
 
 
 def _least(free_bytes, ranks, device):

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from .errors import XDiTError
 from .exchanges import WHOLE
 from .segments import Segment
-from .specs import RESULT, AutoencoderSpec, Branch, Change, KernelChoice, Layout, ModelSpec, Patch
+from .specs import RESULT, AutoencoderSpec, Branch, Change, KernelChoice, Layout, ModelSpec, Patch, WeightCopies
 from .strict import STRICT, Natural, Printable, Rank, Share, Speed
 
 JOINING = "joining the devices"                                # the Phase in which a worker joins the others
@@ -115,6 +115,7 @@ class Predict:
     compile_backend: str = ""      # of torch.compile: blocks run as its graphs; "": as they are
     kernel: KernelChoice = dataclasses.field(default_factory=KernelChoice)      # of attention
     exchange: str = WHOLE          # in which form attention's tensors travel, one of exchanges.EXCHANGES
+    copies: WeightCopies = dataclasses.field(default_factory=WeightCopies)      # of weights that come from host memory
 
 
 @dataclass(frozen=True, config=STRICT)

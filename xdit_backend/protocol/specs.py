@@ -119,6 +119,16 @@ class KernelChoice:
 
 
 @dataclass(frozen=True, config=STRICT)
+class WeightCopies:
+    """How weights of blocks come from host memory to a device."""
+
+    is_pageable: bool = False      # by CUDA's driver from where they are; else through page-locked pieces
+    # ranks that hold the same bring a part each, and send it to the others; where these are not all busy alike, each
+    # brings all
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, config=STRICT)
 class Nag:
     """Normalized Attention Guidance between two of the parts of a batch, which has num_parts of the same size."""
 

@@ -88,6 +88,10 @@ class StagingBuffers:
             place.copy_(piece, non_blocking=True)
             travelled.record()
 
+    def copy_pageable(self, source, target):
+        """As `copy`, by CUDA's driver from where the source is: for a thread that may wait for its stream."""
+        target.copy_(source)
+
     def to_host(self, source, target):
         """Copy a tensor of the device into `target`, host memory of the same shape and any dtype.
         It is there on return."""

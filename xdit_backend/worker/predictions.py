@@ -19,6 +19,7 @@ from ..protocol.segments import map_segment
 from ..protocol.specs import BY_KERNEL, Branch
 from ..protocol.transfers import on_device
 from .clock import Clock
+from .weight_groups import WeightGroups
 
 
 class Part(NamedTuple):
@@ -41,6 +42,7 @@ class Predictions:
         self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
         self._staging, self._clock, self._timeline = staging, Clock(device), timeline
         self._kernel = KernelUse()         # of the command at hand
+        self._weight_groups = WeightGroups(world_size)
         self._most_kept_bytes = 0          # in the run at hand or the last one
 
     @property
@@ -95,6 +97,8 @@ class Predictions:
         """Post the receives of a Predict ahead; False where what it needs is not here yet."""
         if command.layout not in self._meshes or command.model not in self._models:
             return False
+        if command.copies.is_shared and not self._weight_groups.has(self._models[command.model].transformer.spec):
+            return False
         if any(branch.conditioning not in self._conditioning for branch in command.branches):
             return False
         self._post_receives(command)
@@ -107,6 +111,9 @@ class Predictions:
         self._kernel = KernelUse(command.kernel.name, command.kernel.is_required, self._kernel.modules)
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
         start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
+        sharing = self._weight_groups.sharing(command, mesh, loaded.transformer.spec, traffic)
+        if offloaded is not None:
+            offloaded.copy_by(command.copies.is_pageable, sharing)
         try:
             self._post_receives(command)
         finally:

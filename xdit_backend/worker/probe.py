@@ -21,6 +21,7 @@ from ..checkpoints.layers import FORMATS, Layer
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.kernels import KernelUse, attend, unusable
 from ..distributed.mesh import group_timeout
+from ..protocol.copies import CopyThread
 from ..protocol.specs import SDPA
 from ..protocol.transfers import StagingBuffers
 
@@ -250,20 +251,27 @@ def measure_launches(watch):
 
 def measure_host_copies(watch):
     """Bytes a second of weights that come from host memory to this device, while those of all others do, and alone:
-    all share the host's memory, and some a link to it. The memory is this process's, which the system places near."""
-    staging = StagingBuffers(watch.device)
+    all share the host's memory, and some a link to it. Through page-locked pieces ("host_bytes_s",
+    "host_alone_bytes_s") and by the driver ("pageable_..."), in the thread that copies in a run. The memory is this
+    process's, which the system places near."""
+    thread = CopyThread(watch.device, StagingBuffers(watch.device))
     source = torch.ones(HOST_BYTES, dtype=torch.uint8)
     target = torch.empty(HOST_BYTES, dtype=torch.uint8, device=watch.device)
-    rates = {"host_bytes_s": HOST_BYTES / watch.seconds({"": lambda: staging.copy(source, target)}, repeats=1)[""]}
+
+    def copy(is_pageable):
+        thread.is_pageable = is_pageable
+        thread.wait(thread.start([(source, target)]))
+    works = {"host": functools.partial(copy, False), "pageable": functools.partial(copy, True)}
+    rates = {f"{way}_bytes_s": HOST_BYTES / seconds for way, seconds in watch.seconds(works, repeats=1).items()}
     for turn in range(watch.world_size):
         if watch.together:
             dist.barrier()
-        if turn == watch.rank:
+        for way, work in works.items() if turn == watch.rank else ():
             started_s = time.perf_counter()
             for _ in range(ALONE):
-                staging.copy(source, target)
+                work()
             watch.done()
-            rates["host_alone_bytes_s"] = ALONE * HOST_BYTES / (time.perf_counter() - started_s)
+            rates[f"{way}_alone_bytes_s"] = ALONE * HOST_BYTES / (time.perf_counter() - started_s)
     return rates
 
 

@@ -9,6 +9,7 @@ from ....xdit_backend.forecast.calibration import KNOWN, NEW, Calibration, calib
 from ....xdit_backend.forecast.planner import is_long, plan_run
 from ....xdit_backend.forecast.words import measured_words, plan_words, seconds_words
 from ....xdit_backend.host_memory import pages_of
+from ....xdit_backend.protocol.specs import WeightCopies
 from ..supported.attention import kernel_of
 from ..workers.groups import GROUPS
 from .step_times import StepTimes
@@ -56,6 +57,17 @@ class Forecasts:
                                                                      setup.spec.tensor_degree)
             self._cards = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[job]
+
+    def with_copies(self, calls):
+        """These calls, with how their weights come from host memory: as the devices were measured and this run is
+        planned."""
+        setup, plan = self._setup, self.plan or self.staged
+        machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, False) if setup.spec.weights_memory else None
+        if machine is None:
+            return calls
+        copies = WeightCopies(all(device.host_pageable for device in machine.devices),
+                              plan is not None and plan.chosen.shares_weights)
+        return [dataclasses.replace(call, copies=copies) for call in calls]
 
     def num_patches(self, job):
         """Of a run by stages whose weights come from host memory, as is forecast to be fastest; 0: none come, or the

@@ -254,12 +254,13 @@ class RemoteModel:
 
     def _predict(self, model_call, calls):
         if self.spec.stages is not None:
-            return self._predict_in_stages(model_call, calls)
+            return self._predict_in_stages(model_call, self.forecasts.with_copies(calls))
         latent, conditioning = calls[0].latent, calls[0].given
         num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
         plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
+        calls = self.forecasts.with_copies(calls)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
         if together:
             layout = branches_together(layout)
