@@ -50,8 +50,8 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     of all blocks under DistriFusion; of one patch none are kept.
     """
     tokens = job.tokens + (job.text if net.joint else 0)
-    a_block = (net.live or Live()).keys * net.key_share * degrees.batch(job) * tokens * net.width * net.element_bytes
-    a_block /= degrees.ulysses * degrees.tensor
+    a_block = ((net.live or Live()).keys * key_share(net, degrees) * degrees.batch(job) * tokens * net.width
+               * net.element_bytes / degrees.ulysses / degrees.tensor)
     keys_values, host, is_kept = 0.0, 0.0, degrees.pipefusion > 1 and degrees.num_patches != 1
     if is_kept:
         keys_values = settings.cached_steps * a_block * max(stage_counts(net, degrees.pipefusion))
@@ -65,6 +65,14 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values,
                   activations=_live_rows(net, job, degrees, settings) * tokens * net.width * net.element_bytes,
                   host=host)
+
+
+def key_share(net, degrees):
+    """Size of the keys, or values, of a rank's heads to that of its queries. Key heads are repeated where Ulysses ranks
+    would have to share one (parallel/usp.py)."""
+    key_heads = (net.key_heads or net.heads) / degrees.tensor
+    repeats = math.lcm(degrees.ulysses, int(key_heads)) / key_heads if key_heads.is_integer() else 1
+    return net.key_share * repeats
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ def _live_rows(net, job, degrees, settings):
     told, inside = 0.0, max(block, exchange) if sequence > 1 else block
     if degrees.displaced > 1:                                  # all keys and values of a layer, in one piece
         told = _told(live, net.key_share, degrees)
-        with_keys = (2 * net.key_share / degrees.ulysses / degrees.tensor
+        with_keys = (2 * key_share(net, degrees) / degrees.ulysses / degrees.tensor
                      + exchange + UNPACKED / sequence / degrees.displaced)
         # those of the block before are told where this one's are shared; all but the first have no whole beside them
         inside = max(block + told, with_keys, exchange + live.joined * told if sequence > 1 else 0.0)
