@@ -2,9 +2,10 @@
 checkpoint of each that nobody has to have. Used by bench size and by tests.
 
 The numbers of a config that are not here are the defaults of diffusers' class, which are those of the model that it was
-written for: of Flux.1 dev, Flux.2 dev, Qwen-Image, Z-Image, Wan 2.1 14B, HunyuanVideo 1.5, LTX-2, and of all from
-Chroma on. SD3.5's and SDXL's are those of their publishers' config.json; PixArt's text is as wide as
-T5 XXL's.
+written for: of Flux.1 dev, Flux.2 dev, Qwen-Image, Z-Image, Wan 2.1 14B, HunyuanVideo 1.5, LTX-2, and of those from
+Chroma to Cosmos-Predict1. SD3.5's, SDXL's, DiT's and Latte's are those of their publishers' config.json; PixArt's text
+is as wide as T5 XXL's. Others' follow from the header of the published file, by the family's own rules, and of
+ComfyUI's classes all.
 """
 
 import functools
@@ -102,6 +103,9 @@ PUBLISHED = {
         "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288,
         "text_in_dim": 3072}),
     "krea-2": Published("Krea 2", given={"_text_width": 30720}),
+    "hidream-i1": Published("HiDream-I1", tokens=128, given={
+        "in_channels": 16, "out_channels": 16, "caption_channels": [4096, 4096], "_text_width": 4096,
+        "_layer_width": 4096, "llama_layers": [*range(32), *[31] * 16]}),
     "hunyuandit-1.2": Published("HunyuanDiT", tokens=77, given={
         "num_layers": 40, "in_channels": 4, "hidden_size": 1408, "mlp_ratio": 4.3637, "sample_size": 128,
         "use_style_cond_and_image_meta_size": False}),

@@ -124,15 +124,16 @@ def count(checkpoint, spec, layout, rank, run, memory=()):
     with pretended_group(rank, world_size):
         model, packed = outline(checkpoint, spec)
         blocks = own_blocks(model, checkpoint.family, spec, rank, memory)
-        work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1])
+        work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1],
+                          num_experts=dict(model.config).get("num_routed_experts", 0))
         with pretended_cuda(), work:
             loaded = load(checkpoint, spec, model, packed, (blocks, rank % spec.tensor_degree))
             try:
                 return _count(loaded, spec, layout, run, world_size, work)
             except DynamicOutputShapeException as error:
                 raise UnsupportedError(f"{checkpoint.family.name} cannot be counted without a device: what its layers "
-                                       f"compute depends on numbers ({error}), such as which expert a token is sent "
-                                       f"to. Ask python -m xdit_backend plan for a forecast.") from error
+                                       f"compute depends on numbers ({error}), such as how many of them are unlike. "
+                                       f"Ask python -m xdit_backend plan for a forecast.") from error
 
 
 def check_layout(checkpoint, layout):

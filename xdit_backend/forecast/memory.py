@@ -86,7 +86,10 @@ class Live:
     rank's own tokens, block: most in a block by itself; exchange: where Ulysses packs queries, keys and values. keys:
     those and values of one block, which are kept; told: those of the block before with all that they are views of,
     which displaced patches have yet to send. Both where queries have as many heads. own: 1 where tokens of one image
-    are cut without a copy; those of several images are copied, while the first block runs beside the whole.
+    are cut without a copy; those of several images are copied, while the first block runs beside the whole. shared: of
+    one image's, what a batch has once all the time, such as tables of positions; once: that too, outside of the blocks.
+    last: most after the blocks; joined: 1 where keys and values of the block before are still to be sent while Ulysses
+    packs.
     """
 
     alone: float = 15.0
@@ -100,6 +103,7 @@ class Live:
     told: float = 2.0
     own: float = 1.0
     once: float = 0.0
+    shared: float = 0.0
     last: float = 5.0
     joined: float = 0.0
 
@@ -117,7 +121,8 @@ def _live_rows(net, job, degrees, settings):
     live, batch = net.live or Live(), _batch(job, degrees, net.branches_apart, settings.images_apart)
     sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
     if sequence * degrees.displaced == 1:
-        return batch * max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
+        most = max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
+        return _of_batch(most, live.shared, batch)
     residual = max(0.0, live.residual - live.held)
     block = _divided(live.block, residual, degrees)
     exchange = _divided(live.exchange, min(residual, ENTERED, max(0.0, live.exchange - PACKED)), degrees)
@@ -134,8 +139,14 @@ def _live_rows(net, job, degrees, settings):
         # those of the block before are told where this one's are shared; all but the first have no whole beside them
         inside = max(block + told, with_keys, exchange + live.joined * told if sequence > 1 else 0.0)
     own = live.own / sequence / degrees.displaced if batch > 1 else 0.0
-    return max(batch * (live.outside - live.once) + live.once, batch * (min(live.outside, live.last) + told),
-               batch * (live.held + own + inside))
+    return max(_of_batch(live.outside, live.shared + live.once, batch),
+               _of_batch(min(live.outside, live.last) + told, live.shared, batch),
+               _of_batch(live.held + own + inside, live.shared, batch))
+
+
+def _of_batch(live, shared, batch):
+    """What lives at once of a batch. shared: of one image's, what is there once."""
+    return batch * (live - shared) + shared
 
 
 def _told(live, key_share, degrees):
