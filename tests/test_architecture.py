@@ -55,7 +55,7 @@ ARROWS = {
     "xdit_backend.dry_run": {"xdit_backend.worker", "xdit_backend.hooks", "xdit_backend.distributed",
                              "xdit_backend.models", "xdit_backend.vocabulary", "xdit_backend.checkpoints",
                              "xdit_backend.autoencoders", "xdit_backend.forecast", "xdit_backend.partition",
-                             "xdit_backend.protocol"},
+                             "xdit_backend.config", "xdit_backend.protocol"},
     "xdit_backend.bench": {"xdit_backend.dry_run", "xdit_backend.host", "xdit_backend.parallel",
                            "xdit_backend.checkpoints", "xdit_backend.forecast", "xdit_backend.autoencoders",
                            "xdit_backend.config", "xdit_backend.partition", "xdit_backend.demo_model",

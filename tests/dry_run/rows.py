@@ -23,12 +23,13 @@ from xdit_backend.vocabulary.family import Family
 TRANSFORMERS = ("one", "ulysses2", "ring2", "pipefusion2", "tensor2", "displaced2", "ulysses2-ring2",
                 "pipefusion2-ulysses2", "tensor2-ring2")
 UNETS = ("one", "cfg2", "displaced2")
-# Whose shapes depend on numbers that a pretended device does not have: HiDream's experts take the tokens sent to them.
-UNCOUNTED = ("HiDream-I1",)
+# Blocks of a published model that is not alike in all of them, None: all. Every fifth of VACE has one more, every fifth
+# of Wan Animate reads faces, and a fifth of Boogu's have two attentions.
+FEWEST = {"wan2.1-vace-14b-480p": 5, "wan2.2-animate-14b-480p": 5, "boogu-image": None}
 LAYOUTS = {name: [layout for layout in (UNETS if family.is_unet else TRANSFORMERS)
                   if not any(getattr(parse_layout(layout), f"{method}_degree") > 1 for method in family.refused)
                   and ("-" not in layout or name not in ALIKE)]
-           for name, family in FAMILIES.items() if name not in UNCOUNTED}
+           for name, family in FAMILIES.items()}
 # {family: {layout: kernels of a step of its tiny model}}, written by python -m tests.dry_run.kernels
 KERNELS = Path(__file__).with_name("kernels.json")
 # "operation at file.py function", as far as it is the same in all releases of diffusers and ComfyUI: why it is allowed
@@ -61,10 +62,12 @@ def tiny(name):
 @functools.cache
 def published(name, blocks=2):
     """(checkpoint, Run of one branch) of a published model at its usual size, with so many blocks of each kind; None:
-    all. What lives at once does not depend on their number, but for what is kept of each."""
-    model = PUBLISHED[name]
+    all. What lives at once does not depend on their number, but for what is kept of each, and where FEWEST says so."""
+    model, blocks = PUBLISHED[name], blocks and FEWEST.get(name, blocks)
     family: Family = FAMILIES[model.family]
     config = model.config | ({} if blocks is None else {list_.count: blocks for list_ in family.blocks})
+    if "vace_layers" in config:
+        config["vace_layers"] = [layer for layer in config["vace_layers"] if layer < config["num_layers"]]
     if "pos_embed_max_size" in config:                         # a table of weights alone, which takes seconds to make
         config["pos_embed_max_size"] = 64
     shape = latent_shape(family, config, model.size, model.frames)

@@ -2,6 +2,7 @@
 are packed. It mixes no devices, waits nowhere else, sends no more, and takes no more kernels than it has to."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ MASKED = [name for name in LAYOUTS if name != "Mochi" and "attention_mask" in FA
 MASKED_WAITS = {*ALLOWED_WAITS, "copy at transformer_qwenimage.py compute_text_seq_len_from_mask"}     # diffusers' own
 ADDED, ONCE = 4, 2             # kernels for a place, and in a forward: copies to the device and into place, and a sum
 LORA_RANK = 16
+LITTLE = 0.02                  # of the peak
 
 
 def rows(names):
@@ -32,14 +34,18 @@ def rows(names):
 @pytest.mark.parametrize("name, layout", rows(CONTROLLED))
 def test_what_a_controlnet_adds(name, layout):
     checkpoint, run = tiny(name)
-    num_places = len(checkpoint.family.control_shapes(checkpoint.config, run.shape))
+    family, places = checkpoint.family, checkpoint.family.control_shapes(checkpoint.config, run.shape)
     plain, row = (counted((checkpoint, dataclasses.replace(run, has_control=each)), layout, 0)
                   for each in (False, True))
 
     assert row.mixed == {} and row.waits == plain.waits
     assert row.sent_bytes == plain.sent_bytes and row.weight_bytes == plain.weight_bytes
     patches = 4 if "pipefusion" in layout else 1
-    assert 0 < row.kernels - plain.kernels <= (ADDED * num_places + ONCE) * patches
+    assert 0 < row.kernels - plain.kernels <= (ADDED * len(places) + ONCE) * patches
+    # each is there as long as it takes to add it; but where blocks read others' outputs, those it was added to live on
+    reads = family.is_unet or family.plan.skips(family.num_blocks(checkpoint.config))
+    most = 2 * sum(map(math.prod, places.values())) if reads else LITTLE * plain.peak_bytes
+    assert row.peak_bytes - plain.peak_bytes <= most
 
 
 @pytest.mark.parametrize("name, layout", rows(MASKED))
@@ -50,6 +56,7 @@ def test_text_that_is_masked(name, layout):
 
     assert row.mixed == {} and {place_of(wait) for wait in row.waits} <= MASKED_WAITS
     assert row.sent_bytes == plain.sent_bytes and row.kernels > plain.kernels
+    assert row.peak_bytes <= (1 + LITTLE) * plain.peak_bytes
 
 
 @pytest.mark.parametrize("type_, layout", [

@@ -2,10 +2,13 @@
 the host waits where it is allowed to, weights are what arithmetic says to the byte, what is told of bytes that are sent
 is what torch is given, and no more kernels are launched than were."""
 
+import dataclasses
+
 import pytest
 
 from tests.dry_run.rows import ALLOWED_WAITS, LAYOUTS, counted, most_kernels, place_of, tiny, weights_of
-from xdit_backend.protocol.errors import UnsupportedError
+from xdit_backend.hooks import attention
+from xdit_backend.protocol.errors import ConfigError, UnsupportedError
 
 # Of each family one layout, in turn, so that all are among them; the others are for --all.
 ROWS = [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]]
@@ -31,6 +34,26 @@ def test_a_step_on_a_pretended_device(name, layout):
     assert (row.sent_bytes > 0) == (layout not in ("one", "cfg2", "pipefusion2"))              # the last stage's rank
 
 
-def test_a_model_whose_shapes_depend_on_numbers_is_refused():
-    with pytest.raises(UnsupportedError, match="HiDream-I1 cannot be counted without a device"):
-        counted(tiny("HiDream-I1"), "one")
+def test_experts_take_as_many_tokens_each():
+    """Each token goes to two of HiDream-I1's, however many there are: products are as many, but for the choice."""
+    checkpoint, run = tiny("HiDream-I1")
+    few, many = (counted((dataclasses.replace(checkpoint, config=checkpoint.config | {"num_routed_experts": number}),
+                          run), "one") for number in (2, 4))
+
+    assert few.flops < many.flops < 1.01 * few.flops and few.kernels < many.kernels
+    assert set(map(place_of, many.waits)) == {"copy at transformer_hidream_image.py moe_infer"}
+
+
+def test_a_model_whose_shapes_depend_on_numbers_is_refused(monkeypatch):
+    plain = attention.usp_attention
+    monkeypatch.setattr(attention, "usp_attention", lambda query, *others: plain(query * query.unique().numel(),
+                                                                                 *others))
+    with pytest.raises(UnsupportedError, match="PixArt-Sigma cannot be counted without a device"):
+        counted(tiny("PixArt-Sigma"), "ulysses2")
+
+
+def test_a_layout_that_a_family_refuses_is_refused_in_its_words():
+    with pytest.raises(ConfigError, match="Set displaced_degree to 1, and .* xDiT does not run Sana so, because"):
+        counted(tiny("Sana"), "displaced2")
+    with pytest.raises(ConfigError, match="ulysses_degree=3 does not divide PixArt-Sigma's 4 attention heads"):
+        counted(tiny("PixArt-Sigma"), "ulysses3")

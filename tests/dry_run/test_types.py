@@ -62,4 +62,7 @@ def test_a_step_with_weights_of_each_type(type_, layout):
     told = 2 * (2 + 1) * (4096 + 512) if (type_, layout) == ("int8_tensorwise", "tensor2") else 0
     assert row.kernels >= plain.kernels and row.sent_bytes == plain.sent_bytes + 4 * told
     assert row.flops == plain.flops
+    # what is unpacked of a weight, and what it is unpacked by, is there while it is multiplied with
+    largest = 2 * max(map(math.prod, published("flux.1-dev")[0].shapes.values()))
+    assert row.peak_bytes - plain.peak_bytes <= 2 * largest
     assert math.isclose(row.weight_bytes / plain.weight_bytes, BITS[type_] / 16, rel_tol=0.02)

@@ -19,10 +19,10 @@ from ..checkpoints.layers import FORMATS
 from ..checkpoints.net import net_of
 from ..checkpoints.quantise import TYPES
 from ..checkpoints.shares import possible_splits
-from ..config import ParallelConfig, check_weights_memory, refuse_methods, validate_layout
+from ..config import ParallelConfig, check_weights_memory
 from ..dry_run.inputs import conditioning_shapes, latent_shape
 from ..dry_run.published import PUBLISHED
-from ..dry_run.rank import Run, count, outline, stage_ranks, world_size_of
+from ..dry_run.rank import Run, check_layout, count, outline, stage_ranks, world_size_of
 from ..forecast.choice import Machine
 from ..forecast.cost import COLLECTIVES, Device, Links
 from ..forecast.files import read_machine
@@ -36,7 +36,7 @@ from ..forecast.planner import (
     usual_branches,
 )
 from ..partition import FULL
-from ..protocol.errors import ConfigError
+from ..protocol.errors import ConfigError, UnsupportedError
 from ..protocol.specs import Layout
 from .fits import Fit, auto_fit, config_of
 from .plan import WEIGHT_TYPES, most_common, picture_size
@@ -110,7 +110,7 @@ def main(options):
                 for where, times in found.items():
                     waits.setdefault(where, []).append(f"{name} x{times}")
             answers.append(f"{name}{'' if layout is not None else f' ({describe_layout(fit.layout)})'}: {fit.answer()}")
-        except ConfigError as error:
+        except (ConfigError, UnsupportedError) as error:
             answers.append(f"{name}: {error}")
     print("\n".join(answers))
     if options.waits:
@@ -169,11 +169,9 @@ class Subject:
 
     def check(self, layout, machine):
         """Raise ConfigError where a layout cannot be, for the model or on the machine."""
-        family, config = self.checkpoint.family, self.checkpoint.config
         if world_size_of(layout) > len(machine.devices):
             raise ConfigError(f"it takes {world_size_of(layout)} devices, and there are {len(machine.devices)}.")
-        validate_layout(layout, family.num_heads(config), family.name, family.num_key_heads(config))
-        refuse_methods(layout, family.refused, family.name)
+        check_layout(self.checkpoint, layout)
 
 
 def subject_of(options):

@@ -44,11 +44,12 @@ class DeviceWork(TorchDispatchMode):
     operator is given tensors on unlike devices. Both are {text: how often}.
     """
 
-    def __init__(self, others=(), answer=1):
+    def __init__(self, others=(), answer=1, num_experts=0):
         """others: tensors whose bytes are not counted among those held, such as weights. answer: what the host is told
-        where it reads a number of a pretended device, such as how many tokens of a text are not masked."""
+        where it reads a number of a pretended device, such as how many tokens of a text are not masked. num_experts:
+        as many take the same number of tokens each, where a model has experts that tokens are sent to."""
         super().__init__()
-        self._answer = answer
+        self._answer, self._num_experts = answer, num_experts
         self.held_bytes = 0
         self._num_users, self._users = collections.Counter(), {}
         self._others = {tensor.untyped_storage()._cdata for tensor in others}
@@ -75,6 +76,8 @@ class DeviceWork(TorchDispatchMode):
             if name in ANSWERED:
                 return self._answer
             func, args, kwargs = _as_if_all_were_true(func, args, kwargs)
+        if name == "bincount" and self._num_experts:
+            return self._even_counts(given[0])
         made = self._run(func, args, kwargs, given)
         outputs = tensors_in(made)
         if name in ("_to_copy", "copy_"):
@@ -88,6 +91,14 @@ class DeviceWork(TorchDispatchMode):
             if name in NEGATIONS:                              # of what is taken to be true everywhere
                 tensor.is_false = True
         return made
+
+    def _even_counts(self, places):
+        """How many tokens go to each expert, as the host then knows, which waits for it. places: the expert of each."""
+        self.kernels += 1
+        self.waits[f"copy of {8 * self._num_experts} bytes at {line_at()}"] += 1
+        ends = [places.numel() * expert // self._num_experts for expert in range(self._num_experts + 1)]
+        with unset_fake_temporarily():
+            return torch.tensor(ends).diff()
 
     def _run(self, func, args, kwargs, given):
         try:

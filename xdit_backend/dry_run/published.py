@@ -2,9 +2,10 @@
 checkpoint of each that nobody has to have. Used by bench size and by tests.
 
 The numbers of a config that are not here are the defaults of diffusers' class, which are those of the model that it was
-written for: of Flux.1 dev, Flux.2 dev, Qwen-Image, Z-Image, Wan 2.1 14B, HunyuanVideo 1.5, LTX-2, and of all from
-Chroma on. SD3.5's and SDXL's are those of their publishers' config.json; PixArt's text is as wide as
-T5 XXL's.
+written for: of Flux.1 dev, Flux.2 dev, Qwen-Image, Z-Image, Wan 2.1 14B, HunyuanVideo 1.5, LTX-2, and of those from
+Chroma to Cosmos-Predict1. SD3.5's, SDXL's, DiT's and Latte's are those of their publishers' config.json; PixArt's text
+is as wide as T5 XXL's. Others' follow from the header of the published file, by the family's own rules, and of
+ComfyUI's classes all.
 """
 
 import functools
@@ -35,10 +36,11 @@ class Published:
 
     @property
     def config(self):
-        """Arguments of diffusers' class, all of them."""
+        """Arguments of diffusers' class, all of them; of ComfyUI's, those that it has no default of."""
         import diffusers
         family = FAMILIES[self.family]
-        parameters = inspect.signature(getattr(diffusers, family.transformer).__init__).parameters
+        parameters = {} if family.is_comfyuis else inspect.signature(
+            getattr(diffusers, family.transformer).__init__).parameters
         settings = {f"_{name}": values[0] for name, values in family.settings.items()}
         return {name: parameter.default for name, parameter in parameters.items() if name != "self"} | settings | {
             name: rule for name, rule in family.config.rules.items() if not callable(rule)} | self.given
@@ -49,6 +51,17 @@ class Published:
 
 
 WAN_14B = {"text_dim": 4096, "ffn_dim": 13824, "num_layers": 40}
+# under the names of ComfyUI's class
+WAN_14B_OF_COMFYUI = {"out_dim": 16, "dim": 5120, "num_heads": 40, "text_dim": 4096, "freq_dim": 256,
+                      "ffn_dim": 13824, "num_layers": 40, "cross_attn_norm": True}
+COSMOS2_2B = {"num_attention_heads": 16, "rope_scale": (1.0, 4.0, 4.0)}
+KANDINSKY5 = {"in_visual_dim": 16, "out_visual_dim": 16}
+SD15 = {
+    "sample_size": 64, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 768, "layers_per_block": 2,
+    "block_out_channels": (320, 640, 1280, 1280), "attention_head_dim": (8, 8, 8, 8),
+    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    "transformer_layers_per_block": (1, 1, 1, 1)}
 SDXL_BASE = {
     "sample_size": 128, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 2048, "layers_per_block": 2,
     "block_out_channels": (320, 640, 1280), "attention_head_dim": (5, 10, 20), "use_linear_projection": True,
@@ -84,6 +97,61 @@ PUBLISHED = {
     "mochi": Published("Mochi", (848, 480), 163, tokens=256),
     "cogvideox-2b": Published("CogVideoX", (720, 480), 49, tokens=226),
     "cosmos-predict1-7b": Published("Cosmos-Predict1", (1280, 704), 121),
+    "longcat-image": Published("LongCat-Image", given={"num_layers": 10, "num_single_layers": 20}),
+    "pixart-alpha": Published("PixArt-Alpha", tokens=120, given={"caption_channels": 4096}),
+    "ernie-image": Published("ERNIE-Image", tokens=256, given={
+        "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288,
+        "text_in_dim": 3072}),
+    "krea-2": Published("Krea 2", given={"_text_width": 30720}),
+    "hidream-i1": Published("HiDream-I1", tokens=128, given={
+        "in_channels": 16, "out_channels": 16, "caption_channels": [4096, 4096], "_text_width": 4096,
+        "_layer_width": 4096, "llama_layers": [*range(32), *[31] * 16]}),
+    "hunyuandit-1.2": Published("HunyuanDiT", tokens=77, given={
+        "num_layers": 40, "in_channels": 4, "hidden_size": 1408, "mlp_ratio": 4.3637, "sample_size": 128,
+        "use_style_cond_and_image_meta_size": False}),
+    "cosmos-predict2-2b": Published("Cosmos-Predict2", given=COSMOS2_2B),
+    "anima": Published("Anima", given=COSMOS2_2B | {"_conditioner": {
+        "source_dim": 1024, "target_dim": 1024, "model_dim": 1024, "num_layers": 6, "num_attention_heads": 16,
+        "target_vocab_size": 32128, "use_self_attention": True}}),
+    "kandinsky-5-lite": Published("Kandinsky 5", (768, 512), 121, tokens=256, given=KANDINSKY5 | {
+        "model_dim": 1792, "ff_dim": 7168}),
+    "kandinsky-5-image": Published("Kandinsky 5 Image", tokens=256, given=KANDINSKY5 | {
+        "model_dim": 2560, "ff_dim": 10240, "axes_dims": (32, 48, 48), "num_text_blocks": 4,
+        "num_visual_blocks": 50}),
+    "cogvideox-1.5-5b": Published("CogVideoX 1.5", (1360, 768), 81, tokens=226, given={
+        "num_attention_heads": 48, "num_layers": 42}),
+    "dit-xl-2-512": Published("DiT", (512, 512), tokens=1, given={"sample_size": 64, "out_channels": 8}),
+    "latte-1": Published("Latte", (512, 512), 16, tokens=120, given={
+        "num_layers": 28, "attention_head_dim": 72, "in_channels": 4, "out_channels": 8, "attention_bias": True,
+        "cross_attention_dim": 1152, "caption_channels": 4096, "num_embeds_ada_norm": 1000, "norm_eps": 1e-6}),
+    "sd1.5": Published("SD 1.5", (512, 512), tokens=77, given=SD15),
+    "sd2.1": Published("SD 2", (768, 768), tokens=77, given=SD15 | {
+        "attention_head_dim": (5, 10, 20, 20), "cross_attention_dim": 1024, "use_linear_projection": True}),
+    "omnigen2": Published("OmniGen 2", tokens=256, given={
+        "in_channels": 16, "hidden_size": 2520, "num_layers": 32, "num_refiner_layers": 2, "num_attention_heads": 21,
+        "num_kv_heads": 7, "text_feat_dim": 2048, "multiple_of": 10240, "axes_dim_rope": (40, 40, 40)}),
+    "boogu-image": Published("Boogu-Image", tokens=256, given={
+        "in_channels": 16, "hidden_size": 3360, "num_layers": 32, "num_double_stream_layers": 8,
+        "num_refiner_layers": 2, "num_attention_heads": 28, "num_kv_heads": 7, "instruction_feat_dim": 4096,
+        "multiple_of": 13568, "axes_dim_rope": (40, 40, 40)}),
+    "lens": Published("Lens", (1440, 1440), given={
+        "in_channels": 128, "out_channels": 32, "num_layers": 48, "attention_head_dim": 64, "num_attention_heads": 24,
+        "enc_hidden_dim": 2880, "axes_dims_rope": (8, 28, 28), "multi_layer_encoder_feature": True,
+        "selected_layer_index": (0, 1, 2, 3), "_text_width": 11520}),
+    "ideogram-4": Published("Ideogram 4", given={
+        "in_channels": 128, "num_layers": 34, "attention_head_dim": 256, "num_attention_heads": 18,
+        "intermediate_size": 12288, "adaln_dim": 512, "llm_features_dim": 53248, "mrope_section": (24, 20, 20)}),
+    "joyimage": Published("JoyImage", tokens=256, given={
+        "in_channels": 16, "hidden_size": 4096, "num_layers": 40, "num_attention_heads": 32, "text_dim": 4096,
+        "mlp_width_ratio": 4.0, "rope_dim_list": (16, 56, 56)}),
+    "wan2.1-vace-14b-480p": Published("Wan VACE", (832, 480), 81),
+    "wan2.1-fun-camera-14b-480p": Published("Wan Camera", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 32, "model_type": "camera", "in_dim_control_adapter": 24, "_image_dim": 1280,
+        "flf_pos_embed_token_number": None}),
+    "wan2.1-humo-17b-480p": Published("Wan HuMo", (832, 480), 97, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 36, "model_type": "humo"}),
+    "wan2.2-animate-14b-480p": Published("Wan Animate", (832, 480), 77, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 36, "model_type": "animate", "_image_dim": 1280, "flf_pos_embed_token_number": None}),
 }
 
 

@@ -17,6 +17,7 @@ from ..checkpoints.offloading import OffloadedBlocks
 from ..checkpoints.packed import packed_weights, set_packed_parameters
 from ..checkpoints.shares import block_bytes, block_sizes, held, held_bytes, narrow, splits_of
 from ..checkpoints.transformer import build_empty
+from ..config import refuse_methods, validate_layout
 from ..distributed.collectives import Traffic
 from ..forecast.planner import choose_num_patches, warmup_layout
 from ..hooks.transformer import Hooks
@@ -116,21 +117,30 @@ def count(checkpoint, spec, layout, rank, run, memory=()):
 
     checkpoint: a Checkpoint, or published.Unwritten. spec: its ModelSpec, with the layout's stages and tensor_degree.
     memory: bytes of each rank's device that its weights may take, for the split into stages; (): as many as wanted.
-    Raises UnsupportedError where shapes depend on numbers.
+    Raises UnsupportedError where shapes depend on numbers, ConfigError as check_layout does.
     """
+    check_layout(checkpoint, layout)
     world_size = world_size_of(layout)
     with pretended_group(rank, world_size):
         model, packed = outline(checkpoint, spec)
         blocks = own_blocks(model, checkpoint.family, spec, rank, memory)
-        work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1])
+        work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1],
+                          num_experts=dict(model.config).get("num_routed_experts", 0))
         with pretended_cuda(), work:
             loaded = load(checkpoint, spec, model, packed, (blocks, rank % spec.tensor_degree))
             try:
                 return _count(loaded, spec, layout, run, world_size, work)
             except DynamicOutputShapeException as error:
                 raise UnsupportedError(f"{checkpoint.family.name} cannot be counted without a device: what its layers "
-                                       f"compute depends on numbers ({error}), such as which expert a token is sent "
-                                       f"to. Ask python -m xdit_backend plan for a forecast.") from error
+                                       f"compute depends on numbers ({error}), such as how many of them are unlike. "
+                                       f"Ask python -m xdit_backend plan for a forecast.") from error
+
+
+def check_layout(checkpoint, layout):
+    """Raise ConfigError, with what would work, for a layout that the model's family or its heads refuse."""
+    family, config = checkpoint.family, checkpoint.config
+    validate_layout(layout, family.num_heads(config), family.name, family.num_key_heads(config))
+    refuse_methods(layout, family.refused, family.name)
 
 
 def world_size_of(layout):
@@ -279,9 +289,11 @@ class Calls:
     def keeps(self):
         return self.layout.displaced_degree > 1 or self.layout.pipefusion_degree > 1 and self.num_patches > 1
 
-    def sized(self, shape):
-        """With both branches, where they are one batch."""
+    def sized(self, shape, name=""):
+        """With both branches, where they are one batch. A number that all share, such as vace_strength.0, is one."""
         batch = self.run.shape[0]
+        if "." in name and len(shape) == 1:
+            return shape
         times = 1 if self.are_apart else self.run.branches
         return (batch * times, *shape[1:]) if shape and shape[0] == batch else shape
 
@@ -289,7 +301,7 @@ class Calls:
         dtype = self.loaded.dtype
         for name in self.names:
             tensors = {key: self.memory.share(torch.ones(
-                self.sized(shape), dtype=torch.int64 if key.endswith(("mask", "ids")) else dtype))
+                self.sized(shape, key), dtype=torch.int64 if key.endswith(("mask", "ids")) else dtype))
                        for key, shape in self.run.conditioning.items()}
             yield messages.Conditioning(self._request(), name, tensors)
 

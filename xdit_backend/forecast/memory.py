@@ -50,8 +50,8 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     of all blocks under DistriFusion; of one patch none are kept.
     """
     tokens = job.tokens + (job.text if net.joint else 0)
-    a_block = (net.live or Live()).keys * net.key_share * degrees.batch(job) * tokens * net.width * net.element_bytes
-    a_block /= degrees.ulysses * degrees.tensor
+    a_block = ((net.live or Live()).keys * key_share(net, degrees) * degrees.batch(job) * tokens * net.width
+               * net.element_bytes / degrees.ulysses / degrees.tensor)
     keys_values, host, is_kept = 0.0, 0.0, degrees.pipefusion > 1 and degrees.num_patches != 1
     if is_kept:
         keys_values = settings.cached_steps * a_block * max(stage_counts(net, degrees.pipefusion))
@@ -67,6 +67,14 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
                   host=host)
 
 
+def key_share(net, degrees):
+    """Size of the keys, or values, of a rank's heads to that of its queries. Key heads are repeated where Ulysses ranks
+    would have to share one (parallel/usp.py)."""
+    key_heads = (net.key_heads or net.heads) / degrees.tensor
+    repeats = math.lcm(degrees.ulysses, int(key_heads)) / key_heads if key_heads.is_integer() else 1
+    return net.key_share * repeats
+
+
 @dataclass(frozen=True)
 class Live:
     """What lives at once beside weights and what is kept, in hidden states of all tokens of a forward, as a count of
@@ -78,7 +86,10 @@ class Live:
     rank's own tokens, block: most in a block by itself; exchange: where Ulysses packs queries, keys and values. keys:
     those and values of one block, which are kept; told: those of the block before with all that they are views of,
     which displaced patches have yet to send. Both where queries have as many heads. own: 1 where tokens of one image
-    are cut without a copy; those of several images are copied, while the first block runs beside the whole.
+    are cut without a copy; those of several images are copied, while the first block runs beside the whole. shared: of
+    one image's, what a batch has once all the time, such as tables of positions; once: that too, outside of the blocks.
+    last: most after the blocks; joined: 1 where keys and values of the block before are still to be sent while Ulysses
+    packs.
     """
 
     alone: float = 15.0
@@ -92,6 +103,7 @@ class Live:
     told: float = 2.0
     own: float = 1.0
     once: float = 0.0
+    shared: float = 0.0
     last: float = 5.0
     joined: float = 0.0
 
@@ -109,7 +121,8 @@ def _live_rows(net, job, degrees, settings):
     live, batch = net.live or Live(), _batch(job, degrees, net.branches_apart, settings.images_apart)
     sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
     if sequence * degrees.displaced == 1:
-        return batch * max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
+        most = max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
+        return _of_batch(most, live.shared, batch)
     residual = max(0.0, live.residual - live.held)
     block = _divided(live.block, residual, degrees)
     exchange = _divided(live.exchange, min(residual, ENTERED, max(0.0, live.exchange - PACKED)), degrees)
@@ -121,13 +134,19 @@ def _live_rows(net, job, degrees, settings):
     told, inside = 0.0, max(block, exchange) if sequence > 1 else block
     if degrees.displaced > 1:                                  # all keys and values of a layer, in one piece
         told = _told(live, net.key_share, degrees)
-        with_keys = (2 * net.key_share / degrees.ulysses / degrees.tensor
+        with_keys = (2 * key_share(net, degrees) / degrees.ulysses / degrees.tensor
                      + exchange + UNPACKED / sequence / degrees.displaced)
         # those of the block before are told where this one's are shared; all but the first have no whole beside them
         inside = max(block + told, with_keys, exchange + live.joined * told if sequence > 1 else 0.0)
     own = live.own / sequence / degrees.displaced if batch > 1 else 0.0
-    return max(batch * (live.outside - live.once) + live.once, batch * (min(live.outside, live.last) + told),
-               batch * (live.held + own + inside))
+    return max(_of_batch(live.outside, live.shared + live.once, batch),
+               _of_batch(min(live.outside, live.last) + told, live.shared, batch),
+               _of_batch(live.held + own + inside, live.shared, batch))
+
+
+def _of_batch(live, shared, batch):
+    """What lives at once of a batch. shared: of one image's, what is there once."""
+    return batch * (live - shared) + shared
 
 
 def _told(live, key_share, degrees):

@@ -70,8 +70,8 @@ COSMOS = Family(
     conditioning={"context": "text_embed_dim"}, ignored=("fps", "denoise_mask", "y"),
     arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": given("context"),
                "padding_mask": lambda call: LATENT(call)[:1, :1, 0] * 0},
-    live={"alone": 14.1, "residual": 4.1, "whole": 8.1, "outside": 5.1, "held": 2.1, "block": 11.0, "exchange": 14.0,
-          "own": 0.0},
+    live={"alone": 12.35, "residual": 4.2, "whole": 7.3, "outside": 4.35, "held": 1.4, "block": 10.9, "exchange": 12.8,
+          "own": 0.7},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},
