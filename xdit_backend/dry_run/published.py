@@ -86,6 +86,9 @@ PUBLISHED = {
     "ltx-2": Published("LTX-2", (1280, 704), 121, tokens=1024, given={
         "use_prompt_embeddings": True, "_text_width": 7680}),
     "chroma": Published("Chroma"),
+    # as ComfyUI's template has it
+    "minimax-h3": Published("MiniMax H3", (1344, 768), 124, branches=1, given={"_has_frequencies": True,
+                                                                              "_curve_points": None}),
     "ovis-image": Published("Ovis-Image", tokens=256),
     "pixart-sigma": Published("PixArt-Sigma", tokens=300, given={"caption_channels": 4096}),
     "lumina-2": Published("Lumina 2", tokens=256),

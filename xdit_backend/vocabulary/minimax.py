@@ -188,7 +188,7 @@ def time_rows(call):
 def times(call):
     """(4,), float32, of TIMES: ComfyUI's time runs from 0, noise, to 1."""
     video = 1 - (call.timestep.flatten()[:1] / 1000).float().clamp(min=LEAST_SIGMA)
-    sound = call.conditioning["audio_time"].float()
+    sound = call.conditioning["audio_time"][:1].float()
     return torch.cat([video, sound, video.clamp(min=GIVEN_TIME), sound.clamp(min=GIVEN_SOUND_TIME)])
 
 
