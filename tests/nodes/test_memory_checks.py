@@ -316,9 +316,9 @@ def test_what_displaced_patches_of_a_u_net_send_leaves_less_room_for_weights(com
         base = comfyui.ours("sdxl", comfyui.config(names, **degrees)).model
         base.memory_required([2, 4, 32, 32])
         taken.append(base.remote._most_run_bytes)
-    exchanged = base.remote.memory._exchanged(1, 2, (32, 32), Degrees(displaced=2), comfyui.config())
+    kept = base.remote.memory._of_unet(1, 2, (32, 32), Degrees(displaced=2), comfyui.config()).keys_values
 
-    assert 0 < exchanged == pytest.approx(taken[1] - taken[0] / 4)
+    assert 0 < kept == pytest.approx(taken[1] - taken[0] / 4)
 
 
 def flux2_file(comfyui, monkeypatch, folder):

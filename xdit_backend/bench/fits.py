@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.net import exchanged_bytes, job_of
+from ..checkpoints.net import job_of, kept_bytes
 from ..checkpoints.quantise import TYPES, is_installed
 from ..checkpoints.shares import held_bytes
 from ..config import ParallelConfig
 from ..dry_run.rank import outline, world_size_of
 from ..forecast.choice import Machine
-from ..forecast.memory import Memory, rank_memory
+from ..forecast.memory import Live, rank_memory, unet_memory
 from ..forecast.memory_check import (
     DeviceMemory,
     Hints,
@@ -105,10 +105,13 @@ class Fit:
         subject, degrees, settings = self.subject, self.degrees, settings or self.settings
         if subject.net is not None:
             return rank_memory(subject.net, self.job(images, sizes), degrees, settings)
-        own = -(-images // degrees.data) * -(-subject.run.branches // degrees.cfg)
-        sent = 0 if degrees.displaced == 1 else exchanged_bytes(subject.model, sizes, degrees.displaced,
-                                                                getattr(torch, subject.compute), own)
-        return Memory(0.0, settings.cached_steps * degrees.displaced * sent, 0.0)
+        own, dtype = -(-images // degrees.data) * -(-subject.run.branches // degrees.cfg), getattr(torch,
+                                                                                                   subject.compute)
+        family, config = subject.checkpoint.family, subject.checkpoint.config
+        hidden_bytes = math.prod(sizes) * family.width(config) * dtype.itemsize
+        kept = kept_bytes(subject.model, sizes, degrees.displaced, dtype, own, settings.cached_steps,
+                          subject.run.conditioning["context"][1])
+        return unet_memory(Live(**family.live), hidden_bytes, own, kept, degrees)
 
     @property
     def run_bytes(self):

@@ -12,6 +12,7 @@ from ..vocabulary.family import Family
 from .shares import block_bytes, block_sizes, held_bytes, possible_splits
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
+USUAL_TEXT = 77                                                # tokens of a prompt, of U-Nets
 
 
 def net_of(family: Family, model, spec=None):
@@ -53,6 +54,16 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     tokens = counts.pop("image") * family.latent.sequences(shape)
     text = sum(counts.values()) if net.joint else conditioning["context"].shape[1]
     return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0])
+
+
+def kept_bytes(model, shape, num_ranks, dtype, batch=1, cached_steps=1, num_tokens=USUAL_TEXT):
+    """Bytes that a rank of a U-Net keeps under displaced patches: what all ranks have told, of so many steps, and keys
+    and values of the text, of so many tokens. 0 of one rank. Others: as of exchanged_bytes."""
+    if num_ranks == 1:
+        return 0
+    of_text = sum(module.out_features for name, module in model.named_modules() if name.endswith(OF_TEXT))
+    return (cached_steps * num_ranks * exchanged_bytes(model, shape, num_ranks, dtype, batch)
+            + batch * num_tokens * of_text * dtype.itemsize)
 
 
 def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):

@@ -67,6 +67,18 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
                   host=host)
 
 
+def unet_memory(live, hidden_bytes, images, kept_bytes, degrees):
+    """Memory of the fullest rank of a U-Net beside weights.
+
+    live: of its family, in hidden states of the first level of one image, hidden_bytes: alone, of an image that a rank
+    has whole, and block, of one whose rows are shared out; both as a count of the workers' own work says. images: that
+    a rank has in a batch, of all branches; one at a time where rows are shared out. kept_bytes: of net.kept_bytes.
+    """
+    if degrees.displaced == 1:
+        return Memory(0.0, 0.0, images * live.alone * hidden_bytes)
+    return Memory(0.0, kept_bytes, live.block * hidden_bytes / degrees.displaced)
+
+
 def key_share(net, degrees):
     """Size of the keys, or values, of a rank's heads to that of its queries. Key heads are repeated where Ulysses ranks
     would have to share one (parallel/usp.py)."""

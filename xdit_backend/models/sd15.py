@@ -3,7 +3,8 @@
 from ..vocabulary.unet import Architecture, tiny, unet
 
 SD15 = unet(
-    name="SD 1.5", title="SD 1.5", architecture=Architecture((768,), num_heads=lambda width: 8),
+    name="SD 1.5", title="SD 1.5",
+    architecture=Architecture((768,), num_heads=lambda width: 8, alone=26.05, block=28.05),
     tiny=tiny(
         "SD15",
         {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1,

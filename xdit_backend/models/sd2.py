@@ -5,7 +5,8 @@ from ..vocabulary.describe import because, has
 from ..vocabulary.unet import Architecture, tiny, unet
 
 SD2 = unet(
-    name="SD 2", title="SD 2.0, 2.1", architecture=Architecture((1024,), num_heads=lambda width: width // 64),
+    name="SD 2", title="SD 2.0, 2.1",
+    architecture=Architecture((1024,), num_heads=lambda width: width // 64, alone=26.05, block=28.05),
     refusals=(because("it enlarges pictures (the x4 upscaler)", has("label_emb.weight")),
               because("it finds depths in pictures (Lotus)",
                       lambda shapes: shapes.get("label_emb.0.0.weight", (0, 0))[1] == 4),

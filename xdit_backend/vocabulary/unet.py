@@ -39,12 +39,14 @@ OF_LEVEL = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsampler
 class Architecture:
     """What distinguishes the U-Nets of a family from those of another.
 
-    context_widths: of the text that its files may take. num_heads(width of a level): heads of its attention. labelled:
-    is there a vector beside the text?
+    context_widths: of the text that its files may take. num_heads(width of a level): heads of its attention. alone,
+    block: see forecast.memory.unet_memory. labelled: is there a vector beside the text?
     """
 
     context_widths: tuple[int, ...]
     num_heads: Callable[[int], int]
+    alone: float
+    block: float
     labelled: bool = False
 
 
@@ -61,6 +63,7 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
                   *refusals,
                   because("its levels have layers, or attention, where diffusers' U-Net cannot have them", _is_uneven)),
         config=_config_rules(architecture), amend=_amend,
+        live={"alone": architecture.alone, "block": architecture.block},
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
         conditioning={"context": "cross_attention_dim"}
