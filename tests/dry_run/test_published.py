@@ -152,6 +152,14 @@ def test_a_peak_of_a_unet_is_what_was_forecast(name, how):
     assert abs((found.keys_values + found.activations) / peak_bytes - 1) < ALLOWED
 
 
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=[] if layout == "ulysses2" else pytest.mark.slow)
+                                    for layout in FEW])
+@pytest.mark.parametrize("blocks", [10, None])
+def test_a_peak_of_a_model_with_skips_is_what_was_forecast(layout, blocks):
+    """Of these, what lives at once depends on how many blocks there are."""
+    assert abs(off_by("hunyuandit-1.2", layout, blocks=blocks)) < ALLOWED
+
+
 def test_what_is_forecast_of_another_family_is_not_of_all():
     """By what is said of most models, Lumina 2 would have half of what it takes."""
     def plain(net, *given):

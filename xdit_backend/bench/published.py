@@ -55,7 +55,8 @@ JOINT = Block()
 
 def net(blocks, width, heads, billions, block=JOINT, **more):
     """A transformer of a table, of so many blocks and billions of parameters. more: of Net."""
-    return Net(blocks, width, heads, block.elements, billions * 1e9, joint=block.joint, skips=block.skips, **more)
+    return Net(blocks, width, heads, block.elements, billions * 1e9, joint=block.joint,
+               skips=(blocks - 1) // 2 if block.skips else 0, **more)
 
 
 NETS = {

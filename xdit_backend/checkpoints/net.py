@@ -27,7 +27,7 @@ def net_of(family: Family, model, spec=None):
     joint = any("text" in streams for streams in family.plan.attention.values())
     net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
-              key_heads=family.num_key_heads(model.config) or heads, skips=bool(family.plan.skips(num_blocks)),
+              key_heads=family.num_key_heads(model.config) or heads, skips=len(family.plan.skips(num_blocks)),
               text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks),
               agreed=_sums(model, family.plan, joint, num_blocks, True), formats=_formats(blocks, family.plan.once),
               usual_tokens=usual_tokens(family, model.config), live=Live(**family.live) if family.live else None)

@@ -33,7 +33,7 @@ class Net:
     joint: bool = True                     # text runs through the blocks; else blocks read it by cross-attention
     attention: str = "all"                 # "all" tokens, those of the own "frame", or "linear"
     shared: float = 1.0                    # share of the blocks whose attention crosses ranks
-    skips: bool = False                    # U-shaped: the later half of the blocks reads the earlier half
+    skips: int = 0                         # U-shaped: so many later blocks read what an earlier one has given
     shards_text: bool = True               # sequence parallelism shards text too
     text_once: bool = False                # PipeFusion runs text with the first patch of a step alone
     branches_apart: bool = False           # and both branches of guidance one after the other

@@ -123,6 +123,7 @@ class Live:
 # beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
 # Ulysses comes before it, what that has unpacked; of displaced patches nothing is packed
 RING, RING_AND_ULYSSES, UNPACKED = 2.05, 5.05, -8.0
+JOINED_SKIP = 2.0              # a skip beside the hidden states that it is read with, in one tensor
 # of `exchange`: what came into the block, was normalised and modulated, at most, which tensor parallelism does not
 # divide; and queries, keys and values, as they are made, packed, sent and put together, which it does
 ENTERED, PACKED = 3.0, 12.0
@@ -134,7 +135,7 @@ def _live_rows(net, job, degrees, settings):
     sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
     if sequence * degrees.displaced == 1:
         most = max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
-        return _of_batch(most, live.shared, batch)
+        return _of_batch(most + (net.skips + JOINED_SKIP if net.skips else 0), live.shared, batch)
     residual = max(0.0, live.residual - live.held)
     block = _divided(live.block, residual, degrees)
     exchange = _divided(live.exchange, min(residual, ENTERED, max(0.0, live.exchange - PACKED)), degrees)
@@ -150,6 +151,8 @@ def _live_rows(net, job, degrees, settings):
                      + exchange + UNPACKED / sequence / degrees.displaced)
         # those of the block before are told where this one's are shared; all but the first have no whole beside them
         inside = max(block + told, with_keys, exchange + live.joined * told if sequence > 1 else 0.0)
+    if net.skips:                                              # what earlier blocks have given, until the last reads it
+        inside += (net.skips + 1) / sequence / degrees.displaced
     own = live.own / sequence / degrees.displaced if batch > 1 else 0.0
     return max(_of_batch(live.outside, live.shared + live.once, batch),
                _of_batch(min(live.outside, live.last) + told, live.shared, batch),
