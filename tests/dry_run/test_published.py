@@ -3,7 +3,6 @@ refused before they start; and its weights to the byte."""
 
 import dataclasses
 import itertools
-import math
 
 import pytest
 import torch
@@ -12,13 +11,13 @@ from tests.checkpoints.test_header import PUBLISHED as FILES
 from tests.dry_run.rows import counted, published, spec_of
 from tests.tiers import by_default
 from xdit_backend.bench.size import parse_layout
-from xdit_backend.checkpoints.net import job_of, kept_bytes, net_of
+from xdit_backend.checkpoints.net import job_of, net_of, unet_run_memory
 from xdit_backend.checkpoints.shares import held_bytes
 from xdit_backend.checkpoints.transformer import build_empty
 from xdit_backend.config import ParallelConfig
 from xdit_backend.dry_run.published import PUBLISHED
 from xdit_backend.dry_run.rank import check_layout, outline
-from xdit_backend.forecast.memory import Live, rank_memory, unet_memory, weight_bytes
+from xdit_backend.forecast.memory import rank_memory, weight_bytes
 from xdit_backend.forecast.planner import degrees_of
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import ConfigError
@@ -140,13 +139,11 @@ UNET_RUNS = [("one", 1, (64, 64)), ("one", 2, (128, 192)), ("displaced2", 1, (64
 def test_a_peak_of_a_unet_is_what_was_forecast(name, how):
     (checkpoint, run), (layout_name, branches, sizes) = published(name), how
     run = dataclasses.replace(run, shape=(*run.shape[:2], *sizes), branches=branches)
-    family, config, layout = checkpoint.family, checkpoint.config, parse_layout(layout_name)
-    degrees, hidden_bytes = degrees_of(layout, ParallelConfig()), 2 * family.width(config) * math.prod(sizes)
-    images = branches // layout.cfg_degree
-    kept = kept_bytes(build_empty(family, config), sizes, degrees.displaced, torch.bfloat16, images,
-                      num_tokens=run.conditioning["context"][1])
+    family, degrees = checkpoint.family, degrees_of(parse_layout(layout_name), ParallelConfig())
 
-    found = unet_memory(Live(**family.live), hidden_bytes, images, kept, degrees)
+    model = build_empty(family, checkpoint.config)
+    found = unet_run_memory(family, model, sizes, (1, branches), degrees, torch.bfloat16,
+                            num_tokens=run.conditioning["context"][1])
 
     peak_bytes = counted((checkpoint, run), layout_name, 0).peak_bytes
     assert abs((found.keys_values + found.activations) / peak_bytes - 1) < ALLOWED

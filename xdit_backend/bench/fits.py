@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.net import job_of, kept_bytes
+from ..checkpoints.net import job_of, unet_run_memory
 from ..checkpoints.quantise import TYPES, is_installed
 from ..checkpoints.shares import held_bytes
 from ..config import ParallelConfig
 from ..dry_run.rank import outline, world_size_of
 from ..forecast.choice import Machine
-from ..forecast.memory import Live, rank_memory, unet_memory
+from ..forecast.memory import rank_memory
 from ..forecast.memory_check import (
     DeviceMemory,
     Hints,
@@ -105,13 +105,9 @@ class Fit:
         subject, degrees, settings = self.subject, self.degrees, settings or self.settings
         if subject.net is not None:
             return rank_memory(subject.net, self.job(images, sizes), degrees, settings)
-        own, dtype = -(-images // degrees.data) * -(-subject.run.branches // degrees.cfg), getattr(torch,
-                                                                                                   subject.compute)
-        family, config = subject.checkpoint.family, subject.checkpoint.config
-        hidden_bytes = math.prod(sizes) * family.width(config) * dtype.itemsize
-        kept = kept_bytes(subject.model, sizes, degrees.displaced, dtype, own, settings.cached_steps,
-                          subject.run.conditioning["context"][1])
-        return unet_memory(Live(**family.live), hidden_bytes, own, kept, degrees)
+        return unet_run_memory(subject.checkpoint.family, subject.model, sizes, (images, subject.run.branches), degrees,
+                               getattr(torch, subject.compute), cached_steps=settings.cached_steps,
+                               num_tokens=subject.run.conditioning["context"][1])
 
     @property
     def run_bytes(self):

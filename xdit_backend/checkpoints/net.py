@@ -1,12 +1,13 @@
 """What the cost model needs to know of a family's model, derived from its config and its modules' shapes."""
 
 import collections
+import math
 from dataclasses import replace
 
 import torch
 
 from ..forecast.cost import Job, Net
-from ..forecast.memory import Live
+from ..forecast.memory import Live, unet_memory
 from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..vocabulary.family import Family
 from .shares import block_bytes, block_sizes, held_bytes, possible_splits
@@ -54,6 +55,16 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     tokens = counts.pop("image") * family.latent.sequences(shape)
     text = sum(counts.values()) if net.joint else conditioning["context"].shape[1]
     return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0])
+
+
+def unet_run_memory(family, model, sizes, batch, degrees, dtype, **kept):
+    """forecast.Memory of a rank of a U-Net beside weights, in a run on latents of these rows and columns. batch:
+    (images, branches of guidance). kept: cached_steps and num_tokens of kept_bytes."""
+    images, branches = batch
+    own = -(-images // degrees.data) * -(-branches // degrees.cfg)
+    hidden_bytes = math.prod(sizes) * family.width(model.config) * dtype.itemsize
+    kept_in_all = kept_bytes(model, sizes, degrees.displaced, dtype, own, **kept)
+    return unet_memory(Live(**family.live), hidden_bytes, own, kept_in_all, degrees)
 
 
 def kept_bytes(model, shape, num_ranks, dtype, batch=1, cached_steps=1, num_tokens=USUAL_TEXT):

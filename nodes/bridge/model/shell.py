@@ -13,7 +13,7 @@ import comfy.model_management
 from comfy.patcher_extension import WrappersMP
 
 from ....xdit_backend.checkpoints.block_weights import offload_plan, with_host_bytes
-from ....xdit_backend.checkpoints.net import kept_bytes, net_of
+from ....xdit_backend.checkpoints.net import net_of, unet_run_memory
 from ....xdit_backend.checkpoints.quantise import TYPES, is_installed, quantisation_of
 from ....xdit_backend.checkpoints.shares import held_bytes, possible_splits
 from ....xdit_backend.protocol.errors import UnsupportedError
@@ -66,9 +66,9 @@ def load_shell(path, weight_dtype, config):
         spec = with_host_bytes(spec_of(dtype, *spread, weights_memory=given), checkpoint, model)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
-        kept = functools.partial(kept_bytes, model) if family.is_unet else None
+        of_unet = functools.partial(unet_run_memory, family, model) if family.is_unet else None
         lighter = functools.partial(_lighter_bytes, checkpoint, spec, detection.dtypes)
-        return setup, MemoryCheck(setup, functools.partial(offload_plan, model, family, spec), kept, lighter)
+        return setup, MemoryCheck(setup, functools.partial(offload_plan, model, family, spec), of_unet, lighter)
 
     remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
     remote.memory.check_weights()

@@ -178,6 +178,7 @@ class RemoteModel:
         if not (in_parts or torch.is_tensor(timestep)) or not torch.is_tensor(context):
             raise ConfigError("Use a sampler node, or the kind of model that the node is for: it calls this MODEL in "
                               f"a way of its own, and {self.family.name} takes a latent, a timestep and conditioning.")
+        extra = self.family.unfold(extra)
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         net = self.modules[""][0]
         forwards = [vars(class_)["forward"] for class_ in type(net).__mro__ if "forward" in vars(class_)]

@@ -107,9 +107,9 @@ def refuse_call(family, transformer_options, extra):
     """Raise UnsupportedError where a call of the model asks for what the workers would not honour; but for its kernel
     of attention, see call_kernel.
 
-    extra: its arguments besides the latent, the timestep, ControlNet (control.py) and transformer_options.
+    extra: its arguments, unfolded, besides the latent, the timestep, ControlNet (control.py) and transformer_options.
     """
-    extra, own = family.unfold(extra), ("rope_options", family.rope_options(extra))
+    own = "rope_options", family.rope_options(extra)
     if own[1] and not transformer_options.get("rope_options"):
         raise UnsupportedError("Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion "
                                f"model itself, without the places that ComfyUI gives {family.name}'s tokens "

@@ -9,7 +9,7 @@ import os
 import torch
 
 from ....xdit_backend.forecast.cost import Job
-from ....xdit_backend.forecast.memory import Live, has_parts, rank_memory, rank_weights, unet_memory, working_share
+from ....xdit_backend.forecast.memory import has_parts, rank_memory, rank_weights, working_share
 from ....xdit_backend.forecast.memory_check import (
     DeviceMemory,
     Hints,
@@ -37,12 +37,12 @@ class MemoryCheck:
     """What each rank of a MODEL takes of its device's memory.
 
     plan_of(bytes of a device that weights may take, blocks): the OffloadPlan of a rank with these blocks; None: all.
-    kept_bytes: of a U-Net, net.kept_bytes of its model. lighter_bytes(): {another weight_dtype: bytes of
+    unet_memory: of a U-Net, net.unet_run_memory of its model. lighter_bytes(): {another weight_dtype: bytes of
     weights of a rank with all blocks}.
     """
 
-    def __init__(self, setup, plan_of, kept_bytes, lighter_bytes):
-        self._setup, self._kept_bytes, self._lighter_bytes = setup, kept_bytes, lighter_bytes
+    def __init__(self, setup, plan_of, unet_memory, lighter_bytes):
+        self._setup, self._unet_memory, self._lighter_bytes = setup, unet_memory, lighter_bytes
         self._plan_of = functools.lru_cache(maxsize=32)(plan_of)
         # of each rank on its device, and what comes from host memory, until the workers have told theirs
         self.weight_bytes, self.offloaded_bytes = self._held(setup.spec.weights_memory or math.inf)
@@ -72,13 +72,10 @@ class MemoryCheck:
         return activations + (self._of_unet(job.images, job.branches, sizes, degrees, setup.config)
                               if setup.net is None else self._of_rank(job, degrees, setup.config)).keys_values
 
-    def _of_unet(self, images, branches, sizes, degrees, config, *num_tokens):
-        """Memory of a rank of a U-Net beside weights. num_tokens: of the text, where it is known."""
-        setup = self._setup
-        own, dtype = -(-images // degrees.data) * -(-branches // degrees.cfg), getattr(torch, setup.spec.compute_dtype)
-        kept = self._kept_bytes(sizes, degrees.displaced, dtype, own, config.cached_steps, *num_tokens)
-        hidden_bytes = math.prod(sizes) * setup.family.width(setup.transformer_config) * dtype.itemsize
-        return unet_memory(Live(**setup.family.live), hidden_bytes, own, kept, degrees)
+    def _of_unet(self, images, branches, sizes, degrees, config, **text):
+        """Memory of a rank of a U-Net beside weights. text: num_tokens, where it is known."""
+        return self._unet_memory(sizes, (images, branches), degrees, getattr(torch, self._setup.spec.compute_dtype),
+                                 cached_steps=config.cached_steps, **text)
 
     def forecast_of_run(self, job, layout, estimate=0.0):
         """The same by the forecast, which ComfyUI's estimate may be several times of; of a U-Net that estimate."""
@@ -220,7 +217,8 @@ class MemoryCheck:
         def needed(images, sizes, config=setup.config):
             if setup.net is not None:
                 return self._of_rank(job(images, sizes), degrees, config)
-            return self._of_unet(images, branches, sizes, degrees, config, conditioning["context"].shape[1])
+            return self._of_unet(images, branches, sizes, degrees, config,
+                                 num_tokens=conditioning["context"].shape[1])
 
         without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
         other_settings = ({"forecast_keys_values 0": functools.partial(needed, config=without)}
