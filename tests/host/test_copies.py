@@ -15,8 +15,9 @@ from xdit_backend.host.client import Client
 from xdit_backend.protocol.errors import CopyError
 from xdit_backend.protocol.specs import Stages
 
-# The third copy from then on fails, in the rank that a file is named after. Where the file "threads" is, a copy of a
-# piece is made, and how many threads that has begun is written to another.
+# The third copy from then on fails, in the rank that a file is named after, and those after it (one that was not yet
+# waited for is made again in the next step). Where the file "threads" is, a copy of a piece is made, and how many
+# threads that has begun is written to another.
 FAILING = """
 import os
 import threading
@@ -37,8 +38,9 @@ def failing(self, *args, **kwargs):
             tell({folder!r})
         own = {folder!r} + "/fails-" + os.environ["RANK"]
         made.extend([self] if os.path.exists(own) else [])
-        if len(made) == 3:
-            os.unlink(own)
+        if len(made) >= 3:
+            if os.path.exists(own):
+                os.unlink(own)
             raise OSError("no page-locked memory is left")
     return copy(self, *args, **kwargs)
 torch.Tensor.copy_ = failing
