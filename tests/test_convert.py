@@ -11,6 +11,7 @@ import pytest
 
 from tests.comfyui_server import ROOT, comfyui_folder
 from tests.page_modules import evaluate
+from xdit_backend.models import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +45,28 @@ def test_twice_is_once(converted):
 
 
 @pytest.mark.parametrize("name, model", [("audio_ace_step_1_t2a_song.json", "ACE-Step"),
-                                         ("video_wan2_2_14B_s2v.json", "Wan S2V"), ("video_humo.json", "HuMo")])
+                                         ("video_wan2_2_14B_s2v.json", "Wan S2V")])
 def test_a_model_that_is_not_run_is_told_by_its_nodes_where_its_file_is_not_here(converted, name, model):
     """By those that are on: a loader whose prompts are bypassed goes by its file."""
     left = converted[name]["left"]
 
     assert {one["model"] for one in left if one["reason"] == "other_model"} == {model}
     assert "model_stays" in {one["reason"] for one in left if one["type"] == "KSampler"}
+
+
+def test_what_is_told_to_be_for_other_models_is_for_none_that_is_run(node, modules):
+    models = set(evaluate(node, modules / "convert.mjs", "FOR_OTHERS", "FOR_OTHERS").values())
+
+    assert models and [(model, name) for model in models for name in FAMILIES if model.lower() in name.lower()] == []
+
+
+@pytest.mark.parametrize("name", ["video_humo.json", "video_wan2.1_fun_camera_v1.1_1.3B.json",
+                                  "video_wan2_2_14B_fun_camera.json"])
+def test_a_model_that_runs_as_comfyuis_own_module_goes_to_the_workers(converted, name):
+    entry = converted[name]
+
+    assert entry["changed"] and "XDiTLoadModel" in entry["types"]
+    assert [left for left in entry["left"] if left["type"] == "UNETLoader"] == []
 
 
 def test_samplers_and_tiles_that_stay_are_told(converted):
