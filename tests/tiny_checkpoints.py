@@ -65,13 +65,16 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "ssd-1b": ("sdxl", {"num_res_blocks": [2, 2, 2], "transformer_depth": [0, 0, 1, 1, 2, 2],
                                 "transformer_depth_output": [0, 0, 0, 1, 1, 2, 3, 2, 2],
                                 "transformer_depth_middle": -1}),
+            # with a vector beside the text: of a picture, or of a task
+            "sd2-unclip": ("sd2", {"num_classes": "sequential", "adm_in_channels": 1536}),
+            "lotus": ("sd2", {"num_classes": "sequential", "adm_in_channels": 4}),
             # with nothing there
             "koala-700m": ("sdxl", {"transformer_depth": [0, 2, 2], "transformer_depth_output": [0, 0, 2, 2, 2, 2],
                                     "transformer_depth_middle": -2})}
 # where another class of comfy.supported_models detects a variant
 DETECTED = {"sdxl-refiner": "SDXLRefiner", "ssd-1b": "SSD1B", "koala-700m": "KOALA_700M",
-            "sd15-ip2p": "SD15_instructpix2pix", "cosmos-predict1-video": "CosmosI2V",
-            "cosmos-predict2-video": "CosmosI2VPredict2"}
+            "sd2-unclip": "SD21UnclipL", "lotus": "LotusD", "sd15-ip2p": "SD15_instructpix2pix",
+            "cosmos-predict1-video": "CosmosI2V", "cosmos-predict2-video": "CosmosI2VPredict2"}
 # what these are, the file says in its metadata
 SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3")
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {

@@ -27,7 +27,8 @@ FAMILY = {
     "Omnigen2": "OmniGen 2", "Boogu": "Boogu-Image", "Lens": "Lens", "Ideogram4": "Ideogram 4", "JoyImage": "JoyImage",
     "WAN21_Camera": "Wan Camera",
     "WAN22_Camera": "Wan Camera", "WAN21_HuMo": "Wan HuMo", "WAN22_Animate": "Wan Animate",
-    "SD15": "SD 1.5", "SD15_instructpix2pix": "SD 1.5", "SD20": "SD 2", "SDXL": "SDXL", "SDXL_instructpix2pix": "SDXL",
+    "SD15": "SD 1.5", "SD15_instructpix2pix": "SD 1.5", "SD20": "SD 2", "LotusD": "SD 2", "SD21UnclipL": "SD 2",
+    "SD21UnclipH": "SD 2", "SDXL": "SDXL", "SDXL_instructpix2pix": "SDXL",
     "SDXLRefiner": "SDXL", "KOALA_1B": "SDXL", "SSD1B": "SDXL",
     "Segmind_Vega": "SDXL", "KOALA_700M": "SDXL", "SD3": "SD3", "AuraFlow": "AuraFlow", "PixArtAlpha": "PixArt-Alpha",
     "PixArtSigma": "PixArt-Sigma", "HunyuanDiT": "HunyuanDiT", "HunyuanDiT1": "HunyuanDiT", "Flux": "Flux.1",
@@ -48,10 +49,7 @@ FAMILY = {
     "WAN21_CausalAR_T2V": "Wan", "WAN21_FlowRVS": "Wan"}
 # class of ComfyUI's -> (a family's tensors, what it has beside those, what the refusal says)
 REFUSED = {
-    "LotusD": (SD21, {"label_emb.0.0.weight": (1280, 4)}, "Lotus"),
     "Stable_Zero123": (SD15, {"cc_projection.weight": (768, 772)}, "Zero123"),
-    "SD21UnclipL": (SD21, {"label_emb.0.0.weight": (1280, 1536)}, "unCLIP"),
-    "SD21UnclipH": (SD21, {"label_emb.0.0.weight": (1280, 2048)}, "unCLIP"),
     "SD_X4Upscaler": (SD21, {"label_emb.weight": (1000, 1024)}, "x4 upscaler"),
     **dict.fromkeys(("SV3D_u", "SV3D_p", "SVD_img2vid"), (
         SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "Stable Video Diffusion")),

@@ -1,12 +1,14 @@
 """U-Nets as MODELs: the latents of ComfyUI's own KSampler for SD 1.5, SD 2, SDXL, its refiner and inpainting models;
 refusals."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.tiny_checkpoints import families, state_dict
-from tests.tolerances import close
+from tests.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 KINDS = [kind for kind, family in families().items() if family.is_unet and kind != "sd15-ip2p"]
@@ -64,6 +66,22 @@ def test_img2img_with_noise_mask_equals_native_ksampler(comfyui, kind):
 
     reference = comfyui.sample(comfyui.native(kind), kind, latent=latent, denoise=0.6, steps=5, **prompts)
     close(result, reference, TOLERANCE)
+
+
+def test_pictures_as_prompts_equal_native_ksampler(comfyui):
+    """Two of them, whose vectors ComfyUI adds noise to and merges; the negative prompt has none."""
+    generator, positive = torch.Generator().manual_seed(3), comfyui.conditioning("sd2-unclip", 1)
+    for strength, noise in ((1.0, 0.1), (0.7, 0.0)):
+        seen = SimpleNamespace(image_embeds=torch.randn(1, 768, generator=generator))
+        positive = comfyui.nodes.unCLIPConditioning().apply_adm(positive, seen, strength, noise)[0]
+    plain = comfyui.conditioning("sd2-unclip", 1)
+    model, native = comfyui.ours("sd2-unclip", comfyui.config("cpu,cpu")), comfyui.native("sd2-unclip")
+
+    result = comfyui.sample(model, "sd2-unclip", positive=positive)
+
+    reference = comfyui.sample(native, "sd2-unclip", positive=positive)
+    close(result, reference, TOLERANCE)
+    assert relative_error(comfyui.sample(native, "sd2-unclip", positive=plain), reference) > 100 * TOLERANCE
 
 
 SPREAD = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias"

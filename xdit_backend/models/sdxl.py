@@ -5,7 +5,7 @@ from ..vocabulary.unet import Architecture, tiny, unet
 
 SDXL = unet(
     name="SDXL", title="SDXL, SDXL refiner, SSD-1B, Vega, KOALA",
-    architecture=Architecture((2048, 1280), num_heads=lambda width: width // 64, alone=15.8, block=16.8, labelled=True),
+    architecture=Architecture((2048, 1280), num_heads=lambda width: width // 64, alone=15.8, block=16.8),
     values=("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "v_pred", "ztsnr"),
     tiny=tiny(
         "SDXL",

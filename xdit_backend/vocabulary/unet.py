@@ -40,14 +40,13 @@ class Architecture:
     """What distinguishes the U-Nets of a family from those of another.
 
     context_widths: of the text that its files may take. num_heads(width of a level): heads of its attention. alone,
-    block: see forecast.memory.unet_memory. labelled: is there a vector beside the text?
+    block: see forecast.memory.unet_memory.
     """
 
     context_widths: tuple[int, ...]
     num_heads: Callable[[int], int]
     alone: float
     block: float
-    labelled: bool = False
 
 
 def unet(name, title, architecture, tiny, refusals=(), values=()):
@@ -66,8 +65,7 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
         live={"alone": architecture.alone, "block": architecture.block},
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
-        conditioning={"context": "cross_attention_dim"}
-        | ({"y": "projection_class_embeddings_input_dim"} if architecture.labelled else {}),
+        conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim"},
         arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                    "class_labels": given("y", where="class_embed_type")},
         plan=UNetPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
@@ -91,9 +89,9 @@ def _config_rules(architecture):
         use_linear_projection=lambda shapes: any(name.endswith(".1.proj_in.weight") and len(shape) == 2
                                                  for name, shape in shapes.items()),
         # of a vector that ComfyUI has made
-        class_embed_type=lambda shapes: "projection" if architecture.labelled else None,
+        class_embed_type=lambda shapes: "projection" if has("label_emb.")(shapes) else None,
         projection_class_embeddings_input_dim=lambda shapes: (shapes["label_emb.0.0.weight"][1]
-                                                              if architecture.labelled else None))
+                                                              if has("label_emb.")(shapes) else None))
 
 
 def tiny(detected, config, arguments):
