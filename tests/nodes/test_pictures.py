@@ -58,6 +58,50 @@ def test_stale_patches_with_pictures_beside_the_latent_equal_the_oracle(comfyui)
     close(result, sample_oracle(comfyui, "flux-fill", 4, 1, **arguments), STALE)
 
 
+def at_the_right(comfyui, size, width):
+    """Prompts of HiDream-E1 with a picture each, as InstructPixToPixConditioning gives it, and the latent."""
+    prompts = {}
+    for seed, name in ((1, "positive"), (2, "negative")):
+        prompts[name] = comfyui.conditioning("hidream-i1", seed)
+        prompts[name][0][1]["concat_latent_image"] = random(1, 16, size[0], width, seed=seed)
+    return {**prompts, "latent": comfyui.latent("hidream-i1", size=size)}
+
+
+@pytest.mark.parametrize("degrees, size, width", [
+    ({"ulysses": 2}, (9, 12), 18), *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+        ({"cfg": 2}, (16, 8), 8), ({"ring": 2}, (7, 16), 2), ({"tensor": 2}, (8, 14), 14),
+        ({"displaced": 2, "displaced_mode": "full_sync"}, (12, 10), 10),
+        ({"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}, (10, 22), 14)))], ids=str)
+def test_a_picture_to_the_right_of_the_latent_equals_native_ksampler(comfyui, degrees, size, width):
+    arguments = at_the_right(comfyui, size, width)
+
+    result = comfyui.sample(comfyui.ours("hidream-i1", comfyui.config("cpu,cpu", **degrees)), "hidream-i1", **arguments)
+
+    want = comfyui.sample(comfyui.native("hidream-i1"), "hidream-i1", **arguments)
+    close(result, want, EXACT)
+    without = comfyui.sample(comfyui.native("hidream-i1"), "hidream-i1", latent=arguments["latent"])
+    assert relative_error(want, without) > 100 * EXACT
+
+
+def test_stale_patches_with_a_picture_to_the_right_equal_the_oracle(comfyui):
+    arguments = at_the_right(comfyui, (16, 18), 12)
+
+    result = comfyui.sample(staged(comfyui, "hidream-i1"), "hidream-i1", **arguments)
+
+    close(result, sample_oracle(comfyui, "hidream-i1", 4, 1, **arguments), STALE)
+
+
+@pytest.mark.parametrize("size, picture", [((8, 13), (8, 12)), ((8, 12), (8, 13)), ((8, 12), (10, 12))], ids=str)
+def test_a_picture_that_cannot_stand_to_the_right_is_refused_with_its_size(comfyui, size, picture):
+    """ComfyUI's own makes tokens of both, or fails."""
+    positive = comfyui.conditioning("hidream-i1", 1)
+    positive[0][1]["concat_latent_image"] = random(1, 16, *picture)
+
+    with pytest.raises(comfyui.errors.ConfigError, match=rf"{picture[0]} x {picture[1]} and {size[0]} x {size[1]}"):
+        comfyui.sample(comfyui.ours("hidream-i1", comfyui.config("cpu")), "hidream-i1", positive=positive, cfg=1.0,
+                       latent=comfyui.latent("hidream-i1", size=size))
+
+
 def test_a_reference_of_several_frames_equals_native_ksampler(comfyui):
     """As an encode of a batch of pictures is for a VAE of videos. After it, a picture."""
     positive = comfyui.conditioning("qwen-image", 1)

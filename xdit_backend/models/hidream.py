@@ -1,13 +1,19 @@
 """HiDream-I1: two streams, image first, then one of both;
-blocks have experts, and each is given a text of its own beside the first."""
+blocks have experts, and each is given a text of its own beside the first. HiDream-E1 is given a
+picture, which is tokens to the right of the image's."""
+
+import dataclasses
 
 import torch
 
+from ..protocol.errors import ConfigError
 from ..vocabulary.describe import Packed, Unpacked, blocks, config_of, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, BOTH, HEAD_SIZE, LAYERS = Unpacked((2, 2)), ("image", "text"), 128, "encoder_hidden_states_llama3"
+LATENT, HEAD_SIZE, LAYERS, PICTURE = Unpacked((2, 2)), 128, "encoder_hidden_states_llama3", "image_cond"
+IMAGE, PLACES = ("image", "reference"), Packed(LATENT.patch)
+BOTH = (*IMAGE, "text")
 LAYER_WIDTH = size("caption_projection.0.linear.weight", 1)
 
 
@@ -15,10 +21,11 @@ def _amend(model, config):
     """diffusers pads pictures that are not square, and attends to the padding; ComfyUI does not. A block's own text is
     cut as the first text is.
     """
-    def forward(*, latent, timesteps, pooled, text, layers, places, return_dict):
-        counts = [side // 2 for side in latent.shape[2:]]
-        # (B, C, n, p, m, q) -> (B, n * m, p * q * C)
-        tokens = latent.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    def forward(*, latent, picture, timesteps, pooled, text, layers, places, return_dict):
+        counts, tokens = [side // 2 for side in latent.shape[2:]], _tokens(latent)
+        num_own = tokens.shape[1]
+        if picture is not None:
+            tokens = torch.cat([tokens, _tokens(picture)], 1)
         image, place = model.x_embedder(tokens), model.pe_embedder(places[None])
         time = model.t_embedder(timesteps, latent.dtype) + model.p_embedder(pooled)
         *own, last = model.caption_projection
@@ -30,10 +37,40 @@ def _amend(model, config):
         both = torch.cat([image, text], 1)
         for block, more in zip(model.single_stream_blocks, texts[len(model.double_stream_blocks):]):
             both = block(hidden_states=both, more=more, temb=time, image_rotary_emb=place)
-        return (model.unpatchify(model.final_layer(both[:, :image.shape[1]], time), [counts] * len(latent), False),)
+        return (model.unpatchify(model.final_layer(both[:, :num_own], time), [counts] * len(latent), False),)
     model.forward = forward
     for block in (*model.double_stream_blocks, *model.single_stream_blocks):
         block.forward = _with_own_text(block.block)
+
+
+def _tokens(latent):
+    """(B, C, n, p, m, q) -> (B, n * m, p * q * C)"""
+    return latent.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def _picture(call):
+    """Padded as the latent is; None where there is none."""
+    picture = given(PICTURE)(call)
+    if picture is None:
+        return None
+    rows = call.patch.whole if call.patch is not None and call.patch.dim == 2 else call.latent.shape[2]
+    columns = call.patch.whole if call.patch is not None and call.patch.dim == 3 else call.latent.shape[3]
+    if picture.shape[2] != rows or columns % 2 or picture.shape[3] % 2:
+        raise ConfigError("Make the picture and the latent of one height, and both of an even number of latent columns "
+                          f"(16 pixels): HiDream-E1 puts them side by side, and they have {picture.shape[2]} x "
+                          f"{picture.shape[3]} and {rows} x {columns} latent pixels.")
+    return LATENT.padded(picture)
+
+
+def _places(call):
+    """(T, 3): of the latent's tokens, and of the picture's, to the right of them."""
+    places, picture = PLACES.positions(call), call.conditioning.get(PICTURE)
+    if picture is None:
+        return places
+    columns = call.patch.whole if call.patch is not None and call.patch.dim == 3 else call.latent.shape[3]
+    right = PLACES.positions(dataclasses.replace(call, latent=picture, patch=None))
+    right[:, 2] += columns // 2
+    return torch.cat([places, right])
 
 
 def _with_own_text(block):
@@ -67,7 +104,7 @@ def _text_width(shapes):
 
 
 HIDREAM = Family(
-    name="HiDream-I1", title="HiDream-I1", transformer="HiDreamImageTransformer2DModel",
+    name="HiDream-I1", title="HiDream-I1, HiDream-E1", transformer="HiDreamImageTransformer2DModel",
     recognise=has("caption_projection.0.linear.weight", "double_stream_blocks.0.block.attn1.to_q_t.weight"),
     config=config_of(
         patch_size=2, in_channels=size("x_embedder.proj.weight", 1, 4),
@@ -82,20 +119,22 @@ HIDREAM = Family(
         _layer_width=LAYER_WIDTH),
     convert=lambda tensors, config: tensors, latent=LATENT, sign=-1.0, amend=_amend,
     config_from_tensors=("_text_width", "_layer_width", "llama_layers", "max_resolution"),
-    conditioning={"context": "_text_width", "y": "text_emb_dim", LAYERS: "_layer_width"},
+    conditioning={"context": "_text_width", "y": "text_emb_dim", LAYERS: "_layer_width", PICTURE: None},
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + conditioning[LAYERS].shape[2],
-             "more": lambda conditioning: conditioning[LAYERS].shape[2]},
-    arguments={"latent": LATENT, "timesteps": timestep(), "pooled": given("y"), "text": given("context"),
-               "layers": given(LAYERS), "places": Packed(LATENT.patch).positions},
+             "more": lambda conditioning: conditioning[LAYERS].shape[2],
+             "reference": lambda conditioning: LATENT.num_tokens(conditioning[PICTURE].shape)
+             if PICTURE in conditioning else 0},
+    arguments={"latent": LATENT, "picture": _picture, "timesteps": timestep(), "pooled": given("y"),
+               "text": given("context"), "layers": given(LAYERS), "places": _places},
     live={"alone": 21.4, "residual": 6.4, "whole": 11.95, "held": 3.7, "block": 15.95, "exchange": 17.95, "keys": 2.3,
           "own": 0.0, "joined": 0.8},
     plan=ModelPlan(                                            # of four experts, a token meets two
-        blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=BOTH, image_share=0.38,
-                          streams={"hidden_states": "image", "encoder_hidden_states": "text"}),
+        blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=(IMAGE, "text"), image_share=0.38,
+                          streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}),
                 BlockList("single_stream_blocks", "single_stream_blocks.", "num_single_layers", returns=(BOTH,),
                           image_share=0.52)),
-        streams={"hidden_states": BOTH}, attention={"block.attn1": ("image", "more", "text")}, needs_text=True,
-        tokens={"image_rotary_emb": TokenArgument(1, ("image",)), "more": TokenArgument(1, ("more",))},
+        streams={"hidden_states": BOTH}, attention={"block.attn1": (*IMAGE, "more", "text")}, needs_text=True,
+        tokens={"image_rotary_emb": TokenArgument(1, IMAGE), "more": TokenArgument(1, ("more",))},
         choosing=("block.ff_i",),
         once={"block.adaLN_modulation": "step"}, once_outside={"caption_projection": "run"}),
     tiny=Tiny(

@@ -41,15 +41,15 @@ def ask(remote, requests, sigma):
 
 
 def cut_conditioning(remote, conds):
-    """ComfyUI's conds, where a patch is being sampled, with the patch's rows of what is as large as the whole
-    latent."""
+    """ComfyUI's conds, where a patch is being sampled, with the patch's rows of what lies on the latent: as large as it,
+    and no input of the model by itself."""
     task = getcurrent()
     if not isinstance(task, PatchTask) or task.remote is not remote:
         return conds
 
     def cut(entry):
         pictures = {name: cond._copy_with(task.cut(cond.cond)) for name, cond in entry["model_conds"].items()
-                    if isinstance(cond, comfy.conds.CONDNoiseShape)}
+                    if isinstance(cond, comfy.conds.CONDNoiseShape) and name not in remote.family.conditioning}
         return {**entry, "model_conds": {**entry["model_conds"], **pictures}}
     return [[cut(entry) for entry in cond] if cond else cond for cond in conds]
 
