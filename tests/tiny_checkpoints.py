@@ -32,6 +32,8 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "sd35-text": ("sd3", {"context_processor_layers": 2}), "flux-schnell": ("flux", {"guidance_embed": False}),
             "flux-fill": ("flux", {"in_channels": 96}), "flux-canny": ("flux", {"in_channels": 32}),
             "qwen-image-2511": ("qwen-image", {"default_ref_method": "index_timestep_zero"}),
+            "qwen-image-layered": ("qwen-image", {"default_ref_method": "negative_index",
+                                                  "use_additional_t_cond": True}),
             "hunyuanvideo-i2v": ("hunyuanvideo", {"in_channels": 33}),
             "hunyuanvideo-skyreels": ("hunyuanvideo", {"in_channels": 32}),
             "cogvideox-1.5-i2v": ("cogvideox-1.5", {"in_channels": 32, "ofs_embed_dim": 64}),

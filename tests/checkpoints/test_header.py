@@ -316,6 +316,8 @@ PUBLISHED = {
     "qwen-image": ("Qwen-Image", QWEN_IMAGE,
                    {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64,
                     "out_channels": 16, "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}),
+    "qwen-image-layered": ("Qwen-Image", {**QWEN_IMAGE, "time_text_embed.addition_t_embedding.weight": (2, 3072)},
+                           {"use_additional_t_cond": True, "use_layer3d_rope": True}),
     "qwen-image-edit-2511": ("Qwen-Image", {**QWEN_IMAGE, "__index_timestep_zero__": (0,)},
                              {"zero_cond_t": True, "num_layers": 60}),
     "flux2-dev": ("Flux.2", {**flux2(6144, 8, 48, 15360), "guidance_in.in_layer.weight": (6144, 256)}, {
@@ -452,7 +454,8 @@ PUBLISHED = {
     "sd1.5-inpainting": ("SD 1.5", SD15_INPAINTING, {"in_channels": 9, "out_channels": 4}),
     "sd2.1": ("SD 2", SD21, {"attention_head_dim": (5, 10, 20, 20), "cross_attention_dim": 1024,
                              "use_linear_projection": True}),
-    "sd2.1-unclip": ("SD 2", unet(SD_WIDTHS, SD_DEPTHS, 1, 1024, 2048), {"projection_class_embeddings_input_dim": 2048}),
+    "sd2.1-unclip": ("SD 2", unet(SD_WIDTHS, SD_DEPTHS, 1, 1024, 2048),
+                     {"projection_class_embeddings_input_dim": 2048}),
     "lotus": ("SD 2", unet(SD_WIDTHS, SD_DEPTHS, 1, 1024, 4), {"projection_class_embeddings_input_dim": 4}),
     "sdxl": ("SDXL", SDXL_BASE, {"block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10),
                                  "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048,
@@ -566,7 +569,6 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("base, extra, words", [
-    (QWEN_IMAGE, {"time_text_embed.addition_t_embedding.weight": (2, 3072)}, "Qwen-Image-Layered"),
     (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
     (CHROMA, {"nerf_blocks.0.norm.scale": (64,)}, "Chroma Radiance"),
     (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),

@@ -10,7 +10,8 @@ from tests.nodes.test_pipefusion import EXACT, STALE, sample_oracle, staged
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 
-EDIT = ["flux", "flux2", "qwen-image", "qwen-image-2511", "longcat-image", "ovis-image", "krea-2", "joyimage"]
+EDIT = ["flux", "flux2", "qwen-image", "qwen-image-2511", "qwen-image-layered", "longcat-image", "ovis-image", "krea-2",
+        "joyimage"]
 METHODS = [(kind, method) for kind in EDIT for method in (None, *families()[kind].choices.get("ref_latents_method", ()))
            if method or kind != "krea-2"]
 SIZES = [((12, 10), [(8, 14)]), ((7, 9), [(5, 3)]), ((4, 16), [(6, 6), (3, 10)]), ((11, 6), [(12, 4), (4, 4), (9, 7)])]

@@ -1,4 +1,4 @@
-"""Qwen-Image and Qwen-Image-Edit: two streams, joint attention, text first;
+"""Qwen-Image, Qwen-Image-Edit and Qwen-Image-Layered (layers are frames): two streams, joint attention, text first;
 rotary positions around the middle of the picture."""
 
 import torch
@@ -20,11 +20,12 @@ from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut, whole_shapes
-from ..vocabulary.references import AT_ZERO, method_of, references
+from ..vocabulary.references import AT_ZERO, method_of, reference_positions, references
 
 LATENT, IMAGE = Packed((1, 2, 2)), ("image", "reference")
 TABLE, TEXT = TokenArgument(0, IMAGE), TokenArgument(0, ("text",))
 METHODS = {**{word: word for word in ("index", "negative_index", "offset", AT_ZERO)}, "uxo": "offset"}
+LAYERED = "time_text_embed.addition_t_embedding.weight"
 HEAD_SIZE = size("transformer_blocks.0.attn.norm_q.weight", 0)
 
 
@@ -57,17 +58,32 @@ def _amend(model, config):
     rope.forward, model.forward = tables, placed
 
 
+def _method(call):
+    """How references are placed. Files of Qwen-Image-Edit 2511 may say it; those of Qwen-Image-Layered count down."""
+    default = (AT_ZERO if call.config["zero_cond_t"]
+               else "negative_index" if call.config["use_additional_t_cond"] else LATENT.method)
+    return method_of(call.conditioning, default)
+
+
+def _places(call):
+    return reference_positions(call, LATENT.patch[-1], _method(call))
+
+
 def _at_zero(call):
-    # files of Qwen-Image-Edit 2511 may say it
-    default = AT_ZERO if call.config["zero_cond_t"] else LATENT.method
-    return bool(references(call.conditioning)) and method_of(call.conditioning, default) == AT_ZERO
+    return bool(references(call.conditioning)) and _method(call) == AT_ZERO
+
+
+def _no_addition(call):
+    """(1,), one for all images: Qwen-Image-Layered has an embedding for what ComfyUI never asks for, and takes the
+    other."""
+    return call.latent.new_zeros(1, dtype=torch.long) if call.config["use_additional_t_cond"] else None
 
 
 QWEN_IMAGE = Family(
-    name="Qwen-Image", title="Qwen-Image, Qwen-Image-Edit", transformer="QwenImageTransformer2DModel", latent=LATENT,
-    time_scale=1.0, recognise=has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),
+    name="Qwen-Image", title="Qwen-Image, Qwen-Image-Edit, Qwen-Image-Layered",
+    transformer="QwenImageTransformer2DModel", latent=LATENT, time_scale=1.0,
+    recognise=has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),
     refusals=(needs_diffusers("0.37"),
-              because("it makes layers (Qwen-Image-Layered)", has("time_text_embed.addition_t_embedding.weight")),
               because("it is a Mage-Flow model", lambda shapes: shapes.get("txt_norm.weight") == (2560,))),
     config=config_of(
         patch_size=2, in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
@@ -76,7 +92,8 @@ QWEN_IMAGE = Family(
         num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // HEAD_SIZE(shapes),
         axes_dims_rope=lambda shapes: (HEAD_SIZE(shapes) // 8, HEAD_SIZE(shapes) * 7 // 16,
                                        HEAD_SIZE(shapes) * 7 // 16),
-        zero_cond_t=has("__index_timestep_zero__")),
+        zero_cond_t=has("__index_timestep_zero__"), use_additional_t_cond=has(LAYERED),
+        use_layer3d_rope=has(LAYERED)),
     convert=table((r"^__index_timestep_zero__$", None)), amend=_amend,
     marker_tensors={"zero_cond_t": "__index_timestep_zero__"},
     conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None,
@@ -84,8 +101,7 @@ QWEN_IMAGE = Family(
     choices={"ref_latents_method": METHODS}, lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes,
-               "places": LATENT.reference_positions,
-               "at_zero": _at_zero},
+               "places": _places, "at_zero": _at_zero, "additional_t_cond": _no_addition},
     live={"alone": 15.0, "residual": 7.2, "whole": 10.2, "outside": 2.6, "held": 1.3, "block": 14.8, "exchange": 18.2,
           "own": 0.0},
     plan=ModelPlan(
@@ -98,8 +114,10 @@ QWEN_IMAGE = Family(
         once_outside={"txt_in": "run"}),
     tiny=Tiny(
         {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16,
-         "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6), "zero_cond_t": False},
+         "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6), "zero_cond_t": False,
+         "use_additional_t_cond": False, "use_layer3d_rope": False},
         "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel",
         {"in_channels": 64, "out_channels": 16, "num_layers": 3, "attention_head_dim": 32, "num_attention_heads": 4,
-         "joint_attention_dim": 64, "axes_dims_rope": (4, 14, 14)}, frames=1, detected="QwenImage"),
+         "joint_attention_dim": 64, "axes_dims_rope": (4, 14, 14)}, frames=1, detected="QwenImage",
+        more={"use_additional_t_cond": True}),
 )

@@ -41,8 +41,8 @@ def ask(remote, requests, sigma):
 
 
 def cut_conditioning(remote, conds):
-    """ComfyUI's conds, where a patch is being sampled, with the patch's rows of what lies on the latent: as large as it,
-    and no input of the model by itself."""
+    """ComfyUI's conds, where a patch is being sampled, with the patch's rows of what lies on the latent: is as large as
+    it, and no input of the model by itself."""
     task = getcurrent()
     if not isinstance(task, PatchTask) or task.remote is not remote:
         return conds
