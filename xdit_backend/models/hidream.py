@@ -1,6 +1,5 @@
-"""HiDream-I1: two streams, image first, then one of both;
-blocks have experts, and each is given a text of its own beside the first. HiDream-E1 is given a
-picture, which is tokens to the right of the image's."""
+"""HiDream-I1: two streams, image first, then one of both; blocks have experts, and each is given a text of its own
+beside the first. HiDream-E1 is given a picture, which is tokens to the right of the image's."""
 
 import dataclasses
 
@@ -21,7 +20,7 @@ def _amend(model, config):
     """diffusers pads pictures that are not square, and attends to the padding; ComfyUI does not. A block's own text is
     cut as the first text is.
     """
-    def forward(*, latent, picture, timesteps, pooled, text, layers, places, return_dict):
+    def forward(*, latent, picture, timesteps, pooled, text, layers, places, **_):
         counts, tokens = [side // 2 for side in latent.shape[2:]], _tokens(latent)
         num_own = tokens.shape[1]
         if picture is not None:
