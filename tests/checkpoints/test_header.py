@@ -90,6 +90,11 @@ CHROMA = {
     **blocks("distilled_guidance_layer.norms.", 5, {"scale": (5120,)}),
     **blocks("double_blocks.", 19, {"img_attn.norm.key_norm.scale": (128,), "img_attn.qkv.weight": (9216, 3072)}),
     **blocks("single_blocks.", 38, {"linear1.weight": (21504, 3072)})}
+CHROMA_RADIANCE = {
+    **{name: shape for name, shape in CHROMA.items() if name not in ("img_in.weight", "final_layer.linear.weight")},
+    "img_in_patch.weight": (3072, 3, 16, 16), "nerf_image_embedder.embedder.0.weight": (64, 67),
+    **blocks("nerf_blocks.", 4, {"param_generator.weight": (49152, 3072), "norm.scale": (64,)}),
+    "nerf_final_layer_conv.norm.scale": (64,), "nerf_final_layer_conv.conv.weight": (3, 64, 3, 3)}
 LUMINA2 = {
     "x_embedder.weight": (2304, 64), "cap_embedder.1.weight": (2304, 2304), "final_layer.linear.weight": (64, 2304),
     **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (96,)}),
@@ -324,6 +329,11 @@ PUBLISHED = {
     "flux2-klein-4b": ("Flux.2", flux2(3072, 5, 20, 7680), {"num_attention_heads": 24, "guidance_embeds": False}),
     "chroma": ("Chroma", CHROMA, {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24,
                                   "approximator_hidden_dim": 5120, "approximator_layers": 5}),
+    "chroma-radiance": ("Chroma Radiance", CHROMA_RADIANCE, {
+        "num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "_pixel_width": 64, "_pixel_layers": 4,
+        "_ratio": 4, "_convolution": True, "_x0": False, "_sequential": False}),
+    "chroma-radiance-x0": ("Chroma Radiance", CHROMA_RADIANCE | {"__x0__": (0,), "__sequential__": (0,)}, {
+        "_x0": True, "_sequential": True}),
     "omnigen2": ("OmniGen 2", published_comfyui.OMNIGEN2, {
         "hidden_size": 2520, "num_layers": 32, "num_attention_heads": 21, "num_kv_heads": 7, "multiple_of": 10240,
         "axes_dim_rope": (40, 40, 40), "text_feat_dim": 2048, "in_channels": 16}),
@@ -566,7 +576,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
 @pytest.mark.parametrize("base, extra, words", [
     (QWEN_IMAGE, {"time_text_embed.addition_t_embedding.weight": (2, 3072)}, "Qwen-Image-Layered"),
     (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
-    (CHROMA, {"nerf_blocks.0.norm.scale": (64,)}, "Chroma Radiance"),
+    (CHROMA_RADIANCE, {"img_in_patch.weight": (3072, 3, 32, 32)}, "its patches are not of 16 x 16 pixels"),
     (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
     (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attentions between video and sound"),

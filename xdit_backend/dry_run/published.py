@@ -86,6 +86,8 @@ PUBLISHED = {
     "ltx-2": Published("LTX-2", (1280, 704), 121, tokens=1024, given={
         "use_prompt_embeddings": True, "_text_width": 7680}),
     "chroma": Published("Chroma"),
+    "chroma-radiance": Published("Chroma Radiance", given={
+        "_pixel_width": 64, "_pixel_layers": 4, "_ratio": 4, "_convolution": True, "_x0": False, "_sequential": False}),
     # as ComfyUI's template has it
     "minimax-h3": Published("MiniMax H3", (1344, 768), 124, branches=1, given={"_has_frequencies": True,
                                                                               "_curve_points": None}),

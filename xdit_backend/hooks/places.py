@@ -91,6 +91,19 @@ def summed(forward, running):
     return with_total
 
 
+def with_edges(forward, running, path, side):
+    """A module's forward that reads one row of the picture beyond a patch's on either side: as the neighbours have
+    given it last. side: rows of the picture to a row of tokens. running: as `summed`'s."""
+    @functools.wraps(forward)
+    def edged(image_BCHW):
+        context = running()
+        if context is None or context.key_values is None:
+            return forward(image_BCHW)
+        above, below = context.key_values.neighbours(path, image_BCHW, side, context)
+        return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], image_BCHW.shape[2])
+    return edged
+
+
 def with_halos(forward, running):
     """A module's forward that reads one row of the image beyond this rank's on either side. running: as `summed`'s."""
     @functools.wraps(forward)
