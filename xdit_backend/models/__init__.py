@@ -29,6 +29,7 @@ from .longcat import LONGCAT
 from .ltx import LTX
 from .ltx2 import LTX2
 from .lumina2 import LUMINA2
+from .mage_flow import MAGE_FLOW
 from .minimax_h3 import MINIMAX_H3
 from .mochi import MOCHI
 from .omnigen2 import OMNIGEN2
@@ -53,7 +54,7 @@ FAMILIES = {family.name: family for family in (
     LUMINA2, ERNIE, KREA2,
     HIDREAM, HUNYUAN_IMAGE, AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5,
     KANDINSKY5_IMAGE, MOCHI, MINIMAX_H3, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1,
-    OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE)}
+    OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE)}
 
 
 def supported(last="and"):
