@@ -18,7 +18,7 @@ TENSORS = has("distilled_guidance_layer.in_proj.weight", "double_blocks.0.img_at
 KEYS = table((r"^(distilled_guidance_layer\.norms\.\d+)\.scale$", r"\1.weight"))
 
 
-def amend(model, config):
+def _amend(model, config):
     """As in ComfyUI, guidance counts, times are not rounded,
     and there are as many modulations as published models have blocks for."""
     from diffusers.models.embeddings import get_timestep_embedding
@@ -54,7 +54,7 @@ CHROMA = Family(
         axes_dims_rope=(16, 56, 56), approximator_num_channels=size("distilled_guidance_layer.in_proj.weight", 1),
         approximator_hidden_dim=size("distilled_guidance_layer.in_proj.weight", 0),
         approximator_layers=blocks("distilled_guidance_layer.norms.")),
-    convert=lambda tensors, config: FLUX_KEYS(KEYS(tensors, config), config), latent=LATENT, amend=amend,
+    convert=lambda tensors, config: FLUX_KEYS(KEYS(tensors, config), config), latent=LATENT, amend=_amend,
     time_scale=1.0, num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "guidance": None},
     ignored=("y", "ref_latents", "ref_latents_method"),

@@ -18,7 +18,6 @@ from ..vocabulary.pixel_head import (
     drawn_patches,
 )
 from .chroma import CHROMA
-from .chroma import amend as amend_chroma
 
 SIDE, CHANNELS, FREQUENCIES = 16, 3, 8     # of a patch, in pixels; of a pixel; along each side of a patch
 LATENT, TOKENS = Unpacked((SIDE, SIDE)), Packed((SIDE, SIDE))
@@ -30,7 +29,7 @@ KEYS = table((r"^img_in_patch\.", "x_embedder."), (r"^(nerf_\S*norm)\.scale$", r
 
 def _amend(model, config):
     """Tokens are made of pixels, and the networks draw pixels in the place of Chroma's last layer."""
-    amend_chroma(model, config)
+    CHROMA.amend(model, config)
     width, count = config["_pixel_width"], config["_pixel_layers"]
     inner = config["num_attention_heads"] * config["attention_head_dim"]
     head = ConvolutionHead if config["_convolution"] else LinearHead
