@@ -27,7 +27,9 @@ COSMOS_VAE = {"z_channels": 16, "latent_channels": 16, "z_factor": 1, "resolutio
               "channels": 16, "channels_mult": [1, 2, 2], "num_res_blocks": 1, "attn_resolutions": [32], "dropout": 0.0,
               "patch_size": 4, "num_groups": 1, "temporal_compression": 8, "spacial_compression": 8}
 
-VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}),
+VARIANTS = {"chroma-radiance-x0": ("chroma-radiance", {
+                "use_x0": True, "use_sequential_txt_ids": True, "nerf_final_head_type": "linear"}),
+            "sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}),
             "sd35-large": ("sd3", {"qk_norm": "rms", "adm_in_channels": 2048}),
             "sd35-text": ("sd3", {"context_processor_layers": 2}), "flux-schnell": ("flux", {"guidance_embed": False}),
             "flux-fill": ("flux", {"in_channels": 96}), "flux-canny": ("flux", {"in_channels": 32}),
@@ -163,7 +165,9 @@ def detect_thin():
             models.insert(place, type(f"Thin{detected.__name__}", (detected,),
                                       {"unet_config": detected.unet_config | thin}))
         elif detected is not None:
-            detected.unet_extra_config = arguments if kind in DETECTED else family.tiny.arguments
+            said = {key for base, changed in VARIANTS.values() if families()[base] is family for key in changed}
+            detected.unet_extra_config = arguments if kind in DETECTED else {      # but for what a variant's file says
+                key: value for key, value in family.tiny.arguments.items() if key not in said}
             detected.unet_config = {key: arguments.get(key, value) for key, value in detected.unet_config.items()}
 
 

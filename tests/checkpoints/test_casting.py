@@ -31,7 +31,7 @@ SOUNDS = 5                                                     # of a latent of 
 
 def asked(family, config):
     generator = torch.Generator().manual_seed(3)
-    sides = (8, 9) if family.latent.patch[-1] == 1 else (34, 36)
+    sides = (8, 9) if family.latent.patch[-1] == 1 else (48, 32) if config.get("_x0") else (34, 36)
     size = (family.tiny.frames, *sides)[-len(family.latent.patch):]
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = conditioning_of(family, config, generator, {"context": 12}, size=size)

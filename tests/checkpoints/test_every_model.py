@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.test_header import (
-    CHROMA,
     HUNYUAN_IMAGE,
-    QWEN_IMAGE,
     SD15,
     SD21,
     WAN_14B,
@@ -41,7 +39,8 @@ FAMILY = {
     "CosmosI2VPredict2": "Cosmos-Predict2", "ZImage": "Z-Image", "Lumina2": "Lumina 2", "WAN21_T2V": "Wan",
     "WAN21_I2V": "Wan",
     "WAN22_T2V": "Wan", "WAN21_FunControl2V": "Wan", "WAN21_Vace": "Wan VACE", "HiDream": "HiDream-I1",
-    "Chroma": "Chroma",
+    "Chroma": "Chroma", "ChromaRadiance": "Chroma Radiance",
+    "MageFlow": "Mage-Flow",
     "QwenImage": "Qwen-Image", "Kandinsky5": "Kandinsky 5", "Kandinsky5Image": "Kandinsky 5 Image", "Anima": "Anima",
     "LongCatImage": "LongCat-Image", "ErnieImage": "ERNIE-Image", "Krea2": "Krea 2",
     "CogVideoX_T2V": "CogVideoX", "CogVideoX_I2V": "CogVideoX", "CogVideoX_Inpaint": "CogVideoX",
@@ -58,8 +57,6 @@ REFUSED = {
                     ({}, {"transformer.rotary_pos_emb.inv_freq": (2,)}, "Stable Audio")),
     "ACEStep": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"),
     "ACEStep15": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"),
-    "MageFlow": (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
-    "ChromaRadiance": (CHROMA, {"nerf_blocks.0.norm.scale": (64,)}, "Chroma Radiance"),
     "HiDreamO1": ({}, {"t_embedder1.mlp.0.weight": (2, 2), "visual.blocks.0.mlp.linear_fc2.weight": (2, 2)},
                   "HiDream-O1"),
     "SeedVR2": ({}, {"blocks.0.mlp.all.proj_in_gate.weight": (2, 2)}, "SeedVR2"),

@@ -75,6 +75,11 @@ QWEN_IMAGE = {
     "img_in.weight": (3072, 64), "txt_in.weight": (3072, 3584), "txt_norm.weight": (3584,),
     "proj_out.weight": (64, 3072),
     **blocks("transformer_blocks.", 60, {"attn.norm_q.weight": (128,), "img_mod.1.weight": (18432, 3072)})}
+MAGE_FLOW = {
+    **{name: shape for name, shape in QWEN_IMAGE.items() if not name.startswith("transformer_blocks.")},
+    "img_in.weight": (3072, 128), "txt_in.weight": (3072, 2560), "txt_norm.weight": (2560,),
+    "proj_out.weight": (128, 3072),
+    **blocks("transformer_blocks.", 12, {"attn.norm_q.weight": (128,), "img_mod.1.weight": (18432, 3072)})}
 def flux2(width, num_double, num_single, text_width):
     return {
         "img_in.weight": (width, 128), "txt_in.weight": (width, text_width), "final_layer.linear.weight": (128, width),
@@ -90,6 +95,11 @@ CHROMA = {
     **blocks("distilled_guidance_layer.norms.", 5, {"scale": (5120,)}),
     **blocks("double_blocks.", 19, {"img_attn.norm.key_norm.scale": (128,), "img_attn.qkv.weight": (9216, 3072)}),
     **blocks("single_blocks.", 38, {"linear1.weight": (21504, 3072)})}
+CHROMA_RADIANCE = {
+    **{name: shape for name, shape in CHROMA.items() if name not in ("img_in.weight", "final_layer.linear.weight")},
+    "img_in_patch.weight": (3072, 3, 16, 16), "nerf_image_embedder.embedder.0.weight": (64, 67),
+    **blocks("nerf_blocks.", 4, {"param_generator.weight": (49152, 3072), "norm.scale": (64,)}),
+    "nerf_final_layer_conv.norm.scale": (64,), "nerf_final_layer_conv.conv.weight": (3, 64, 3, 3)}
 LUMINA2 = {
     "x_embedder.weight": (2304, 64), "cap_embedder.1.weight": (2304, 2304), "final_layer.linear.weight": (64, 2304),
     **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (96,)}),
@@ -326,6 +336,14 @@ PUBLISHED = {
     "flux2-klein-4b": ("Flux.2", flux2(3072, 5, 20, 7680), {"num_attention_heads": 24, "guidance_embeds": False}),
     "chroma": ("Chroma", CHROMA, {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24,
                                   "approximator_hidden_dim": 5120, "approximator_layers": 5}),
+    "chroma-radiance": ("Chroma Radiance", CHROMA_RADIANCE, {
+        "num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "_pixel_width": 64, "_pixel_layers": 4,
+        "_ratio": 4, "_convolution": True, "_x0": False, "_sequential": False}),
+    "chroma-radiance-x0": ("Chroma Radiance", CHROMA_RADIANCE | {"__x0__": (0,), "__sequential__": (0,)}, {
+        "_x0": True, "_sequential": True}),
+    "mage-flow": ("Mage-Flow", MAGE_FLOW, {
+        "in_channels": 128, "out_channels": 128, "num_layers": 12, "num_attention_heads": 24, "attention_head_dim": 128,
+        "joint_attention_dim": 2560, "axes_dims_rope": (16, 56, 56)}),
     "omnigen2": ("OmniGen 2", published_comfyui.OMNIGEN2, {
         "hidden_size": 2520, "num_layers": 32, "num_attention_heads": 21, "num_kv_heads": 7, "multiple_of": 10240,
         "axes_dim_rope": (40, 40, 40), "text_feat_dim": 2048, "in_channels": 16}),
@@ -511,7 +529,7 @@ def needed_of(family, shapes):
 
 
 # what tells one family from the next, without which a file is as near to the other
-TELLING = {"LongCat-Image": "txt_in.weight", "CogVideoX": "patch_embed.proj.weight",
+TELLING = {"LongCat-Image": "txt_in.weight", "Mage-Flow": "txt_norm.weight", "CogVideoX": "patch_embed.proj.weight",
            "Kandinsky 5": "visual_embeddings.in_layer.weight"}
 
 
@@ -569,8 +587,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("base, extra, words", [
-    (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
-    (CHROMA, {"nerf_blocks.0.norm.scale": (64,)}, "Chroma Radiance"),
+    (CHROMA_RADIANCE, {"img_in_patch.weight": (3072, 3, 32, 32)}, "its patches are not of 16 x 16 pixels"),
     (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
     (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attentions between video and sound"),

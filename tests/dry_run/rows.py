@@ -8,7 +8,7 @@ import json
 import re
 from pathlib import Path
 
-from tests.models.zoo import ALIKE
+from tests.models.zoo import ALIKE, unit
 from xdit_backend.bench.size import parse_layout
 from xdit_backend.checkpoints.shares import held, tensor_splits
 from xdit_backend.comfyui.place import comfyui_version, find_comfyui
@@ -55,7 +55,7 @@ def tiny(name):
     family, config = FAMILIES[name], dict(FAMILIES[name].tiny.config)
     columns = SMALL_COLUMNS + (60 if name.startswith("PixArt") else 0)         # less has no positions there
     frames = (family.tiny.frames,) if len(family.patch_size(config)) == 3 else ()
-    shape = (1, family.taken_channels(config), *frames, SMALL_ROWS, columns)
+    shape = (1, family.taken_channels(config), *frames, SMALL_ROWS * unit(family), columns * unit(family))
     return Unwritten(name, family, config), Run(shape, *conditioning_shapes(family, config, shape, TEXT_TOKENS))
 
 

@@ -57,7 +57,7 @@ CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
 having = lambda method, names=CONFIGS: [name for name in names if method not in FAMILIES[name].refused]  # noqa: E731
 # Of them, those that a folder has whole: the text of the others is prepared by a part that has a folder of its own
 # there.
-FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2")
+FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2", "Chroma Radiance")
            and not FAMILIES[name].is_comfyuis]
 PIPELINES = {"LTX-Video": "LTXConditionPipeline"}              # of folders that tell by that which model they have
 # Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these
@@ -97,8 +97,8 @@ def matrix(names, layouts, one, family=lambda name: name):
 def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False,
             apart=False, references=(), method=None, audio=5, seed=1, more={},
             thin=True):
-    """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not
-    attended to.
+    """A model with seeded weights; rows x columns are latent pixels, or of models of pixels as many as make as many
+    tokens. The same on every rank. masked: some text is not attended to.
     apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how
     they are placed. seed: of all but the weights. more: of the config. thin: is what its class has of one size alone
     left out? Else its inputs are.
@@ -114,6 +114,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         _draw(model)
         rotate_in_float64(dtype == torch.float64)
     generator = torch.Generator().manual_seed(seed)
+    rows, columns = rows * unit(family), columns * unit(family)
     # they have no positions for latents of less than 66 rows and columns
     columns += 60 if name.startswith("PixArt") else 0
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
@@ -138,6 +139,11 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         conditioning |= beside(family, config, generator, (latent.shape, audio), apart)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
+
+
+def unit(family):
+    """Pixels of a latent where others have one: of models of pixels, whose tokens are larger."""
+    return max(1, family.latent.patch[-1] // 2)
 
 
 def beside(family, config, generator, sizes, apart=False):

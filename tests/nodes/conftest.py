@@ -9,17 +9,23 @@ import pytest
 import torch
 
 from tests.comfyui_server import ROOT, comfyui_folder, run_async
-from tests.models.zoo import conditioning_of
+from tests.models.zoo import conditioning_of, unit
 from tests.tiny_checkpoints import detect_thin, families, import_comfyui, save, thin_class
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.worker.memory import return_freed_memory
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16),
                 "pixart": (34, 36),
-                "pixart-alpha": (34, 36), "flux2": (8, 10), "ltx-video": (8, 9), "ltx-video-causal": (8, 9),
+                "pixart-alpha": (34, 36), "flux2": (8, 10), "mage-flow": (8, 10),
+                "ltx-video": (8, 9), "ltx-video-causal": (8, 9),
                 **dict.fromkeys(("ltx-2", "ltx-2-plain", "ltx-2.3"), (4, 5)),
                 "minimax-h3": (6, 9), "minimax-h3-curve": (6, 9)}
 DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor")
+
+
+def in_pixels(kind, size):
+    """Rows and columns of a latent, larger where it is a picture's pixels, so that they come to as many tokens."""
+    return tuple(side * unit(families()[kind]) for side in size)
 
 
 def in_parts(*parts):
@@ -106,7 +112,7 @@ class ComfyUI:
 
     def conditioning(self, kind, seed, tokens=20):
         generator = torch.Generator().manual_seed(seed)
-        size = LATENT_SIZES.get(kind, (16, 18))
+        size = in_pixels(kind, LATENT_SIZES.get(kind, (16, 18)))
         made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens},
                                size=(families()[kind].tiny.frames, *size) if families()[kind].is_comfyuis else ())
         pooled = made.get("y")
@@ -140,7 +146,7 @@ class ComfyUI:
         return [[made["context"], options]]
 
     def latent(self, kind, batch=1, size=None, audio=7):
-        family, size = families()[kind], size or LATENT_SIZES.get(kind, (16, 18))
+        family, size = families()[kind], in_pixels(kind, size or LATENT_SIZES.get(kind, (16, 18)))
         frames = (family.tiny.frames,) if len(family.latent.patch) == 3 else ()
         config = self.transformer_config(kind)
         video = torch.zeros(batch, family.num_channels(config), *frames, *size)

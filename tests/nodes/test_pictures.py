@@ -11,7 +11,7 @@ from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 
 EDIT = ["flux", "flux2", "qwen-image", "qwen-image-2511", "qwen-image-layered", "longcat-image", "ovis-image", "krea-2",
-        "joyimage"]
+        "joyimage", "mage-flow"]
 METHODS = [(kind, method) for kind in EDIT for method in (None, *families()[kind].choices.get("ref_latents_method", ()))
            if method or kind != "krea-2"]
 SIZES = [((12, 10), [(8, 14)]), ((7, 9), [(5, 3)]), ((4, 16), [(6, 6), (3, 10)]), ((11, 6), [(12, 4), (4, 4), (9, 7)])]
@@ -23,7 +23,7 @@ def random(*shape, seed=3):
 
 def references(kind, sizes, batch=1):
     frames = (1,) if len(families()[kind].latent.patch) == 3 else ()
-    channels = 128 if kind == "flux2" else 16
+    channels = 128 if kind in ("flux2", "mage-flow") else 16
     return [random(batch, channels, *frames, *size, seed=number) for number, size in enumerate(sizes)]
 
 

@@ -14,15 +14,17 @@ TOLERANCE = 2e-5                           # relative, float32; seen: up to 2e-6
 # kind of checkpoint -> rows of the tables of positions that files are made with; None: as the class makes it
 POSITIONS = {kind: {"sd3": (None, 96, 192), "pixart": (64, 32, 128, None)}.get(kind, (None,))
              for kind, family in families().items()
-             if not family.is_unet and (kind not in VARIANTS or kind == "sd35")}
+             if not family.is_unet and (kind not in VARIANTS or kind in ("sd35", "chroma-radiance-x0"))}
 LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2": ("cpu,cpu", {"ring": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2})}
 ON_TWO = ("ulysses2", "ring2", "pipefusion2")  # workers; of every kind but one, one of these
 SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48),
-         "wan": (2, 7, 12, 13, 16), "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
+        "chroma-radiance": (12, 23, 61, 96, 150), "chroma-radiance-x0": (16, 32, 48, 64, 160),
+        "wan": (2, 7, 12, 13, 16), "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
 # ComfyUI's modules take no odd sides
 EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace",
         "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1", "wan-camera", "wan-humo", "wan-animate")
+MULTIPLES = dict.fromkeys(EVEN, 2) | {"chroma-radiance-x0": 16}
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
 
@@ -49,11 +51,11 @@ def test_positions_of_pixart_are_comfyuis_to_the_bit(comfyui, scale, dtype):
 def cases(kind):
     """Latent sizes: five sides in three shapes; of a video each with another number of frames."""
     is_video = len(families()[kind].latent.patch) == 3 and families()[kind].tiny.frames > 1
-    for number, side in enumerate(SIDES.get(kind.partition("-")[0], (2, 7, 12, 16, 21))):
+    for number, side in enumerate(SIDES.get(kind, SIDES.get(kind.partition("-")[0], (2, 7, 12, 16, 21)))):
         for shape in SHAPES.values():
             height, width = round(side / shape ** 0.5), round(side * shape ** 0.5)
-            if kind in EVEN:
-                height, width = max(2, height // 2 * 2), max(2, width // 2 * 2)
+            of = MULTIPLES.get(kind, 1)
+            height, width = max(of, height // of * of), max(of, width // of * of)
             if kind.startswith("pixart"):                      # nor smaller ones
                 width = max(width, 66 - height)
             frames = (1 + number,) if is_video else (1,) * (len(families()[kind].latent.patch) - 2)
@@ -144,7 +146,8 @@ def test_flux_without_guidance_or_with_other_pooled_text_equals_comfyuis_own_mod
 
 
 @pytest.mark.parametrize("kind, size", [
-    ("hunyuanvideo", (1, 6, 7)), ("pixart", (35, 40)), ("pixart", (30, 34)), ("cosmos-predict1", (2, 6, 7))])
+    ("chroma-radiance-x0", (40, 64)), ("hunyuanvideo", (1, 6, 7)), ("pixart", (35, 40)), ("pixart", (30, 34)),
+    ("cosmos-predict1", (2, 6, 7))])
 def test_sizes_that_comfyuis_module_fails_at_are_refused(comfyui, kind, size):
     family, config = families()[kind], comfyui.transformer_config(kind)
     given = conditioning_of(family, config, torch.Generator(), {"context": 20})

@@ -167,14 +167,17 @@ class StaleTransformer:
         self.example, self.num_parts, self.num_shards, self.shards = example, num_parts, num_shards, shards or {}
         within = {(streams, streams) for list_ in example.family.plan.lists for streams in list_.attention.values()}
         self.mixed = within | set(example.family.plan.cross_attention.values())  # (streams of queries, streams of keys)
-        self.calls = Calls(forecast)
+        self.calls, self.read = Calls(forecast), {}
+        modules = dict(example.model.named_modules())
+        for path in example.family.plan.edges.keys() & modules.keys():
+            modules[path].register_forward_pre_hook(self.read.__setitem__)
 
     def predict(self, x, timestep, is_stale):
         one, now, time = self.example, {}, timestep.max().item()
         one.latent, one.timestep = x, timestep
         counts = one.family.token_counts(x.shape, one.conditioning)
         lengths = {tuple(sum(counts[stream] for stream in streams) for streams in both): both[1] for both in self.mixed}
-        out = None
+        out, given = None, {}
         for band in range(self.num_parts) if is_stale else [None]:
             calls = itertools.count()
 
@@ -200,8 +203,19 @@ class StaleTransformer:
             if is_stale:
                 pixels = self._pixels(band, x)
                 out[..., pixels] = prediction[..., pixels]
+                given = {module: torch.where(pixels, read[0], given.get(module, read[0]))
+                         for module, read in self.read.items()}
         self.calls.add(time, now)
-        return out
+        return self._of_all(given) if is_stale and given else out
+
+    def _of_all(self, given):
+        """The prediction where modules after the blocks read what all parts have given. given: {module: that}."""
+        hooks = [module.register_forward_pre_hook(lambda *_, whole=whole: (whole,)) for module, whole in given.items()]
+        try:
+            return self.example.run()
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _own(self, stream, count, band):
         """Which of so many tokens of a stream are the band's."""

@@ -25,7 +25,7 @@ class StaleModel:
         self.example, self.forecast, self.order = example, forecast, order
         # past: of each attention, [(time, keys, values)] of whole calls
         self.store, self.times, self.past = {}, {}, {}
-        self.others = []
+        self.others, self.edges, self.fresh_rows = [], {}, None
         self.streams = None                                    # of the keys of the attention that runs
         for list_ in example.family.plan.lists:
             read = list_.attention | {name: streams for name,
@@ -36,9 +36,18 @@ class StaleModel:
                     if module is not None:
                         module.register_forward_pre_hook(functools.partial(self._enter, streams))
                         module.register_forward_hook(functools.partial(self._enter, None))
+        for path, side in example.family.plan.edges.items():
+            if path.rpartition(".")[0] in dict(example.model.named_modules()):
+                example.model.get_submodule(path).register_forward_pre_hook(functools.partial(self._as_last, side))
 
     def _enter(self, streams, *module_and_arguments):
         self.streams = streams
+
+    def _as_last(self, side, module, args):
+        """What a module after the blocks reads of other patches' rows is what they gave last; zeros before that."""
+        (given,), rows = args, self.fresh_rows.repeat_interleave(side)[:, None]
+        self.edges[module] = torch.where(rows, given, self.edges.get(module, torch.zeros_like(given)))
+        return self.edges[module],
 
     def go_on(self, name, time):
         """A call at another time begins: what no patch has brought yet is what the calls before it lead to."""
@@ -79,6 +88,9 @@ class StaleModel:
         own = [(a_row * (first // size[dim - 2]), num_image if end == height else a_row * (end // size[dim - 2]))
                for first, end in strips]
         opens = own[0][0] == 0 if opens is None else opens
+        self.fresh_rows = torch.zeros(num_image // a_row, dtype=torch.bool)
+        for first, last in own:
+            self.fresh_rows[first // a_row:last // a_row] = True
         calls = iter(range(1000))
 
         def attention(query, key, value, *args, **kwargs):

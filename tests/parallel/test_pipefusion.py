@@ -71,6 +71,7 @@ class Pipeline:
         """Euler steps, as in the oracle. patches: of partition.cut_patches."""
         self.key_values.kept.clear()
         self.key_values.once.clear()
+        self.key_values.edges.clear()
         x = self.one.latent
         for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
             timestep = self.one.at(sigma)
@@ -443,9 +444,15 @@ def forecast_of_a_forecast():
     KeyValueEntry.turn = still
 
 
+def edges_of_this_step_alone():
+    """What a patch reads of the one after it is as if that were beyond the picture."""
+    neighbours = KeyValues.neighbours
+    KeyValues.neighbours = lambda self, *asked: (neighbours(self, *asked)[0], neighbours(self, *asked)[1][:, :, :0])
+
+
 MUTANTS = {function.__name__: function for function in (
     forecast_in_steps_not_in_time, forecast_of_a_forecast,
-    a_stand_in_is_attended_to, skips_are_lost, modulation_of_the_step_before, nothing_is_kept,
+    edges_of_this_step_alone, a_stand_in_is_attended_to, skips_are_lost, modulation_of_the_step_before, nothing_is_kept,
     positions_of_the_first_patch, own_shard_is_kept_only, text_with_every_patch_forgotten, cold_tokens_are_zero)}
 
 
@@ -456,6 +463,7 @@ MUTANTS = {function.__name__: function for function in (
     ("positions_of_the_first_patch", "Lumina 2", Layout(), (4, 1)),
     ("positions_of_the_first_patch", "HunyuanVideo", Layout(), (4, 1)),
     ("skips_are_lost", "HunyuanDiT", Layout(pipefusion_degree=2), (2, 3)),
+    ("edges_of_this_step_alone", "Chroma Radiance", Layout(), (4, 1)),
     ("modulation_of_the_step_before", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("nothing_is_kept", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 1)),
     ("nothing_is_kept", "Latte", Layout(), (4, 1)), ("positions_of_the_first_patch", "Latte", Layout(), (4, 1)),

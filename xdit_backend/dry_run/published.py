@@ -86,6 +86,8 @@ PUBLISHED = {
     "ltx-2": Published("LTX-2", (1280, 704), 121, tokens=1024, given={
         "use_prompt_embeddings": True, "_text_width": 7680}),
     "chroma": Published("Chroma"),
+    "chroma-radiance": Published("Chroma Radiance", given={
+        "_pixel_width": 64, "_pixel_layers": 4, "_ratio": 4, "_convolution": True, "_x0": False, "_sequential": False}),
     # as ComfyUI's template has it
     "minimax-h3": Published("MiniMax H3", (1344, 768), 124, branches=1, given={"_has_frequencies": True,
                                                                               "_curve_points": None}),
@@ -147,6 +149,9 @@ PUBLISHED = {
     "joyimage": Published("JoyImage", tokens=256, given={
         "in_channels": 16, "hidden_size": 4096, "num_layers": 40, "num_attention_heads": 32, "text_dim": 4096,
         "mlp_width_ratio": 4.0, "rope_dim_list": (16, 56, 56)}),
+    "mage-flow": Published("Mage-Flow", tokens=128, given={
+        "in_channels": 128, "out_channels": 128, "num_layers": 12, "attention_head_dim": 128,
+        "num_attention_heads": 24, "joint_attention_dim": 2560, "axes_dims_rope": (16, 56, 56)}),
     "wan2.1-vace-14b-480p": Published("Wan VACE", (832, 480), 81),
     "wan2.1-fun-camera-14b-480p": Published("Wan Camera", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
         "in_dim": 32, "model_type": "camera", "in_dim_control_adapter": 24, "_image_dim": 1280,

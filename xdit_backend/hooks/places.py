@@ -91,6 +91,29 @@ def summed(forward, running):
     return with_total
 
 
+def place_edges(model, plan, running):
+    """Have the modules after the blocks that read one row of the picture beyond a patch's read what its neighbours have
+    given last. running: as `summed`'s."""
+    for path, side in plan.edges.items():
+        module = _inside(model, path)
+        if module is not None:
+            module.forward = _with_edges(module.forward, running, path, side)
+
+
+def _with_edges(forward, running, path, side):
+    """side: rows of the picture to a row of tokens."""
+    @functools.wraps(forward)
+    def edged(image_BCHW):
+        context = running()
+        if context is None or context.key_values is None:
+            return forward(image_BCHW)
+        above, below = context.key_values.neighbours(path, image_BCHW, side, context)
+        if not above.shape[2] + below.shape[2]:
+            return forward(image_BCHW)
+        return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], image_BCHW.shape[2])
+    return edged
+
+
 def with_halos(forward, running):
     """A module's forward that reads one row of the image beyond this rank's on either side. running: as `summed`'s."""
     @functools.wraps(forward)

@@ -19,7 +19,7 @@ from ..partition import check_shards
 from . import regions
 from .attention import COMFYUIS, AttentionFunctions, RunningAttention
 from .compiled import CompiledBlocks, outside_graphs
-from .places import Place, StageEnd, _inside, _transposed, places_of, summed, with_halos
+from .places import Place, StageEnd, _inside, _transposed, place_edges, places_of, summed, with_halos
 from .turns import take_turns
 
 
@@ -92,6 +92,7 @@ class Hooks:
             for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module]
                                          if module is not None else []):
                 each.forward = self._hook_once(each, each.forward, (path, index), span)
+        place_edges(model, plan, lambda: self._context)
         for path, (arguments, factor) in plan.exact.items():
             model.get_submodule(path).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
         for path, of_patch in plan.positions.items():
@@ -102,8 +103,7 @@ class Hooks:
             setattr(owner, name, self._hook_positions(owner, getattr(owner, name), of_patch))
 
     def _running(self):
-        """The context of the forward that runs, for layers of which this rank holds a share and which need the
-        others'."""
+        """The context of the forward that runs, for layers that need other ranks' shares."""
         assert self._context is not None, ("this model holds a share of its weights: its forward is run by Hooks.run, "
                                            "which says by whom else")
         return self._context

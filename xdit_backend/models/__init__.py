@@ -4,6 +4,7 @@ from .anima import ANIMA
 from .auraflow import AURAFLOW
 from .boogu import BOOGU
 from .chroma import CHROMA
+from .chroma_radiance import CHROMA_RADIANCE
 from .cogvideox import COGVIDEOX
 from .cogvideox15 import COGVIDEOX15
 from .cosmos import COSMOS
@@ -28,6 +29,7 @@ from .longcat import LONGCAT
 from .ltx import LTX
 from .ltx2 import LTX2
 from .lumina2 import LUMINA2
+from .mage_flow import MAGE_FLOW
 from .minimax_h3 import MINIMAX_H3
 from .mochi import MOCHI
 from .omnigen2 import OMNIGEN2
@@ -48,11 +50,11 @@ from .wan_vace import WAN_VACE
 from .z_image import Z_IMAGE
 
 FAMILIES = {family.name: family for family in (
-    SD3, FLUX, FLUX2, CHROMA, LONGCAT, OVIS, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, ERNIE,
-    KREA2,
+    SD3, FLUX, FLUX2, CHROMA, CHROMA_RADIANCE, LONGCAT, OVIS, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE,
+    LUMINA2, ERNIE, KREA2,
     HIDREAM, HUNYUAN_IMAGE, AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5,
     KANDINSKY5_IMAGE, MOCHI, MINIMAX_H3, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1,
-    OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE)}
+    OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE)}
 
 
 def supported(last="and"):

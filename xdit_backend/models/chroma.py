@@ -5,13 +5,14 @@ import functools
 
 import torch
 
-from ..vocabulary.describe import Packed, because, blocks, config_of, given, has, size, text_positions, timestep
+from ..vocabulary.describe import Packed, blocks, config_of, given, has, size, text_positions, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from .flux import KEYS as FLUX_KEYS
 
 LATENT, BOTH, NUM_MODULATIONS = Packed((2, 2)), ("text", "image"), 344
+TENSORS = has("distilled_guidance_layer.in_proj.weight", "double_blocks.0.img_attn.qkv.weight")
 
 # the rest is as Flux.1's
 KEYS = table((r"^(distilled_guidance_layer\.norms\.\d+)\.scale$", r"\1.weight"))
@@ -45,9 +46,7 @@ def _guidance(call):
 
 CHROMA = Family(
     name="Chroma", title="Chroma", transformer="ChromaTransformer2DModel",
-    recognise=has("distilled_guidance_layer.in_proj.weight", "double_blocks.0.img_attn.qkv.weight"),
-    refusals=(because("it works on pixels (Chroma Radiance), for which diffusers has no transformer",
-                      has("nerf_blocks.")),),
+    recognise=lambda shapes: TENSORS(shapes) and not has("nerf_blocks.")(shapes),
     config=config_of(
         patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
         num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=128,

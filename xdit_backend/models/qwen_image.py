@@ -5,7 +5,6 @@ import torch
 
 from ..vocabulary.describe import (
     Packed,
-    because,
     blocks,
     config_of,
     given,
@@ -21,11 +20,13 @@ from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut, whole_shapes
 from ..vocabulary.references import AT_ZERO, method_of, reference_positions, references
+from .mage_flow import is_mage_flow
 
 LATENT, IMAGE = Packed((1, 2, 2)), ("image", "reference")
 TABLE, TEXT = TokenArgument(0, IMAGE), TokenArgument(0, ("text",))
 METHODS = {**{word: word for word in ("index", "negative_index", "offset", AT_ZERO)}, "uxo": "offset"}
 LAYERED = "time_text_embed.addition_t_embedding.weight"
+NAMES = has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight")
 HEAD_SIZE = size("transformer_blocks.0.attn.norm_q.weight", 0)
 
 
@@ -82,9 +83,7 @@ def _no_addition(call):
 QWEN_IMAGE = Family(
     name="Qwen-Image", title="Qwen-Image, Qwen-Image-Edit, Qwen-Image-Layered",
     transformer="QwenImageTransformer2DModel", latent=LATENT, time_scale=1.0,
-    recognise=has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),
-    refusals=(needs_diffusers("0.37"),
-              because("it is a Mage-Flow model", lambda shapes: shapes.get("txt_norm.weight") == (2560,))),
+    recognise=lambda shapes: NAMES(shapes) and not is_mage_flow(shapes), refusals=(needs_diffusers("0.37"),),
     config=config_of(
         patch_size=2, in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
         num_layers=blocks("transformer_blocks."), attention_head_dim=HEAD_SIZE,

@@ -198,11 +198,28 @@ class KeyValues:
     kept: dict = field(default_factory=dict)           # (block, attention, number of the call) -> KeyValueEntry
     # outputs that are the same for all patches of a step, or of the run
     once: dict = field(default_factory=dict)
+    edges: dict = field(default_factory=dict)  # module -> (images, C, token rows, 2, columns): see `neighbours`
 
     @property
     def num_bytes(self):
         """Bytes on the device."""
-        return sum(entry.num_bytes for entry in self.kept.values()) if self.offload is None else self.offload.num_bytes
+        edges = sum(edges.nbytes for edges in self.edges.values())
+        return edges + (sum(entry.num_bytes for entry in self.kept.values()) if self.offload is None
+                        else self.offload.num_bytes)
+
+    def neighbours(self, name, image_BCHW, side, context):
+        """The rows of a picture next above and below a forward's, (B, C, 0 or 1, columns) each, as they were last; its
+        own are kept for its neighbours. What no forward has given yet is zeros, as beyond the picture. name: of the
+        module. side: rows to a row of tokens, of which the first and the last are kept.
+        """
+        own = image_BCHW.unflatten(2, (-1, side))[:, :, :, ::side - 1]
+        first = 0 if context.patch is None else context.patch.start // side
+        end, whole = first + own.shape[2], own.shape[2] if context.rows is None else context.rows.whole_token_rows
+        if name not in self.edges:
+            self.edges[name] = own.new_zeros(context.num_images, own.shape[1], whole, *own.shape[3:])
+        known = self.edges[name][context.first_image:context.first_image + len(own)]
+        known[:, :, first:end] = own
+        return known[:, :, max(first - 1, 0):first, 1:].flatten(2, 3), known[:, :, end:end + 1, :1].flatten(2, 3)
 
     def update(self, key, keys_BNTH, values_BNTH, context, streams):
         """Overwrite the forward's tokens and return keys and values to attend to: fresh ones of this forward, else

@@ -92,6 +92,10 @@ class ModelPlan:
     tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
     rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
     halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own
+    rereads: bool = False                  # the forward reads the latent after the blocks too
+    # such a module after the blocks, of the whole picture -> its rows to a row of tokens. A patch reads what its
+    # neighbours have given last.
+    edges: dict[str, int] = field(default_factory=dict)
     # (block argument, streams): it is given (places of this rank's tokens, (T,); tokens of all), counted through the
     # whole streams one after the other, for what a token does by its place, such as reading its frame's sound
     places: tuple[str, tuple[str, ...]] | None = None

@@ -199,9 +199,9 @@ class Predictions:
                 else [[part] for part in parts])
 
     def _latent(self, loaded, mesh, part):
-        """A part's latents on the device. Of stages after the first, which use only the shape, zeros."""
-        branch, first, last = part
-        if mesh.ranks["pipefusion"] == 0:
+        """A part's latents on the device. Of stages that use only the shape, as most after the first, zeros."""
+        (branch, first, last), stage = part, mesh.ranks["pipefusion"]
+        if stage == 0 or (loaded.family.plan.rereads and stage == mesh.degrees["pipefusion"] - 1):
             return on_device(self._map(branch.latent)[first:last], self._device).to(loaded.dtype)
         return torch.zeros((last - first, *branch.latent.shape[1:]), dtype=loaded.dtype, device=self._device)
 

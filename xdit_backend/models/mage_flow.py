@@ -1,0 +1,82 @@
+"""Mage-Flow and Mage-Flow-Edit, ComfyUI's own module: Qwen-Image's blocks over single pixels of the latent, text that
+is not rotated; pictures count from their middle, and reference pictures follow as further frames."""
+
+from types import MethodType
+
+import torch
+
+from ..vocabulary.comfyui import handed_on, num_reference_tokens, same_names, whole_references
+from ..vocabulary.describe import Unpacked, blocks, config_of, has, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+
+LATENT, PICTURES, ALL = Unpacked((1, 1)), ("image", "reference"), ("text", "image", "reference")
+NATIVE, NORM = "comfy.ldm.mage_flow.model:MageFlowTransformer2DModel", "transformer_blocks.0.attn.norm_q.weight"
+NAMES = has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight", NORM)
+
+
+def is_mage_flow(shapes):
+    """Is it one, of files with the names of Qwen-Image? By the width of its text."""
+    return shapes["txt_norm.weight"][0] == 2560
+
+
+def _axes(shapes):
+    """Of a head, what turns by frames, rows and columns: (16, 56, 56) of 128."""
+    head, side = shapes[NORM][0], shapes[NORM][0] * 7 // 32 * 2
+    return head - 2 * side, side, side
+
+
+def _positions(module, forward, rows, tokens, args, kwargs):
+    """Of the whole picture, whose rows count from its middle; of a reference, which has an index, as they are."""
+    tokens_of_it, ids, sizes = forward(*args, **kwargs)
+    if not kwargs:
+        own, whole = sizes[0], rows.whole_token_rows
+        first_row = rows.first_token * whole // rows.num_tokens
+        moved = first_row + (own - own // 2) - (whole - whole // 2)
+        ids = torch.stack([ids[..., 0], ids[..., 1] + moved, ids[..., 2]], -1)
+    return tokens_of_it, ids, sizes
+
+
+def _amend(model, config):
+    """A block whose text is a stand-in has a row of positions for it."""
+    for block in model.transformer_blocks:
+        block.forward = MethodType(_with_stand_in, block)
+
+
+def _with_stand_in(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb,
+                   transformer_options=None):
+    lacking = hidden_states.shape[1] + encoder_hidden_states.shape[1] - image_rotary_emb.shape[2]
+    if lacking:
+        image_rotary_emb = torch.cat([image_rotary_emb[:, :, :lacking], image_rotary_emb], 2)
+    return type(self).forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb,
+                              image_rotary_emb, transformer_options=transformer_options)
+
+
+TINY = {"in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
+        "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6)}
+
+MAGE_FLOW = Family(
+    name="Mage-Flow", title="Mage-Flow, Mage-Flow-Edit", transformer=NATIVE,
+    recognise=lambda shapes: NAMES(shapes) and is_mage_flow(shapes),
+    config=config_of(
+        in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0),
+        num_layers=blocks("transformer_blocks."), attention_head_dim=size(NORM, 0),
+        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // shapes[NORM][0],
+        joint_attention_dim=size("txt_in.weight", 1),
+        axes_dims_rope=_axes),
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), amend=_amend,
+    conditioning={"context": "joint_attention_dim", "ref_latents": None},
+    lengths={"reference": num_reference_tokens(LATENT)}, ignored=("ref_latents_method",),
+    arguments=handed_on(LATENT, "context", ref_latents=whole_references),
+    num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
+    live={"alone": 10.96, "residual": 3.23, "whole": 7.37, "outside": 2.6, "held": 2.18, "block": 9.47,
+          "exchange": 14.46, "told": 1.8, "own": 0.03},
+    plan=ModelPlan(
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", PICTURES), image_share=0.5,
+                          control="input", patched="double"),),
+        streams={"hidden_states": PICTURES, "encoder_hidden_states": "text"}, attention={"attn": ALL},
+        needs_text=True, tokens={"image_rotary_emb": TokenArgument(2, ALL)}, positions={"process_img": _positions},
+        once={"img_mod.1": "step", "txt_mod.1": "step"}, once_outside={"txt_in": "run"}),
+    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 128, "out_channels": 128, "joint_attention_dim": 2560},
+              detected="MageFlow"),
+)

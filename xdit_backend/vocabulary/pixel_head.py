@@ -1,0 +1,89 @@
+"""What models of pixels have in the place of an autoencoder: tokens are patches of the picture itself, and after the
+transformer a small network for each patch draws its pixels. For Family.amend.
+
+# B batch, T tokens, P pixels of a patch, C channels of a pixel, W width of a token, M patches (B * T)
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+TILE = 512                     # patches at a time, as in ComfyUI: each has weights of its own
+
+
+class PatchLinear(nn.Conv2d):
+    """A convolution whose patches do not overlap, of what is cut into them already. (B, T, C * P) -> (B, T, W)."""
+
+    def forward(self, tokens):
+        return F.linear(tokens, self.weight.flatten(1), self.bias)
+
+
+class PixelEmbedder(nn.Module):
+    """A linear of each pixel and of cosines of its place in the patch. Computes in the type of its weights, which
+    ComfyUI holds in float32. (M, P, C) -> (M, P, width)."""
+
+    def __init__(self, num_channels, width, num_frequencies):
+        super().__init__()
+        self.num_frequencies = num_frequencies
+        self.embedder = nn.Sequential(nn.Linear(num_channels + num_frequencies ** 2, width))
+
+    def forward(self, pixels):
+        wide = pixels.to(self.embedder[0].weight.dtype)
+        places = self.places(round(pixels.shape[1] ** 0.5), wide).expand(len(wide), -1, -1)
+        return self.embedder(torch.cat([wide, places], 2)).to(pixels.dtype)
+
+    def places(self, side, like):
+        """(P, num_frequencies ** 2): products of cosines along columns and rows, the quicker the smaller."""
+        kind = {"dtype": like.dtype, "device": like.device}
+        steps, along = torch.arange(self.num_frequencies, **kind), torch.linspace(0, 1, side, **kind)
+        waves = torch.cos(along[:, None] * steps * torch.pi)                   # (side, frequencies)
+        both = waves[None, :, :, None] * waves[:, None, None, :] / (1 + steps[:, None] * steps)
+        return both.flatten(2).flatten(0, 1)
+
+
+class PatchNetworkBlock(nn.Module):
+    """A gated feed-forward whose weights a linear makes of the patch's token. pixels (M, P, width), tokens (M, W)."""
+
+    def __init__(self, token_width, width, ratio):
+        super().__init__()
+        self.param_generator = nn.Linear(token_width, 3 * width ** 2 * ratio)
+        self.norm = nn.RMSNorm(width)
+
+    def forward(self, pixels, tokens):
+        width = pixels.shape[2]
+        gate, value, out = self.param_generator(tokens).chunk(3, 1)
+        gate, value = (F.normalize(each.unflatten(1, (width, -1)), dim=1) for each in (gate, value))
+        out, normed = F.normalize(out.unflatten(1, (-1, width)), dim=1), self.norm(pixels)
+        return pixels + torch.bmm(F.silu(torch.bmm(normed, gate)) * torch.bmm(normed, value), out)
+
+
+class LinearHead(nn.Module):
+    """(B, width, rows, columns) to pixels, each by itself."""
+
+    def __init__(self, width, num_channels):
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(width), nn.Linear(width, num_channels)
+
+    def forward(self, drawn):
+        return self.linear(self.norm(drawn.movedim(1, -1))).movedim(-1, 1)
+
+
+class ConvolutionHead(nn.Module):
+    """(B, width, rows, columns) to pixels, each with its neighbours: one row beyond a patch's counts too."""
+
+    def __init__(self, width, num_channels):
+        super().__init__()
+        self.norm, self.conv = nn.RMSNorm(width), nn.Conv2d(width, num_channels, 3, padding=1)
+
+    def forward(self, drawn):
+        return self.conv(self.norm(drawn.movedim(1, -1)).movedim(-1, 1))
+
+
+def drawn_patches(embedder, networks, pixels, tokens):
+    """What the networks draw in each patch. pixels: (M, P, C); tokens: (M, W). Returns (M, P, width)."""
+    def draw(some, of):
+        some = embedder(some)
+        for network in networks:
+            some = network(some, of)
+        return some
+    return torch.cat([draw(some, of) for some, of in zip(pixels.split(TILE), tokens.split(TILE))])
