@@ -20,7 +20,7 @@ def _amend(model, config):
     """diffusers pads pictures that are not square, and attends to the padding; ComfyUI does not. A block's own text is
     cut as the first text is.
     """
-    def forward(*, latent, picture, timesteps, pooled, text, layers, places, **_):
+    def forward(*, latent, picture, timesteps, pooled, text, layers, places):
         counts, tokens = [side // 2 for side in latent.shape[2:]], _tokens(latent)
         num_own = tokens.shape[1]
         if picture is not None:
@@ -37,7 +37,7 @@ def _amend(model, config):
         for block, more in zip(model.single_stream_blocks, texts[len(model.double_stream_blocks):]):
             both = block(hidden_states=both, more=more, temb=time, image_rotary_emb=place)
         return (model.unpatchify(model.final_layer(both[:, :num_own], time), [counts] * len(latent), False),)
-    model.forward = forward
+    model.forward = lambda return_dict, **given: forward(**given)
     for block in (*model.double_stream_blocks, *model.single_stream_blocks):
         block.forward = _with_own_text(block.block)
 
