@@ -71,6 +71,8 @@ def inputs(comfyui, kind, size, batch):
     given["transformer_options"] = options_of(family, given)
     if "num_tokens" in (*family.ignored, *family.conditioning):
         given["num_tokens"] = 20
+    # as ComfyUI hands them over; workers get them as shapes
+    given |= {name: len(given[name]) for name in family.counts if torch.is_tensor(given.get(name))}
     if family.name == "Mochi":                                 # whose module asks for it
         given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
     times = torch.tensor([0.9, 0.3])[:batch] * family.time_scale

@@ -155,6 +155,11 @@ PUBLISHED = {
         "in_dim": 36, "model_type": "humo"}),
     "wan2.2-animate-14b-480p": Published("Wan Animate", (832, 480), 77, given=WAN_14B_OF_COMFYUI | {
         "in_dim": 36, "model_type": "animate", "_image_dim": 1280, "flf_pos_embed_token_number": None}),
+    "wan2.1-scail-14b-480p": Published("Wan SCAIL", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 20, "model_type": "scail", "_image_dim": 1280, "flf_pos_embed_token_number": None}),
+    "wan2.1-scail-2-14b-480p": Published("Wan SCAIL-2", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 20, "model_type": "scail2", "mask_in_dim": 28, "_image_dim": 1280,
+        "flf_pos_embed_token_number": None}),
 }
 
 

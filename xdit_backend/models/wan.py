@@ -33,7 +33,7 @@ PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection
 
 # of families of their own
 OTHERS = ("vace_patch_embedding.weight", "control_adapter.conv.weight", "audio_proj.audio_proj_glob_1.layer.weight",
-          "face_adapter.fuser_blocks.0.k_norm.weight")
+          "face_adapter.fuser_blocks.0.k_norm.weight", "patch_embedding_pose.weight")
 
 
 def _recognise(shapes):
@@ -46,8 +46,7 @@ def _variant(shapes):
     variants = {"Wan Fun-Control with a reference picture": "ref_conv.weight",
                 "Wan with audio (MultiTalk)": "audio_proj.",
                 "Wan 2.2 S2V": "casual_audio_encoder.encoder.final_linear.weight",
-                "Wan SCAIL-2": "patch_embedding_mask.weight",
-                "Wan SCAIL": "patch_embedding_pose.weight", "WanDancer": "patch_embedding_global.weight"}
+                "WanDancer": "patch_embedding_global.weight"}
     return next((f"of the variant {name}" for name, tensor in variants.items() if has(tensor)(shapes)), None)
 
 
