@@ -9,7 +9,7 @@ from ..vocabulary.comfyui import number
 from ..vocabulary.describe import given, has, only_parts, size
 from ..vocabulary.family import Tiny
 from ..vocabulary.wan import ARGUMENTS, TINY
-from .wan import PARTS
+from .wan import LATENT, PARTS
 from .wan_camera import HEAD
 from .wan_scail import WAN_SCAIL, latent, pose_shape, reference_shape, whole_shape
 
@@ -21,13 +21,12 @@ def _latent(call):
     """As SCAIL's; masks are of the size of what they are of."""
     given, whole = call.conditioning, whole_shape(call)
     reference, pose = given.get("reference_latent"), given.get("pose_latents")
-    needed = {"ref_mask_latents": (whole[2] + (0 if reference is None else reference.shape[2]), *whole[3:]),
-              "sam_latents": None if pose is None else tuple(pose.shape[2:])}
-    for name, sizes in needed.items():
-        if name in given and tuple(given[name].shape[2:]) != sizes:
+    whole[2] += 0 if reference is None else reference.shape[2]
+    for name, shape in (("ref_mask_latents", whole), ("sam_latents", None if pose is None else pose.shape)):
+        if name in given and LATENT.counts(given[name].shape) != LATENT.counts(shape):
             raise ConfigError(f"Make the mask of the {MASKS[name]}, these and the latent by one node: the mask is of "
-                              f"{tuple(given[name].shape[2:])} frames, rows and columns, and {sizes} belong to this "
-                              "latent.")
+                              f"{tuple(given[name].shape[2:])} frames, rows and columns, and {tuple(shape[2:])} belong "
+                              "to this latent.")
     return latent(call)
 
 
@@ -36,9 +35,10 @@ def _mask_of_references(call):
     mask = given("ref_mask_latents")(call)
     if mask is None or call.patch is None:
         return mask
-    dim, first = call.patch.dim, mask.shape[call.patch.dim] - call.patch.whole
-    of_references, of_video = mask.split([first, call.patch.whole], dim)
-    return torch.cat([of_references, of_video.narrow(dim, call.patch.start, call.latent.shape[dim])], dim)
+    if call.patch.dim == 3:
+        return mask.narrow(3, call.patch.start, call.latent.shape[3])
+    of_references, of_video = mask.split([mask.shape[2] - call.patch.whole, call.patch.whole], 2)
+    return torch.cat([of_references, of_video.narrow(2, call.patch.start, call.latent.shape[2])], 2)
 
 
 WAN_SCAIL2 = dataclasses.replace(
