@@ -22,7 +22,8 @@ SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3,
          "wan": (2, 7, 12, 13, 16), "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
 # ComfyUI's modules take no odd sides
 EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace",
-        "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1", "wan-camera", "wan-humo", "wan-animate")
+        "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1", "wan-camera", "wan-humo", "wan-animate",
+        "wan-s2v")
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
 

@@ -31,6 +31,11 @@ POSE = {"pose_video": picture(3, *ODD, frames=9), "reference_image": picture(4, 
 MASKS = {"pose_video_mask": who(6, 9), "reference_image": picture(4, *ODD, frames=3),
          "reference_image_mask": who(7, 3)}
 SCAIL = {"pose_strength": 1.0, "pose_start": 0.0, "pose_end": 1.0, "video_frame_offset": 0, "previous_frame_count": 5}
+HEARD = {"audio_encoder_output": {"encoded_audio_all_layers": [
+    torch.randn(1, 40, 1024, generator=torch.Generator().manual_seed(layer)) for layer in range(25)]}}
+S2V = {"width": 80, "height": 112}         # even sides of a latent that no square of 64 pixels fits
+BESIDE = {"ref_image": picture(9, 80, 112), "control_video": picture(10, 80, 112, frames=5),
+          "ref_motion": picture(11, 80, 112, frames=9)}
 # name -> (kind of model, node, what it is given); of a kind, the first has most
 CASES = {
     "scail": ("wan-scail", "WanSCAILToVideo", SCAIL | POSE),
@@ -42,7 +47,14 @@ CASES = {
     "scail-2 replacing": ("wan-scail-2", "WanSCAILToVideo", SCAIL | POSE | MASKS | {"replacement_mode": True}),
     "scail-2 going on": ("wan-scail-2", "WanSCAILToVideo", SCAIL | POSE | MASKS | {
         "replacement_mode": True, "previous_frames": picture(8, *ODD, frames=7), "video_frame_offset": 7}),
-    "scail-2 of a pose": ("wan-scail-2", "WanSCAILToVideo", SCAIL | {"pose_video": POSE["pose_video"]})}
+    "scail-2 of a pose": ("wan-scail-2", "WanSCAILToVideo", SCAIL | {"pose_video": POSE["pose_video"]}),
+    "s2v": ("wan-s2v", "WanSoundImageToVideo", S2V | HEARD | BESIDE),
+    "s2v silent": ("wan-s2v", "WanSoundImageToVideo", S2V | BESIDE),
+    "s2v without a picture": ("wan-s2v", "WanSoundImageToVideo", S2V | HEARD),
+    "s2v of a picture": ("wan-s2v", "WanSoundImageToVideo", S2V | HEARD | {"ref_image": BESIDE["ref_image"]}),
+    "s2v going on": ("wan-s2v", "WanSoundImageToVideoExtend", S2V | HEARD | {
+        "ref_image": BESIDE["ref_image"],
+        "video_latent": {"samples": torch.randn(1, 16, 7, 14, 10, generator=torch.Generator().manual_seed(12))}})}
 FIRST = list({kind: case for case, (kind, *_) in reversed(CASES.items())}.values())
 
 
@@ -51,15 +63,13 @@ def asked(comfyui):
     """asked(case): kind of model; positive, negative and latent as ComfyUI's node gives them."""
     model_nodes(comfyui)
 
-    def ask(case, **more):
+    def ask(case):
         kind, name, given = CASES[case]
-        size = given.get("size", ODD)
         prompts = {"positive": comfyui.conditioning(kind, 1), "negative": comfyui.conditioning(kind, 2)}
         prompts = {of: [[text, {}] for text, _ in prompt] for of, prompt in prompts.items()}
         with torch.inference_mode():
             positive, negative, latent, *_ = run_node(comfyui.nodes.NODE_CLASS_MAPPINGS[name], {
-                **prompts, "vae": VAE, "width": size[0], "height": size[1], "length": 9, "batch_size": 1, **given,
-                **more})
+                **prompts, "vae": VAE, "width": ODD[0], "height": ODD[1], "length": 9, "batch_size": 1, **given})
         return kind, {"positive": positive, "negative": negative, "latent": latent}
     return ask
 

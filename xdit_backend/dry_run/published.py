@@ -18,6 +18,7 @@ from ..checkpoints.layers import FORMATS, Layer
 from ..checkpoints.packed import block_of
 from ..checkpoints.transformer import build_empty
 from ..models import FAMILIES
+from ..models.wan_s2v import LAYERS
 from ..protocol.specs import ModelSpec
 from ..vocabulary.family import Family
 
@@ -160,6 +161,8 @@ PUBLISHED = {
     "wan2.1-scail-2-14b-480p": Published("Wan SCAIL-2", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
         "in_dim": 20, "model_type": "scail2", "mask_in_dim": 28, "_image_dim": 1280,
         "flf_pos_embed_token_number": None}),
+    "wan2.2-s2v-14b-480p": Published("Wan S2V", (832, 480), 77, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 16, "model_type": "s2v", "audio_dim": 1024, "audio_inject_layers": LAYERS}),
 }
 
 

@@ -10,19 +10,11 @@ from ..vocabulary.describe import config_of, given, has, only_parts, optional_si
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, whole_shape
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 
 ALL, NATIVE = ("reference", "image", "pose"), "comfy.ldm.wan.model:SCAILWanModel"
-
-
-def whole_shape(call):
-    """Of the latent; where that is a patch, of the one that it is of."""
-    shape = list(call.latent.shape)
-    if call.patch is not None:
-        shape[call.patch.dim] = call.patch.whole
-    return shape
 
 
 def latent(call):

@@ -8,10 +8,10 @@ from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import number
 from ..vocabulary.describe import given, has, only_parts, size
 from ..vocabulary.family import Tiny
-from ..vocabulary.wan import ARGUMENTS, TINY
+from ..vocabulary.wan import ARGUMENTS, TINY, whole_shape
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD
-from .wan_scail import WAN_SCAIL, latent, pose_shape, reference_shape, whole_shape
+from .wan_scail import WAN_SCAIL, latent, pose_shape, reference_shape
 
 NATIVE = "comfy.ldm.wan.model:SCAIL2WanModel"
 MASKS = {"ref_mask_latents": "reference pictures", "sam_latents": "pose"}
