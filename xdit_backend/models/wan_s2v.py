@@ -9,7 +9,7 @@ from torch import nn
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on, whole_sizes
-from ..vocabulary.describe import config_of, given, has, only_parts, size
+from ..vocabulary.describe import blocks, config_of, given, has, only_parts, size
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.plan import ModelPlan, TokenArgument
@@ -167,7 +167,8 @@ WAN_S2V = dataclasses.replace(
     WAN_CAMERA, name="Wan S2V", title="Wan 2.2 S2V", transformer=NATIVE, amend=_amend,
     recognise=has(HEAD, "head.modulation", "casual_audio_encoder.encoder.final_linear.weight"),
     refusals=(only_parts(PARTS | MORE),),
-    config=config_of(**RULES, model_type="s2v", audio_inject_layers=LAYERS,
+    config=config_of(**RULES, model_type="s2v",
+                     audio_inject_layers=lambda shapes: LAYERS[:blocks("audio_injector.injector.")(shapes)],
                      audio_dim=size("casual_audio_encoder.encoder.conv1_local.conv.weight", 1)),
     conditioning={"context": "text_dim", **dict.fromkeys(("audio_embed", "reference_latent", "reference_motion",
                                                           "control_video"))},
@@ -175,12 +176,14 @@ WAN_S2V = dataclasses.replace(
     arguments=handed_on(_latent, "context", "reference_latent", "reference_motion", "control_video", audio_embed=_sound)
     | {"timestep": _times},
     lengths={"reference": _num_reference_tokens, "motion": _num_motion_tokens},
+    live={"alone": 8.53, "residual": 0.53, "whole": 6.14, "outside": 11.48, "held": 4.02, "block": 10.55,
+          "exchange": 20.26, "told": 6.23, "own": 0.0, "last": 7.87, "joined": 1.0},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
         places=("places", ALL), positions={"rope_encode": _positions, "cond_encoder": tokens_of_patch, "head": _last},
         once_outside={"text_embedding": "run"}),
-    tiny=Tiny(TINY | {"model_type": "s2v", "audio_inject_layers": (0, 2), "audio_dim": 8}, NATIVE,
+    tiny=Tiny(TINY | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2], "audio_dim": 8}, NATIVE,
               ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, drawn={
                   "audio_embed": lambda config, shape, tokens: (shape[0], 25, config["audio_dim"], 4 * shape[2]),
                   "control_video": lambda config, shape, tokens: (shape[0], 16, *shape[2:]),
