@@ -31,3 +31,17 @@ WAN_S2V = T2V | {
     "frame_packer.proj_4x.weight": (5120, 16, 4, 8, 8), "frame_packer.proj_4x.bias": (5120,),
     **blocks("audio_injector.injector.", 12, ATTENTION),
     **blocks("audio_injector.injector_adain_layers.", 12, {"linear.weight": (10240, 5120), "linear.bias": (10240,)})}
+
+FUSED = {"self_attn.in_proj_weight": (768, 256), "self_attn.in_proj_bias": (768,),
+         "self_attn.out_proj.weight": (256, 256), "self_attn.out_proj.bias": (256,),
+         "linear1.weight": (1024, 256), "linear1.bias": (1024,),
+         "linear2.weight": (256, 1024), "linear2.bias": (256,), "norm1.weight": (256,), "norm1.bias": (256,),
+         "norm2.weight": (256,), "norm2.bias": (256,)}
+WAN_DANCER = I2V | {
+    "patch_embedding.weight": (5120, 36, 1, 2, 2), "patch_embedding_global.weight": (5120, 36, 1, 2, 2),
+    "patch_embedding_global.bias": (5120,), "head_global.modulation": (1, 2, 5120),
+    "head_global.head.weight": (64, 5120), "head_global.head.bias": (64,),
+    **{name.replace("img_emb.", "img_emb_refimage."): shape for name, shape in I2V.items()
+       if name.startswith("img_emb.")},
+    "music_projection.weight": (256, 35), "music_projection.bias": (256,), **blocks("music_encoder.", 2, FUSED),
+    "ref_conv.weight": (5120, 16, 2, 2), "ref_conv.bias": (5120,), **blocks("music_injector.injector.", 8, ATTENTION)}

@@ -55,6 +55,8 @@ def cases(kind):
             height, width = round(side / shape ** 0.5), round(side * shape ** 0.5)
             if kind in EVEN:
                 height, width = max(2, height // 2 * 2), max(2, width // 2 * 2)
+            if kind == "wandancer":                            # whose frames ComfyUI's module parts in eight
+                height, width = -(-height // 8) * 8 - 1, -(-width // 4) * 4 - 1
             if kind.startswith("pixart"):                      # nor smaller ones
                 width = max(width, 66 - height)
             frames = (1 + number,) if is_video else (1,) * (len(families()[kind].latent.patch) - 2)
@@ -74,6 +76,8 @@ def inputs(comfyui, kind, size, batch):
         given["num_tokens"] = 20
     # as ComfyUI hands them over; workers get them as shapes
     given |= {name: len(given[name]) for name in family.counts if torch.is_tensor(given.get(name))}
+    if "frame_lasts" in given:
+        given["fps"] = 30 / given.pop("frame_lasts")
     if family.name == "Mochi":                                 # whose module asks for it
         given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
     times = torch.tensor([0.9, 0.3])[:batch] * family.time_scale

@@ -36,6 +36,11 @@ HEARD = {"audio_encoder_output": {"encoded_audio_all_layers": [
 S2V = {"width": 80, "height": 112}         # even sides of a latent that no square of 64 pixels fits
 BESIDE = {"ref_image": picture(9, 80, 112), "control_video": picture(10, 80, 112, frames=5),
           "ref_motion": picture(11, 80, 112, frames=9)}
+MUSIC = {"audio_feature": torch.randn(1, 90, 35, generator=torch.Generator().manual_seed(13)), "fps": 10.0,
+         "audio_inject_scale": 0.7}
+# eight parts of a frame, of odd sides
+DANCER = {"width": 56, "height": 88, "start_image": picture(14, 56, 88, frames=2), "audio_encoder_output": MUSIC,
+          "clip_vision_output": clip_vision(15), "clip_vision_output_ref": clip_vision(16, tokens=3)}
 # name -> (kind of model, node, what it is given); of a kind, the first has most
 CASES = {
     "scail": ("wan-scail", "WanSCAILToVideo", SCAIL | POSE),
@@ -54,7 +59,13 @@ CASES = {
     "s2v of a picture": ("wan-s2v", "WanSoundImageToVideo", S2V | HEARD | {"ref_image": BESIDE["ref_image"]}),
     "s2v going on": ("wan-s2v", "WanSoundImageToVideoExtend", S2V | HEARD | {
         "ref_image": BESIDE["ref_image"],
-        "video_latent": {"samples": torch.randn(1, 16, 7, 14, 10, generator=torch.Generator().manual_seed(12))}})}
+        "video_latent": {"samples": torch.randn(1, 16, 7, 14, 10, generator=torch.Generator().manual_seed(12))}}),
+    "wandancer": ("wandancer", "WanDancerVideo", DANCER),
+    "wandancer of 30 frames a second": ("wandancer", "WanDancerVideo", DANCER | {
+        "audio_encoder_output": MUSIC | {"fps": 30.0}}),
+    "wandancer of a long frame": ("wandancer", "WanDancerVideo", DANCER | {
+        "audio_encoder_output": MUSIC | {"fps": 30 / 7}}),
+    "wandancer silent": ("wandancer", "WanDancerVideo", DANCER | {"audio_encoder_output": None})}
 FIRST = list({kind: case for case, (kind, *_) in reversed(CASES.items())}.values())
 
 
@@ -144,3 +155,12 @@ def test_scail_refuses_what_comfyuis_model_fails_at(comfyui, asked):
         positive = [[text, given | changed] for text, given in arguments["positive"]]
         with pytest.raises(comfyui.errors.ConfigError, match=words):
             comfyui.sample(comfyui.ours(kind, config), kind, **arguments | {"positive": positive})
+
+
+def test_a_rate_that_no_frame_lasts_by_whole_frames_is_refused_by_name(comfyui, asked):
+    """ComfyUI's node gives none."""
+    kind, arguments = asked("wandancer")
+    positive = [[text, given | {"fps": 29.5}] for text, given in arguments["positive"]]
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="adds fps .* runs WanDancer without it"):
+        comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **arguments | {"positive": positive})

@@ -130,8 +130,13 @@ def _packed(self, motion_latents, *others):
         return type(self).forward(self, motion_latents, *others)
 
 
+def _are_all(places):
+    """Are these tokens, told by their places, the whole sequence, as ComfyUI's own code takes it?"""
+    return places is None or len(places[0]) == places[1]
+
+
 def _with_times(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
-    if places is not None:
+    if not _are_all(places):
         e = e[:, _of_times(*places, e.shape[1])]
     return type(self).forward(self, x, e, freqs, context, context_img_len, transformer_options)
 
@@ -141,7 +146,7 @@ def _with_sound(self, x, e, freqs, context, context_img_len=257, transformer_opt
     num_others, whole, own = self.given_to_blocks.get()
     if own is None:
         return x
-    if places is None:
+    if _are_all(places):
         return type(self.injector).forward(self.injector, x, 0, own, whole, x.shape[1] - num_others)
     here, num_tokens = places
     frame_size, rest = divmod(num_tokens - num_others, own.shape[1])
