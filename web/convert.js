@@ -35,8 +35,7 @@ const STAY = {
 // Nodes that make conditioning for models that the workers do not run: a file that is not here can be told by them.
 export const FOR_OTHERS = {
   TextEncodeAceStepAudio: "ACE-Step", "TextEncodeAceStepAudio1.5": "ACE-Step", ConditioningStableAudio: "Stable Audio",
-  WanSoundImageToVideo: "Wan S2V", WanSoundImageToVideoExtend: "Wan S2V",
-  WanSCAILToVideo: "SCAIL", SVD_img2vid_Conditioning: "Stable Video Diffusion", StableCascade_StageC_VAEEncode: "Stable Cascade",
+  SVD_img2vid_Conditioning: "Stable Video Diffusion", StableCascade_StageC_VAEEncode: "Stable Cascade",
   StableCascade_StageB_Conditioning: "Stable Cascade", Hunyuan3Dv2Conditioning: "Hunyuan3D",
 };
 const REFUSED_INPUTS = ["GLIGEN", "MODEL_PATCH", "IPADAPTER"];

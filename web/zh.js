@@ -139,6 +139,18 @@ export const ZH = {
     "请用同一个节点以相同的宽高生成 {0} 与潜空间：{2} 的 {1} 为 {3} x {4}，而此潜空间对应 {5} x {6}。",
   "Make the {} and the latent of one length, by one node: the {} of {} is of {} frames of latents, and {} belong to this latent.":
     "请用同一个节点以相同的长度生成 {0} 与潜空间：{2} 的 {1} 为 {3} 个潜空间帧，而此潜空间为 {4} 帧。",
+  "Make the reference picture and the latent of one width and height, by one node: the reference is of {} x {}, and {} x {} belong to this latent.":
+    "请用同一个节点生成宽高相同的参考图像和潜空间：参考图像为 {0} x {1}，而此潜空间需要 {2} x {3}。",
+  "Make a video of 5 frames or more, or set pipefusion_degree to 1: SCAIL takes reference pictures as further frames of a video, so that one frame of it cannot be cut into rows.":
+    "请生成 5 帧或更多帧的视频，或将 pipefusion_degree 设为 1：SCAIL 把参考图像当作视频的更多帧，因此单帧视频无法按行切分。",
+  "Make the mask of the {}, these and the latent by one node: the mask is of {} frames, rows and columns, and {} belong to this latent.":
+    "请用同一个节点生成 {0} 的遮罩、其图像和潜空间：遮罩的帧、行、列为 {1}，而此潜空间需要 {2}。",
+  "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video cannot be parted.":
+    "请编码与视频等长的声音：它有 {0} 帧，视频的 {1} 个令牌无法按帧分开。",
+  "Use a width and a height that are multiples of 16 pixels: Wan S2V takes references of even sides, and this one is of {}.":
+    "请使用 16 像素倍数的宽和高：Wan S2V 的参考需要偶数边长，而此参考为 {0}。",
+  "Use a width and a height of at least 64 pixels: Wan S2V reads frames that came before in squares of that size.":
+    "请使用至少 64 像素的宽和高：Wan S2V 以该大小的方块读取之前的帧。",
   "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video and its reference cannot be parted.":
     "请编码与视频等长的声音：它有 {0} 帧，视频及其参考的 {1} 个令牌无法按帧分开。",
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":

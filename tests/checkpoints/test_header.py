@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import published_comfyui
+from tests.checkpoints import published_comfyui, published_wan
 from xdit_backend.checkpoints.checkpoint import PREFIXES, open_checkpoint
 from xdit_backend.checkpoints.nearest import _RecordedShapes
 from xdit_backend.checkpoints.recognise import NOT_IN_DIFFUSERS, NOT_RUN, recognise
@@ -367,6 +367,10 @@ PUBLISHED = {
         "dim": 5120, "num_heads": 40, "num_layers": 40, "model_type": "camera", "in_dim_control_adapter": 24}),
     "wan-humo": ("Wan HuMo", published_comfyui.WAN_HUMO, {"dim": 5120, "in_dim": 36, "model_type": "humo"}),
     "wan-animate": ("Wan Animate", published_comfyui.WAN_ANIMATE, {"dim": 5120, "in_dim": 36, "_image_dim": 1280}),
+    "wan-scail": ("Wan SCAIL", published_wan.WAN_SCAIL, {"dim": 5120, "in_dim": 20, "_image_dim": 1280}),
+    "wan-scail-2": ("Wan SCAIL-2", published_wan.WAN_SCAIL2, {"dim": 5120, "in_dim": 20, "mask_in_dim": 28}),
+    "wan-s2v": ("Wan S2V", published_wan.WAN_S2V, {"dim": 5120, "in_dim": 16, "audio_dim": 1024}),
+    "wandancer": ("WanDancer", published_wan.WAN_DANCER, {"dim": 5120, "in_dim": 36, "in_dim_ref_conv": 16}),
     "lumina2": ("Lumina 2", LUMINA2,
                 {"hidden_size": 2304, "num_layers": 26, "num_refiner_layers": 2, "num_attention_heads": 24,
                  "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),

@@ -39,7 +39,10 @@ HEADERS = {name: name for name in ("longcat-image", "pixart-alpha", "ernie-image
                                    "minimax-h3", "chroma-radiance", "mage-flow")} | {
     "hunyuandit-1.2": "hunyuan-dit-1.2", "boogu-image": "boogu", "ideogram-4": "ideogram4",
     "wan2.1-vace-14b-480p": "wan-vace-14b", "wan2.1-fun-camera-14b-480p": "wan-camera",
-    "wan2.1-humo-17b-480p": "wan-humo", "wan2.2-animate-14b-480p": "wan-animate"}
+    "wan2.1-humo-17b-480p": "wan-humo", "wan2.2-animate-14b-480p": "wan-animate",
+    "wan2.1-scail-14b-480p": "wan-scail", "wan2.1-scail-2-14b-480p": "wan-scail-2",
+    "wan2.2-s2v-14b-480p": "wan-s2v",
+    "wandancer-14b-480p": "wandancer"}
 # whose stages hold more than is forecast: what skips keep for the later half of the blocks (47 %), and attention within
 # frames (7 %)
 STAGES_HOLD_MORE = "hunyuandit-1.2", "latte-1"

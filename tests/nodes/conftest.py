@@ -135,11 +135,17 @@ class ComfyUI:
             options["unprocessed_ltxav_embeds"] = True
         if "num_tokens" in made:
             options["attention_mask"] = torch.ones(1, tokens).long()
-        options |= {name: made[name] for name in ("camera_conditions", "audio_embed") if name in made}
-        if "reference_latent" in made:
-            options["reference_latents"] = [made["reference_latent"]]
-        if "pose_latents" in made:
-            options["pose_video_latent"] = made["pose_latents"]
+        options |= {name: made[name] for name in ("camera_conditions", "audio_embed", "control_video",
+                                                    "reference_motion", "audio_inject_scale") if name in made}
+        for name, of_picture in (("reference_latent", "reference_latents"), ("pose_latents", "pose_video_latent")):
+            if name in made:                                   # of SCAIL's, ComfyUI adds channels of ones
+                latent = made[name][:, :families()[kind].num_channels(self.transformer_config(kind))]
+                options[of_picture] = [latent] if name == "reference_latent" else latent
+        options |= {f"{of}_mask_28ch": made[name].movedim(2, 1)
+                    for name, of in (("ref_mask_latents", "ref"), ("sam_latents", "driving")) if name in made}
+        options |= {"fps": 30 / len(made["frame_lasts"])} if "frame_lasts" in made else {}
+        if "ref_mask_flag" in made:
+            options["ref_mask_flag"] = bool(len(made["ref_mask_flag"]))
         # their text encoders say which tokens are real
         if families()[kind].name in ("LTX-Video", "Mochi", "Cosmos-Predict1"):
             options["attention_mask"] = (torch.arange(tokens) < 13 - 3 * seed % 7)[None].long()

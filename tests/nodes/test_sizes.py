@@ -23,7 +23,8 @@ SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3,
         "wan": (2, 7, 12, 13, 16), "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
 # ComfyUI's modules take no odd sides
 EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace",
-        "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1", "wan-camera", "wan-humo", "wan-animate")
+        "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1", "wan-camera", "wan-humo", "wan-animate",
+        "wan-s2v")
 MULTIPLES = dict.fromkeys(EVEN, 2) | {"chroma-radiance-x0": 16}
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
@@ -56,6 +57,8 @@ def cases(kind):
             height, width = round(side / shape ** 0.5), round(side * shape ** 0.5)
             of = MULTIPLES.get(kind, 1)
             height, width = max(of, height // of * of), max(of, width // of * of)
+            if kind == "wandancer":                            # whose frames ComfyUI's module parts in eight
+                height, width = -(-height // 8) * 8 - 1, -(-width // 4) * 4 - 1
             if kind.startswith("pixart"):                      # nor smaller ones
                 width = max(width, 66 - height)
             frames = (1 + number,) if is_video else (1,) * (len(families()[kind].latent.patch) - 2)
@@ -73,6 +76,10 @@ def inputs(comfyui, kind, size, batch):
     given["transformer_options"] = options_of(family, given)
     if "num_tokens" in (*family.ignored, *family.conditioning):
         given["num_tokens"] = 20
+    # as ComfyUI hands them over; workers get them as shapes
+    given |= {name: len(given[name]) for name in family.counts if torch.is_tensor(given.get(name))}
+    if "frame_lasts" in given:
+        given["fps"] = 30 / given.pop("frame_lasts")
     if family.name == "Mochi":                                 # whose module asks for it
         given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
     times = torch.tensor([0.9, 0.3])[:batch] * family.time_scale

@@ -41,6 +41,7 @@ def with_plan(name, **changed):
     pytest.param(with_plan("Lens", positions={}), id="positions"),
     pytest.param(with_plan("Wan HuMo", once_outside={"text_embedding": "run", "time_projection": "run",
                                                      "patch_embedding": "run"}), id="what stays"),
+    pytest.param(with_plan("Wan SCAIL", positions={}), id="frames before"),
     pytest.param(dataclasses.replace(with_plan("Wan Animate", places=None), amend=lambda model, config: None),
                  id="code between blocks")])
 def test_a_class_that_differs_from_its_plan_is_refused(family):

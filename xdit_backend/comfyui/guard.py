@@ -31,8 +31,8 @@ def moved(family, what):
 
 def _missing(model, family):
     plan = family.plan
-    accepted = {name for forward in FORWARDS if hasattr(model, forward)
-                for name in inspect.signature(getattr(type(model), forward)).parameters}
+    methods = [getattr(type(model), name, None) for name in (*FORWARDS, *plan.positions)]
+    accepted = {name for method in methods if method is not None for name in inspect.signature(method).parameters}
     yield from (f"argument {name}" for name in family.arguments if name not in accepted)
     for list_ in plan.lists:
         blocks = getattr(model, list_.name, None)

@@ -17,7 +17,7 @@ import torch
 from ..checkpoints.layers import FORMATS, Layer
 from ..checkpoints.packed import block_of
 from ..checkpoints.transformer import build_empty
-from ..models import FAMILIES
+from ..models import FAMILIES, wan_dancer, wan_s2v
 from ..protocol.specs import ModelSpec
 from ..vocabulary.family import Family
 
@@ -160,6 +160,16 @@ PUBLISHED = {
         "in_dim": 36, "model_type": "humo"}),
     "wan2.2-animate-14b-480p": Published("Wan Animate", (832, 480), 77, given=WAN_14B_OF_COMFYUI | {
         "in_dim": 36, "model_type": "animate", "_image_dim": 1280, "flf_pos_embed_token_number": None}),
+    "wan2.1-scail-14b-480p": Published("Wan SCAIL", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 20, "model_type": "scail", "_image_dim": 1280, "flf_pos_embed_token_number": None}),
+    "wan2.1-scail-2-14b-480p": Published("Wan SCAIL-2", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 20, "model_type": "scail2", "mask_in_dim": 28, "_image_dim": 1280,
+        "flf_pos_embed_token_number": None}),
+    "wan2.2-s2v-14b-480p": Published("Wan S2V", (832, 480), 77, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 16, "model_type": "s2v", "audio_dim": 1024, "audio_inject_layers": wan_s2v.LAYERS}),
+    "wandancer-14b-480p": Published("WanDancer", (480, 832), 149, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 36, "model_type": "wandancer", "in_dim_ref_conv": 16, "audio_inject_layers": wan_dancer.LAYERS,
+        "_image_dim": 1280}),
 }
 
 

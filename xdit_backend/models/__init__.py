@@ -45,7 +45,11 @@ from .sdxl import SDXL
 from .wan import WAN
 from .wan_animate import WAN_ANIMATE
 from .wan_camera import WAN_CAMERA
+from .wan_dancer import WAN_DANCER
 from .wan_humo import WAN_HUMO
+from .wan_s2v import WAN_S2V
+from .wan_scail import WAN_SCAIL
+from .wan_scail2 import WAN_SCAIL2
 from .wan_vace import WAN_VACE
 from .z_image import Z_IMAGE
 
@@ -54,7 +58,8 @@ FAMILIES = {family.name: family for family in (
     LUMINA2, ERNIE, KREA2,
     HIDREAM, HUNYUAN_IMAGE, AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5,
     KANDINSKY5_IMAGE, MOCHI, MINIMAX_H3, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1,
-    OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE)}
+    OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL, WAN_SCAIL2,
+    WAN_S2V, WAN_DANCER)}
 
 
 def supported(last="and"):

@@ -5,13 +5,12 @@ import dataclasses
 from types import MethodType
 
 import torch
-import torch.nn.functional as F
 
 from ..vocabulary.comfyui import handed_on
 from ..vocabulary.describe import config_of, frame_times, given, has, only_parts, optional_size
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 
@@ -68,9 +67,8 @@ def _of_frames(fuser, x, motion_BFNC, places, num_tokens):
         2, (2, fuser.heads_num, -1)).unbind(2)
     query = fuser.q_norm(fuser.linear1_q(fuser.pre_norm_feat(x)).unflatten(2, (fuser.heads_num, -1))).to(value.dtype)
     query, key, value = (each.transpose(1, 2) for each in (query, fuser.k_norm(key).to(value.dtype), value))
-    frames = places.new_ones(num_frames * num_motions).cumsum(0) - 1
-    mask = (places // (num_tokens // num_frames))[:, None] == frames[None] // num_motions
-    return fuser.linear2(F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2))
+    read = read_own_frame(query, key, value, places // (num_tokens // num_frames), num_motions)
+    return fuser.linear2(read.transpose(1, 2).flatten(2))
 
 
 def _thin(model):

@@ -4,15 +4,13 @@ the last."""
 import dataclasses
 from types import MethodType
 
-import torch.nn.functional as F
-
 from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on, whole_sizes
 from ..vocabulary.describe import config_of, given, has, only_parts
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 
@@ -51,8 +49,7 @@ def _of_frames(self, x, context, transformer_options={}, **others):
     if rest:
         raise ConfigError(f"Encode sound of the video's length: it is of {num_frames} frames, into which "
                           f"{num_tokens} tokens of the video and its reference cannot be parted.")
-    mask = (places // frame_size)[:, None] == (places.new_ones(audio.shape[1]).cumsum(0) - 1)[None] // 16
-    return self.o(F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2))
+    return self.o(read_own_frame(query, key, value, places // frame_size, 16).transpose(1, 2).flatten(2))
 
 
 WAN_HUMO = dataclasses.replace(

@@ -1,5 +1,7 @@
 """What files of all kinds of Wan say, for those that are ComfyUI's own modules; and their tiny models."""
 
+import torch.nn.functional as F
+
 from ..protocol.errors import ConfigError
 from .describe import blocks, even_sides, has, size
 
@@ -24,6 +26,20 @@ def tokens_of_patch(module, forward, rows, tokens, args, kwargs):
                         tokens.counts["image"] * rows.whole_token_rows // rows.num_tokens)
 
 
+def whole_shape(call):
+    """Of the latent; where that is a patch, of the one that it is of."""
+    shape = list(call.latent.shape)
+    if call.patch is not None:
+        shape[call.patch.dim] = call.patch.whole
+    return shape
+
+
+def read_own_frame(query_BNTH, key_BNTH, value_BNTH, frames, keys_a_frame):
+    """Attention of tokens, of which these are the frames, (T,), to the keys of their own frame alone."""
+    of_keys = (frames.new_ones(key_BNTH.shape[2]).cumsum(0) - 1) // keys_a_frame
+    return F.scaled_dot_product_attention(query_BNTH, key_BNTH, value_BNTH, frames[:, None] == of_keys[None])
+
+
 def even_with(latent, name, other, title="", scale=1, is_as_long=False):
     """The rule of a latent, for a model that takes no odd sides where it is given another video, of whose pixels so
     many are one of the latent's. latent: without that. name: of the family. other: of that video, to ComfyUI. title: to
@@ -32,9 +48,7 @@ def even_with(latent, name, other, title="", scale=1, is_as_long=False):
         video = call.conditioning.get(other)
         if video is None:
             return latent(call)
-        whole = list(call.latent.shape)
-        if call.patch is not None:
-            whole[call.patch.dim] = call.patch.whole
+        whole = whole_shape(call)
         sides, needed = tuple(video.shape[-2:]), tuple(scale * side for side in whole[-2:])
         if title and sides != needed:
             raise ConfigError(f"Make the {title} and the latent of one width and height, by one node: the {title} of "

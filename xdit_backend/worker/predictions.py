@@ -235,7 +235,8 @@ class Predictions:
     def _context(self, loaded, mesh, command, part, latent, traffic, exchange):
         branch, first, last = part
         batch, rows = branch.latent.shape[0], slice(first, last)
-        conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch else tensor, loaded.dtype)
+        conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch and name not in loaded.family.counts
+                                        else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         call_conditioning = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
                   for name, tensor in self._call_conditioning(branch).items()}

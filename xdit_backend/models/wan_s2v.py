@@ -1,0 +1,198 @@
+"""Wan 2.2 S2V, ComfyUI's own module: Wan that speaks and sings. Some blocks read the sound of their frame; a reference
+picture and the frames before, in ever coarser tokens, come after the video."""
+
+import dataclasses
+from types import MethodType
+
+import torch
+from torch import nn
+
+from ..protocol.errors import ConfigError
+from ..vocabulary.comfyui import handed_on, whole_sizes
+from ..vocabulary.describe import blocks, config_of, given, has, only_parts, size
+from ..vocabulary.family import Tiny
+from ..vocabulary.forward_value import ForwardValue
+from ..vocabulary.plan import ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame, tokens_of_patch, whole_shape
+from .wan import LATENT, PARTS
+from .wan_camera import HEAD, WAN_CAMERA
+
+ALL, NATIVE = ("image", "reference", "motion"), "comfy.ldm.wan.model:WanModel_S2V"
+MORE = {"trainable_cond_mask", "casual_audio_encoder", "cond_encoder", "audio_injector", "frame_packer"}
+LAYERS = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)         # which read the sound, as the class has it
+FIRST_PLACE, AFTER = 30, 9                 # in time: of a reference, at least, and so far from the video's last frame
+OWN, OF_VIDEO = Cut(TokenArgument(1, ("image",)), whole_sizes), even_with(
+    LATENT, "Wan S2V", "control_video", "control video", is_as_long=True)
+
+
+def _latent(call):
+    for name in ("reference_latent", "reference_motion"):
+        if name in call.conditioning and any(side % 2 for side in call.conditioning[name].shape[-2:]):
+            raise ConfigError("Use a width and a height that are multiples of 16 pixels: Wan S2V takes references of "
+                              "even sides, and this one is of "
+                              f"{' x '.join(map(str, call.conditioning[name].shape[-2:]))}.")
+    if "reference_motion" in call.conditioning and min(call.conditioning["reference_motion"].shape[-2:]) < 8:
+        raise ConfigError("Use a width and a height of at least 64 pixels: Wan S2V reads frames that came before in "
+                          "squares of that size.")
+    return OF_VIDEO(call)
+
+
+def _times(call):
+    """(B, frames of the whole latent)."""
+    return call.timestep[:, None].expand(-1, whole_shape(call)[2])
+
+
+def _sound(call):
+    """(B, layers, C, 1, 4 a frame of the whole latent); ComfyUI's forward cuts what comes fourth to a patch's frames"""
+    sound = given("audio_embed")(call)
+    return None if sound is None else sound[..., :4 * whole_shape(call)[2]].unsqueeze(3)
+
+
+def _positions(module, forward, rows, tokens, args, kwargs):
+    """Of the latent; a reference is whole, and comes after its last frame; what was before is before its first."""
+    start = kwargs.get("t_start")
+    if start is None:
+        return OWN(module, forward, rows, tokens, args, kwargs)
+    is_after = start >= FIRST_PLACE and rows.axis == 0
+    return forward(*args, **kwargs | ({"t_start": max(FIRST_PLACE, rows.whole_rows + AFTER)} if is_after else {}))
+
+
+def _of_times(places, num_tokens, num_times):
+    """Which time tokens at these places have: ComfyUI's forward spreads times over the sequence alike."""
+    return places // (num_tokens // num_times + (num_tokens % num_times > 0))
+
+
+def _last(module, forward, rows, tokens, args, kwargs):
+    """Of a patch's tokens; what comes after the video is not asked for."""
+    (x, e), count = args, tokens.counts["image"]
+    places = rows.first_token + torch.arange(count, device=x.device)
+    return forward(x[:, :count], e[:, _of_times(places, rows.num_tokens + x.shape[1] - count, e.shape[1])])
+
+
+def _num_reference_tokens(conditioning):
+    return LATENT.num_tokens(conditioning["reference_latent"].shape) if "reference_latent" in conditioning else 0
+
+
+def _num_motion_tokens(conditioning):
+    """Of the last frame before, the two before that, and 16, of which four make a token."""
+    if "reference_motion" not in conditioning:
+        return 0
+    rows, columns = conditioning["reference_motion"].shape[-2:]
+    return sum(frames * (rows // side) * (columns // side) for frames, side in ((1, 2), (1, 4), (4, 8)))
+
+
+def _amend(model, config):
+    """What ComfyUI's forward does after some blocks is done in these; tokens that are not all of the sequence have the
+    time of theirs, and read the sound of their frame."""
+    given_to_blocks = ForwardValue(model)
+    vars(model).update(given_to_blocks=given_to_blocks)
+    vars(model.casual_audio_encoder).update(given_to_blocks=given_to_blocks)
+    for part, forward in ((model.casual_audio_encoder, _heard), (model.frame_packer, _packed)):
+        part.forward = MethodType(forward, part)
+    model.forward_orig = MethodType(_forward_orig, model)
+    for block in model.blocks:
+        block.forward = MethodType(_with_times, block)
+    for number, layer in enumerate(config["audio_inject_layers"]):
+        if layer < len(model.blocks):
+            block = model.blocks[layer]
+            # which are no modules of the block in files
+            vars(block).update(injector=_of_one_block(model.audio_injector, number), given_to_blocks=given_to_blocks)
+            block.forward = MethodType(_with_sound, block)
+    model.audio_injector.forward = lambda x, *others: x
+
+
+def _of_one_block(injector, number):
+    """ComfyUI's injector with what block 0 reads by alone, so that blocks do not differ by their number."""
+    one = type(injector).__new__(type(injector))
+    nn.Module.__init__(one)
+    one.enable_adain, one.adain_mode, one.injected_block_id = True, "attn_norm", {0: 0}
+    for name in ("injector", "injector_pre_norm_feat", "injector_adain_layers"):
+        vars(one)[name] = [getattr(injector, name)[number]]
+    return one
+
+
+def _forward_orig(self, x, t, context, reference_latent=None, reference_motion=None, **others):
+    latents = {"reference_latent": reference_latent, "reference_motion": reference_motion}
+    counted = {name: latent for name, latent in latents.items() if latent is not None}
+    self.given_to_blocks.set((_num_reference_tokens(counted) + _num_motion_tokens(counted), None, None))
+    return type(self).forward_orig(self, x, t, context, **latents, **others)
+
+
+def _heard(self, features):
+    whole, own = type(self).forward(self, features.squeeze(3))
+    self.given_to_blocks.set((self.given_to_blocks.get()[0], whole, own))
+    return whole, own
+
+
+def _packed(self, motion_latents, *others):
+    with motion_latents.device:                                # where ComfyUI's makes zeros on the host
+        return type(self).forward(self, motion_latents, *others)
+
+
+def _are_all(places):
+    """Are these tokens, told by their places, the whole sequence, as ComfyUI's own code takes it?"""
+    return places is None or len(places[0]) == places[1]
+
+
+def _with_times(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+    if not _are_all(places):
+        e = e[:, _of_times(*places, e.shape[1])]
+    return type(self).forward(self, x, e, freqs, context, context_img_len, transformer_options)
+
+
+def _with_sound(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+    x = _with_times(self, x, e, freqs, context, context_img_len, transformer_options, places)
+    num_others, whole, own = self.given_to_blocks.get()
+    if own is None:
+        return x
+    if _are_all(places):
+        return type(self.injector).forward(self.injector, x, 0, own, whole, x.shape[1] - num_others)
+    here, num_tokens = places
+    frame_size, rest = divmod(num_tokens - num_others, own.shape[1])
+    if rest:
+        raise ConfigError(f"Encode sound of the video's length: it is of {own.shape[1]} frames, into which "
+                          f"{num_tokens - num_others} tokens of the video cannot be parted.")
+    return x + _of_frames(self.injector, x, whole, own, here, frame_size) * (here < num_tokens - num_others)[:, None]
+
+
+def _of_frames(injector, x, whole_BF1C, own_BFNC, places, frame_size):
+    """What tokens that are not all of a frame read of its sound; what comes after the video reads something, too."""
+    norm, attention = injector.injector_adain_layers[0], injector.injector[0]
+    heads, frames = (attention.num_heads, attention.head_dim), (places // frame_size).clamp(max=own_BFNC.shape[1] - 1)
+    shift, scale = (each[:, frames] for each in norm.linear(norm.silu(whole_BF1C[:, :, 0])).chunk(2, 2))
+    x, sound = norm.norm(x) * (1 + scale) + shift, own_BFNC.flatten(1, 2)
+    query, key, value = (each.unflatten(2, heads).transpose(1, 2) for each in (
+        attention.norm_q(attention.q(x)), attention.norm_k(attention.k(sound)), attention.v(sound)))
+    read = read_own_frame(query, key, value, frames, own_BFNC.shape[2])
+    return attention.o(read.transpose(1, 2).flatten(2))
+
+
+WAN_S2V = dataclasses.replace(
+    WAN_CAMERA, name="Wan S2V", title="Wan 2.2 S2V", transformer=NATIVE, amend=_amend,
+    recognise=has(HEAD, "head.modulation", "casual_audio_encoder.encoder.final_linear.weight"),
+    refusals=(only_parts(PARTS | MORE),),
+    config=config_of(**RULES, model_type="s2v",
+                     audio_inject_layers=lambda shapes: LAYERS[:blocks("audio_injector.injector.")(shapes)],
+                     audio_dim=size("casual_audio_encoder.encoder.conv1_local.conv.weight", 1)),
+    conditioning={"context": "text_dim", **dict.fromkeys(("audio_embed", "reference_latent", "reference_motion",
+                                                          "control_video"))},
+    ignored=("clip_fea", "denoise_mask"),
+    arguments=handed_on(_latent, "context", "reference_latent", "reference_motion", "control_video", audio_embed=_sound)
+    | {"timestep": _times},
+    lengths={"reference": _num_reference_tokens, "motion": _num_motion_tokens},
+    live={"alone": 8.53, "residual": 0.53, "whole": 6.14, "outside": 11.48, "held": 4.02, "block": 10.55,
+          "exchange": 20.26, "told": 6.23, "own": 0.0, "last": 7.87, "joined": 1.0},
+    plan=ModelPlan(
+        blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
+        streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
+        places=("places", ALL), positions={"rope_encode": _positions, "cond_encoder": tokens_of_patch, "head": _last},
+        once_outside={"text_embedding": "run"}),
+    tiny=Tiny(TINY | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2], "audio_dim": 8}, NATIVE,
+              ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, drawn={
+                  "audio_embed": lambda config, shape, tokens: (shape[0], 25, config["audio_dim"], 4 * shape[2]),
+                  "control_video": lambda config, shape, tokens: (shape[0], 16, *shape[2:]),
+                  "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:]),
+                  "reference_motion": lambda config, shape, tokens: (
+                      shape[0], 16, 19, *(max(8, side) for side in shape[3:]))}),
+)

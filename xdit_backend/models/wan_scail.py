@@ -1,0 +1,86 @@
+"""Wan SCAIL, ComfyUI's own module: Wan that follows a pose; reference pictures are frames before the first, and the
+pose's tokens come after the last."""
+
+import dataclasses
+from types import MethodType
+
+from ..protocol.errors import ConfigError
+from ..vocabulary.comfyui import handed_on
+from ..vocabulary.describe import config_of, given, has, only_parts, optional_size
+from ..vocabulary.family import Tiny
+from ..vocabulary.plan import ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, whole_shape
+from .wan import LATENT, PARTS
+from .wan_camera import HEAD, WAN_CAMERA
+
+ALL, NATIVE = ("reference", "image", "pose"), "comfy.ldm.wan.model:SCAILWanModel"
+
+
+def latent(call):
+    """The latent as it is: ComfyUI's model pads it, and places a pose by its own rows and columns."""
+    reference = call.conditioning.get("reference_latent")
+    if reference is not None:
+        sides, needed = tuple(reference.shape[-2:]), tuple(whole_shape(call)[-2:])
+        if sides != needed:
+            raise ConfigError("Make the reference picture and the latent of one width and height, by one node: the "
+                              f"reference is of {sides[0]} x {sides[1]}, and {needed[0]} x {needed[1]} belong to this "
+                              "latent.")
+        if call.patch is not None and call.patch.dim == 3:
+            raise ConfigError("Make a video of 5 frames or more, or set pipefusion_degree to 1: SCAIL takes reference "
+                              "pictures as further frames of a video, so that one frame of it cannot be cut into rows.")
+    return call.latent
+
+
+def _whole(rows, args, kwargs):
+    """The arguments of rope_encode for the whole latent: its frames, those of references among them, rows, columns."""
+    sizes, reference = list(args[:3]), kwargs.get("reference_latent")
+    sizes[rows.axis] = rows.patch.whole
+    if rows.axis == 0 and reference is not None:
+        sizes[0] += reference.shape[2]
+    return [*sizes, *args[3:]], kwargs
+
+
+def _amend(model, config):
+    """ComfyUI's forward takes a reference that is None for one."""
+    model._forward = MethodType(_of_what_is_given, model)
+
+
+def _of_what_is_given(self, *args, **kwargs):
+    return type(self)._forward(self, *args, **{name: value for name, value in kwargs.items() if value is not None})
+
+
+def num_tokens_of(name):
+    """For Family.lengths, of a conditioning that is cut into tokens as the latent is."""
+    return lambda conditioning: LATENT.num_tokens(conditioning[name].shape) if name in conditioning else 0
+
+
+def reference_shape(config, shape, tokens):
+    return shape[0], config["in_dim"], 2, *shape[3:]
+
+
+def pose_shape(config, shape, tokens):
+    return shape[0], config["in_dim"], shape[2], *(max(1, side // 2) for side in shape[3:])
+
+
+WAN_SCAIL = dataclasses.replace(
+    WAN_CAMERA, name="Wan SCAIL", title="Wan SCAIL", transformer=NATIVE, amend=_amend,
+    recognise=lambda shapes: (has(HEAD, "head.modulation", "patch_embedding_pose.weight")(shapes)
+                              and "patch_embedding_mask.weight" not in shapes),
+    refusals=(only_parts(PARTS | {"patch_embedding_pose"}),),
+    config=config_of(**RULES, model_type="scail", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
+                     _image_dim=optional_size("img_emb.proj.1.weight", 1)),
+    keep_in_compute_dtype=("patch_embedding", "patch_embedding_pose"),
+    conditioning={"context": "text_dim", "clip_fea": "_image_dim", "reference_latent": None, "pose_latents": None},
+    ignored=("denoise_mask",),
+    arguments=handed_on(latent, "context", clip_fea=given("clip_fea", where="_image_dim"),
+                        pose_latents=given("pose_latents"), reference_latent=given("reference_latent")),
+    lengths={"reference": num_tokens_of("reference_latent"), "pose": num_tokens_of("pose_latents")},
+    plan=ModelPlan(
+        blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
+        streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
+        positions={"rope_encode": Cut(TokenArgument(1, ALL), _whole)}, once_outside={"text_embedding": "run"}),
+    tiny=Tiny(TINY | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
+              ARGUMENTS | {"model_type": "scail", "in_dim": 20},
+              drawn={"reference_latent": reference_shape, "pose_latents": pose_shape}),
+)

@@ -1,0 +1,64 @@
+"""Wan SCAIL-2, ComfyUI's own module: SCAIL whose reference pictures and pose carry masks of who is who."""
+
+import dataclasses
+
+import torch
+
+from ..protocol.errors import ConfigError
+from ..vocabulary.comfyui import number
+from ..vocabulary.describe import given, has, only_parts, size
+from ..vocabulary.family import Tiny
+from ..vocabulary.wan import ARGUMENTS, TINY, whole_shape
+from .wan import LATENT, PARTS
+from .wan_camera import HEAD
+from .wan_scail import WAN_SCAIL, latent, pose_shape, reference_shape
+
+NATIVE = "comfy.ldm.wan.model:SCAIL2WanModel"
+MASKS = {"ref_mask_latents": "reference pictures", "sam_latents": "pose"}
+
+
+def _latent(call):
+    """As SCAIL's; masks are of the size of what they are of."""
+    given, whole = call.conditioning, whole_shape(call)
+    reference, pose = given.get("reference_latent"), given.get("pose_latents")
+    whole[2] += 0 if reference is None else reference.shape[2]
+    for name, shape in (("ref_mask_latents", whole), ("sam_latents", None if pose is None else pose.shape)):
+        if name in given and LATENT.counts(given[name].shape) != LATENT.counts(shape):
+            raise ConfigError(f"Make the mask of the {MASKS[name]}, these and the latent by one node: the mask is of "
+                              f"{tuple(given[name].shape[2:])} frames, rows and columns, and {tuple(shape[2:])} belong "
+                              "to this latent.")
+    return latent(call)
+
+
+def _mask_of_references(call):
+    """(B, C, frames of references and of the latent, rows, columns); a patch has its own frames, or rows."""
+    mask = given("ref_mask_latents")(call)
+    if mask is None or call.patch is None:
+        return mask
+    if call.patch.dim == 3:
+        return mask.narrow(3, call.patch.start, call.latent.shape[3])
+    of_references, of_video = mask.split([mask.shape[2] - call.patch.whole, call.patch.whole], 2)
+    return torch.cat([of_references, of_video.narrow(2, call.patch.start, call.latent.shape[2])], 2)
+
+
+WAN_SCAIL2 = dataclasses.replace(
+    WAN_SCAIL, name="Wan SCAIL-2", title="Wan SCAIL-2", transformer=NATIVE,
+    recognise=has(HEAD, "head.modulation", "patch_embedding_pose.weight", "patch_embedding_mask.weight"),
+    refusals=(only_parts(PARTS | {"patch_embedding_pose", "patch_embedding_mask"}),),
+    config=dataclasses.replace(WAN_SCAIL.config, rules=WAN_SCAIL.config.rules | {
+        "model_type": "scail2", "mask_in_dim": size("patch_embedding_mask.weight", 1)}),
+    keep_in_compute_dtype=(*WAN_SCAIL.keep_in_compute_dtype, "patch_embedding_mask"),
+    conditioning=WAN_SCAIL.conditioning | dict.fromkeys((*MASKS, "ref_mask_flag")), counts=("ref_mask_flag",),
+    only_with={"sam_latents": "pose_latents"},
+    arguments=WAN_SCAIL.arguments | {"x": _latent, "sam_latents": given("sam_latents"),
+                                     "ref_mask_latents": _mask_of_references,
+                                     "ref_mask_flag": number("ref_mask_flag")},
+    tiny=Tiny(TINY | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
+              ARGUMENTS | {"model_type": "scail2", "in_dim": 20}, drawn=WAN_SCAIL.tiny.drawn | {
+                  "ref_mask_latents": lambda config, shape, tokens: (
+                      shape[0], config["mask_in_dim"], shape[2] + reference_shape(config, shape, tokens)[2],
+                      *shape[3:]),
+                  "sam_latents": lambda config, shape, tokens: (
+                      shape[0], config["mask_in_dim"], *pose_shape(config, shape, tokens)[2:]),
+                  "ref_mask_flag": lambda config, shape, tokens: (0,)}),
+)
