@@ -52,9 +52,12 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     """The Job of a run. shape: of the latents of one branch;
     conditioning: {name: tensor} of the whole forward, as workers get it."""
     counts = family.token_counts(shape, conditioning)
-    tokens = counts.pop("image") * family.latent.sequences(shape)
-    text = sum(counts.values()) if net.joint else conditioning["context"].shape[1]
-    return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0])
+    sequences = family.latent.sequences(shape)
+    tokens, text = counts.pop("image") * sequences, sum(counts.values())
+    if not net.joint:
+        text = family.lengths["text"](conditioning) if "text" in family.lengths else conditioning["context"].shape[1]
+    return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0],
+               sequences=sequences)
 
 
 def unet_run_memory(family, model, sizes, batch, degrees, dtype, **kept):

@@ -72,6 +72,7 @@ class Job:
     compiled: bool = False                 # by torch.compile
     fixed_s: float = 0.0                   # outside the transformer
     images: int = 1                        # of a batch
+    sequences: int = 1                     # that an image's tokens are in, of which each reads the text by itself
 
 
 @dataclass(frozen=True)
