@@ -48,6 +48,7 @@ class Net:
     # of each block, by which it is given to a stage: bytes of its weights, and what it costs; (): all are alike
     block_bytes: tuple[float, ...] = ()
     block_costs: tuple[float, ...] = ()
+    unpack_bytes: float = 0.0              # that the largest weight takes while it is unpacked or cast
     usual_tokens: int = 4096               # of a picture or video, before a run is known
     live: Any = None                       # memory.Live of its activations; None: the usual
 
