@@ -87,7 +87,7 @@ HIDREAM = Family(
              "more": lambda conditioning: conditioning[LAYERS].shape[2]},
     arguments={"latent": LATENT, "timesteps": timestep(), "pooled": given("y"), "text": given("context"),
                "layers": given(LAYERS), "places": Packed(LATENT.patch).positions},
-    live={"alone": 21.4, "residual": 6.4, "whole": 11.95, "held": 3.7, "block": 15.95, "exchange": 17.95, "keys": 2.3,
+    live={"alone": 21.4, "residual": 6.4, "whole": 11.95, "held": 3.7, "told": 5.4, "block": 15.95, "exchange": 17.95,
           "own": 0.0, "joined": 0.8},
     plan=ModelPlan(                                            # of four experts, a token meets two
         blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=BOTH, image_share=0.38,
