@@ -19,6 +19,7 @@ from xdit_backend.checkpoints.quantise import TYPES
 from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.protocol.segments import Segment, SegmentStore
 from xdit_backend.protocol.specs import Change, LowRank
+from xdit_backend.protocol.transfers import StagingBuffers
 
 CPU = torch.device("cpu")
 NAME = "transformer_blocks.{}.attn.to_q.weight"
@@ -64,6 +65,33 @@ def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert files.keys() == homes.keys()
+
+
+def in_pieces_and_whole(store, monkeypatch):
+    """A tensor with four products of whole numbers, which are exact in any order: of all rows, of some, of some columns
+    and, by a hook, of rows in the middle; made two rows at a time, and at once."""
+    def term(rows, columns, offset=None):
+        up, down = torch.randint(-4, 5, (rows, 2)), torch.randint(-4, 5, (2, columns))
+        return LowRank(store.share(up.float()), store.share(down.float()), 0.5, offset)
+    tensor, staging = torch.randint(-9, 10, (9, 6)).double(), StagingBuffers(CPU)
+    change = Change(None, (term(9, 6), term(4, 6, (0, 3, 4)), term(9, 2, (1, 3, 2))), "float64", "float32",
+                    (term(3, 6, (0, 4, 3)),))
+    whole = changes.changed(tensor, change, staging)
+    monkeypatch.setattr(changes, "SUMMED", 12)
+    return changes.changed(tensor, change, staging), whole
+
+
+def test_sums_that_are_made_a_few_rows_at_a_time_are_those_of_all(store, monkeypatch):
+    pieces, whole = in_pieces_and_whole(store, monkeypatch)
+    assert torch.equal(pieces, whole)
+
+
+def test_it_notices_rows_that_are_added_elsewhere(store, monkeypatch):
+    plain = changes._rows_of
+    monkeypatch.setattr(changes, "_rows_of", lambda term, num_rows: (plain(term, num_rows)[0] // 2,
+                                                                     plain(term, num_rows)[1]))
+    pieces, whole = in_pieces_and_whole(store, monkeypatch)
+    assert not torch.equal(pieces, whole)
 
 
 def test_a_file_that_was_replaced_is_not_mixed_with_what_was_loaded(store, spec):

@@ -9,9 +9,10 @@ import torch
 
 from tests.dry_run.rows import published, spec_of
 from tests.dry_run.test_loading import Copies, Holes, sparse_folder
+from tests.dry_run.test_published import forecast_of
 from xdit_backend.bench.size import parse_layout
 from xdit_backend.checkpoints import changes, loading
-from xdit_backend.checkpoints.changes import change_weights
+from xdit_backend.checkpoints.changes import SUMMED, change_weights
 from xdit_backend.dry_run.device_work import DeviceWork
 from xdit_backend.dry_run.pretended import CUDA, pretended_cuda
 from xdit_backend.dry_run.rank import HostMemory, load, outline
@@ -20,7 +21,7 @@ from xdit_backend.host.changes import BATCH_BYTES, Change, batches
 from xdit_backend.protocol import specs
 
 LORA_RANK = 16
-SUMS_BYTES = 16                # of a number that is changed: as it is in the file, and in float32 with product and sum
+SUMS_BYTES = 16 * SUMMED       # as they are in the file, and in float32 with product and sum
 MODEL, NUM_BLOCKS = "flux.1-dev", 2
 ROWS = [("bfloat16", 0), ("float8_e4m3fn", 0), ("bfloat16", 1.2e9), ("float8_e4m3fn", 7e8)]
 
@@ -37,10 +38,6 @@ def batches_of(checkpoint, memory, itemsize):
         return specs.Change(None, (specs.LowRank(up, down, 0.5),), "bfloat16", "float32")
     return ([{name: added(shapes[name]) for name in part} for part in parts],
             [dict.fromkeys(part, specs.Change(None, ())) for part in parts])
-
-
-def numbers_of(checkpoint, batch):
-    return [checkpoint.shapes[name][0] * checkpoint.shapes[name][1] for name in batch]
 
 
 class Held:
@@ -84,12 +81,13 @@ def test_a_lora_is_merged_in_little_memory_and_without_a_wait(tmp_path, monkeypa
             for batch in way:
                 work.start_over()
                 change_weights(loaded, batch)
-                numbers = numbers_of(checkpoint, batch)
 
                 assert work.waits == {} and work.mixed == {} and work.held_bytes == before
                 # what comes from host memory is taken from the file there again, and the device has nothing to do
                 least = 0 if budget_bytes and way is ways[1] else 1
-                assert least <= work.peak_bytes - before <= most_bytes(storage) + SUMS_BYTES * max(numbers)
+                assert least <= work.peak_bytes - before <= most_bytes(storage) + SUMS_BYTES
+                if storage == "bfloat16":                      # a step, which has as much room, is looked at before
+                    assert work.peak_bytes - before < forecast_of(MODEL, "one")[0].activations
         assert len(held.weights) > len(ways[0][0])
     assert (loaded.offloaded is not None) == (budget_bytes > 0)
 

@@ -13,6 +13,8 @@ from xdit_backend.dry_run import rank
 from xdit_backend.forecast import memory
 from xdit_backend.hooks import attention, regions
 from xdit_backend.parallel import key_values, usp
+from xdit_backend.parallel.pipefusion import Link
+from xdit_backend.worker.predictions import Predictions
 
 CALM = "PixArt-Sigma"          # of few kernels, and no wait
 
@@ -60,6 +62,22 @@ def test_a_second_copy_of_keys_and_values_is_seen(row_with):
     plain = counted(tiny(CALM), "pipefusion2").kept_bytes
 
     assert row_with(key_values.KeyValues, "update", twice, "pipefusion2").kept_bytes > 1.1 * plain
+
+
+def test_a_message_that_is_kept_when_it_has_been_read_is_seen(row_with):
+    def kept(plain, self, link, handles, *others):
+        self.read = [*getattr(self, "read", []), *handles]
+        return plain(self, link, handles, *others)
+    plain = counted(tiny(CALM), "pipefusion2").kept_bytes
+
+    assert row_with(Predictions, "_receive", kept, "pipefusion2").kept_bytes > 1.1 * plain
+
+
+def test_a_message_that_is_kept_when_it_has_arrived_is_seen(monkeypatch):
+    plain = counted(tiny(CALM), "pipefusion2", 0).kept_bytes
+    monkeypatch.setattr(Link, "let_go", lambda self: None)
+
+    assert counted(tiny(CALM), "pipefusion2", 0).kept_bytes > 1.1 * plain
 
 
 def test_a_copy_of_what_an_exchange_gave_is_seen(row_with):

@@ -212,7 +212,8 @@ def _unpacking(module, how):
         up = getattr(module, "weight_up", None)
         if up is None:
             return numbers(weight, dtype)
-        return torch.addmm(numbers(weight, torch.float32), up, module.weight_down).to(dtype)
+        sums = numbers(weight, torch.float32)
+        return torch.addmm(sums, up, module.weight_down, out=sums).to(dtype)
     return unpacked_weight
 
 

@@ -15,6 +15,8 @@ from .quantise import quantised
 from .reading import read_file, read_plain
 from .shares import held
 
+SUMMED = 2 ** 22               # numbers of a tensor whose sums are in memory at a time, in 16 bytes each
+
 
 def change_weights(loaded, changes, leave=lambda weights: None):
     """Give a Transformer other values of some tensors of its file. Nothing is read of the others.
@@ -77,19 +79,55 @@ def changed(tensor, change, staging):
         return whole.view(tensor.shape) if whole.numel() == tensor.numel() else whole
     if not change.terms and not change.hooked:
         return tensor
-    weight = staging.to_device(tensor).to(DTYPES[change.dtype])
-    if change.terms:
-        weight = _added(weight.to(DTYPES[change.sum_dtype]), change.terms, staging).to(DTYPES[change.dtype])
-    return _added(weight.to(torch.float32), change.hooked,
-                  staging).to(DTYPES[change.dtype]) if change.hooked else weight
+    terms, hooked = ([(term, *(staging.to_device(map_segment(factor)).flatten(1).to(torch.float32)
+                               for factor in (term.up, term.down))) for term in each]
+                     for each in (change.terms, change.hooked))
+    count, made = _rows_at_a_time(tensor, terms + hooked), None
+    if count is None:
+        return _summed(tensor, None, change, terms, hooked, staging)
+    for first in range(0, len(tensor), count):
+        rows = _summed(tensor[first:first + count], first, change, terms, hooked, staging)
+        made = rows.new_empty(tensor.shape) if made is None else made
+        made[first:first + count] = rows
+    return made
 
 
-def _added(weight, terms, staging):
-    """The weight, which is written to."""
-    for term in terms:
-        part = weight if term.offset is None else weight.narrow(*term.offset)
-        up, down = (staging.to_device(map_segment(factor)).flatten(1).to(torch.float32)
-                    for factor in (term.up, term.down))
+def _rows_at_a_time(tensor, terms):
+    """Of how many rows of a tensor sums are made at a time; None: of all. terms: with their factors."""
+    if tensor.numel() <= SUMMED or any(len(up) != _rows_of(term, len(tensor))[1] for term, up, _ in terms):
+        return None
+    return max(1, SUMMED * len(tensor) // tensor.numel())
+
+
+def _rows_of(term, num_rows):
+    """(first, number) of a tensor's rows that a term is added to."""
+    return term.offset[1:] if term.offset is not None and term.offset[0] == 0 else (0, num_rows)
+
+
+def _summed(rows, first, change, terms, hooked, staging):
+    """These rows of a tensor with all that is added. first: of them in the tensor; None: they are all. terms, hooked:
+    with their factors."""
+    weight = staging.to_device(rows).to(DTYPES[change.dtype])
+    if terms:
+        weight = _added(weight.to(DTYPES[change.sum_dtype]), first, terms).to(DTYPES[change.dtype])
+    return _added(weight.to(torch.float32), first, hooked).to(DTYPES[change.dtype]) if hooked else weight
+
+
+def _added(weight, first, terms):
+    """The rows of a weight, which are written to. first: as of _summed."""
+    for term, up, down in terms:
+        rows = slice(0, len(weight))
+        if first is not None:
+            start, length = _rows_of(term, first + len(weight))
+            begin, end = max(first, start), min(first + len(weight), start + length)
+            if begin >= end:                                   # it is added to other rows
+                continue
+            rows, up = slice(begin - first, end - first), up[begin - start:end - start]
+        elif term.offset is not None and term.offset[0] == 0:
+            rows = slice(term.offset[1], term.offset[1] + term.offset[2])
+        part = weight[rows]
+        if term.offset is not None and term.offset[0]:
+            part = part.narrow(*term.offset)
         part += (term.scale * (up @ down).reshape(part.shape)).to(part.dtype)
     return weight
 

@@ -88,14 +88,14 @@ def _q6_k(blocks):
 
 def _iq4_nl(blocks):
     scale, quants = blocks.split([2, 16], 1)
-    return _levels(_parts(quants, 4)), _half(scale), None
+    return _levels(quants), _half(scale), None
 
 
 def _iq4_xs(blocks):
     scale, high, low, quants = blocks.split([2, 2, 4, 128], 1)
     scales = _parts(low, 4).transpose(1, 2).flatten(1).add_(_parts(high, 2).transpose(1, 2).flatten(1), alpha=16)
-    return _levels(_parts(quants.unflatten(1, (8, 16)), 4).view(-1, 8, 32)), _half(scale) * _signed(scales, 32)[
-        :, :, None], None
+    return _levels(quants.unflatten(1, (8, 16))), (_half(scale) * _signed(scales, 32)[:, :, None])[
+        ..., None], None
 
 
 BLOCKS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
@@ -134,7 +134,11 @@ def _of_eight(halves, scales):
 
 
 def _levels(places):
-    """The levels of IQ4 at these places. The table is made of two numbers that travel with the kernels."""
+    """The levels of IQ4 at these places, two in each byte: (..., size) -> (..., 2, size), the low ones first. The table
+    is made of two numbers that travel with the kernels; what is looked up are both levels of a byte at once, since
+    places take four bytes."""
     table = torch.cat([torch.full((1,), eight, dtype=torch.int64, device=places.device)
                        for eight in LEVELS]).view(torch.int8)
-    return table.index_select(0, places.flatten().int()).view(places.shape)
+    pairs = torch.stack([table.repeat(len(table)), table.repeat_interleave(len(table))], 1).view(torch.int16)[:, 0]
+    both = pairs.index_select(0, places.flatten().int()).view(torch.int8)
+    return both.view(*places.shape, 2).transpose(-1, -2)

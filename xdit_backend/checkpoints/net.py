@@ -35,7 +35,8 @@ def net_of(family: Family, model, spec=None):
     if spec is None:
         return net
     weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
-    return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize, weight_bytes=float(weights),
+    return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize,
+                   unpack_bytes=_unpack_bytes(blocks, family.plan.once, spec), weight_bytes=float(weights),
                    outside_bytes=float(weights - sum(of_blocks)), block_bytes=tuple(map(float, of_blocks)),
                    block_costs=tuple(size * share for size, share in block_sizes(model, family)))
 
@@ -52,9 +53,12 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     """The Job of a run. shape: of the latents of one branch;
     conditioning: {name: tensor} of the whole forward, as workers get it."""
     counts = family.token_counts(shape, conditioning)
-    tokens = counts.pop("image") * family.latent.sequences(shape)
-    text = sum(counts.values()) if net.joint else conditioning["context"].shape[1]
-    return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0])
+    sequences = family.latent.sequences(shape)
+    tokens, text = counts.pop("image") * sequences, sum(counts.values())
+    if not net.joint:
+        text = family.lengths["text"](conditioning) if "text" in family.lengths else conditioning["context"].shape[1]
+    return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0],
+               sequences=sequences)
 
 
 def unet_run_memory(family, model, sizes, batch, degrees, dtype, **kept):
@@ -127,6 +131,16 @@ def _matrices(block, once):
     """The layers that every token passes: those that run once a step or run, or on text, are left out."""
     return [module for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)
             and not any(name == part or name.startswith(f"{part}.") for part in (*once, *OF_TEXT))]
+
+
+def _unpack_bytes(blocks, once, spec):
+    """Net.unpack_bytes: of the layers that narrow what every token is, beside which most lives. blocks: as of
+    _formats."""
+    held, computed = (getattr(torch, dtype).itemsize for dtype in (spec.storage_dtype, spec.compute_dtype))
+    cast = float(computed) if held < computed else 0.0
+    return max((getattr(module, "unpacking", cast) * module.in_features * module.out_features
+                for _, block_copies in blocks for block in block_copies for module in _matrices(block, once)
+                if module.out_features <= module.in_features), default=0.0)
 
 
 def _formats(blocks, once):

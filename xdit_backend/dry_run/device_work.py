@@ -9,7 +9,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
@@ -24,7 +24,8 @@ ANSWERED = {"_local_scalar_dense", "equal", "is_nonzero"}
 NEGATIONS = {"bitwise_not", "logical_not"}
 ATTENTIONS = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
               "_scaled_dot_product_cudnn_attention"}
-INT8_PRODUCTS = {torch.ops.aten._int_mm: flop_registry[torch.ops.aten.mm]}    # which torch does not count
+PRODUCTS = {"_int_mm", "_scaled_mm_v2"}                   # in 8 bits, which torch does not count
+AS_NEEDED = {"to", "contiguous"}                          # which do something, or nothing
 BY_PLACES = {"index", "index_put", "index_put_"}          # which read a mask to know how many places it has
 # where lines are looked for: the pack, diffusers, and ComfyUI's models
 OURS = f"{os.sep}xdit_backend{os.sep}", f"{os.sep}diffusers{os.sep}", f"{os.sep}comfy{os.sep}ldm{os.sep}"
@@ -65,6 +66,11 @@ class DeviceWork(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         given = tensors_in((args, kwargs))
+        if any(map(is_traceable_wrapper_subclass, given)):     # comfy-kitchen's: what it does with those it is made of
+            return NotImplemented
+        if name in AS_NEEDED:
+            with self:
+                return func.decompose(*args, **kwargs)
         # packages hold pretended tensors in tensors of their own, which are on CUDA too
         is_pretended = any(isinstance(tensor, FakeTensor) or tensor.is_cuda for tensor in given)
         if not is_pretended and not _goes_to_cuda(kwargs):
@@ -122,11 +128,13 @@ class DeviceWork(TorchDispatchMode):
         self.names[func.overloadpacket.__name__] += 1
         self.moved_bytes += sum(tensor.nbytes for tensor in {id(each): each for each in touched}.values()
                                 if tensor.is_cuda)
-        counted = flop_registry.get(func.overloadpacket, INT8_PRODUCTS.get(func.overloadpacket))
-        if counted is not None:
+        name, counted = func.overloadpacket.__name__, flop_registry.get(func.overloadpacket)
+        if name in PRODUCTS:
+            self.flops += flop_registry[torch.ops.aten.mm](*args[:2], out_val=made)
+        elif counted is not None:
             flops = counted(*args, **kwargs, out_val=made)
             self.flops += flops
-            self.attention_flops += flops if func.overloadpacket.__name__ in ATTENTIONS else 0
+            self.attention_flops += flops if name in ATTENTIONS else 0
 
     def _hold(self, tensor):
         if not tensor.is_cuda:

@@ -40,13 +40,15 @@ def pretended_cuda(free_bytes=0):
 
 @contextmanager
 def pretended_group(rank, world_size):
-    """Under this, this process is one rank of so many that are joined by NCCL. What others send has no content."""
+    """Under this, this process is one rank of so many that are joined by NCCL. What others send has no content,
+    and they have at once what they are sent."""
     if world_size == 1:
         yield
         return
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with replaced(dist, get_backend=lambda group=None: "nccl"), replaced(mesh, group_options=lambda *_: None):
+        with (replaced(dist, get_backend=lambda group=None: "nccl"), replaced(mesh, group_options=lambda *_: None),
+              replaced(dist.Work, is_completed=lambda self: True)):
             yield
     finally:
         dist.destroy_process_group()

@@ -48,6 +48,7 @@ class Net:
     # of each block, by which it is given to a stage: bytes of its weights, and what it costs; (): all are alike
     block_bytes: tuple[float, ...] = ()
     block_costs: tuple[float, ...] = ()
+    unpack_bytes: float = 0.0              # that the largest weight takes while it is unpacked or cast
     usual_tokens: int = 4096               # of a picture or video, before a run is known
     live: Any = None                       # memory.Live of its activations; None: the usual
 
@@ -72,6 +73,7 @@ class Job:
     compiled: bool = False                 # by torch.compile
     fixed_s: float = 0.0                   # outside the transformer
     images: int = 1                        # of a batch
+    sequences: int = 1                     # that an image's tokens are in, of which each reads the text by itself
 
 
 @dataclass(frozen=True)

@@ -49,22 +49,33 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     Stale keys and values are 2 B (S + S_t) h elements a block: of a stage's blocks and a rank's heads under PipeFusion,
     of all blocks under DistriFusion; of one patch none are kept.
     """
-    tokens = job.tokens + (job.text if net.joint else 0)
+    counts = stage_counts(net, degrees.pipefusion)
+    stages = {range(sum(counts[:stage]), sum(counts[:stage + 1])) for stage in range(len(counts))}
+    if not net.skips or degrees.warmup_by_sequence:            # what else lives at once is alike on all
+        stages = {max(stages, key=len)}
+    kept = [_kept(net, job, degrees, settings, len(stage)) for stage in stages]
+    unit = (job.tokens + (job.text if net.joint else 0)) * net.width * net.element_bytes
+    live = [_live_rows(net, job, degrees, settings, stage) * unit for stage in stages]
+    (keys_values, host), activations = max(zip(kept, live), key=lambda both: both[0][0] + both[1])
+    unpacking = (net.live or Live()).narrowing * activations + net.unpack_bytes / degrees.tensor
+    return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values, activations=max(activations, unpacking),
+                  host=host)
+
+
+def _kept(net, job, degrees, settings, num_blocks):
+    """Bytes of keys and values of a rank with so many blocks: (on the device, in host memory)."""
+    tokens, text = job.tokens + (job.text if net.joint else 0), 0.0
     a_block = ((net.live or Live()).keys * key_share(net, degrees) * degrees.batch(job) * tokens * net.width
                * net.element_bytes / degrees.ulysses / degrees.tensor)
-    keys_values, host, is_kept = 0.0, 0.0, degrees.pipefusion > 1 and degrees.num_patches != 1
-    if is_kept:
-        keys_values = settings.cached_steps * a_block * max(stage_counts(net, degrees.pipefusion))
-    if is_kept and settings.offload:
-        keys_values, host = (settings.cached_steps + 1) * a_block, keys_values
-    if is_kept and not net.joint:                              # those of the text, which are made once a step
-        keys_values += (2 * degrees.batch(job) * job.text * net.width * net.element_bytes / degrees.tensor
-                        * max(stage_counts(net, degrees.pipefusion)))
     if degrees.displaced > 1:
-        keys_values = settings.exchanged_copies * settings.cached_steps * a_block * net.blocks
-    return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values,
-                  activations=_live_rows(net, job, degrees, settings) * tokens * net.width * net.element_bytes,
-                  host=host)
+        return settings.exchanged_copies * settings.cached_steps * a_block * net.blocks, 0.0
+    if degrees.pipefusion == 1 or degrees.num_patches == 1:
+        return 0.0, 0.0
+    if not net.joint:                                          # those of the text, which are made once a run
+        text = 2 * degrees.batch(job) * job.sequences * job.text * net.width * net.element_bytes / degrees.tensor
+    keys_values = settings.cached_steps * a_block * num_blocks
+    return (((settings.cached_steps + 1) * a_block + text * num_blocks, keys_values) if settings.offload
+            else (keys_values + text * num_blocks, 0.0))
 
 
 def unet_memory(live, hidden_bytes, images, kept_bytes, degrees):
@@ -101,7 +112,7 @@ class Live:
     are cut without a copy; those of several images are copied, while the first block runs beside the whole. shared: of
     one image's, what a batch has once all the time, such as tables of positions; once: that too, outside of the blocks.
     last: most after the blocks; joined: 1 where keys and values of the block before are still to be sent while Ulysses
-    packs.
+    packs. narrowing: of the most, the share that lives where a weight that narrows tokens is unpacked.
     """
 
     alone: float = 15.0
@@ -118,24 +129,26 @@ class Live:
     shared: float = 0.0
     last: float = 5.0
     joined: float = 0.0
+    narrowing: float = 0.77
 
 
 # beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
 # Ulysses comes before it, what that has unpacked; of displaced patches nothing is packed
 RING, RING_AND_ULYSSES, UNPACKED = 2.05, 5.05, -8.0
 JOINED_SKIP = 2.0              # a skip beside the hidden states that it is read with, in one tensor
+STAGES_ENDS = 2.0              # what the last block of a stage has taken and given, beside the message made of it
 # of `exchange`: what came into the block, was normalised and modulated, at most, which tensor parallelism does not
 # divide; and queries, keys and values, as they are made, packed, sent and put together, which it does
 ENTERED, PACKED = 3.0, 12.0
 
 
-def _live_rows(net, job, degrees, settings):
-    """The most that lives at once, in hidden states of all tokens of one image."""
+def _live_rows(net, job, degrees, settings, blocks):
+    """The most that lives at once, in hidden states of all tokens of one image. blocks: of the rank's stage."""
     live, batch = net.live or Live(), _batch(job, degrees, net.branches_apart, settings.images_apart)
     sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
     if sequence * degrees.displaced == 1:
         most = max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
-        return _of_batch(most + (net.skips + JOINED_SKIP if net.skips else 0), live.shared, batch)
+        return _of_batch(_with_skips(net, blocks, most), live.shared, batch)
     residual = max(0.0, live.residual - live.held)
     block = _divided(live.block, residual, degrees)
     exchange = _divided(live.exchange, min(residual, ENTERED, max(0.0, live.exchange - PACKED)), degrees)
@@ -151,12 +164,30 @@ def _live_rows(net, job, degrees, settings):
                      + exchange + UNPACKED / sequence / degrees.displaced)
         # those of the block before are told where this one's are shared; all but the first have no whole beside them
         inside = max(block + told, with_keys, exchange + live.joined * told if sequence > 1 else 0.0)
-    if net.skips:                                              # what earlier blocks have given, until the last reads it
-        inside += (net.skips + 1) / sequence / degrees.displaced
+    inside = _with_skips(net, blocks, inside, sequence * degrees.displaced)
     own = live.own / sequence / degrees.displaced if batch > 1 else 0.0
     return max(_of_batch(live.outside, live.shared + live.once, batch),
                _of_batch(min(live.outside, live.last) + told, live.shared, batch),
                _of_batch(live.held + own + inside, live.shared, batch))
+
+
+def _with_skips(net, blocks, inside, parts=1):
+    """What lives at once, where later blocks read what earlier ones have given. inside: without. blocks: of a rank.
+    parts: that the tokens are shared out in.
+
+    A stage also has the message that came, of which what is still to be read is views, and at its end the next one.
+    """
+    if not net.skips:
+        return inside
+
+    def message(block):
+        """Hidden states that stages send each other before a block."""
+        return 1 + min(block, net.blocks - block, net.skips) if 0 < block < net.blocks else 0
+
+    own = max(0, min(blocks.stop, net.skips) - blocks.start)
+    joined = JOINED_SKIP if blocks.stop > net.blocks - net.skips else 0.0
+    return (message(blocks.start) + own) / parts + max(
+        inside + joined / parts, (STAGES_ENDS + message(blocks.stop)) / parts)
 
 
 def _of_batch(live, shared, batch):

@@ -48,8 +48,14 @@ def add_to_image(shard, streams, added, tokens):
 
 def pack(shards, units, tokens):
     """Shards as one flat tensor, the message for the next stage. units: which streams each of them holds."""
-    pieces = [shard[:, :tokens.own(streams)].reshape(-1) for shard, streams in zip(shards, units)]
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    pieces = [shard[:, :tokens.own(streams)] for shard, streams in zip(shards, units)]
+    if len(pieces) == 1:
+        return pieces[0].reshape(-1)
+    message = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
+    # right into place: where tokens are not in one piece each, a concatenation would flatten copies of them first
+    torch._foreach_copy_([part.view(piece.shape) for part, piece in
+                          zip(message.split([piece.numel() for piece in pieces]), pieces)], pieces)
+    return message
 
 
 def unpack(message, units, batch, widths, tokens, needs_text):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..protocol import specs
 
-BATCH_BYTES = 2 ** 29                      # of weights that workers change at a time
+BATCH_BYTES = 2 ** 28                      # of weights that workers change at a time
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ FLUX2 = Family(
                "guidance": given("guidance", where="guidance_embeds"),
                "img_ids": lambda call: F.pad(LATENT.positions(call), (0, 1)),
                "txt_ids": _text_positions},
-    live={"alone": 21.7, "residual": 3.8, "whole": 8.2, "outside": 4.4,
+    live={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4,
           "held": 1.55, "block": 20.0, "exchange": 22.2, "told": 7.5, "own": 0.0,
           "joined": 1.0},
     plan=ModelPlan(

@@ -125,7 +125,7 @@ HIDREAM = Family(
              if PICTURE in conditioning else 0},
     arguments={"latent": LATENT, "picture": _picture, "timesteps": timestep(), "pooled": given("y"),
                "text": given("context"), "layers": given(LAYERS), "places": _places},
-    live={"alone": 21.4, "residual": 6.4, "whole": 11.95, "held": 3.7, "block": 15.95, "exchange": 17.95, "keys": 2.3,
+    live={"alone": 21.4, "residual": 6.4, "whole": 11.95, "held": 3.7, "told": 5.4, "block": 15.95, "exchange": 17.95,
           "own": 0.0, "joined": 0.8},
     plan=ModelPlan(                                            # of four experts, a token meets two
         blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=(IMAGE, "text"), image_share=0.38,

@@ -46,6 +46,10 @@ def _texts(call):
     return texts
 
 
+def _num_text_tokens(conditioning):
+    return sum(conditioning[name].shape[1] for name in TEXTS[::2] if name in conditioning)
+
+
 def _sizes(call):
     """(B, 6): height and width of the picture, of what is to be drawn, and where it begins.
     Versions before 1.2 take them."""
@@ -156,6 +160,7 @@ HUNYUAN_DIT = Family(
     conditioning={"context": "cross_attention_dim", "text_embedding_mask": None,
                   "encoder_hidden_states_t5": "cross_attention_dim_t5",
                   "text_embedding_mask_t5": None, "image_meta_size": None},
+    lengths={"text": _num_text_tokens},
     arguments={"latent": LATENT, "timestep": timestep(), "texts": _texts, "sizes": _sizes, "rotary": _rotary},
     live={"alone": 13.95, "residual": 5.35, "whole": 7.5, "outside": 4.85, "held": 1.1, "block": 14.9,
           "exchange": 15.45, "told": 1.6, "own": 0.05},

@@ -98,13 +98,17 @@ class Link:
         sizes = shard_sizes(message.numel(), self._mesh.degrees["tensor"])
         message = on_wire(message.split(sizes)[self._mesh.ranks["tensor"]], self._after_group)
         traffic.count(message.numel(), message)
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        self.let_go()
         while len(self._sent) >= MAX_SENT:
             work, _ = self._sent.pop(0)
             with traffic.waiting(message, recorded=False):
                 self._wait(work, f"Stage {self.stage + 1} (rank {self._after}) took nothing from stage {self.stage}")
         self._sent.append((dist.isend(message, self._after, group=self._after_group), message))
         self.num_sent += 1
+
+    def let_go(self):
+        """Keep no message that has arrived."""
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
 
     def _wait(self, work, otherwise):
         # the stream waits; with a time-out this process would, and poll

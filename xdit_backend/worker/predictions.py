@@ -39,7 +39,7 @@ class Predictions:
         self._models, self._world_size, self._device, self._map = models, world_size, device, map_segment
         self._conditioning, self._key_values, self._exchanges = {}, {}, {}
         self._meshes, self._links, self._posted = {}, {}, {}
-        self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
+        self._unclaimed = []               # receives that nobody has waited for; gloo needs them kept
         self._staging, self._clock, self._timeline = staging, Clock(device), timeline
         self._kernel = KernelUse()         # of the command at hand
         self._weight_groups = WeightGroups(world_size)
@@ -121,8 +121,11 @@ class Predictions:
             traffic.num_exchanges += len(handles)         # what others send cannot be called off
             self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         link = self._link(mesh, command.layout)
+        if link is not None:
+            link.let_go()
         for parts in self._together(command, mesh, offloaded is not None):
-            receives = [partial(self._receive, link, handles.pop(0), traffic, waits) for _ in parts] if handles else []
+            receives = ([partial(self._receive, link, [handles.pop(0)], traffic, waits) for _ in parts] if handles
+                        else [])
             self._run(command, parts, receives, traffic)
         if offloaded is not None:                              # others have by now what they wait for, and answer too
             offloaded.check_files()
@@ -155,9 +158,11 @@ class Predictions:
             else:
                 self._link(mesh, command.layout).send(message, traffic)
 
-    def _receive(self, link, handle, traffic, waits):
-        asked = self._clock.mark()
+    def _receive(self, link, handles, traffic, waits):
+        """The message of the only one of these handles, which is nowhere kept from then on."""
+        asked, handle = self._clock.mark(), handles.pop()
         message = link.receive(handle, traffic)
+        self._unclaimed = [each for each in self._unclaimed if each is not handle]
         waits.append((asked, self._clock.mark()))
         return message
 
