@@ -14,7 +14,7 @@ from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.layers import FORMATS
 from xdit_backend.config import DEGREES
 
-TEXTS = 7, 9                               # tokens of the two branches
+TEXTS = 9, 11                              # tokens of the two branches
 METHODS = [degree.removesuffix("_degree") for degree in DEGREES]
 HOWS = [how for how in WRITTEN if how != "int8_per_row"]       # a format once, and ConvRot
 

@@ -17,7 +17,8 @@ from tests.tolerances import within
 from xdit_backend.checkpoints.layers import FORMATS
 from xdit_backend.protocol.errors import UnsupportedError
 
-NUM_DRAWN = 6
+NUM_DRAWN = 5
+ALWAYS = ("boogu-image", "float8_e4m3fn", "tensor")            # where a whole layer takes what ranks add up
 ROUNDED = 1e-6                             # inputs are rounded from float32, in which ranks may have another last digit
 FLIPPED = 0.1                              # int8's products are in float32, so that a number falls to another step
 
@@ -26,26 +27,33 @@ def pytest_generate_tests(metafunc):
     if "cell" in metafunc.fixturenames:
         every = cells()
         drawn = random.Random(f"{metafunc.config.option.smoke_seed} formats").sample(every, NUM_DRAWN)
-        metafunc.parametrize("cell", [pytest.param(cell, marks=[] if cell in drawn else [pytest.mark.slow],
+        metafunc.parametrize("cell", [pytest.param(cell, marks=[] if cell in (*drawn, ALWAYS) else [pytest.mark.slow],
                                                    id="-".join(cell)) for cell in every])
 
 
 @pytest.fixture(scope="module")
-def outcomes(request, file_of):  # noqa: F811
-    """{cell: what came of it} of those that are asked for; files of one kind at a time."""
+def outcome_of(request, file_of):  # noqa: F811
+    """outcome_of(cell): what came of it. All cells of a kind that are asked for run when the first is."""
     asked = [item.callspec.params["cell"] for item in request.session.items
              if item.path == request.path and hasattr(item, "callspec")]
-    found, patch = {}, pytest.MonkeyPatch()
-    for kind in dict.fromkeys(kind for kind, _, _ in asked):
-        with tempfile.TemporaryDirectory() as folder:
-            found |= errors([cell for cell in asked if cell[0] == kind], Files(file_of, Path(folder)), patch)
-    return found
+    found = {}
+
+    def outcome(cell):
+        if cell not in found:
+            with tempfile.TemporaryDirectory() as folder:
+                found.update(errors([each for each in asked if each[0] == cell[0]], Files(file_of, Path(folder)),
+                                    pytest.MonkeyPatch()))
+        return found[cell]
+    return outcome
 
 
-def test_a_step_of_two_ranks_equals_one_device(outcomes, cell):
-    (_, how, method), outcome = cell, outcomes[cell]
+def test_a_step_of_two_ranks_equals_one_device(outcome_of, cell):
+    (_, how, method), outcome = cell, outcome_of(cell)
     if method == "tensor" and format_of(how).rounds_inputs and not format_of(how).agreed:
         assert isinstance(outcome, UnsupportedError) and "whose products round each token's inputs" in str(outcome)
+        return
+    if (how, method) == ("int8_convrot", "tensor") and isinstance(outcome, UnsupportedError):
+        assert "in blocks of 64, and each device needs whole blocks" in str(outcome)   # half of 192 columns
         return
     if isinstance(outcome, Exception):
         raise outcome

@@ -42,6 +42,7 @@ IDEOGRAM4 = Family(
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _whole_sizes)}),
     tiny=Tiny(TINY, NATIVE, TINY | {
-        "in_channels": 128, "attention_head_dim": 48, "mrope_section": (8, 8, 8), "adaln_dim": 64},
+        "in_channels": 128, "attention_head_dim": 96, "mrope_section": (16, 16, 16), "adaln_dim": 64,
+        "intermediate_size": 128},
         detected="Ideogram4"),
 )

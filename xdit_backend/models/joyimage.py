@@ -48,5 +48,5 @@ JOYIMAGE = Family(
         positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, PICTURES), _whole_sizes)},
         once_outside={"condition_embedder.text_embedder": "run"}),
     tiny=Tiny(TINY, NATIVE, TINY | {
-        "in_channels": 16, "hidden_size": 192, "rope_dim_list": (16, 16, 16)}, detected="JoyImage"),
+        "in_channels": 16, "hidden_size": 384, "rope_dim_list": (32, 32, 32)}, detected="JoyImage"),
 )

@@ -44,8 +44,8 @@ REFINED = BlockList("noise_refiner", "noise_refiner.", "num_refiner_layers", str
 TINY = {"patch_size": 2, "in_channels": 4, "hidden_size": 48, "num_layers": 3, "num_refiner_layers": 2,
         "num_attention_heads": 4, "num_kv_heads": 2, "text_feat_dim": 24, "axes_dim_rope": (4, 4, 4),
         "multiple_of": 192, "timestep_scale": 1000.0}
-# of files, whose layers are to have whole blocks of every quantised format
-WIDE = {"hidden_size": 192, "axes_dim_rope": (16, 16, 16), "in_channels": 16}
+# of files, half of whose layers' columns are to be whole blocks of every quantised format
+WIDE = {"hidden_size": 384, "axes_dim_rope": (32, 32, 32), "in_channels": 16}
 
 OMNIGEN2 = Family(
     name="OmniGen 2", title="OmniGen 2", transformer=NATIVE,
