@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_checkpoints import matrices, metadata_of, save_gguf, save_scaled
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.layers import FORMATS
 
 # format of a test -> (ComfyUI's, options of its quantiser, of how many columns the matrices must have a multiple)
 WRITTEN = {"float8_e4m3fn": ("float8_e4m3fn", {"scale": "recalculate"}, 1),
@@ -22,6 +23,9 @@ WRITTEN = {"float8_e4m3fn": ("float8_e4m3fn", {"scale": "recalculate"}, 1),
            "convrot_w4a4": ("convrot_w4a4", {"convrot_groupsize": 64}, 64)}
 HAS_MXFP8 = hasattr(torch, "float8_e8m0fnu")                   # PyTorch 2.7
 MIXED = ("nvfp4", "int8_convrot", "float8_e4m3fn", *["mxfp8"] * HAS_MXFP8, "convrot_w4a4")
+# ends of the weights by whose columns ComfyUI tells how wide CogVideoX's times and LTX-Video's texts are: with two
+# numbers in a byte it would take half
+MEASURED = "blocks.0.norm1.linear.weight", "transformer_blocks.0.attn2.to_k.weight"
 ROWS = 32                                  # of these, so that no format fills up a matrix
 
 
@@ -41,7 +45,8 @@ def save_comfy_quant(path, source, format_, options={}, more=None):
     for name, tensor in load_file(source).items():
         written = MIXED[len(quantised) % len(MIXED)] if format_ == "mixed" else format_
         known, how, columns = WRITTEN[written]
-        if name not in names or tensor.shape[1] % columns or tensor.shape[0] % ROWS:
+        if (name not in names or tensor.shape[1] % columns or tensor.shape[0] % ROWS
+                or FORMATS[known].numbers > 1 and name.endswith(MEASURED)):
             tensors[name] = plain[name] = tensor
             continue
         layer = name.removesuffix(".weight")
@@ -53,6 +58,7 @@ def save_comfy_quant(path, source, format_, options={}, more=None):
         tensors[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
         tensors |= {f"{layer}.{what}": make(tensor) for what, make in (more or {}).items()}
         quantised.append(name)
+    assert quantised, f"{source} has no matrix that {format_} takes"
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(path), metadata=metadata_of(source))
     return plain, quantised
 

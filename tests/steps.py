@@ -79,16 +79,25 @@ def save(one, folder):
     return folder
 
 
-class Saved:
-    """A family's tiny model as a folder, branches that are asked of it, and what one device predicts for each."""
+def examples(name, num_text_tokens, more):
+    """One for each number of tokens of its text. more: of the config."""
+    sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
+    return [example(name, num_text_tokens=count, seed=seed, more=more, thin=False, **sizes)
+            for seed, count in enumerate(num_text_tokens)]
 
-    def __init__(self, name, folder, num_text_tokens):
-        self.name, self.family, self._wanted = name, FAMILIES[name], {}
-        sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
-        self.branches = [example(name, num_text_tokens=count, seed=seed, more=PUBLISHED.get(name, {}), thin=False,
-                                 **sizes)
-                         for seed, count in enumerate(num_text_tokens)]
-        self._path = save(self.branches[0], folder)
+
+def as_folder(name, folder, num_text_tokens):
+    """The Saved of a family, in a folder of its own."""
+    branches = examples(name, num_text_tokens, PUBLISHED.get(name, {}))
+    return Saved(name, branches, save(branches[0], Path(tempfile.mkdtemp(dir=folder))))
+
+
+class Saved:
+    """A family's tiny model on disk, branches that are asked of it, and what one device predicts for each."""
+
+    def __init__(self, name, branches, path):
+        self.name, self.branches, self._path = name, branches, path
+        self.family, self._wanted = branches[0].family, {}
 
     def spec(self, layout=None, weights_memory=0):
         stages = None
@@ -103,7 +112,7 @@ class Saved:
         """[the parts of a branch's prediction]"""
         key = layout.tensor_degree > 1
         if key not in self._wanted:
-            with unrounded(layout.tensor_degree), torch.no_grad():  # tables of positions are made with the model
+            with unrounded(layout.tensor_degree), torch.inference_mode():  # tables of positions are made with the model
                 alone = load_transformer(self.spec(), torch.device("cpu"))
                 for one in self.branches:
                     one.model, one.config = alone.model, alone.config
@@ -161,20 +170,26 @@ def errors_of(asked, folder, world_size, num_text_tokens=(7, 9), weights_memory=
     num_text_tokens: of the first branch, and of those that are in a step with it, each in one of its own.
     weights_memory: ModelSpec's; 1: of transformers, as much as can comes from host memory. compile_backend: Predict's.
     """
+    return errors_of_saved(asked, functools.partial(as_folder, folder=folder, num_text_tokens=num_text_tokens),
+                           world_size, weights_memory, compile_backend)
+
+
+def errors_of_saved(asked, saved_of, world_size, weights_memory=0, compile_backend="", execute=execute):
+    """The same of what saved_of(name) gives. execute: a function of ranks, as it is above."""
     store, requests, outcomes, families, runs = SegmentStore(), itertools.count(1), {}, {}, {}
     try:
         for name, layout in asked:
             with kept(outcomes, (name, layout)):
                 if name not in families:
-                    families[name] = Saved(name, Path(tempfile.mkdtemp(dir=folder)), num_text_tokens)
+                    families[name] = saved_of(name)
                 runs[name, layout] = Run(families[name], layout, store, requests, weights_memory, compile_backend)
-        outcomes |= _carried_out(runs, world_size)
+        outcomes |= _carried_out(runs, world_size, execute)
     finally:
         store.close()
     return outcomes
 
 
-def _carried_out(runs, world_size):
+def _carried_out(runs, world_size, execute):
     """{key: the error, or what was raised} of Runs by key. Where a rank ends, each half goes by itself."""
     try:
         run_ranks(execute, world_size, _in_a_row(runs.values()), timeout_s=600 + 60 * len(runs))
@@ -185,7 +200,7 @@ def _carried_out(runs, world_size):
             return dict.fromkeys(keys, error)
         halves = keys[:len(keys) // 2], keys[len(keys) // 2:]
         return {key: outcome for half in halves
-                for key, outcome in _carried_out({key: runs[key] for key in half}, world_size).items()}
+                for key, outcome in _carried_out({key: runs[key] for key in half}, world_size, execute).items()}
 
 
 def _in_a_row(runs):

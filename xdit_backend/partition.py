@@ -178,7 +178,7 @@ def level_of(name, num_levels):
 
 def summed_modules(splits):
     """Paths of the modules whose outputs tensor ranks add up: attentions and feed-forwards, or the matrix that both end
-    in.
+    in; of a processor with matrices of its own these, since a whole one may follow, which rounds its inputs.
 
     splits: {name of a weight: checkpoints.shares.Split}.
     """
@@ -187,7 +187,8 @@ def summed_modules(splits):
         if split.how == "rows" and name.endswith(".weight"):
             # list, index, (one module that is the block, or has a norm beside,) attention or feed-forward
             names = name.split(".")[:-1]
-            summed.add(".".join(names[:4 if names[2] == "block" or names[2].endswith("_wrapper") else 3]))
+            is_within = names[2] == "block" or names[2].endswith("_wrapper")
+            summed.add(".".join(names if "processor" in names else names[:4 if is_within else 3]))
     return sorted(summed)
 
 

@@ -1,12 +1,15 @@
 """The measures of `bench quality`."""
 
+import argparse
+
 import pytest
 import torch
 
-from tests.models.zoo import example
+from tests.models.zoo import example, save_transformer
 from tests.tolerances import within
-from xdit_backend.bench.quality import frechet_distance, naive
+from xdit_backend.bench.quality import add_arguments, frechet_distance, naive, settings
 from xdit_backend.host.calls import Call
+from xdit_backend.protocol.errors import ConfigError
 
 
 def test_the_frechet_distance_of_normal_distributions_is_the_closed_form():
@@ -52,3 +55,15 @@ def test_naive_patches_are_runs_of_their_own():
     assert (torch.equal(apart[:, :, 4:], drawn(other, 2)[:, :, 4:])
             and not torch.equal(apart[:, :, :4], drawn(other, 2)[:, :, :4]))
     assert (apart - whole).abs().max() > 1e-3
+
+
+def test_heads_that_two_devices_cannot_share_are_refused_before_anything_runs(tmp_path):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    path = save_transformer(example("Flux.1", more={"num_attention_heads": 3}).model, tmp_path)
+
+    def settings_of(*exchange):
+        return settings(parser.parse_args(["--model", str(path), "--displaced", "2", *exchange]))
+    assert len(settings_of()) > 1
+    with pytest.raises(ConfigError, match="^Leave out --exchange, or .* cannot share out the 3 attention heads"):
+        settings_of("--exchange", "keys and values in fp8")

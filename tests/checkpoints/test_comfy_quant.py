@@ -12,7 +12,7 @@ from tests.checkpoints.test_casting import native_model, native_prediction, ours
 from tests.checkpoints.test_offloaded_files import loaded_of, prediction
 from tests.comfy_quants import SMOOTHED, WRITTEN, save_comfy_quant
 from tests.tiers import by_default
-from tests.tiny_checkpoints import SHORT, families
+from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error, within
 from xdit_backend.checkpoints import kitchen
 from xdit_backend.checkpoints.changes import change_weights
@@ -20,7 +20,6 @@ from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.packed import packed_weights
 from xdit_backend.checkpoints.shares import held_bytes
-from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.segments import SegmentStore
 from xdit_backend.protocol.specs import Change, LowRank
 from xdit_backend.worker.residency import Residency
@@ -37,9 +36,8 @@ PACKED = "nvfp4", "convrot_w4a4", "mixed"  # two numbers a byte, by which ComfyU
 WHOLE = [(kind, format_) for kind in KINDS for format_ in FORMATS
          if (kind != "sdxl" or format_ not in PACKED)
          and (kind == "sd3" or format_ in ("mixed", "int8_per_row") or (kind, format_) in DEFAULT)] + HALVED
-LAYERS = sorted({("sd3", format_) for format_ in FORMATS} | DEFAULT | {
-    (SHORT.get(name, name.lower().replace(" ", "-")), "int8_per_row") for name, family in FAMILIES.items()
-    if not family.sampled})
+LAYERS = [(kind, format_) for kind, family in families().items() for format_ in FORMATS
+          if not (family.is_unet and format_ in PACKED)]
 
 
 def moved(seed):

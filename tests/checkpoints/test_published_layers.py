@@ -22,6 +22,8 @@ QWEN = {"transformer_blocks.0.attn.to_q": (3072, 3072), "transformer_blocks.0.im
         "transformer_blocks.0.img_mlp.net.2": (3072, 12288)}
 LTX2 = {"transformer_blocks.0.attn1.to_q": (4096, 4096), "transformer_blocks.0.ff.net.2": (4096, 16384),
         "transformer_blocks.0.audio_attn1.to_q": (2048, 2048)}
+MINIMAX = {"blocks.0.attn.qkv_proj": (21504, 5376), "blocks.0.attn.out_proj": (5376, 7168),
+           "blocks.0.mlp.fc1": (28672, 5376), "blocks.0.mlp.fc2": (5376, 14336)}
 PREFIX = "model.diffusion_model."
 
 
@@ -73,7 +75,13 @@ READ = {
     "ltx-2-19b-dev-fp8": (LTX2, scaled_with_inputs, "metadata", {"format": "float8_e4m3fn"}, "float8_e4m3fn", 8),
     "flux2-dev-nvfp4": (FLUX2, nvfp4_with_inputs, "metadata", {"format": "nvfp4"}, "nvfp4", 4.5),
     "flux2-dev-nvfp4-mixed": (FLUX2, nvfp4, "metadata", {"format": "nvfp4"}, "nvfp4", 4.5),
-    "z_image_turbo_nvfp4": (Z_IMAGE, nvfp4, "tensors", {"format": "nvfp4"}, "nvfp4", 4.5),
+    # 180 layers of its 30 blocks, each with a scale of its inputs; in int8 there are 202
+    "z_image_turbo_nvfp4": (Z_IMAGE, nvfp4_with_inputs, "metadata", {"format": "nvfp4"}, "nvfp4", 4.5),
+    "z_image_turbo_int8_convrot": (Z_IMAGE, int8, "tensors", {"format": "int8_tensorwise"} | CONVROT, "int8_tensorwise",
+                                   8),
+    # 200 layers, and 250 where it is not pruned: a modulation of each block
+    "minimax_h3_fl2va_pruned_int8_convrot": (MINIMAX, int8, "tensors", {"format": "int8_tensorwise"} | CONVROT,
+                                             "int8_tensorwise", 8),
     "Z-Image in mxfp8": (Z_IMAGE, mxfp8, "tensors", {"format": "mxfp8"}, "mxfp8", 8.25),
     "Wan 2.2 in int8 with ConvRot": (WAN, int8, "tensors", {"format": "int8_tensorwise"} | CONVROT, "int8_tensorwise",
                                     8),
@@ -134,6 +142,15 @@ def test_a_published_header_is_read(file):
         matrices = [(layer.stored_shape, layer.how.held), *layer.beside_as_held(layer.shape[0]).values()]
         held = sum(math.prod(shape) * dtype.itemsize for shape, dtype in matrices)
         assert 8 * held / math.prod(layer.shape) == pytest.approx(bits, rel=0.005)
+
+
+def test_a_scale_of_inputs_may_be_left_of_a_layer_that_is_plain():
+    """As flux2-dev-nvfp4-mixed has of layers that it holds in 16 bits."""
+    shapes = {"single_blocks.0.linear1.weight": (55296, 6144), "single_blocks.0.linear1.input_scale": ()}
+
+    found, beside = layers_of(shapes, dict.fromkeys(shapes, "BF16"), {}, None, "file.safetensors")
+
+    assert found == {} and beside == {"single_blocks.0.linear1.input_scale"}
 
 
 @pytest.mark.parametrize("file", REFUSED)

@@ -124,6 +124,11 @@ def settings(options):
         name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else "")
         method = Method(Layout(pipefusion_degree=2), warmup_steps, cut_patches(shape, (2, 2), num_patches), forecast)
         found[name] = Setting(2, run(staged, method), num_patches)
+    num_heads = family.num_heads(header.config)
+    if options.exchange and num_heads and num_heads % 2:
+        raise ConfigError(f"Leave out --exchange, or name a model with an even number of heads: what travels is tried "
+                          f"with Ulysses 2 too, which cannot share out the {num_heads} attention heads of "
+                          f"{options.model.name}.")
     for axis, exchange in itertools.product(("ulysses", "ring") if staged else (), options.exchange):
         found[f"{axis.title()} 2, {exchange}"] = Setting(2, exchanging(
             run(one_spec, Method(Layout(**{f"{axis}_degree": 2}))), exchange))

@@ -112,7 +112,7 @@ def _check_stored(splits, degree):
     name, split = next((name, split) for name, split in cut.items()
                        if any(part % (degree * split.block[0]) for part in split.parts))
     usable = [other for other in range(2, MAX_TRIED + 1) if fits(other)]
-    words = f"{' or '.join(map(str, usable))}, " if usable else ""
+    words = f"tensor_degree {' or '.join(map(str, usable))}, " if usable else ""
     types = ", int8 or Q8_0" if fits(degree, SMALLEST_BLOCK) else " or int8"
     raise UnsupportedError(f"Use {words}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8{types}: "
                            f"tensor_degree={degree} cannot share out these quantised weights, as {name} has "

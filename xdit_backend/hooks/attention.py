@@ -19,7 +19,7 @@ from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
 from .own_code import OwnCode, functional
 from .places import Place, one_key_per_group
-from .rotary import in_real_numbers
+from .rotary import in_pairs, in_real_numbers
 
 ROTATIONS = "apply_rotary_emb", "apply_rotary_emb_qwen"        # diffusers', of complex numbers in some models
 COMFYUIS = "optimized_attention", "optimized_attention_masked"                 # what its models call attention
@@ -59,7 +59,7 @@ class AttentionFunctions:
         self._running, self._needs_text = running, needs_text
         # of the attention whose graph is being made, and whether that has attended
         self._traced_name, self._is_traced = "", False
-        self.own_code = OwnCode(dict.fromkeys(ROTATIONS, in_real_numbers),
+        self.own_code = OwnCode(dict.fromkeys(ROTATIONS, in_real_numbers), {"view_as_complex": in_pairs},
                                 F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
                                 dispatch_attention_fn=self.dispatch_attention_fn,
                                 **dict.fromkeys(COMFYUIS, self.optimized_attention))

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 class OwnCode:
     """What code of a model's modules finds by these names of its file."""
 
-    def __init__(self, around=None, **names):
+    def __init__(self, around=None, instead=None, **names):
         """names: {name: what it means}. Of torch's functional, see `functional`. around: {name: (what it means in the
-        file) -> what it means}."""
-        self._names, self._around, self._classes = names, around or {}, {}
+        file) -> what it means}. instead: {name: (function whose code, or code within it, has the name) -> what runs
+        instead of the function}."""
+        self._names, self._around, self._instead, self._classes = names, around or {}, instead or {}, {}
 
     def place(self, module):
         """Have a module's own forward, and its processor's __call__, find these names."""
@@ -51,12 +52,25 @@ class OwnCode:
         names = {name: ours for name, ours in self._names.items() if name in function.__code__.co_names}
         names |= {name: ours(function.__globals__[name]) for name, ours in self._around.items()
                   if name in function.__code__.co_names and name in function.__globals__}
-        # torch.compile would look up what is in the file of that name
-        found = {name: value for name, value in function.__globals__.items() if name != "__name__"} | names
-        same = types.FunctionType(function.__code__, found, function.__name__, function.__defaults__,
-                                  function.__closure__)
-        same.__kwdefaults__ = function.__kwdefaults__
-        return functools.update_wrapper(same, function) if names else function
+        same = in_file(function, names) if names else function
+        for name, ours in self._instead.items():
+            same = ours(same) if name in names_in(function.__code__) else same
+        return same
+
+
+def in_file(function, names):
+    """The same code in a file of these names."""
+    # torch.compile would look up what is in the file of that name
+    found = {name: value for name, value in function.__globals__.items() if name != "__name__"} | names
+    same = types.FunctionType(function.__code__, found, function.__name__, function.__defaults__, function.__closure__)
+    same.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(same, function)
+
+
+def names_in(code):
+    """The names that code looks up in its file or in objects, and those of functions within it."""
+    within = (names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return {*code.co_names}.union(*within)
 
 
 def functional(**functions):

@@ -5,8 +5,12 @@ and would call a kernel for each step. Used by attention.py.
 """
 
 import functools
+import types
+from dataclasses import dataclass
 
 import torch
+
+from .own_code import in_file
 
 
 def in_real_numbers(rotate):
@@ -20,3 +24,38 @@ def in_real_numbers(rotate):
         even, odd = tensor_BTNH.float().unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(tensor_BTNH)
     return rotated
+
+
+@dataclass
+class Pairs:
+    """Complex numbers in a graph: their real and imaginary parts, which are multiplied with the same roundings."""
+
+    real: torch.Tensor
+    imaginary: torch.Tensor
+
+    def unsqueeze(self, dim):
+        return Pairs(self.real.unsqueeze(dim), self.imaginary.unsqueeze(dim))
+
+    def __mul__(self, other):
+        return Pairs(self.real * other.real - self.imaginary * other.imaginary,
+                     self.real * other.imaginary + self.imaginary * other.real)
+
+
+def in_pairs(function):
+    """A processor's function that rotates by complex numbers in code of its own: in a graph these are Pairs there, as
+    are those that it is given."""
+    own = in_file(function, {"torch": types.SimpleNamespace(**vars(torch) | {
+        "view_as_complex": lambda tensor: Pairs(*tensor.unbind(-1)),
+        "view_as_real": lambda numbers: torch.stack((numbers.real, numbers.imaginary), -1)})})
+
+    @functools.wraps(function)
+    def rotated(*args, **kwargs):
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return own(*map(_paired, args), **{name: _paired(value) for name, value in kwargs.items()})
+    return rotated
+
+
+def _paired(value):
+    is_complex = isinstance(value, torch.Tensor) and value.is_complex()
+    return Pairs(*torch.view_as_real(value).unbind(-1)) if is_complex else value

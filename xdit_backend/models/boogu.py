@@ -6,7 +6,7 @@ import dataclasses
 from ..vocabulary.describe import blocks, config_of, has, size
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from .omnigen2 import ALL, OMNIGEN2, PICTURES, POSITIONS, REFINED, inner, of_heads
+from .omnigen2 import ALL, OMNIGEN2, PICTURES, POSITIONS, REFINED, WIDE, inner, of_heads
 
 NATIVE = "comfy.ldm.boogu.model:BooguTransformer2DModel"
 NORM = "single_stream_layers.0.attn.norm_q.weight"
@@ -40,5 +40,5 @@ BOOGU = dataclasses.replace(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, once_outside=OMNIGEN2.plan.once_outside, unsplit=("img_instruct_attn.to_out.0",),
         unstaged_blocks=OMNIGEN2.plan.unstaged_blocks),
-    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 16}, detected="Boogu", drawn=OMNIGEN2.tiny.drawn),
+    tiny=Tiny(TINY, NATIVE, TINY | WIDE, detected="Boogu", drawn=OMNIGEN2.tiny.drawn),
 )

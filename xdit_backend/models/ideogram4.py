@@ -29,7 +29,7 @@ IDEOGRAM4 = Family(
         num_attention_heads=of_heads("input_proj.weight", NORM),
         intermediate_size=size("layers.0.feed_forward.w1.weight", 0), adaln_dim=size("adaln_proj.weight", 0),
         llm_features_dim=size("llm_cond_proj.weight", 1),
-        mrope_section=lambda shapes: (24, 20, 20) if shapes[NORM][0] == 256 else (2, 2, 2)),
+        mrope_section=lambda shapes: (24, 20, 20) if shapes[NORM][0] == 256 else (shapes[NORM][0] // 6,) * 3),
     convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",),
     conditioning={"context": "llm_features_dim"}, runs_without_text=True,
     arguments=handed_on(LATENT, "context", times="timesteps"),
@@ -41,5 +41,8 @@ IDEOGRAM4 = Family(
         blocks=(BlockList("layers", "layers.", returns=(ALL,)),),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _whole_sizes)}),
-    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 128}, detected="Ideogram4"),
+    tiny=Tiny(TINY, NATIVE, TINY | {
+        "in_channels": 128, "attention_head_dim": 96, "mrope_section": (16, 16, 16), "adaln_dim": 64,
+        "intermediate_size": 128},
+        detected="Ideogram4"),
 )

@@ -47,5 +47,6 @@ JOYIMAGE = Family(
         tokens={"image_rotary_emb": TokenArgument(1, PICTURES)},
         positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, PICTURES), _whole_sizes)},
         once_outside={"condition_embedder.text_embedder": "run"}),
-    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 16}, detected="JoyImage"),
+    tiny=Tiny(TINY, NATIVE, TINY | {
+        "in_channels": 16, "hidden_size": 384, "rope_dim_list": (32, 32, 32)}, detected="JoyImage"),
 )

@@ -82,6 +82,6 @@ LENS = Family(
         positions={"pos_embed": _positions}, once={"img_mod.1": "step", "txt_mod.1": "step"},
         once_outside={"txt_in": "run"}),
     tiny=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")}
-              | {"in_channels": 128, "out_channels": 32},
+              | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96, "axes_dims_rope": (32, 32, 32)},
               detected="Lens"),
 )

@@ -61,7 +61,7 @@ LUMINA2 = Family(
          "num_refiner_layers": 2,
          "num_attention_heads": 4, "num_kv_heads": 2, "axes_dim_rope": (4, 4, 4), "cap_feat_dim": 24, "multiple_of": 8},
         "comfy.ldm.lumina.model:NextDiT",
-        {"in_channels": 16, "dim": 96, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 2,
+        {"in_channels": 16, "dim": 192, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 2,
          "cap_feat_dim": 48,
-         "axes_dims": [8, 8, 8], "axes_lens": [300, 512, 512], "qk_norm": True}, detected="Lumina2"),
+         "axes_dims": [16, 16, 16], "axes_lens": [300, 512, 512], "qk_norm": True}, detected="Lumina2"),
 )

@@ -44,6 +44,8 @@ REFINED = BlockList("noise_refiner", "noise_refiner.", "num_refiner_layers", str
 TINY = {"patch_size": 2, "in_channels": 4, "hidden_size": 48, "num_layers": 3, "num_refiner_layers": 2,
         "num_attention_heads": 4, "num_kv_heads": 2, "text_feat_dim": 24, "axes_dim_rope": (4, 4, 4),
         "multiple_of": 192, "timestep_scale": 1000.0}
+# of files, half of whose layers' columns are to be whole blocks of every quantised format
+WIDE = {"hidden_size": 384, "axes_dim_rope": (32, 32, 32), "in_channels": 16}
 
 OMNIGEN2 = Family(
     name="OmniGen 2", title="OmniGen 2", transformer=NATIVE,
@@ -69,6 +71,6 @@ OMNIGEN2 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, once_outside={"context_refiner": "run", "ref_image_refiner": "step"},
         unstaged_blocks=("context_refiner", "ref_image_refiner")),
-    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 16}, detected="Omnigen2",
+    tiny=Tiny(TINY, NATIVE, TINY | WIDE, detected="Omnigen2",
               drawn={"num_tokens": lambda config, shape, tokens: (tokens,)}),
 )

@@ -97,8 +97,8 @@ Z_IMAGE = Family(
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         once={"adaLN_modulation": "step"}, once_outside={"cap_embedder": "run", "context_refiner": "run"}),
     tiny=Tiny(
-        {"in_channels": 4, "dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 4,
-         "cap_feat_dim": 24, "axes_dims": [4, 4, 4], "axes_lens": [512, 128, 128]},
+        {"in_channels": 4, "dim": 64, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 4,
+         "cap_feat_dim": 24, "axes_dims": [4, 6, 6], "axes_lens": [512, 128, 128]},
         "comfy.ldm.lumina.model:NextDiT",
         {"in_channels": 16, "dim": 384, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4,
          "cap_feat_dim": 48,

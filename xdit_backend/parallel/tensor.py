@@ -49,7 +49,7 @@ def _summed(forward, only_first, current):
     def summed(*args, **kwargs):
         outputs = forward(*args, **kwargs)
         if torch.is_tensor(outputs):
-            return _sums([outputs], current)[0]
+            return _sums([outputs], current)[0] if outputs.numel() else outputs
         parts = outputs[:1] if only_first else outputs
         return (*_sums(list(parts), current), *outputs[len(parts):])
     return summed
