@@ -139,6 +139,10 @@ export const ZH = {
     "请用同一个节点以相同的宽高生成 {0} 与潜空间：{2} 的 {1} 为 {3} x {4}，而此潜空间对应 {5} x {6}。",
   "Make the {} and the latent of one length, by one node: the {} of {} is of {} frames of latents, and {} belong to this latent.":
     "请用同一个节点以相同的长度生成 {0} 与潜空间：{2} 的 {1} 为 {3} 个潜空间帧，而此潜空间为 {4} 帧。",
+  "Make the picture and the latent of one height, and both of an even number of latent columns (16 pixels): HiDream-E1 puts them side by side, and they have {} x {} and {} x {} latent pixels.":
+    "请让图片与潜空间图像高度相同，且两者的潜空间列数均为偶数（16 像素）：HiDream-E1 把它们并排放置，而它们的潜空间尺寸为 {0} x {1} 与 {2} x {3}。",
+  "Use a width and a height that are multiples of {} pixels: this file of Chroma Radiance takes no other, and the picture is of {} x {}.":
+    "请使用 {0} 像素整数倍的宽度和高度：此 Chroma Radiance 文件不接受其他尺寸，而图片为 {1} x {2}。",
   "Make the reference picture and the latent of one width and height, by one node: the reference is of {} x {}, and {} x {} belong to this latent.":
     "请用同一个节点生成宽高相同的参考图像和潜空间：参考图像为 {0} x {1}，而此潜空间需要 {2} x {3}。",
   "Make a video of 5 frames or more, or set pipefusion_degree to 1: SCAIL takes reference pictures as further frames of a video, so that one frame of it cannot be cut into rows.":
