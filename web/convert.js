@@ -25,7 +25,7 @@ export const REFUSED = [
   "AnimaLLLiteApply", "FluxKVCache", "FreeU", "FreeU_V2", "HiDreamO1PatchSeamSmoothing", "HyperTile", "HypernetworkLoader",
   "LTXVReferenceAudio", "LoraLoaderBypass", "LoraLoaderBypassModelOnly", "MiniMaxH3SigmaShift", "PatchModelAddDownscale",
   "QwenImageDiffsynthControlnet", "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "TomePatchModel", "TrainLoraNode",
-  "USOStyleReference", "WanInfiniteTalkToVideo", "WanUni3CControlnetApply", "ZImageFunControlnet",
+  "USOStyleReference", "WanInfiniteTalkToVideo",
 ];
 // Nodes that stay when a model goes to the workers, and what is said of them.
 const STAY = {

@@ -141,7 +141,7 @@ class Hooks:
     def own_control(self, control, context):
         """Of what a ControlNet gives, {place: (B or 1, T of the forward's image, C)}, what this rank's blocks add to
         their tokens, in their order."""
-        names = [f"{place.list_.control}.{place.number}" for place in self._places if place.index in context.blocks]
+        names = [name for place in self._places if place.index in context.blocks for name in place.control]
         return {name: context.tokens.take(control[name], 1, ("image",)) for name in names if name in control}
 
     def message_units(self, block):
@@ -252,8 +252,7 @@ class Hooks:
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if place.index in self._skips.values():
             context.skips[place.index] = outputs[("image",)]
-        control = f"{list_.control}.{place.number}"
-        if control in context.control:
+        for control in filter(context.control.__contains__, place.control):
             streams = next(streams for streams in outputs if "image" in streams)
             image = outputs[streams]
             # to what a later block takes, not to what the next one does

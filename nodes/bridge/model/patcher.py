@@ -80,7 +80,11 @@ class ShellPatcher(RemotePatcher):
         """One weight of the diffusion model, for who asks a WorkerParameter; of a quantised file too."""
         checkpoint, found, weight_of = file_of(self)
         quantised = {name} if any(source in checkpoint.quantised for source, _ in found[name]) else ()
-        return self.patched_weights({name: weight_of(name)}, quantised)[name]
+        weight = self.patched_weights({name: weight_of(name)}, quantised)[name]
+        hooked = self.current_hooks and self.get_combined_hook_patches(self.current_hooks).get(PREFIX + name)
+        if not hooked:
+            return weight
+        return patched(PREFIX + name, hooked, weight, weight.dtype, self.load_device, torch.float32)
 
     def patched_weights(self, weights, quantised):
         """Weights of the diffusion model with what nodes have patched them with, in the types that they are held in.

@@ -38,7 +38,7 @@ class RemoteModel:
         setup, self.load_device = self.setup, load_device
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
-        self.modules, self.weight_sources = {}, None           # see attach
+        self.modules, self.weight_sources, self.additions = {}, None, None     # see attach
         self._checked_sigmas = set()                           # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._run_bytes = 0                                    # that a rank needs for a run, as reported to ComfyUI
@@ -48,11 +48,11 @@ class RemoteModel:
         self._pipeline = self._schedule = None
         self.changes, self.changes_uuid = {}, None             # see use_changes
 
-    def attach(self, modules, weight_sources):
+    def attach(self, modules, weight_sources, additions):
         """The shell's diffusion model is made. modules: as it was made, of modules.remember_modules, to compare with.
         weight_sources(): where its weights are in the file, see file_weights.py; found once, which takes half a second
-        for Flux."""
-        self.modules, self.weight_sources = modules, weight_sources
+        for Flux. additions: additions.Additions."""
+        self.modules, self.weight_sources, self.additions = modules, weight_sources, additions
 
     def _set_up(self, dtype, weights_memory=None):
         self.setup, self.memory = self._computing_in(dtype, weights_memory)
@@ -158,8 +158,8 @@ class RemoteModel:
     def end_run(self):
         self._checked_sigmas.clear()
         self.how, self._most_run_bytes = None, 0.0
-        self.forecasts.end()
-        self.memory.end_run()
+        for end in (self.forecasts.end, self.additions.end, self.memory.end_run):
+            end()
         client = self._forget_conditioning()
         if client is not None:
             # ComfyUI is to see the memory that the workers give back now
@@ -207,8 +207,9 @@ class RemoteModel:
                          "Look at what made it, another sampler, or an encode in half precision")
         asked = self.family, self.setup.transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
+        added = self.additions.places(self, (x, timestep, context), transformer_options, extra)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
-                    control=places_of(self.family, self.setup.transformer_config, control, x.shape),
+                    control=places_of(*asked[:2], control, x.shape) | added,
                     operations=operations_of(*asked), scores=scores and scores.buffer, parts=parts,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
                     exchange=self.config.exchange, kernel=call_kernel(self.config, transformer_options),

@@ -1,8 +1,9 @@
-"""Functions that ComfyUI's nodes put in the place of a block or of attention, and whose meaning is known: named
-operations, which the workers carry out.
+"""Functions that ComfyUI's nodes put in the place of a block or of attention, or after a block, and whose meaning is
+known: named operations, which the workers carry out.
 
-A function is recognised by the file and name that it was defined under, and by what it returns for a test input. One
-that does otherwise, or of another node, is refused (model.py).
+A function is recognised by the file and name that it was defined under, and by what it returns for a test input; a
+network after blocks, which ComfyUI's own code runs (run/additions.py), by file and name alone. One that does otherwise,
+or of another node, is refused (model.py).
 """
 
 import math
@@ -20,20 +21,25 @@ KNOWN = {
             ("nodes_slg.py", "SkipLayerGuidanceDiTSimple.execute.<locals>.skip"): "skip"},
     "attn1": {("nodes_pag.py", "PerturbedAttentionGuidance.execute.<locals>.perturbed_attention"): "values",
               ("nodes_sag.py", "SelfAttentionGuidance.execute.<locals>.attn_and_record"): "scores"},
-    "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"}}
+    "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"},
+    "double_block": {("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds",
+                     ("nodes_model_patch.py", "WanUni3CCnetPatch.__call__"): "adds"},
+    "noise_refiner": {("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds"}}
 OUTPUT = "attn1_output_patch"
+ADDING = "double_block", "noise_refiner"   # kinds of ComfyUI's patches that add to the image after blocks
 NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attention Guidance or Normalized Attention "
          "Guidance")
 
 
 def operation_of(kind, function):
     """The name of the operation that a function of this kind stands for; None where it is not known."""
-    code = getattr(function, "__code__", None)
-    name = code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), function.__qualname__))
+    called = function if hasattr(function, "__code__") else type(function).__call__
+    code = getattr(called, "__code__", None)
+    name = code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), called.__qualname__))
     marker = object()
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
-            "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function)}
+            "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True}
     return name if name and does[name]() else None
 
 
@@ -71,6 +77,12 @@ def guided_of(family, transformer_options):
     if not (0 in parts and 1 in parts):
         return ()
     return tuple(_nag_of(function, parts) for function in functions)
+
+
+def adds_to(transformer_options):
+    """{kind: networks} of a call that add something to the image after blocks."""
+    patches = transformer_options.get("patches", {})
+    return {kind: patches[kind] for kind in ADDING if patches.get(kind)}
 
 
 def compares_branches(transformer_options):
