@@ -13,8 +13,10 @@ from tests.tolerances import close, relative_error
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 DEEP = "z-image-deep.safetensors"          # of as many layers as the published one, which the node takes for granted
 NUM_LAYERS = 30
-NODES = {"wan": ("WanUni3CControlnetApply", "uni3c", "vae-wan"), "z-image": ("ZImageFunControlnet", "z-image-fun",
-                                                                            "vae-flux")}
+NODES = {"wan": ("WanUni3CControlnetApply", "uni3c", "vae-wan"),
+         "z-image": ("ZImageFunControlnet", "z-image-fun", "vae-flux"),
+         "qwen-image": ("QwenImageDiffsynthControlnet", "qwen-blockwise", "vae-wan")}
+QUICK = ("wan", "cfg2"), ("z-image", "ulysses2"), ("qwen-image", "ring2")
 
 
 class Networks:
@@ -65,9 +67,8 @@ def compare(networks, kind, ours, native, settings, **sampled):
 
 
 @pytest.mark.parametrize("kind, layout", [
-    ("wan", "cfg2"), ("z-image", "ulysses2"), *(
-        pytest.param(kind, layout, marks=pytest.mark.slow) for kind in NODES for layout in LAYOUTS
-        if (kind, layout) not in (("wan", "cfg2"), ("z-image", "ulysses2")))])
+    *QUICK, *(pytest.param(kind, layout, marks=pytest.mark.slow) for kind in NODES for layout in LAYOUTS
+              if (kind, layout) not in QUICK)])
 def test_every_method_equals_native_ksampler(comfyui, networks, kind, layout):
     """A latent of odd sides, and a batch under the data method."""
     devices, degrees = LAYOUTS[layout]
@@ -145,6 +146,69 @@ def test_a_hook_changes_what_the_network_is_given(comfyui, networks):
 
     close(*results, TOLERANCE)
     assert relative_error(results[1], plain) > 1e-3, "a hook that changes nothing"
+
+
+def test_a_network_of_blocks_with_references_and_two_prompts_equals_native_ksampler(comfyui, networks):
+    """It adds to the latent's tokens, not to those of a reference picture beside them; over two stages."""
+    first, second = comfyui.conditioning("qwen-image", 1), comfyui.conditioning("qwen-image", 4, 45)
+    first[0][1]["reference_latents"] = [torch.randn(1, 16, 1, 10, 12, generator=torch.Generator().manual_seed(3))]
+    ours = comfyui.ours("qwen-image", comfyui.config("cpu,cpu", pipefusion=2, warmup_steps=9))
+
+    compare(networks, "qwen-image", ours, comfyui.native("qwen-image"), {}, positive=first + second,
+            latent=comfyui.latent("qwen-image", size=(18, 15)))
+
+
+HYPERNETWORKS = {"plain": {}, "deep": {"activation_func": "mish", "is_layer_norm": True, "activate_output": True},
+                 "dropout": {"activation_func": "relu", "use_dropout": True, "last_layer_dropout": True}}
+
+
+def with_hypernetwork(comfyui, model, name, strength=0.8):
+    folder = comfyui.base / "made_hypernetworks"
+    folder.mkdir(exist_ok=True)
+    comfyui.folder_paths.add_model_folder_path("hypernetworks", str(folder), is_default=True)
+    if not (folder / f"{name}.pt").exists():
+        settings, generator = HYPERNETWORKS[name], torch.Generator().manual_seed(9)
+
+        def layers(width):
+            made, wide = {}, 2 * width
+            for number, shape in enumerate(((wide, width), (width, wide))):
+                made[f"{2 * number}.weight"] = 0.3 * torch.randn(*shape, generator=generator) / shape[1] ** 0.5
+                made[f"{2 * number}.bias"] = 0.1 * torch.randn(shape[0], generator=generator)
+                if settings.get("is_layer_norm"):
+                    made[f"{2 * number + 1}.weight"] = 1 + 0.1 * torch.randn(shape[0], generator=generator)
+                    made[f"{2 * number + 1}.bias"] = 0.1 * torch.randn(shape[0], generator=generator)
+            return made
+        config = comfyui.transformer_config("sd15")
+        widths = {config["cross_attention_dim"], *config["block_out_channels"]}
+        torch.save({**settings, **{width: [layers(width), layers(width)] for width in widths}}, folder / f"{name}.pt")
+    from tests.model_nodes import model_nodes
+    return run_node(model_nodes(comfyui)["HypernetworkLoader"], {
+        "model": model, "hypernetwork_name": f"{name}.pt", "strength": strength})[0]
+
+
+@pytest.mark.parametrize("name, layout", [
+    ("deep", "cfg2"), *(pytest.param("plain", layout, marks=pytest.mark.slow) for layout in ("one", "data2")),
+    *(pytest.param("deep", layout, marks=pytest.mark.slow) for layout in ("displaced2", "cfg2-displaced2"))])
+def test_hypernetworks_equal_native_ksampler(comfyui, name, layout):
+    """On keys and values of both attentions, at odd sides; two of them, one after the other."""
+    devices, degrees = LAYOUTS[layout]
+    latent = comfyui.latent("sd15", batch=2 if layout == "data2" else 1, size=(18, 15))
+    models = comfyui.ours("sd15", comfyui.config(devices, **degrees)), comfyui.native("sd15")
+
+    result, reference = (comfyui.sample(
+        with_hypernetwork(comfyui, with_hypernetwork(comfyui, model, "plain", -0.5), name), "sd15", steps=2,
+        latent=latent) for model in models)
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, comfyui.sample(models[1], "sd15", steps=2, latent=latent)) > 1e-3
+
+
+def test_a_hypernetwork_that_draws_at_random_or_is_for_other_models_is_refused_by_name(comfyui):
+    for kind, name, words in (("sd15", "dropout", "has layers that xDiT does not run .Dropout"),
+                              ("sd3", "plain", "it is for other models than SD3")):
+        model = with_hypernetwork(comfyui, comfyui.ours(kind, comfyui.config()), name)
+        with pytest.raises(comfyui.errors.UnsupportedError, match=words):
+            comfyui.sample(model, kind, steps=1)
 
 
 def test_what_is_added_elsewhere_draws_something_else(comfyui, networks, monkeypatch):

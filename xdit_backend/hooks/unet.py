@@ -24,6 +24,7 @@ from ..parallel.nag import apply_nag
 from ..partition import halved, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
 from .compiled import CompiledBlocks
+from .networks import with_networks
 from .own_code import OwnCode, functional
 from .turns import take_turns
 
@@ -63,7 +64,11 @@ class UNetHooks:
                 self.counts["self-attention"] += 1
                 self._check_attention(name, module)
                 module.forward = self._hook_self_attention(module.forward, name, level)
-            elif name.endswith(tuple(f".{path}" for path in plan.of_text)):
+            where = name.rpartition(".")[2]
+            if where in ("attn1", "attn2"):                    # within what reads the text once
+                for which, linear in enumerate((module.to_k, module.to_v)):
+                    linear.forward = self._hook_networks(linear.forward, where, str(which))
+            if name.endswith(tuple(f".{path}" for path in plan.of_text)):
                 self.counts["of text"] += 1
                 module.forward = self._hook_of_text(module.forward, name)
         self._install_control(model, plan.skips(model.config))
@@ -143,7 +148,7 @@ class UNetHooks:
         def hooked(*args, **kwargs):
             context = self._context
             if (context is None or not context.compile_backend or self._is_split or context.operations
-                    or context.guided):
+                    or context.guided or context.networks):
                 return forward(*args, **kwargs)
             return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
         return hooked
@@ -217,6 +222,14 @@ class UNetHooks:
             for nag in context.guided:
                 apply_nag(output, nag, -1)
             return output
+        return hooked
+
+    def _hook_networks(self, forward, where, which):
+        @functools.wraps(forward)
+        def hooked(given):
+            if torch.compiler.is_compiling() or self._context is None:
+                return forward(given)
+            return forward(with_networks(self._context, where, which, given))
         return hooked
 
     def _scaled_dot_product_attention(self, query, key, value, attn_mask=None, **options):

@@ -6,6 +6,7 @@ import comfy.utils
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ..supported.model import compute_dtype_of, refuse_patcher
+from ..supported.operations import networks_in
 from ..workers.placement import RemotePatcher
 from .file_weights import read_weights
 from .weight_patches import PREFIX, changes_of, effective_patches, file_of, patched
@@ -32,6 +33,12 @@ class ShellPatcher(RemotePatcher):
     def partially_load(self, *args, **kwargs):
         self.remote.free_memory_elsewhere()
         return super().partially_load(*args, **kwargs)
+
+    def model_patches_models(self):
+        """As ComfyUI's: what it is to load for the nodes' networks, but for those that the workers run."""
+        theirs = [id(model) for functions in networks_in(self.model_options["transformer_options"]).values()
+                  for function in functions if hasattr(function, "models") for model in function.models()]
+        return [model for model in super().model_patches_models() if id(model) not in theirs]
 
     @property
     def is_ready(self):

@@ -19,7 +19,8 @@ from ..workers.groups import GROUPS, parking_bytes, show_text
 from ..workers.placement import ask_for_memory
 from .control import places_of
 from .displaced import DisplacedRun
-from .forecasts import Forecasts
+from .forecasts import Forecasts, spare_words
+from .networks import networks_of
 from .pipeline import PipelineRun
 
 MEMORY_TIMEOUT_S = 0.5                     # to wait for the workers' memory when a run ends
@@ -208,8 +209,9 @@ class RemoteModel:
         asked = self.family, self.setup.transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         added = self.additions.places(self, (x, timestep, context), transformer_options, extra)
+        networks, pictures = networks_of(*asked, x)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
-                    control=places_of(*asked[:2], control, x.shape) | added,
+                    control=places_of(*asked[:2], control, x.shape) | added | pictures, networks=networks,
                     operations=operations_of(*asked), scores=scores and scores.buffer, parts=parts,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
                     exchange=self.config.exchange, kernel=call_kernel(self.config, transformer_options),
@@ -274,7 +276,7 @@ class RemoteModel:
         if together:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")
-        spare = "" if self.config.mode == "auto" else _spare(layout.data_degree, latent.shape[0])
+        spare = "" if self.config.mode == "auto" else spare_words(layout.data_degree, latent.shape[0])
         self._show(how + exchange_words(self.config.exchange, layout) + spare + self.config.idle, self.forecasts.words)
         return self.forecasts.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
@@ -340,11 +342,3 @@ class RemoteModel:
             show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}"
                       f"{self.memory.words(self.forecasts)}")
             self.how = how
-
-
-def _spare(data_degree, num_images):
-    """What a person is told where some devices get no image; "" where all have one."""
-    if num_images >= data_degree:
-        return ""
-    return (f" ({data_degree - num_images} of data_degree={data_degree} have no image: set batch_size to {data_degree}"
-            f" in the node of the empty latent, or use another degree)")

@@ -2,7 +2,7 @@
 known: named operations, which the workers carry out.
 
 A function is recognised by the file and name that it was defined under, and by what it returns for a test input; a
-network after blocks, which ComfyUI's own code runs (run/additions.py), by file and name alone. One that does otherwise,
+network by file and name alone. One that does otherwise,
 or of another node, is refused (model.py).
 """
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.specs import Nag
 
+HYPERNETWORK = "load_hypernetwork_patch.<locals>.hypernetwork_patch.__call__"
 # kind of ComfyUI's patch -> {(file, function): what it is called in specs.Branch}
 KNOWN = {
     "dit": {("nodes_slg.py", "SkipLayerGuidanceDiT.execute.<locals>.skip"): "skip",
@@ -22,11 +23,13 @@ KNOWN = {
     "attn1": {("nodes_pag.py", "PerturbedAttentionGuidance.execute.<locals>.perturbed_attention"): "values",
               ("nodes_sag.py", "SelfAttentionGuidance.execute.<locals>.attn_and_record"): "scores"},
     "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"},
-    "double_block": {("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds",
+    "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network"},
+    "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network"},
+    "double_block": {("nodes_model_patch.py", "DiffSynthCnetPatch.__call__"): "network",
+                     ("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds",
                      ("nodes_model_patch.py", "WanUni3CCnetPatch.__call__"): "adds"},
     "noise_refiner": {("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds"}}
 OUTPUT = "attn1_output_patch"
-ADDING = "double_block", "noise_refiner"   # kinds of ComfyUI's patches that add to the image after blocks
 NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attention Guidance or Normalized Attention "
          "Guidance")
 
@@ -39,7 +42,8 @@ def operation_of(kind, function):
     marker = object()
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
-            "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True}
+            "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True,
+            "network": lambda: True}
     return name if name and does[name]() else None
 
 
@@ -80,9 +84,19 @@ def guided_of(family, transformer_options):
 
 
 def adds_to(transformer_options):
-    """{kind: networks} of a call that add something to the image after blocks."""
-    patches = transformer_options.get("patches", {})
-    return {kind: patches[kind] for kind in ADDING if patches.get(kind)}
+    """{kind: networks} of a call that add something to the image after blocks, and read nothing of these."""
+    return _of_operation("adds", transformer_options)
+
+
+def networks_in(transformer_options):
+    """{kind: networks} of a call that workers run, since they read what a model's layers have."""
+    return _of_operation("network", transformer_options)
+
+
+def _of_operation(operation, transformer_options):
+    found = {kind: [function for function in functions if operation_of(kind, function) == operation]
+             for kind, functions in transformer_options.get("patches", {}).items() if kind in KNOWN}
+    return {kind: functions for kind, functions in found.items() if functions}
 
 
 def compares_branches(transformer_options):
