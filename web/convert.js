@@ -23,7 +23,7 @@ const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name" }
 // Nodes whose change of a MODEL the workers refuse (docs/nodes.md); what these inputs bring is refused too.
 export const REFUSED = [
   "AnimaLLLiteApply", "FluxKVCache", "FreeU", "FreeU_V2", "HiDreamO1PatchSeamSmoothing", "HyperTile",
-  "LTXVReferenceAudio", "LoraLoaderBypass", "LoraLoaderBypassModelOnly", "MiniMaxH3SigmaShift", "PatchModelAddDownscale",
+  "LTXVReferenceAudio", "PatchModelAddDownscale",
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "TomePatchModel", "TrainLoraNode",
   "USOStyleReference", "WanInfiniteTalkToVideo",
 ];
