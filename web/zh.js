@@ -43,6 +43,8 @@ export const ZH = {
     "请删除更改 {0} 的 LoRA 或节点，或使用“UNet加载器”：此 MODEL 的文件中没有它。",
   "Remove Apply ControlNet: ComfyUI's {} takes no ControlNet conditioning, and would drop this workflow's without notice.":
     "请删除“应用ControlNet”：ComfyUI 的 {0} 不接受 ControlNet 条件，此工作流中的会在没有提示的情况下失效。",
+  "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove FreeU: it filters the frequencies of whole pictures, and each device has some rows of them.":
+    "请在 xDiT 并行配置中把 displaced_degree 设为 1，并提高 cfg_degree 或 data_degree，或移除 FreeU：它要对整张图像的频率滤波，而每个设备只有其中几行。",
   "Remove the node that adds model patches ({}): ComfyUI's {} does not heed them all, and they would be dropped without notice.":
     "请移除添加模型补丁（{0}）的节点：ComfyUI 的 {1} 不会全部使用它们，否则会被悄悄丢弃。",
   "Remove the node that adds model patches ({}): it is for other models than {}.":

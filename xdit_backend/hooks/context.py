@@ -72,6 +72,7 @@ class ForwardContext:
     # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
     operations: dict = field(default_factory=dict)
     guided: tuple = ()                     # specs.Nag, one after the other, of what every self-attention gives
+    free_u: tuple = ()                     # specs.FreeU of a U-Net, one after the other
     networks: tuple = ()                   # (specs.NetworkUse, networks.Network), one after the other
     scores: Any = None                     # specs.Branch.scores of these images, to be filled
     # by place (Family.control_shapes): what this rank adds there

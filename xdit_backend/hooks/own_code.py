@@ -59,6 +59,11 @@ class OwnCode:
         return functools.update_wrapper(same, function) if names else function
 
 
+def torch_with(**functions):
+    """What stands for torch: all of it but these functions."""
+    return types.SimpleNamespace(**vars(torch) | functions)
+
+
 def functional(**functions):
     """What stands for torch.nn.functional: all of its functions but these."""
     return types.SimpleNamespace(**vars(F) | functions)

@@ -24,8 +24,9 @@ from ..parallel.nag import apply_nag
 from ..partition import halved, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
 from .compiled import CompiledBlocks
+from .free_u import free_u
 from .networks import with_networks
-from .own_code import OwnCode, functional
+from .own_code import OwnCode, functional, torch_with
 from .turns import take_turns
 
 
@@ -148,7 +149,7 @@ class UNetHooks:
         def hooked(*args, **kwargs):
             context = self._context
             if (context is None or not context.compile_backend or self._is_split or context.operations
-                    or context.guided or context.networks):
+                    or context.guided or context.networks or context.free_u):
                 return forward(*args, **kwargs)
             return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
         return hooked
@@ -178,6 +179,9 @@ class UNetHooks:
                                 for number, level in enumerate(levels)} | {"middle.0": levels[-1]}
         for number, module in enumerate(makers):
             module.forward = self._hook_control(module.forward, f"input.{number}")
+        joins = OwnCode(torch=torch_with(cat=self._join))
+        for block in model.up_blocks:
+            joins.place(block)
         model.mid_block.forward = self._hook_control(model.mid_block.forward, "middle.0")
         end = len(skips)
         for block in model.up_blocks:
@@ -278,6 +282,13 @@ class UNetHooks:
         if name not in once or once[name][0] != images:
             once[name] = images, forward(*args, **kwargs)
         return once[name][1]
+
+    def _join(self, tensors, dim=0):
+        """As torch.cat, which joins what a block on the way up has with a skip."""
+        context = None if torch.compiler.is_compiling() else self._context
+        for given in () if context is None else context.free_u:
+            tensors = free_u(*tensors, given)
+        return torch.cat(tensors, dim)
 
     def _hook_control(self, forward, place):
         @functools.wraps(forward)

@@ -141,6 +141,15 @@ class Nag:
 
 
 @dataclass(frozen=True, config=STRICT)
+class FreeU:
+    """FreeU on a U-Net's way up: where it has so many channels (the key), how strong half of them are made, and what
+    the lowest frequencies of the skip are multiplied with."""
+
+    scales: dict[str, tuple[float, float]]
+    by_mean: bool = False          # its second version: stronger where the mean over channels is high
+
+
+@dataclass(frozen=True, config=STRICT)
 class NetworkSpec:
     """A network that a node puts inside a model (hooks/networks.py), whose weights the host sends as segments."""
 
@@ -178,6 +187,7 @@ class Branch:
     # gets, of all heads on average, from each rank's queries together
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
     guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
+    free_u: tuple[FreeU, ...] = ()         # of a U-Net, one after the other
     networks: tuple[NetworkUse, ...] = ()  # one after the other
     # conditioning of this call alone, such as parts of the latent
     call_conditioning: dict[str, Segment] = dataclasses.field(default_factory=dict)

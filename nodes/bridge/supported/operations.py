@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ....xdit_backend.protocol.errors import UnsupportedError
-from ....xdit_backend.protocol.specs import Nag
+from ....xdit_backend.protocol.specs import FreeU, Nag
 
 HYPERNETWORK = "load_hypernetwork_patch.<locals>.hypernetwork_patch.__call__"
 # kind of ComfyUI's patch -> {(file, function): what it is called in specs.Branch}
@@ -23,13 +23,15 @@ KNOWN = {
     "attn1": {("nodes_pag.py", "PerturbedAttentionGuidance.execute.<locals>.perturbed_attention"): "values",
               ("nodes_sag.py", "SelfAttentionGuidance.execute.<locals>.attn_and_record"): "scores"},
     "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"},
+    "output_block_patch": {("nodes_freelunch.py", f"{node}.execute.<locals>.output_block_patch"): "free_u"
+                           for node in ("FreeU", "FreeU_V2")},
     "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network"},
     "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network"},
     "double_block": {("nodes_model_patch.py", "DiffSynthCnetPatch.__call__"): "network",
                      ("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds",
                      ("nodes_model_patch.py", "WanUni3CCnetPatch.__call__"): "adds"},
     "noise_refiner": {("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds"}}
-OUTPUT = "attn1_output_patch"
+OUTPUT, WAY_UP = "attn1_output_patch", "output_block_patch"
 NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attention Guidance or Normalized Attention "
          "Guidance")
 
@@ -43,7 +45,7 @@ def operation_of(kind, function):
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
             "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True,
-            "network": lambda: True}
+            "network": lambda: True, "free_u": lambda: _frees(function)}
     return name if name and does[name]() else None
 
 
@@ -99,6 +101,16 @@ def _of_operation(operation, transformer_options):
     return {kind: functions for kind, functions in found.items() if functions}
 
 
+def free_u_of(family, transformer_options):
+    """The specs.FreeU of a call, one after the other. Raises UnsupportedError where ComfyUI's model ignores them."""
+    functions = transformer_options.get("patches", {}).get(WAY_UP, ())
+    if functions and not family.is_unet:
+        raise _ignored_patches(family, WAY_UP)
+    return tuple(FreeU({str(channels): tuple(map(float, scales)) for channels, scales
+                        in _cell(function, "scale_dict").cell_contents.items()}, "V2" in function.__qualname__)
+                 for function in functions)
+
+
 def compares_branches(transformer_options):
     """Are the branches of a call compared in each layer, so that they must stay in one batch?"""
     return bool(transformer_options.get("patches", {}).get(OUTPUT))
@@ -145,6 +157,16 @@ def _guides(function):
     final = math.copysign(min(abs(guided), nag.tau), guided) * nag.alpha + 1 - nag.alpha
     expected = torch.tensor([[-1, final, final], [1, final, final]])
     return torch.allclose(function(out, {"cond_or_uncond": [1, 0], "img_slice": [1, 3]})[..., 0], expected, atol=1e-4)
+
+
+def _frees(function):
+    """Does this function do what xdit_backend/hooks/free_u.py does? Tested with two pixels, and a skip of one."""
+    channels, (strength, weakness) = next(iter(_cell(function, "scale_dict").cell_contents.items()))
+    hidden, skip = function(torch.tensor([0.0, 1.0]).expand(1, channels, 1, 2).clone(), torch.ones(1, 1, 1, 1), {})
+    half = channels // 2
+    return (torch.allclose(hidden[0, :half, 0], torch.tensor([0.0, strength]).expand(half, 2))
+            and torch.allclose(hidden[0, half:, 0], torch.tensor([0.0, 1.0]).expand(channels - half, 2))
+            and torch.allclose(skip, torch.tensor(weakness)))
 
 
 def _tells_scores(function):
