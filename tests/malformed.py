@@ -47,8 +47,12 @@ EXAMPLES = [
     messages.DropConditioning(4, ["conditioning-1"]),
     messages.Predict(5, "flux-1", specs.Layout(cfg_degree=2),
                      [specs.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
+    messages.Predict(5, "flux-1", specs.Layout(), [specs.Branch(
+        SEGMENT, SEGMENT, "conditioning-1", SEGMENT,
+        networks=(specs.NetworkUse("network-1", "blocks", 0.5, "picture.0"),))]),
     messages.Predict(5, "flux-1", specs.Layout(), [], specs.Patch(2, 4, 16), keep=True),
     messages.LoadAutoencoder(6, specs.AutoencoderSpec("vae-1", "float32", {"conv_in.weight": SEGMENT}, {"scale": "8"})),
+    messages.LoadNetwork(6, specs.NetworkSpec("network-1", {"320.0.0.weight": SEGMENT}, {"320.0": "linear relu"})),
     messages.Estimate(7, "vae-1", (1, 16, 8, 8), 1),
     messages.Decode(7, "vae-1", SEGMENT, SEGMENT),
     messages.Encode(7, "vae-1", SEGMENT, SEGMENT),

@@ -70,14 +70,15 @@ KINDS = {
     **dict.fromkeys(("ModelMergeQwenImage", "QwenImageDiffsynthControlnet"), "qwen-image"),
     "AnimaLLLiteApply": "anima", "ChromaRadianceOptions": "chroma", "FluxKVCache": "flux2",
     "HiDreamO1PatchSeamSmoothing": "hidream-i1",
-    "LTXVReferenceAudio": "ltx-2", "ModelMergeKrea2": "krea-2", "ModelMergeMochiPreview": "mochi",
+    "LTXVReferenceAudio": "ltx-2", "MiniMaxH3SigmaShift": "minimax-h3", "ModelMergeKrea2": "krea-2",
+    "ModelMergeMochiPreview": "mochi",
     "ModelMergeSD2": "sd2",
     "ModelMergeSD35_Large": "sd35-large", "ModelMergeSDXL": "sdxl-blocks", "RenormCFG": "lumina-2",
     "SUPIRApply": "sdxl", "WanInfiniteTalkToVideo": "wan-i2v", "ZImageFunControlnet": "z-image"}
 # What nodes are made for that no family of xDiT is
 OTHERS = {"ARVideoI2V": "Causal-Wan", "ChromaRadianceOptions": "Chroma Radiance",
           "HiDreamO1PatchSeamSmoothing": "HiDream-O1",
-          "MiniMaxH3SigmaShift": "MiniMax-H3", "ModelSamplingStableCascade": "Stable Cascade",
+          "ModelSamplingStableCascade": "Stable Cascade",
           "RTDETR_detect": "RT-DETR",
           "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3", "SDPoseKeypointExtractor": "SDPose",
           "SeedVR2Conditioning": "SeedVR2", "TripoSplatSamplingPreview": "TripoSplat"}
@@ -91,6 +92,7 @@ VALUES = {
     "ContextWindowsManual": {"context_length": 2, "context_overlap": 1, "dim": 2},
     "EasyCache": {"reuse_threshold": 3.0}, "LazyCache": {"reuse_threshold": 3.0},
     "HyperTile": {"tile_size": 64}, "LTXVContextWindows": {"context_length": 9, "context_overlap": 8},
+    "MiniMaxH3SigmaShift": {"shift_video": 5.0, "shift_audio": 2.0},
     "ModelComputeDtype": {"dtype": "fp16"}, "ModelNoiseScale": {"noise_scale": 1.5},
     "ModelSamplingAuraFlow": {"shift": 3.0}, "ModelSamplingFlux": {"max_shift": 2.0},
     "ModelSamplingSD3": {"shift": 5.0},

@@ -27,14 +27,19 @@ THIN = {
     ":MultiTalkModelPatch": {"num_layers": 3},
     "comfy.ldm.wan.model_multitalk:SingleStreamMultiAttention": {"num_heads": 2},
     "comfy.ldm.lumina.controlnet:ZImage_Control": {"dim": 384, "n_heads": 4, "n_kv_heads": 4}}
+# of Z-Image's Fun ControlNets: that of so many layers adds to the refiner too, and takes a picture to fill in
+FILLING = {"additional_in_dim": 17, "refiner_control": True}
 
 
 @contextmanager
-def thin_classes(loader):
-    """While active, ComfyUI's classes are the thin ones. loader: its class of Load Model Patch."""
+def thin_classes(loader, control_layers=1):
+    """While active, ComfyUI's classes are the thin ones. loader: its class of Load Model Patch. control_layers: of
+    Z-Image's Fun ControlNets."""
     originals = {}
     try:
         for place, fixed in THIN.items():
+            if place.endswith(":ZImage_Control"):
+                fixed = fixed | {"n_control_layers": control_layers} | (FILLING if control_layers != 6 else {})
             module_name, _, name = place.partition(":")
             module = importlib.import_module(module_name) if module_name else sys.modules[loader.__module__]
             originals[module, name] = made = getattr(module, name)

@@ -22,10 +22,10 @@ export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVA
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name" };
 // Nodes whose change of a MODEL the workers refuse (docs/nodes.md); what these inputs bring is refused too.
 export const REFUSED = [
-  "AnimaLLLiteApply", "FluxKVCache", "FreeU", "FreeU_V2", "HiDreamO1PatchSeamSmoothing", "HyperTile", "HypernetworkLoader",
-  "LTXVReferenceAudio", "LoraLoaderBypass", "LoraLoaderBypassModelOnly", "MiniMaxH3SigmaShift", "PatchModelAddDownscale",
-  "QwenImageDiffsynthControlnet", "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "TomePatchModel", "TrainLoraNode",
-  "USOStyleReference", "WanInfiniteTalkToVideo", "WanUni3CControlnetApply", "ZImageFunControlnet",
+  "AnimaLLLiteApply", "FluxKVCache", "HiDreamO1PatchSeamSmoothing", "HyperTile",
+  "LTXVReferenceAudio", "PatchModelAddDownscale",
+  "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "TomePatchModel", "TrainLoraNode",
+  "USOStyleReference", "WanInfiniteTalkToVideo",
 ];
 // Nodes that stay when a model goes to the workers, and what is said of them.
 const STAY = {

@@ -43,6 +43,20 @@ export const ZH = {
     "请删除更改 {0} 的 LoRA 或节点，或使用“UNet加载器”：此 MODEL 的文件中没有它。",
   "Remove Apply ControlNet: ComfyUI's {} takes no ControlNet conditioning, and would drop this workflow's without notice.":
     "请删除“应用ControlNet”：ComfyUI 的 {0} 不接受 ControlNet 条件，此工作流中的会在没有提示的情况下失效。",
+  "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove FreeU: it filters the frequencies of whole pictures, and each device has some rows of them.":
+    "请在 xDiT 并行配置中把 displaced_degree 设为 1，并提高 cfg_degree 或 data_degree，或移除 FreeU：它要对整张图像的频率滤波，而每个设备只有其中几行。",
+  "Remove the node that adds model patches ({}): ComfyUI's {} does not heed them all, and they would be dropped without notice.":
+    "请移除添加模型补丁（{0}）的节点：ComfyUI 的 {1} 不会全部使用它们，否则会被悄悄丢弃。",
+  "Remove the node that adds model patches ({}): it is for other models than {}.":
+    "请移除添加模型补丁（{0}）的节点：它不适用于 {1}。",
+  "Use a model patch that was made for this model: the one given is for {} blocks of {} channels, and this {} model has {} of {}.":
+    "请使用为此模型制作的模型补丁：给定的补丁适用于 {0} 个 {1} 通道的块，而此 {2} 模型有 {3} 个 {4} 通道的块。",
+  "Use one picture, or as many as there are latents, for the model patch: its {} of {} tokens do not fit {} latents of {}.":
+    "模型补丁请使用一张图像，或与 latent 数量相同的图像：它的 {0} 张（各 {1} 个 token）与 {2} 个 latent（各 {3} 个 token）不符。",
+  "Use another hypernetwork, or Load Diffusion Model: this one has layers that xDiT does not run ({}).":
+    "请使用其他 hypernetwork 或 UNet加载器：此 hypernetwork 有 xDiT 不运行的层（{0}）。",
+  "A model patch ({}) is not loaded. Queue the prompt again.":
+    "模型补丁（{0}）未加载。请重新排队提示。",
   "Use a ControlNet that was made for this model: this one gives {} tensors for the {} skips of {}, and ComfyUI's takes one for each.":
     "请使用为此模型制作的 ControlNet：它为 {2} 的 {1} 个跳跃连接给出 {0} 个张量，而 ComfyUI 的模型每个只接受一个。",
   "Use a ControlNet for {}: this one was made for another model, as it gives something for {} blocks. Taken is {} only.":

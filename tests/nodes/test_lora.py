@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.comfy_quants import save_comfy_quant
 from tests.lora_zoo import adapters, makers
+from tests.model_nodes import model_nodes
 from tests.tiers import by_default
 from tests.tiny_checkpoints import VARIANTS, families, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
@@ -498,3 +499,35 @@ def test_hooks_that_do_not_fit_are_refused_by_name(comfyui, loras):
     hooks = comfy.hooks.create_hook_model_as_lora(whole, None, 1.0, 1.0)
     with pytest.raises(comfyui.errors.UnsupportedError, match="Create Hook Model as LoRA"):
         comfyui.sample(model, "sd3", positive=comfy.hooks.set_hooks_for_conditioning(prompt, hooks))
+
+
+@pytest.mark.parametrize("kind, adapter, degrees", [
+    ("sd3", "lora", {"cfg": 2}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("flux", "lokr", {"pipefusion": 2, "warmup_steps": 9}), ("wan", "loha", {"tensor": 2}),
+        ("sdxl", "lora", {"data": 2}), ("z-image", "lora without alpha", {"ring": 2})))], ids=str)
+def test_a_lora_in_bypass_mode_equals_native(comfyui, loras, kind, adapter, degrees):
+    """Over one that is in the weights; a second one in bypass mode takes the place of the first, as in ComfyUI."""
+    name, latent = loras.file(kind, adapter=adapter), comfyui.latent(kind)
+    node = model_nodes(comfyui)["LoraLoaderBypassModelOnly"]
+    models = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)), comfyui.native(kind)
+    changed = [loras.load(model, loras.file(kind, adapter="lora", seed=40), -0.4) for model in models]
+    for other, strength in ((loras.file(kind, adapter="lora", seed=41), 0.9), (name, 0.7)):
+        changed = [node().load_lora_model_only(model, other, strength)[0] for model in changed]
+
+    result, reference, under = (comfyui.sample(model, kind, steps=2, latent=latent) for model in (
+        *changed, loras.load(models[1], loras.file(kind, adapter="lora", seed=40), -0.4)))
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, under) > 1e-3, "a LoRA in bypass mode that changes nothing"
+    close(comfyui.sample(models[0], kind, steps=2, latent=latent), comfyui.reference(kind, steps=2), TOLERANCE)
+
+
+def test_a_lora_in_bypass_mode_that_is_for_weights_alone_is_refused_by_name(comfyui, loras):
+    node = model_nodes(comfyui)["LoraLoaderBypassModelOnly"]
+    for adapter, weight_dtype, words in (("dora", "fp32", "with layers of DoRA and the like .LoRAAdapter"),
+                                         ("oft", "fp32", "with layers of DoRA and the like .OFTAdapter"),
+                                         ("lora", "fp8_e4m3fn", "on weights of float8_e4m3fn, which Load LoRA takes")):
+        model = comfyui.ours("sd3", comfyui.config(), weight_dtype)
+        model = node().load_lora_model_only(model, loras.file("sd3", adapter=adapter), 1.0)[0]
+        with pytest.raises(comfyui.errors.UnsupportedError, match=words):
+            comfyui.sample(model, "sd3", steps=1)

@@ -117,3 +117,42 @@ def test_functions_that_are_not_known_are_refused_by_name(comfyui):
                            match=f"^Remove the node .* SD3 does not heed what it replaces in this workflow .{kind}."):
             comfyui.sample(run_node(node, {"model": comfyui.ours("sd3", comfyui.config()), **arguments})[0], "sd3",
                            steps=1)
+
+
+def freed(comfyui, model):
+    """With both of ComfyUI's nodes, one after the other."""
+    nodes = model_nodes(comfyui)
+    first = run_node(nodes["FreeU_V2"], {"model": model, "b1": 1.3, "b2": 1.4, "s1": 0.9, "s2": 0.2})[0]
+    return run_node(nodes["FreeU"], {"model": first, "b1": 1.1, "b2": 0.8, "s1": 0.7, "s2": 1.2})[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{}, {"cfg": 2}, {"data": 2}, {"cfg": 2, "compile": "blocks"}], ids=str)
+def test_free_u_equals_native_ksampler(comfyui, degrees):
+    """At odd sides. With compiled blocks they run as they are."""
+    devices = "cpu,cpu" if degrees else "cpu"
+    latent = comfyui.latent("sd15-blocks", batch=2 if "data" in degrees else 1, size=(18, 15))
+    models = comfyui.ours("sd15-blocks", comfyui.config(devices, **degrees)), comfyui.native("sd15-blocks")
+
+    result, reference = (comfyui.sample(freed(comfyui, model), "sd15-blocks", steps=2, latent=latent)
+                         for model in models)
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, comfyui.sample(models[1], "sd15-blocks", steps=2, latent=latent)) > 1e-3
+
+
+def test_free_u_is_refused_by_name_where_it_cannot_be(comfyui):
+    for kind, degrees, message in (("sd15", {"displaced": 2}, "^Set displaced_degree to 1 .* or remove FreeU"),
+                                   ("sd15", {}, None), ("pixart", {}, "does not heed what it replaces .*output_block")):
+        devices = "cpu,cpu" if degrees else "cpu"
+        model = comfyui.ours(kind, comfyui.config(devices, **degrees))
+        if kind == "pixart":                                   # the node itself asks for a U-Net's channels
+            model.set_model_output_block_patch(freed(comfyui, comfyui.native("sd15")).model_options[
+                "transformer_options"]["patches"]["output_block_patch"][0])
+        else:
+            model = freed(comfyui, model)
+        if message is None:
+            assert comfyui.sample(model, kind, steps=1).isfinite().all()
+            continue
+        with pytest.raises(comfyui.errors.UnsupportedError, match=message):
+            comfyui.sample(model, kind, steps=1)

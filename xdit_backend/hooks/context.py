@@ -72,6 +72,8 @@ class ForwardContext:
     # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
     operations: dict = field(default_factory=dict)
     guided: tuple = ()                     # specs.Nag, one after the other, of what every self-attention gives
+    free_u: tuple = ()                     # specs.FreeU of a U-Net, one after the other
+    networks: tuple = ()                   # (specs.NetworkUse, networks.Network), one after the other
     scores: Any = None                     # specs.Branch.scores of these images, to be filled
     # by place (Family.control_shapes): what this rank adds there
     control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))
@@ -81,7 +83,7 @@ class ForwardContext:
         """Nothing to do: one rank runs the whole model on a whole latent."""
         return (self.mesh.sequence_degree == 1 and self.patch is None and self.key_values is None
                 and len(self.blocks) == self.num_blocks and not self.control and not self.operations
-                and not self.guided)
+                and not self.guided and not self.networks)
 
     @property
     def shares_attention(self):

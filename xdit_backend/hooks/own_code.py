@@ -73,6 +73,11 @@ def names_in(code):
     return {*code.co_names}.union(*within)
 
 
+def torch_with(**functions):
+    """What stands for torch: all of it but these functions."""
+    return types.SimpleNamespace(**vars(torch) | functions)
+
+
 def functional(**functions):
     """What stands for torch.nn.functional: all of its functions but these."""
     return types.SimpleNamespace(**vars(F) | functions)

@@ -30,6 +30,11 @@ class Place:
     starts: bool                   # streams are cut before it
     ends: bool                     # and joined after it
 
+    @property
+    def control(self):
+        """Where ControlNets and the like add something after it: names of places."""
+        return [f"{name}.{self.number}" for name in (self.list_.control, self.list_.added) if name]
+
     def returned(self, shards):
         """What the block's forward returns. shards: {streams: tensor}."""
         outputs = tuple(shards[streams] for streams in self.list_.returns)

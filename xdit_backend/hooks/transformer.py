@@ -16,7 +16,7 @@ from ..distributed.operators import running
 from ..parallel.rounding import Agreement
 from ..parallel.tensor import install_tensor_hooks
 from ..partition import check_shards
-from . import regions
+from . import networks, regions
 from .attention import COMFYUIS, AttentionFunctions, RunningAttention
 from .compiled import CompiledBlocks, outside_graphs
 from .places import Place, StageEnd, _inside, _transposed, place_edges, places_of, summed, with_halos
@@ -141,7 +141,7 @@ class Hooks:
     def own_control(self, control, context):
         """Of what a ControlNet gives, {place: (B or 1, T of the forward's image, C)}, what this rank's blocks add to
         their tokens, in their order."""
-        names = [f"{place.list_.control}.{place.number}" for place in self._places if place.index in context.blocks]
+        names = networks.control_names(context, self._places)
         return {name: context.tokens.take(control[name], 1, ("image",)) for name in names if name in control}
 
     def message_units(self, block):
@@ -252,8 +252,8 @@ class Hooks:
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if place.index in self._skips.values():
             context.skips[place.index] = outputs[("image",)]
-        control = f"{list_.control}.{place.number}"
-        if control in context.control:
+        networks.add_to_blocks(context, place, outputs)
+        for control in filter(context.control.__contains__, place.control):
             streams = next(streams for streams in outputs if "image" in streams)
             image = outputs[streams]
             # to what a later block takes, not to what the next one does

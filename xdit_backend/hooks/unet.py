@@ -24,7 +24,9 @@ from ..parallel.nag import apply_nag
 from ..partition import halved, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
 from .compiled import CompiledBlocks
-from .own_code import OwnCode, functional
+from .free_u import free_u
+from .networks import with_networks
+from .own_code import OwnCode, functional, torch_with
 from .turns import take_turns
 
 
@@ -63,7 +65,11 @@ class UNetHooks:
                 self.counts["self-attention"] += 1
                 self._check_attention(name, module)
                 module.forward = self._hook_self_attention(module.forward, name, level)
-            elif name.endswith(tuple(f".{path}" for path in plan.of_text)):
+            where = name.rpartition(".")[2]
+            if where in ("attn1", "attn2"):                    # within what reads the text once
+                for which, linear in enumerate((module.to_k, module.to_v)):
+                    linear.forward = self._hook_networks(linear.forward, where, str(which))
+            if name.endswith(tuple(f".{path}" for path in plan.of_text)):
                 self.counts["of text"] += 1
                 module.forward = self._hook_of_text(module.forward, name)
         self._install_control(model, plan.skips(model.config))
@@ -143,7 +149,7 @@ class UNetHooks:
         def hooked(*args, **kwargs):
             context = self._context
             if (context is None or not context.compile_backend or self._is_split or context.operations
-                    or context.guided):
+                    or context.guided or context.networks or context.free_u):
                 return forward(*args, **kwargs)
             return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
         return hooked
@@ -173,6 +179,9 @@ class UNetHooks:
                                 for number, level in enumerate(levels)} | {"middle.0": levels[-1]}
         for number, module in enumerate(makers):
             module.forward = self._hook_control(module.forward, f"input.{number}")
+        joins = OwnCode(torch=torch_with(cat=self._join))
+        for block in model.up_blocks:
+            joins.place(block)
         model.mid_block.forward = self._hook_control(model.mid_block.forward, "middle.0")
         end = len(skips)
         for block in model.up_blocks:
@@ -217,6 +226,14 @@ class UNetHooks:
             for nag in context.guided:
                 apply_nag(output, nag, -1)
             return output
+        return hooked
+
+    def _hook_networks(self, forward, where, which):
+        @functools.wraps(forward)
+        def hooked(given):
+            if torch.compiler.is_compiling() or self._context is None:
+                return forward(given)
+            return forward(with_networks(self._context, where, which, given))
         return hooked
 
     def _scaled_dot_product_attention(self, query, key, value, attn_mask=None, **options):
@@ -265,6 +282,13 @@ class UNetHooks:
         if name not in once or once[name][0] != images:
             once[name] = images, forward(*args, **kwargs)
         return once[name][1]
+
+    def _join(self, tensors, dim=0):
+        """As torch.cat, which joins what a block on the way up has with a skip."""
+        context = None if torch.compiler.is_compiling() else self._context
+        for given in () if context is None else context.free_u:
+            tensors = free_u(*tensors, given)
+        return torch.cat(tensors, dim)
 
     def _hook_control(self, forward, place):
         @functools.wraps(forward)

@@ -24,6 +24,9 @@ class Call:
     operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: specs.Branch
     scores: torch.Tensor | None = None     # to be filled, as Branch.scores
     guided: tuple[specs.Nag, ...] = ()  # what is done to attentions: specs.Branch
+    free_u: tuple[specs.FreeU, ...] = ()   # of a U-Net: specs.Branch
+    # ((specs.NetworkUse, networks.Network), ...): what is added inside the model
+    networks: tuple = ()
     call_conditioning: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
     # predictions for the latent's other parts, to be filled
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -102,8 +105,7 @@ def share_call(call, name, num_channels, store, segments):
     scores, call_conditioning = filled.pop("scores", None), {key: share(tensor) for key,
                                                              tensor in call.call_conditioning.items()}
     branch = specs.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided,
-                          call_conditioning,
-                          filled)
+                          call.free_u, tuple(use for use, _ in call.networks), call_conditioning, filled)
     return branch, view, extra_outputs
 
 

@@ -17,6 +17,7 @@ from .autoencoders import Autoencoders
 from .calls import WHOLE, CallHandle, refuse_unusable, share_call
 from .conditionings import Conditionings
 from .models import Models
+from .networks import Networks
 from .workers import Workers
 
 
@@ -29,6 +30,7 @@ class Client:
         self._runs, self._num_conditionings = {}, 0
         self.workers = Workers(devices, machines, forkserver, on_phase, check)
         self.models, self.autoencoders = Models(self.workers, self._runs), Autoencoders(self.workers)
+        self.networks = Networks(self.workers)
         self._step = ""                                        # see begin_step
         self._probing = (None, "", 0)                          # the group, dtype and request of the last probe
 
@@ -87,6 +89,8 @@ class Client:
         if forward.patch is not None or forward.stale or any(call.name for call in calls):
             self._check_kept(run)
         self.models.load(spec)
+        for _, network in (pair for call in calls for pair in call.networks):
+            self.networks.load(network)
         group = self.workers.holding
         refuse_unusable(calls[0].kernel, group.unusable_kernels, self.devices)
         names = [call.name or self._name(call.conditioning, run, group) for call in calls]
@@ -161,6 +165,7 @@ class Client:
             self._forget(conditionings.group, conditionings.drop_all())
         if not self._runs:
             self.models.changes.end_runs()
+            self.networks.forget_all()
 
     def _forget(self, group, names):
         if names and self.running and group is self.workers.current:

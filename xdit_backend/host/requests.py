@@ -13,7 +13,8 @@ from .starting import HELP
 # What workers do, for a person
 ACTIVITIES = {"LoadModel": "loading a model", "Predict": "computing a step",
               "ParkModel": "moving weights to host memory", "RestoreModel": "bringing weights back",
-              "LoadAutoencoder": "loading a VAE", "Decode": "decoding", "Encode": "encoding", "Probe": "measuring"}
+              "LoadAutoencoder": "loading a VAE", "LoadNetwork": "loading a model patch",
+              "Decode": "decoding", "Encode": "encoding", "Probe": "measuring"}
 
 
 @dataclass

@@ -105,7 +105,7 @@ QWEN_IMAGE = Family(
           "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5,
-                          control="input", patched="double"),),
+                          control="input", patched="double", added="double_block"),),
         streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ("text", *IMAGE)},
         needs_text=True, tokens={"image_rotary_emb": (TABLE, TEXT), "modulate_index": TokenArgument(1, IMAGE)},
         masks={"encoder_hidden_states_mask": ("text",)}, positions={"pos_embed": Cut((TABLE, TEXT), whole_shapes)},

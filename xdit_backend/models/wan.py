@@ -135,7 +135,7 @@ WAN = Family(
     live={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0, "exchange": 13.0,
           "last": 5.15},
     plan=ModelPlan(
-        blocks=(BlockList("blocks", "blocks.", patched="double"),),
+        blocks=(BlockList("blocks", "blocks.", patched="double", added="double_block"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
         tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
         once_outside={"condition_embedder.text_embedder": "run"}),

@@ -91,9 +91,9 @@ Z_IMAGE = Family(
           "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),
-                          streams={"x": PICTURE},
+                          added="noise_refiner", streams={"x": PICTURE},
                           attention={"attention": PICTURE}, tokens={"freqs_cis": TokenArgument(1, PICTURE)}),
-                BlockList("layers", "layers.", "n_layers", returns=(ALL,))),
+                BlockList("layers", "layers.", "n_layers", returns=(ALL,), added="double_block")),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         once={"adaLN_modulation": "step"}, once_outside={"cap_embedder": "run", "context_refiner": "run"}),
     tiny=Tiny(

@@ -12,7 +12,18 @@ from pydantic.dataclasses import dataclass
 from .errors import XDiTError
 from .exchanges import WHOLE
 from .segments import Segment
-from .specs import RESULT, AutoencoderSpec, Branch, Change, KernelChoice, Layout, ModelSpec, Patch, WeightCopies
+from .specs import (
+    RESULT,
+    AutoencoderSpec,
+    Branch,
+    Change,
+    KernelChoice,
+    Layout,
+    ModelSpec,
+    NetworkSpec,
+    Patch,
+    WeightCopies,
+)
 from .strict import STRICT, Natural, Printable, Rank, Share, Speed
 
 JOINING = "joining the devices"                                # the Phase in which a worker joins the others
@@ -122,6 +133,14 @@ class Predict:
 class LoadAutoencoder:
     request: Natural
     spec: AutoencoderSpec
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoadNetwork:
+    """Hold a network until DropModel of its name."""
+
+    request: Natural
+    spec: NetworkSpec
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -286,7 +305,7 @@ class Failed:
 
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning,
-    Predict, LoadAutoencoder,
+    Predict, LoadAutoencoder, LoadNetwork,
     Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abort, Stop, Ready, StartFailed, Phase, Heartbeat, Done,
                                           Failed)}
 

@@ -141,6 +141,36 @@ class Nag:
 
 
 @dataclass(frozen=True, config=STRICT)
+class FreeU:
+    """FreeU on a U-Net's way up: where it has so many channels (the key), how strong half of them are made, and what
+    the lowest frequencies of the skip are multiplied with."""
+
+    scales: dict[str, tuple[float, float]]
+    by_mean: bool = False          # its second version: stronger where the mean over channels is high
+
+
+@dataclass(frozen=True, config=STRICT)
+class NetworkSpec:
+    """A network that a node puts inside a model (hooks/networks.py), whose weights the host sends as segments."""
+
+    name: str
+    weights: dict[str, Segment]
+    # of a hypernetwork: "320.0" (width, 0 for keys and 1 for values) -> its layers, in order: "linear relu linear"
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, config=STRICT)
+class NetworkUse:
+    """Where a call has what a network gives added, times strength: to the image after each block, or to what keys and
+    values of self-attention (attn1) or of attention to the text (attn2) are made of."""
+
+    network: str                   # NetworkSpec.name
+    where: Literal["blocks", "attn1", "attn2"]
+    strength: float
+    picture: str = ""              # after blocks: which of Branch.control it follows, (B or 1, T of the image, C)
+
+
+@dataclass(frozen=True, config=STRICT)
 class Branch:
     """One call of the model: a latent, its timesteps and its conditioning, and where the prediction goes."""
 
@@ -157,6 +187,8 @@ class Branch:
     # gets, of all heads on average, from each rank's queries together
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
     guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
+    free_u: tuple[FreeU, ...] = ()         # of a U-Net, one after the other
+    networks: tuple[NetworkUse, ...] = ()  # one after the other
     # conditioning of this call alone, such as parts of the latent
     call_conditioning: dict[str, Segment] = dataclasses.field(default_factory=dict)
     # where the predictions for those go, in float32

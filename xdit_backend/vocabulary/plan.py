@@ -32,6 +32,8 @@ class BlockList:
     # are skips, it is added to those.
     control: str | None = None
     patched: str | None = None             # what ComfyUI's block patches call these blocks, "double" or "single"
+    # what its patches that add to the image after each of these blocks are called, such as "double_block"
+    added: str | None = None
     paired: str | None = None              # a ModuleList of as many blocks, each called by the block of its number
     # where these streams differ from those of the list before, the model's forward joins or separates tensors between
     streams: dict[str, str | tuple[str, ...]] | None = None

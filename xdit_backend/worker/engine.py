@@ -59,6 +59,7 @@ class Engine:
             messages.DropConditioning: self._drop_conditioning,
             messages.Predict: self._predictions.predict,
             messages.LoadAutoencoder: lambda command, traffic: self._autoencoders.load(command.spec),
+            messages.LoadNetwork: lambda command, traffic: self._predictions.networks.load(command.spec),
             messages.Decode: lambda command, traffic: self._transform(self._autoencoders.decode, command, traffic),
             messages.Encode: lambda command, traffic: self._transform(self._autoencoders.encode, command, traffic),
             messages.Probe: lambda command, traffic: self._probe(command, traffic, report_phase),
@@ -117,6 +118,7 @@ class Engine:
     def _drop(self, command, traffic):
         self._models.drop(command.name)
         self._autoencoders.drop(command.name)
+        self._predictions.networks.drop(command.name)
         gc.collect()                                           # its hooks and its modules refer to each other
         self.memory.give_back()
 
@@ -169,7 +171,8 @@ class Engine:
 
     def _memory(self):
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {"weight_bytes": self._models.weight_bytes + self._autoencoders.weight_bytes,
+        return {"weight_bytes": (self._models.weight_bytes + self._autoencoders.weight_bytes
+                                 + self._predictions.networks.num_bytes),
                 "vae_bytes": self._autoencoders.weight_bytes,
                 "allocated_bytes": allocated, "free_bytes": free_bytes(self.device), **self._predictions.memory(),
                 **self.memory.report()}

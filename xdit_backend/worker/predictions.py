@@ -19,6 +19,7 @@ from ..protocol.segments import map_segment
 from ..protocol.specs import BY_KERNEL, Branch
 from ..protocol.transfers import on_device
 from .clock import Clock
+from .networks import Networks
 from .weight_groups import WeightGroups
 
 
@@ -41,7 +42,7 @@ class Predictions:
         self._meshes, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives that nobody has waited for; gloo needs them kept
         self._staging, self._clock, self._timeline = staging, Clock(device), timeline
-        self._kernel = KernelUse()         # of the command at hand
+        self.networks, self._kernel = Networks(device), KernelUse()        # the last: of the command at hand
         self._weight_groups = WeightGroups(world_size)
         self._most_kept_bytes = 0          # in the run at hand or the last one
 
@@ -259,6 +260,7 @@ class Predictions:
         scores = None if branch.scores is None else self._map(branch.scores)[:, rows]
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
+                              networks=self.networks.of(branch.networks), free_u=branch.free_u,
                               compile_backend=command.compile_backend, kernel=self._kernel,
                               attention_exchange=command.exchange, **keeping)
 

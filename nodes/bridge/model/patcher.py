@@ -1,14 +1,17 @@
 """ComfyUI's ModelPatcher of a shell: what its patching nodes ask goes to the worker group, or is refused."""
 
+import uuid
+
 import torch
 
 import comfy.utils
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ..supported.model import compute_dtype_of, refuse_patcher
+from ..supported.operations import networks_in
 from ..workers.placement import RemotePatcher
 from .file_weights import read_weights
-from .weight_patches import PREFIX, changes_of, effective_patches, file_of, patched
+from .weight_patches import PREFIX, changes_of, computed_patches, effective_patches, file_of, patched
 
 
 class ShellPatcher(RemotePatcher):
@@ -32,6 +35,28 @@ class ShellPatcher(RemotePatcher):
     def partially_load(self, *args, **kwargs):
         self.remote.free_memory_elsewhere()
         return super().partially_load(*args, **kwargs)
+
+    # LoRA in bypass mode is none of these modules', which compute nothing: bypass.py; all else is refused
+
+    def inject_model(self):
+        pass
+
+    def eject_model(self):
+        pass
+
+    def set_injections(self, key, injections):
+        super().set_injections(key, injections)
+        self.patches_uuid = uuid.uuid4()                       # the workers' weights are others then
+
+    def remove_injections(self, key):
+        super().remove_injections(key)
+        self.patches_uuid = uuid.uuid4()
+
+    def model_patches_models(self):
+        """As ComfyUI's: what it is to load for the nodes' networks, but for those that the workers run."""
+        theirs = [id(model) for functions in networks_in(self.model_options["transformer_options"]).values()
+                  for function in functions if hasattr(function, "models") for model in function.models()]
+        return [model for model in super().model_patches_models() if id(model) not in theirs]
 
     @property
     def is_ready(self):
@@ -80,7 +105,11 @@ class ShellPatcher(RemotePatcher):
         """One weight of the diffusion model, for who asks a WorkerParameter; of a quantised file too."""
         checkpoint, found, weight_of = file_of(self)
         quantised = {name} if any(source in checkpoint.quantised for source, _ in found[name]) else ()
-        return self.patched_weights({name: weight_of(name)}, quantised)[name]
+        weight = self.patched_weights({name: weight_of(name)}, quantised)[name]
+        hooked = self.current_hooks and self.get_combined_hook_patches(self.current_hooks).get(PREFIX + name)
+        if not hooked:
+            return weight
+        return patched(PREFIX + name, hooked, weight, weight.dtype, self.load_device, torch.float32)
 
     def patched_weights(self, weights, quantised):
         """Weights of the diffusion model with what nodes have patched them with, in the types that they are held in.
@@ -88,7 +117,7 @@ class ShellPatcher(RemotePatcher):
         weights: {name: tensor of the file}. quantised: names of those that are quantised there: they are as computed
         with.
         """
-        patches, computed = effective_patches(self), getattr(torch, self.remote.spec.compute_dtype)
+        patches, computed = computed_patches(self), getattr(torch, self.remote.spec.compute_dtype)
         return {name: self._patched(PREFIX + name, weight, patches, computed if name in quantised else None)
                 for name, weight in weights.items()}
 

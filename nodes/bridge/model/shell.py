@@ -19,6 +19,7 @@ from ....xdit_backend.checkpoints.shares import held_bytes, possible_splits
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
 from ..run import wrappers
+from ..run.additions import Additions, maker_of
 from ..run.remote import RemoteModel
 from ..supported.by_patches import KEY
 from ..supported.inputs import check_text
@@ -98,7 +99,7 @@ def _make_remote(base_model, remote, sources):
     # nodes compile the model; there is nothing to trace in a call to workers
     module.forward = torch.compiler.disable(remote.forward)
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
-    remote.attach(remember_modules(module), sources)
+    remote.attach(remember_modules(module), sources, Additions(maker_of(base_model)))
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)

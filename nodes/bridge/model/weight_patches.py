@@ -26,6 +26,7 @@ from ....xdit_backend.host.changes import Change
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
+from ..supported.bypass import bypassed
 from .file_weights import read_weight, read_weights
 
 PREFIX = "diffusion_model."
@@ -38,12 +39,12 @@ def changes_of(patcher, hooked={}):
     hooked: {name of a weight: further patches}, of LoRA hooks. Raises UnsupportedError for patches of weights that the
     file does not have.
     """
-    if not patcher.patches and not hooked:
+    if not patcher.patches and not patcher.injections and not hooked:
         return {}
+    effective = computed_patches(patcher)
     checkpoint, found, weight_of = file_of(patcher)
     # the last: name in the file -> [(weight with rows of it, rows as of places)]
     device, changes, within = patcher.load_device, {}, {}
-    effective = effective_patches(patcher)
     # hooks reach buffers too, and parameters beside submodules
     for key in effective | hooked:
         if not found.get(key.removeprefix(PREFIX)) or not key.startswith(PREFIX):
@@ -112,6 +113,14 @@ def effective_patches(patcher):
     of no buffer, and of no parameter beside submodules."""
     reached = {f"{module}.{name}" for *_, module, _, parameters in patcher._load_list() for name in parameters}
     return {key: patches for key, patches in patcher.patches.items() if key in reached}
+
+
+def computed_patches(patcher):
+    """effective_patches, and LoRA in bypass mode, which changes what is computed and not the weights that are saved."""
+    found = effective_patches(patcher)
+    for key, strength, adapter in bypassed(patcher.injections):
+        found[key] = [*found.get(key, ()), (strength, adapter, 1.0, None, None)]
+    return found
 
 
 def patched(key, patches, weight, dtype, device, sum_dtype=None):

@@ -11,7 +11,7 @@ from ....xdit_backend.forecast.planner import branches_together, describe_layout
 from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_bands, halved, num_tokens
 from ....xdit_backend.protocol.displaced_modes import AUTO, MODES, chosen_for
-from ....xdit_backend.protocol.errors import ConfigError
+from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from .staleness import Staleness
 
 
@@ -45,6 +45,10 @@ class DisplacedRun:
 
     def predict(self, calls, sigma, whole_reason=None):
         """Predictions for one or two calls, which are all calls of this step at this time."""
+        if any(call.free_u for call in calls):
+            raise UnsupportedError("Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree "
+                                   "higher, or remove FreeU: it filters the frequencies of whole pictures, and each "
+                                   "device has some rows of them.")
         requests = [dataclasses.replace(call, name=self._client.name_conditioning(call.conditioning, run=self))
                     for call in calls]
         # Ranks of each CFG branch keep their own.

@@ -133,3 +133,11 @@ class Forecasts:
             GROUPS.record_run(family, self._cards[0], known.factor * measured_s / forecast_s)
         measured = measured_words(*self._measured_s(self.plan)) if timed.seconds and chosen.working > 1 else ""
         return f"{measured} (forecast: {seconds_words(forecast_s)})"
+
+
+def spare_words(data_degree, num_images):
+    """What a person is told where some devices get no image; "" where all have one."""
+    if num_images >= data_degree:
+        return ""
+    return (f" ({data_degree - num_images} of data_degree={data_degree} have no image: set batch_size to {data_degree}"
+            f" in the node of the empty latent, or use another degree)")

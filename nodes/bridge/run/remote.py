@@ -14,12 +14,13 @@ from ....xdit_backend.protocol.exchanges import exchange_words
 from ..supported.by_patches import COMPILE, DRAINED, WHOLE
 from ..supported.inputs import check_conditioning, check_finite, check_latent
 from ..supported.model import call_kernel, refuse_call, refuse_changed_modules
-from ..supported.operations import guided_of, operations_of, scores_of
+from ..supported.operations import free_u_of, guided_of, operations_of, scores_of
 from ..workers.groups import GROUPS, parking_bytes, show_text
 from ..workers.placement import ask_for_memory
 from .control import places_of
 from .displaced import DisplacedRun
-from .forecasts import Forecasts
+from .forecasts import Forecasts, spare_words
+from .networks import networks_of
 from .pipeline import PipelineRun
 
 MEMORY_TIMEOUT_S = 0.5                     # to wait for the workers' memory when a run ends
@@ -38,7 +39,7 @@ class RemoteModel:
         setup, self.load_device = self.setup, load_device
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
-        self.modules, self.weight_sources = {}, None           # see attach
+        self.modules, self.weight_sources, self.additions = {}, None, None     # see attach
         self._checked_sigmas = set()                           # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._run_bytes = 0                                    # that a rank needs for a run, as reported to ComfyUI
@@ -48,11 +49,11 @@ class RemoteModel:
         self._pipeline = self._schedule = None
         self.changes, self.changes_uuid = {}, None             # see use_changes
 
-    def attach(self, modules, weight_sources):
+    def attach(self, modules, weight_sources, additions):
         """The shell's diffusion model is made. modules: as it was made, of modules.remember_modules, to compare with.
         weight_sources(): where its weights are in the file, see file_weights.py; found once, which takes half a second
-        for Flux."""
-        self.modules, self.weight_sources = modules, weight_sources
+        for Flux. additions: additions.Additions."""
+        self.modules, self.weight_sources, self.additions = modules, weight_sources, additions
 
     def _set_up(self, dtype, weights_memory=None):
         self.setup, self.memory = self._computing_in(dtype, weights_memory)
@@ -158,8 +159,8 @@ class RemoteModel:
     def end_run(self):
         self._checked_sigmas.clear()
         self.how, self._most_run_bytes = None, 0.0
-        self.forecasts.end()
-        self.memory.end_run()
+        for end in (self.forecasts.end, self.additions.end, self.memory.end_run):
+            end()
         client = self._forget_conditioning()
         if client is not None:
             # ComfyUI is to see the memory that the workers give back now
@@ -207,8 +208,11 @@ class RemoteModel:
                          "Look at what made it, another sampler, or an encode in half precision")
         asked = self.family, self.setup.transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
+        added = self.additions.places(self, (x, timestep, context), transformer_options, extra)
+        networks, pictures = networks_of(*asked, x)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
-                    control=places_of(self.family, self.setup.transformer_config, control, x.shape),
+                    control=places_of(*asked[:2], control, x.shape) | added | pictures, networks=networks,
+                    free_u=free_u_of(self.family, transformer_options),
                     operations=operations_of(*asked), scores=scores and scores.buffer, parts=parts,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
                     exchange=self.config.exchange, kernel=call_kernel(self.config, transformer_options),
@@ -273,7 +277,7 @@ class RemoteModel:
         if together:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")
-        spare = "" if self.config.mode == "auto" else _spare(layout.data_degree, latent.shape[0])
+        spare = "" if self.config.mode == "auto" else spare_words(layout.data_degree, latent.shape[0])
         self._show(how + exchange_words(self.config.exchange, layout) + spare + self.config.idle, self.forecasts.words)
         return self.forecasts.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
@@ -339,11 +343,3 @@ class RemoteModel:
             show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}"
                       f"{self.memory.words(self.forecasts)}")
             self.how = how
-
-
-def _spare(data_degree, num_images):
-    """What a person is told where some devices get no image; "" where all have one."""
-    if num_images >= data_degree:
-        return ""
-    return (f" ({data_degree - num_images} of data_degree={data_degree} have no image: set batch_size to {data_degree}"
-            f" in the node of the empty latent, or use another degree)")

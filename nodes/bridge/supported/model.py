@@ -6,6 +6,8 @@ would be dropped silently; it is refused, also where nobody knows it. Called by 
 when a run begins, and by remote.py for each call.
 """
 
+import torch
+
 import comfy.model_patcher
 from comfy.context_windows import IndexListCallbacks
 from comfy.patcher_extension import CallbacksMP, WrappersMP
@@ -13,6 +15,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
 from .attention import OVERRIDE, kernel_of, override_kernel
+from .bypass import refused_injections
 from .modules import changed_modules, is_module
 from .operations import operation_of
 
@@ -31,7 +34,7 @@ BOOKKEEPING = {
 NOTES = {"lora_metadata"}                  # names of attachments that are for people
 # Attributes with contents of their own -> what a person knows those as.
 REFUSED = {
-    "weight_wrapper_patches": "weight wrappers", "injections": "injections such as a LoRA in bypass mode",
+    "weight_wrapper_patches": "weight wrappers",
     "forced_hooks": "forced hooks", "attachments": "attachments", "additional_models": "additional models",
     "load_device": "another device, such as Select Model Device's; its devices are those of xDiT Parallel Config",
 }
@@ -89,6 +92,8 @@ def refuse_patcher(patcher, runs=False):
             found += _wrappers(value)
         elif name == "callbacks":
             found += _callbacks(value)
+        elif name == "injections":
+            found += refused_injections(value, getattr(torch, patcher.remote.spec.storage_dtype))
         elif name == "attachments" and value.keys() <= NOTES:
             continue
         elif name not in BOOKKEEPING and not (name in fresh and value == fresh[name]):

@@ -1,8 +1,9 @@
-"""Functions that ComfyUI's nodes put in the place of a block or of attention, and whose meaning is known: named
-operations, which the workers carry out.
+"""Functions that ComfyUI's nodes put in the place of a block or of attention, or after a block, and whose meaning is
+known: named operations, which the workers carry out.
 
-A function is recognised by the file and name that it was defined under, and by what it returns for a test input. One
-that does otherwise, or of another node, is refused (model.py).
+A function is recognised by the file and name that it was defined under, and by what it returns for a test input; a
+network by file and name alone. One that does otherwise,
+or of another node, is refused (model.py).
 """
 
 import math
@@ -12,28 +13,39 @@ import torch
 import torch.nn.functional as F
 
 from ....xdit_backend.protocol.errors import UnsupportedError
-from ....xdit_backend.protocol.specs import Nag
+from ....xdit_backend.protocol.specs import FreeU, Nag
 
+HYPERNETWORK = "load_hypernetwork_patch.<locals>.hypernetwork_patch.__call__"
 # kind of ComfyUI's patch -> {(file, function): what it is called in specs.Branch}
 KNOWN = {
     "dit": {("nodes_slg.py", "SkipLayerGuidanceDiT.execute.<locals>.skip"): "skip",
             ("nodes_slg.py", "SkipLayerGuidanceDiTSimple.execute.<locals>.skip"): "skip"},
     "attn1": {("nodes_pag.py", "PerturbedAttentionGuidance.execute.<locals>.perturbed_attention"): "values",
               ("nodes_sag.py", "SelfAttentionGuidance.execute.<locals>.attn_and_record"): "scores"},
-    "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"}}
-OUTPUT = "attn1_output_patch"
+    "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"},
+    "output_block_patch": {("nodes_freelunch.py", f"{node}.execute.<locals>.output_block_patch"): "free_u"
+                           for node in ("FreeU", "FreeU_V2")},
+    "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network"},
+    "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network"},
+    "double_block": {("nodes_model_patch.py", "DiffSynthCnetPatch.__call__"): "network",
+                     ("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds",
+                     ("nodes_model_patch.py", "WanUni3CCnetPatch.__call__"): "adds"},
+    "noise_refiner": {("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds"}}
+OUTPUT, WAY_UP = "attn1_output_patch", "output_block_patch"
 NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attention Guidance or Normalized Attention "
          "Guidance")
 
 
 def operation_of(kind, function):
     """The name of the operation that a function of this kind stands for; None where it is not known."""
-    code = getattr(function, "__code__", None)
-    name = code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), function.__qualname__))
+    called = function if hasattr(function, "__code__") else type(function).__call__
+    code = getattr(called, "__code__", None)
+    name = code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), called.__qualname__))
     marker = object()
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
-            "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function)}
+            "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True,
+            "network": lambda: True, "free_u": lambda: _frees(function)}
     return name if name and does[name]() else None
 
 
@@ -71,6 +83,32 @@ def guided_of(family, transformer_options):
     if not (0 in parts and 1 in parts):
         return ()
     return tuple(_nag_of(function, parts) for function in functions)
+
+
+def adds_to(transformer_options):
+    """{kind: networks} of a call that add something to the image after blocks, and read nothing of these."""
+    return _of_operation("adds", transformer_options)
+
+
+def networks_in(transformer_options):
+    """{kind: networks} of a call that workers run, since they read what a model's layers have."""
+    return _of_operation("network", transformer_options)
+
+
+def _of_operation(operation, transformer_options):
+    found = {kind: [function for function in functions if operation_of(kind, function) == operation]
+             for kind, functions in transformer_options.get("patches", {}).items() if kind in KNOWN}
+    return {kind: functions for kind, functions in found.items() if functions}
+
+
+def free_u_of(family, transformer_options):
+    """The specs.FreeU of a call, one after the other. Raises UnsupportedError where ComfyUI's model ignores them."""
+    functions = transformer_options.get("patches", {}).get(WAY_UP, ())
+    if functions and not family.is_unet:
+        raise _ignored_patches(family, WAY_UP)
+    return tuple(FreeU({str(channels): tuple(map(float, scales)) for channels, scales
+                        in _cell(function, "scale_dict").cell_contents.items()}, "V2" in function.__qualname__)
+                 for function in functions)
 
 
 def compares_branches(transformer_options):
@@ -119,6 +157,16 @@ def _guides(function):
     final = math.copysign(min(abs(guided), nag.tau), guided) * nag.alpha + 1 - nag.alpha
     expected = torch.tensor([[-1, final, final], [1, final, final]])
     return torch.allclose(function(out, {"cond_or_uncond": [1, 0], "img_slice": [1, 3]})[..., 0], expected, atol=1e-4)
+
+
+def _frees(function):
+    """Does this function do what xdit_backend/hooks/free_u.py does? Tested with two pixels, and a skip of one."""
+    channels, (strength, weakness) = next(iter(_cell(function, "scale_dict").cell_contents.items()))
+    hidden, skip = function(torch.tensor([0.0, 1.0]).expand(1, channels, 1, 2).clone(), torch.ones(1, 1, 1, 1), {})
+    half = channels // 2
+    return (torch.allclose(hidden[0, :half, 0], torch.tensor([0.0, strength]).expand(half, 2))
+            and torch.allclose(hidden[0, half:, 0], torch.tensor([0.0, 1.0]).expand(channels - half, 2))
+            and torch.allclose(skip, torch.tensor(weakness)))
 
 
 def _tells_scores(function):

@@ -1,0 +1,83 @@
+"""Networks that ComfyUI's nodes put inside a MODEL, and that read what its layers have: the workers run them. Used by
+remote.py.
+
+What such a network computes is xdit_backend/hooks/networks.py; here are its weights, and the picture that it follows,
+as the node's own code prepares them.
+"""
+
+import functools
+
+import torch
+
+from ....xdit_backend.host.networks import Network
+from ....xdit_backend.protocol import specs
+from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
+from ..supported.operations import networks_in
+
+WHERE = {"attn1_patch": "attn1", "attn2_patch": "attn2", "double_block": "blocks"}
+# classes of a hypernetwork's layers -> what specs.NetworkSpec calls them
+LAYERS = {"Linear": "linear", "LayerNorm": "layer_norm", "ReLU": "relu", "LeakyReLU": "leaky_relu", "ELU": "elu",
+          "Hardswish": "hardswish", "Tanh": "tanh", "Sigmoid": "sigmoid", "Softsign": "softsign", "Mish": "mish"}
+
+
+def networks_of(family, config, transformer_options, x):
+    """(((specs.NetworkUse, Network), ...), {name: picture}) of a call; x: its latent. A picture: (B or 1, T, C).
+
+    Raises UnsupportedError where ComfyUI's model would not run the network as the node means it, ConfigError for one of
+    another model.
+    """
+    uses, pictures = [], {}
+    for kind, functions in networks_in(transformer_options).items():
+        if kind == "double_block" and not any(list_.added == kind for list_ in family.blocks) or (
+                kind != "double_block" and not family.is_unet):
+            raise UnsupportedError(f"Remove the node that adds model patches ({kind}): it is for other models than "
+                                   f"{family.name}.")
+        for function in functions:
+            if kind == "double_block":
+                name = f"picture.{len(pictures)}"
+                pictures[name] = _picture(function, family, config, x)
+                network = _blockwise(function.model_patch.model, family, config)
+            else:
+                name, network = "", _hypernetwork(function.hypernet)
+            uses.append((specs.NetworkUse(network.name, WHERE[kind], float(function.strength), name), network))
+    return tuple(uses), pictures
+
+
+def _blockwise(net, family, config):
+    blocks = net.controlnet_blocks
+    width, = blocks[0].x_rms.weight.shape
+    if len(blocks) < family.num_blocks(config) or width != family.width(config):
+        raise ConfigError(f"Use a model patch that was made for this model: the one given is for {len(blocks)} blocks "
+                          f"of {width} channels, and this {family.name} model has {family.num_blocks(config)} of "
+                          f"{family.width(config)}.")
+    return Network(f"network-{id(net)}", blocks.state_dict)
+
+
+def _picture(patch, family, config, x):
+    """What the network follows, at the latent's size: ComfyUI's own code prepares it, when it is called for a block."""
+    tokens = family.latent.num_tokens(x.shape)
+    patch({"x": x, "img": torch.zeros(1, tokens, family.width(config), dtype=x.dtype, device=x.device),
+           "block_index": 0})
+    picture = patch.encoded_image
+    if picture.shape[0] not in (1, len(x)) or picture.shape[1] != tokens:
+        raise ConfigError(f"Use one picture, or as many as there are latents, for the model patch: its {len(picture)} "
+                          f"of {picture.shape[1]} tokens do not fit {len(x)} latents of {tokens}.")
+    return picture.to(x.dtype)
+
+
+def _hypernetwork(by_width):
+    """by_width: {channels: modules for keys and for values}. Raises UnsupportedError for layers that draw at random."""
+    settings = {}
+    for width, pair in by_width.items():
+        for which, layers in enumerate(pair):
+            unknown = [type(layer).__name__ for layer in layers if type(layer).__name__ not in LAYERS]
+            if unknown:
+                raise UnsupportedError("Use another hypernetwork, or Load Diffusion Model: this one has layers that "
+                                       f"xDiT does not run ({', '.join(dict.fromkeys(unknown))}).")
+            settings[f"{width}.{which}"] = " ".join(LAYERS[type(layer).__name__] for layer in layers)
+    return Network(f"network-{id(by_width)}", functools.partial(_weights, by_width), settings)
+
+
+def _weights(by_width):
+    return {f"{width}.{which}.{name}": tensor for width, pair in by_width.items() for which, layers in enumerate(pair)
+            for name, tensor in layers.state_dict().items()}

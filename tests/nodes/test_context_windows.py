@@ -1,0 +1,42 @@
+"""ComfyUI's context windows: it hands its model one piece of the frames after the other. Our MODEL draws of every video
+family what the native MODEL draws."""
+
+import pytest
+
+from tests.model_nodes import model_nodes, run_node
+from tests.tiny_checkpoints import VARIANTS, families
+from tests.tolerances import close, relative_error
+
+TOLERANCE = 2e-5                           # relative, float32 on both sides
+VIDEO = [kind for kind, family in families().items() if kind not in VARIANTS and not family.is_unet
+         and len(family.latent.patch) == 3 and family.tiny.frames > 1 and kind != "minimax-h3"]
+LAYOUTS = {"cfg2": {"cfg": 2}, "ring2": {"ring": 2}, "pipefusion2": {"pipefusion": 2, "warmup_steps": 1},
+           "displaced2": {"displaced": 2, "warmup_steps": 1}}
+
+
+def windowed(comfyui, model):
+    return run_node(model_nodes(comfyui)["ContextWindowsManual"], {
+        "model": model, "context_length": 2, "context_overlap": 1, "context_schedule": "standard_static",
+        "context_stride": 1, "closed_loop": False, "fuse_method": "pyramid", "dim": 2,
+        "freenoise": False, "cond_retain_index_list": "", "split_conds_to_windows": False})[0]
+
+
+@pytest.mark.parametrize("kind, layout", [
+    ("wan", "ring2"), *(pytest.param(kind, "cfg2", marks=pytest.mark.slow) for kind in VIDEO),
+    *(pytest.param("wan", layout, marks=pytest.mark.slow) for layout in ("pipefusion2", "displaced2"))])
+def test_context_windows_equal_native_ksampler(comfyui, kind, layout):
+    """With stages and displaced patches every step is whole, and the node says why."""
+    reference = comfyui.sample(windowed(comfyui, comfyui.native(kind)), kind, steps=2)
+
+    result = comfyui.sample(windowed(comfyui, comfyui.ours(kind, comfyui.config("cpu,cpu", **LAYOUTS[layout]))), kind,
+                            steps=2)
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, comfyui.reference(kind, steps=2)) > 1e-3, "windows that change nothing"
+
+
+def test_a_model_of_which_comfyui_cuts_no_windows_ends_in_its_own_words(comfyui):
+    """Of MiniMax H3 it would have to say which of the sound belongs to a window."""
+    for model in (comfyui.native("minimax-h3"), comfyui.ours("minimax-h3", comfyui.config())):
+        with pytest.raises(NotImplementedError, match="must implement map_context_window_to_modalities"):
+            comfyui.sample(windowed(comfyui, model), "minimax-h3", steps=2)
