@@ -37,7 +37,8 @@ KINDS = (
     ("v1-5|dreamshaper_8", "sd15"), ("sd_xl_refiner", "sdxl-refiner"), ("sd_xl|sdxl", "sdxl"),
     ("sd3.5_large", "sd35-large"), ("schnell", "flux-schnell"), ("flux1?.?1?-fill|fill-dev", "flux-fill"),
     ("flux1-canny|flux1-depth", "flux-canny"), ("flux-2|flux2", "flux2"), ("^flux1|^flux.1", "flux"),
-    ("radiance", None), ("chroma", "chroma"), ("neta", "lumina-2"), ("qwen_image_edit_2511", "qwen-image-2511"),
+    ("radiance-x0", "chroma-radiance-x0"), ("radiance", "chroma-radiance"), ("chroma", "chroma"),
+    ("mage_flow", "mage-flow"), ("neta", "lumina-2"), ("qwen_image_edit_2511", "qwen-image-2511"),
     ("layered", "qwen-image-layered"), ("qwen_image|firered", "qwen-image"), ("z_image", "z-image"),
     ("ernie", "ernie-image"), ("krea2", "krea-2"),
     ("hidream_[ie]1", "hidream-i1"), ("hunyuanvideo1.5|capybara", "hunyuanvideo-1.5"),
@@ -46,7 +47,8 @@ KINDS = (
     ("minimax", "minimax-h3"), ("omnigen2", "omnigen-2"), ("boogu", "boogu-image"), ("^lens", "lens"),
     ("ideogram", "ideogram-4"), ("joyai", "joyimage"), ("longcat", "longcat-image"), ("ovis", "ovis-image"),
     ("humo", "wan-humo"), ("animate", "wan-animate"), ("camera", "wan-camera"), ("vace", "wan-vace"),
-    ("scail|s2v|dancer", None), ("flf2v", "wan-flf"), ("ti2v|5b", "wan22-ti2v"), ("fun_control", "wan-fun-control"),
+    ("scail_2", "wan-scail-2"), ("scail", "wan-scail"), ("s2v", "wan-s2v"), ("dancer", "wandancer"),
+    ("flf2v", "wan-flf"), ("ti2v|5b", "wan22-ti2v"), ("fun_control", "wan-fun-control"),
     ("wan2.2_(i2v|fun_inp)", "wan22-i2v"), ("(wan.*(i2v|fun_inp|wanmove|ati))|chrono_edit", "wan-i2v"),
     ("wan|causal_forcing", "wan"))
 STEPS, FRAMES = 3, 9
