@@ -97,7 +97,8 @@ def test_a_rank_reads_its_share_of_an_int8_file(file_of, tmp_path, format_):
 
     assert check(tmp_path / "int8.safetensors", ("float32", "float32")) < 0.95
     header = open_checkpoint(tmp_path / "int8.safetensors")
-    cut = pytest.raises(UnsupportedError, match="^Use tensor_degree 2 or 4, tensor_degree 1 .*has 256 inputs, in blocks of 64, ")
+    cut = pytest.raises(UnsupportedError, match="^Use tensor_degree 2 or 4, tensor_degree 1 .*has 256 inputs, in blocks "
+                                                "of 64, ")
     with cut if format_ == "int8_convrot" else contextlib.nullcontext():
         load_transformer(header.spec("float32", "float32", tensor_degree=8), CPU)
 
@@ -140,7 +141,8 @@ def test_a_rank_reads_its_share_of_a_gguf_file(file_of, tmp_path, type_):
     if type_ == "Q8_0":
         assert check(tmp_path / "model.gguf", ("float32", "float32")) < 0.95
         check_numbers(tmp_path / "model.gguf", type_)
-    with pytest.raises(UnsupportedError, match=f"^Use {'tensor_degree 2 or 4 or 8, ' * (type_ == 'Q8_0')}tensor_degree.*fp8"
+    degrees = "tensor_degree 2 or 4 or 8, " * (type_ == "Q8_0")
+    with pytest.raises(UnsupportedError, match=f"^Use {degrees}tensor_degree.*fp8"
                        + (" or int8: " if type_ == "Q8_0" else ", int8 or Q8_0: ")
                        + "tensor_degree=(2|16) cannot share out these quantised weights, as transformer_blocks.0.* has "
                        f"256 inputs, in blocks of {256 if type_ == 'Q4_K' else 32}, "):
