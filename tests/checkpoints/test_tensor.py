@@ -97,8 +97,8 @@ def test_a_rank_reads_its_share_of_an_int8_file(file_of, tmp_path, format_):
 
     assert check(tmp_path / "int8.safetensors", ("float32", "float32")) < 0.95
     header = open_checkpoint(tmp_path / "int8.safetensors")
-    cut = pytest.raises(UnsupportedError, match="^Use tensor_degree 2 or 4, tensor_degree 1 .*has 256 inputs, in blocks "
-                                                "of 64, ")
+    cut = pytest.raises(UnsupportedError, match="^Use tensor_degree 2 or 4, tensor_degree 1 .*has 256 inputs, in "
+                                                "blocks of 64, ")
     with cut if format_ == "int8_convrot" else contextlib.nullcontext():
         load_transformer(header.spec("float32", "float32", tensor_degree=8), CPU)
 
