@@ -135,11 +135,11 @@ def test_references_equal_comfyuis_own_module(comfyui, kind, method):
         assert relative_error(want, without) > 100 * EXACT
 
 
-def edited(comfyui, kind, sizes=((10, 8), (5, 7))):
+def edited(comfyui, kind, sizes=((10, 8), (5, 7)), method=None):
     """A prompt with references, as ReferenceLatent gives it."""
-    positive = comfyui.conditioning(kind, 1)
+    positive, method = comfyui.conditioning(kind, 1), method or ("index" if kind == "krea-2" else None)
     positive[0][1] |= {"reference_latents": references(kind, sizes)} | (
-        {"reference_latents_method": "index"} if kind == "krea-2" else {})
+        {"reference_latents_method": method} if method else {})
     return positive
 
 
@@ -154,8 +154,8 @@ def test_references_that_krea_2_ignores_are_ignored(comfyui):
 
 
 @pytest.mark.parametrize("more, words", [
-    ({"reference_latents_method": "index_timestep_zero"},
-     "runs Krea 2 with ref_latents_method = index or offset or uxo"),
+    ({"reference_latents_method": "negative_index"},
+     "runs Krea 2 with ref_latents_method = index or offset or uxo or index_timestep_zero"),
     ({"reference_latents": [random(1, 16, 3, 6, 6)]}, "adds reference latents of several frames, .* Krea 2")],
                          ids=["method", "frames"])
 def test_references_that_krea_2_is_not_run_with_are_refused(comfyui, more, words):
@@ -176,6 +176,21 @@ def test_references_of_one_prompt_equal_native_ksampler(comfyui, kind, degrees):
     result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)), kind, positive=positive)
 
     close(result, comfyui.sample(comfyui.native(kind), kind, positive=positive), EXACT)
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, *(pytest.param(each, marks=pytest.mark.slow) for each in (
+    {"ring": 2}, {"tensor": 2}, {"displaced": 2, "displaced_mode": "full_sync"}, {"ulysses": 2, "compile": "blocks"},
+    {"pipefusion": 2, "num_patches": 4, "warmup_steps": 9}))], ids=str)
+def test_references_at_time_zero_equal_native_ksampler(comfyui, degrees):
+    arguments = {"positive": edited(comfyui, "krea-2", method="index_timestep_zero"),
+                 "negative": edited(comfyui, "krea-2", ((6, 6),)), "latent": comfyui.latent("krea-2", size=(9, 14))}
+
+    result = comfyui.sample(comfyui.ours("krea-2", comfyui.config("cpu,cpu", **degrees)), "krea-2", **arguments)
+
+    want = comfyui.sample(comfyui.native("krea-2"), "krea-2", **arguments)
+    close(result, want, EXACT)
+    alike = comfyui.sample(comfyui.native("krea-2"), "krea-2", **arguments | {"positive": edited(comfyui, "krea-2")})
+    assert relative_error(alike, want) > 100 * EXACT
 
 
 @pytest.mark.parametrize("degrees", [{"cfg": 2}, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}], ids=str)
@@ -225,6 +240,15 @@ def test_stale_patches_with_references_equal_the_oracle(comfyui, kind):
     result = comfyui.sample(staged(comfyui, kind), kind, positive=positive)
 
     close(result, sample_oracle(comfyui, kind, 4, 1, positive=positive), STALE)
+
+
+@pytest.mark.slow
+def test_stale_patches_with_references_at_time_zero_equal_the_oracle(comfyui):
+    positive = edited(comfyui, "krea-2", method="index_timestep_zero")
+
+    result = comfyui.sample(staged(comfyui, "krea-2"), "krea-2", positive=positive)
+
+    close(result, sample_oracle(comfyui, "krea-2", 4, 1, positive=positive), STALE)
 
 
 def test_what_a_family_does_not_do_with_references_is_refused_by_name(comfyui):

@@ -11,6 +11,7 @@ from ..vocabulary.describe import Packed, blocks, config_of, given, has, needs_d
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.references import AT_ZERO, method_of, references
 
 LATENT, ALL = Packed((1, 2, 2)), ("text", "image", "reference")
 NORM, OF_TEXT = ".attn.qknorm.qnorm.scale", "txtfusion.layerwise_blocks.0"
@@ -37,13 +38,35 @@ def _convert(tensors, config):
 
 
 def _amend(model, config):
-    """Norms add one to their weights in float32, in whichever type these are held, as ComfyUI's do."""
+    """Norms add one to their weights in float32, in whichever type these are held, as ComfyUI's do; references are at
+    the time of the latent, or at time zero.
+    """
     def normed(norm, hidden_states):
         weight = norm.weight.float() + 1.0 if hidden_states.dtype.itemsize < 4 else norm.weight + 1.0
         return F.rms_norm(hidden_states.to(weight.dtype), (norm.dim,), weight, norm.eps).to(hidden_states.dtype)
     for module in model.modules():
         if type(module).__name__ == "Krea2RMSNorm":
             module.forward = functools.partial(normed, module)
+    forward, last = model.forward, model.final_layer.forward
+
+    def timed(*, at_zero, timestep, **inputs):
+        return forward(timestep=torch.cat([timestep, torch.zeros_like(timestep)]) if at_zero else timestep, **inputs)
+    model.forward = timed
+    # whose output of references is left out
+    model.final_layer.forward = lambda hidden_states, temb: last(hidden_states, temb[:len(hidden_states)])
+    for block in model.transformer_blocks:
+        block.forward = _at_two_times(block.forward)
+
+
+def _at_two_times(forward):
+    """A block's forward, for tokens of which some are at the second half of the times: those of references, which alone
+    are not at 0 along the first axis of places, and whose sines there are not 0."""
+    def timed(hidden_states, temb, image_rotary_emb, attention_mask=None):
+        if len(temb) > len(hidden_states):
+            image, zero = temb.chunk(2)
+            temb = torch.where(image_rotary_emb[1][:, :1] != 0, zero, image)
+        return forward(hidden_states, temb, image_rotary_emb, attention_mask)
+    return timed
 
 
 def _heads(layer, block="blocks.0"):
@@ -82,6 +105,10 @@ def _positions(call):
                       LATENT.positions(call)])
 
 
+def _at_zero(call):
+    return bool(references(call.conditioning)) and method_of(call.conditioning, "") == AT_ZERO
+
+
 def _beyond(arguments):
     frames = [reference.shape[2] for reference in arguments.get("ref_latents") or () if reference.ndim == 5]
     return "reference latents of several frames" if any(count > 1 for count in frames) else None
@@ -106,9 +133,9 @@ KREA2 = Family(
     conditioning={"context": "_text_width", "ref_latents": None, "ref_latents_method": None},
     unsupported_arguments=_beyond,
     only_with={"ref_latents": "ref_latents_method"}, lengths={"reference": LATENT.num_reference_tokens},
-    choices={"ref_latents_method": dict.fromkeys(("index", "offset", "uxo"), "index")},
+    choices={"ref_latents_method": dict.fromkeys(("index", "offset", "uxo"), "index") | {AT_ZERO: AT_ZERO}},
     arguments={"hidden_states": _picture, "timestep": timestep(), "encoder_hidden_states": _text,
-               "position_ids": _positions},
+               "position_ids": _positions, "at_zero": _at_zero},
     live={"alone": 12.75, "residual": 4.75, "whole": 7.75, "outside": 6.75, "held": 1.6, "block": 12.55,
           "exchange": 12.4, "told": 8.4, "own": 0.0},
     plan=ModelPlan(
