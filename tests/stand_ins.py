@@ -54,6 +54,15 @@ def _as_minimax_encodes(pixels):
     return small.repeat(1, 8, 1, 1, 1) - 0.5
 
 
+def _has_file(vae):
+    return type(vae.first_stage_model).__name__ != "PixelspaceConversionVAE"
+
+
+def _as_mage_encodes(pixels):
+    """(B, H, W, 3) -> (B, 128, H / 16, W / 16)"""
+    return pixels[:, 8::16, 8::16, :1].movedim(-1, 1).repeat(1, 128, 1, 1) - 0.5
+
+
 def _sound_of(latent):
     """Of a latent of several parts, the last."""
     latent = latent.unbind()[-1] if latent.is_nested else latent
@@ -168,7 +177,7 @@ class StandIns:
                 self._replace(name, make)
         decode = self._classes["XDiTVAEDecode"]
         self._replace("XDiTVAEDecode", lambda samples, vae, **more: (
-            (vae.decode(samples["samples"]),) if isinstance(vae, SimpleNamespace)
+            (vae.decode(samples["samples"]),) if isinstance(vae, SimpleNamespace) or not _has_file(vae)
             else decode.execute(samples, vae, **more).args))
         self._load_model, self._unet = self._classes["XDiTLoadModel"], self._classes["UNETLoader"]
         self._replace("XDiTLoadModel", lambda model_name, **_: (self.ours(model_name),))
@@ -203,8 +212,11 @@ class StandIns:
         return Clip(self.comfyui, self.kind, self.moved_by)
 
     def vae(self, file=""):
-        if self.kind.startswith("minimax"):                    # of whose there is no tiny one
-            return SimpleNamespace(encode=_as_minimax_encodes, decode=lambda latent: _pixels_of(latent))
+        if file == "pixel_space":
+            return self.comfyui.nodes.VAELoader().load_vae(file)[0]
+        if self.kind.startswith(("minimax", "mage")):          # of whose there are no tiny ones
+            encode = _as_minimax_encodes if self.kind.startswith("minimax") else _as_mage_encodes
+            return SimpleNamespace(encode=encode, decode=_pixels_of)
         kind = "vae-sd" if "ft-mse" in file else vae_of(self.kind)
         if kind not in self._vaes:
             name = self.comfyui.file(kind, "vae", encoder=True)
@@ -252,7 +264,8 @@ class StandIns:
 
     def _heard(self, waveform, sample_rate):
         generator = torch.Generator().manual_seed(6)
-        layers = [torch.randn(1, 50, 1280, generator=generator) for _ in range(33)]
+        count, width = (25, 1024) if self.kind == "wan-s2v" else (33, 1280)
+        layers = [torch.randn(1, 50, width, generator=generator) for _ in range(count)]
         return {"encoded_audio": layers[-1], "encoded_audio_all_layers": layers, "audio_samples": waveform.shape[-1]}
 
     def _audio_vae(self):

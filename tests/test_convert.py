@@ -103,7 +103,9 @@ def test_what_stays_in_a_subgraph_is_told_with_its_name(converted):
     ("01_get_started_text_to_image.json", ["XDiTLoadModel", "XDiTParallelSampler", "XDiTVAEDecode"], []),
     ("sd3.5_large_canny_controlnet_example.json",
      ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTParallelSampler", "XDiTVAEDecode"], []),
-    ("image_qwen_image_controlnet_patch.json", [], [("UNETLoader", "patch"), ("KSampler", "model_stays")]),
+    ("image_qwen_image_controlnet_patch.json",
+     ["XDiTLoadModel", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode"], []),
+    ("image_flux2_klein_9b_kv_image_edit.json", [], [("UNETLoader", "patch")]),
 ])
 def test_what_becomes_of_a_template(converted, name, types, stay):
     entry = converted[name]

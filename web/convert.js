@@ -38,7 +38,7 @@ export const FOR_OTHERS = {
   SVD_img2vid_Conditioning: "Stable Video Diffusion", StableCascade_StageC_VAEEncode: "Stable Cascade",
   StableCascade_StageB_Conditioning: "Stable Cascade", Hunyuan3Dv2Conditioning: "Hunyuan3D",
 };
-const REFUSED_INPUTS = ["GLIGEN", "MODEL_PATCH", "IPADAPTER"];
+const REFUSED_INPUTS = ["GLIGEN", "IPADAPTER"];
 
 /**
  * The workflow on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot have it}, as far as that is known.

@@ -32,11 +32,12 @@ def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
     page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.page.routes")
 
     found = page.refusals(["text.safetensors", comfyui.file("sd3"), "absent.safetensors"],
-                          ["video.safetensors", *names, "absent"])
+                          ["video.safetensors", *names, "absent", "pixel_space"])
 
     assert (set(found["models"]) == {"text.safetensors"}
             and "not a safetensors file" in found["models"]["text.safetensors"])
-    assert set(found["vaes"]) == {"video.safetensors"} and "TAEHV" in found["vaes"]["video.safetensors"]
+    assert set(found["vaes"]) == {"video.safetensors", "pixel_space"} and "TAEHV" in found["vaes"]["video.safetensors"]
+    assert "nothing to share out" in found["vaes"]["pixel_space"]
 
 
 def test_types_that_the_page_takes_over_are_known_to_both_loaders(comfyui):

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_FILES, MAX_NAME = 200, 100
 WATCHED_S = 1.0                            # from one state to the next that an open panel is sent
+PIXELS = "pixel_space"                     # what ComfyUI's Load VAE lists though it is no file
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 
 
@@ -143,8 +144,10 @@ class PanelUpdates:
 def refusals(models, vaes):
     """{"models": {name: words}, "vaes": {name: words}} of the files that Load xDiT Model and the distributed VAE nodes
     would refuse."""
+    in_memory = {name: f"{name} has nothing to share out: its latents are the picture's pixels."
+                 for name in vaes if name == PIXELS}
     return {"models": _refused(models, ("diffusion_models", "checkpoints", "unet_gguf"), refused_model),
-            "vaes": _refused(vaes, ("vae", "checkpoints"), refused_vae)}
+            "vaes": _refused(vaes, ("vae", "checkpoints"), refused_vae) | in_memory}
 
 
 def refused_model(path):
