@@ -32,6 +32,8 @@ SOUNDS = 5                                                     # of a latent of 
 def asked(family, config):
     generator = torch.Generator().manual_seed(3)
     sides = (8, 9) if family.latent.patch[-1] == 1 else (48, 32) if config.get("_x0") else (34, 36)
+    if family.name == "WanDancer":                             # of whose frames ComfyUI's module makes eight parts
+        sides = 32, 36
     size = (family.tiny.frames, *sides)[-len(family.latent.patch):]
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = conditioning_of(family, config, generator, {"context": 12}, size=size)
@@ -104,7 +106,10 @@ def native_prediction(model, path, family, compute="float32", changed=lambda lat
     lengths = {"num_tokens": 12} if "num_tokens" in (*family.ignored, *family.conditioning) else {}
     if family.name in ("LTX-Video", "LTX-2", "Mochi"):         # whose models cannot do without
         lengths["attention_mask"] = torch.ones(1, 12, dtype=torch.long) if family.name == "Mochi" else None
-    given = as_comfyui(rounded(conditioning, dtype)) | lengths
+    given = as_comfyui(rounded(conditioning, dtype))
+    given |= {name: given[name].shape[0] for name in family.counts if name in given} | lengths
+    if "frame_lasts" in given:                                 # which is how ComfyUI says it
+        given["fps"] = 30 / given.pop("frame_lasts")
     given["transformer_options"] = options_of(family, given)
     if family.parts:
         latents = [latent.to(dtype), sound(family, config, latent).to(dtype)]
