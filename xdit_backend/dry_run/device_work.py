@@ -25,6 +25,7 @@ NEGATIONS = {"bitwise_not", "logical_not"}
 ATTENTIONS = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
               "_scaled_dot_product_cudnn_attention"}
 PRODUCTS = {"_int_mm", "_scaled_mm_v2"}                   # in 8 bits, which torch does not count
+INSIDE = {"int8_linear", "matmul"}                        # products within comfy-kitchen, of inputs (..., in)
 AS_NEEDED = {"to", "contiguous"}                          # which do something, or nothing
 BY_PLACES = {"index", "index_put", "index_put_"}          # which read a mask to know how many places it has
 # where lines are looked for: the pack, diffusers, and ComfyUI's models
@@ -131,6 +132,8 @@ class DeviceWork(TorchDispatchMode):
         name, counted = func.overloadpacket.__name__, flop_registry.get(func.overloadpacket)
         if name in PRODUCTS:
             self.flops += flop_registry[torch.ops.aten.mm](*args[:2], out_val=made)
+        elif name in INSIDE:
+            self.flops += 2 * made.numel() * args[0].shape[-1]
         elif counted is not None:
             flops = counted(*args, **kwargs, out_val=made)
             self.flops += flops
