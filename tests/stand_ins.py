@@ -179,7 +179,7 @@ class StandIns:
         self._replace("XDiTVAEDecode", lambda samples, vae, **more: (
             (vae.decode(samples["samples"]),) if isinstance(vae, SimpleNamespace) or not _has_file(vae)
             else decode.execute(samples, vae, **more).args))
-        self._load_model, self._unet = self._classes["XDiTLoadModel"], self._classes["UNETLoader"]
+        self._load_model = self._classes["XDiTLoadModel"]
         self._replace("XDiTLoadModel", lambda model_name, **_: (self.ours(model_name),))
         self._replace("UNETLoader", lambda unet_name, **_: (self.native(unet_name),))
         self._replace("LoraLoaderModelOnly", lambda model, strength_model, **_: (self._with_lora(

@@ -52,16 +52,8 @@ class Autoencoders:
 
     def load(self, vae):
         """Make sure that every worker holds the Autoencoder."""
-        group = self._workers.group
-        if vae.name not in self.loaded:
-            segments = group.segments.share_all(vae.weights())
-            spec = specs.AutoencoderSpec(vae.name, vae.dtype, segments, vae.settings)
-            self.loaded.by_name[vae.name] = spec
-            try:
-                self._workers.request(lambda request: messages.LoadAutoencoder(request, spec), segments.values(), group)
-            except BaseException:                              # some ranks may hold it
-                self.loaded.forget(vae.name)
-                raise
+        self.loaded.load(vae, lambda segments: specs.AutoencoderSpec(vae.name, vae.dtype, segments, vae.settings),
+                         messages.LoadAutoencoder)
 
     def _transform(self, command, name, tensor, shape, **options):
         """Have the workers turn a tensor into one of this shape; the result is a view of the memory they wrote."""

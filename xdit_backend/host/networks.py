@@ -20,21 +20,12 @@ class Networks:
     """Of the group of these Workers."""
 
     def __init__(self, workers):
-        self._workers, self.loaded = workers, Loaded(workers)
+        self.loaded = Loaded(workers)
 
     def load(self, network):
         """Make sure that every worker holds the Network."""
-        if network.name in self.loaded:
-            return
-        group = self._workers.group
-        segments = group.segments.share_all(network.weights())
-        spec = specs.NetworkSpec(network.name, segments, network.settings)
-        self.loaded.by_name[network.name] = spec
-        try:
-            self._workers.request(lambda request: messages.LoadNetwork(request, spec), segments.values(), group)
-        except BaseException:                                  # some ranks may hold it
-            self.loaded.forget(network.name)
-            raise
+        self.loaded.load(network, lambda segments: specs.NetworkSpec(network.name, segments, network.settings),
+                         messages.LoadNetwork)
 
     def forget_all(self):
         """No run is left that they are for. Waits for nothing."""

@@ -114,6 +114,20 @@ class Loaded:
     def __contains__(self, name):
         return self._workers.running and name in self.by_name
 
+    def load(self, held, spec_of, message):
+        """Make sure that every worker holds this, which has a name and gives its weights(). spec_of(segments): its
+        spec; message(request, spec)."""
+        if held.name in self:
+            return
+        group = self._workers.group
+        segments = group.segments.share_all(held.weights())
+        self.by_name[held.name] = spec = spec_of(segments)
+        try:
+            self._workers.request(lambda request: message(request, spec), segments.values(), group)
+        except BaseException:                                  # some ranks may hold it
+            self.forget(held.name)
+            raise
+
     def drop(self, name):
         """Give its memory back on every worker."""
         if name in self:

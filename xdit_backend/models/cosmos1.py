@@ -10,7 +10,7 @@ from types import MethodType
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Unpacked, blocks, config_of, even_sides, given, has, size, timestep
+from ..vocabulary.describe import Unpacked, blocks, config_of, even_sides, given, has, size, timestep, whole_shape
 from ..vocabulary.family import Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, TokenArgument
@@ -35,8 +35,7 @@ def _max_size(shapes):
 
 
 def _latent(call):
-    whole = [call.patch.whole if call.patch is not None and call.patch.dim == dim else length
-             for dim, length in enumerate(call.latent.shape)][2:]
+    whole = whole_shape(call)[2:]
     if any(length > most for length, most in zip(whole, call.config["max_size"])):
         taken, most = (f"{8 * frames - 7} frames of {8 * columns} x {8 * rows} pixels"
                        for frames, rows, columns in (whole, call.config["max_size"]))

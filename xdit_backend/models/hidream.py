@@ -6,7 +6,7 @@ import dataclasses
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Packed, Unpacked, blocks, config_of, given, has, size, timestep
+from ..vocabulary.describe import Packed, Unpacked, blocks, config_of, given, has, size, timestep, whole_shape
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
@@ -52,8 +52,7 @@ def _picture(call):
     picture = given(PICTURE)(call)
     if picture is None:
         return None
-    rows = call.patch.whole if call.patch is not None and call.patch.dim == 2 else call.latent.shape[2]
-    columns = call.patch.whole if call.patch is not None and call.patch.dim == 3 else call.latent.shape[3]
+    *_, rows, columns = whole_shape(call)
     if picture.shape[2] != rows or columns % 2 or picture.shape[3] % 2:
         raise ConfigError("Make the picture and the latent of one height, and both of an even number of latent columns "
                           f"(16 pixels): HiDream-E1 puts them side by side, and they have {picture.shape[2]} x "
@@ -66,9 +65,8 @@ def _places(call):
     places, picture = PLACES.positions(call), call.conditioning.get(PICTURE)
     if picture is None:
         return places
-    columns = call.patch.whole if call.patch is not None and call.patch.dim == 3 else call.latent.shape[3]
     right = PLACES.positions(dataclasses.replace(call, latent=picture, patch=None))
-    right[:, 2] += columns // 2
+    right[:, 2] += whole_shape(call)[3] // 2
     return torch.cat([places, right])
 
 

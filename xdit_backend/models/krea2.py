@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
+from ..vocabulary.describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep, whole_shape
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.references import AT_ZERO, method_of, references
+from ..vocabulary.references import AT_ZERO, at_zero
 
 LATENT, ALL = Packed((1, 2, 2)), ("text", "image", "reference")
 NORM, OF_TEXT = ".attn.qknorm.qnorm.scale", "txtfusion.layerwise_blocks.0"
@@ -87,8 +87,7 @@ def _text_width(shapes):
 
 
 def _picture(call):
-    is_cut = call.patch is not None and call.patch.dim == 2
-    frames = call.patch.whole if is_cut else call.latent.shape[2]
+    frames = whole_shape(call)[2]
     if frames > 1:
         raise ConfigError("Use an empty latent of a picture, with batch_size for several: Krea 2 draws pictures, and "
                           f"this latent is of {frames} frames.")
@@ -106,7 +105,7 @@ def _positions(call):
 
 
 def _at_zero(call):
-    return bool(references(call.conditioning)) and method_of(call.conditioning, "") == AT_ZERO
+    return at_zero(call.conditioning, "")
 
 
 def _beyond(arguments):

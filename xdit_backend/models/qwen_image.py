@@ -19,7 +19,7 @@ from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut, whole_shapes
-from ..vocabulary.references import AT_ZERO, method_of, reference_positions, references
+from ..vocabulary.references import AT_ZERO, at_zero, method_of, reference_positions
 from .mage_flow import is_mage_flow
 
 LATENT, IMAGE = Packed((1, 2, 2)), ("image", "reference")
@@ -59,19 +59,20 @@ def _amend(model, config):
     rope.forward, model.forward = tables, placed
 
 
-def _method(call):
-    """How references are placed. Files of Qwen-Image-Edit 2511 may say it; those of Qwen-Image-Layered count down."""
-    default = (AT_ZERO if call.config["zero_cond_t"]
-               else "negative_index" if call.config["use_additional_t_cond"] else LATENT.method)
-    return method_of(call.conditioning, default)
+def _default(call):
+    """How references are placed where a workflow does not say. Files of Qwen-Image-Edit 2511 may say it; those of
+    Qwen-Image-Layered count down."""
+    if call.config["zero_cond_t"]:
+        return AT_ZERO
+    return "negative_index" if call.config["use_additional_t_cond"] else LATENT.method
 
 
 def _places(call):
-    return reference_positions(call, LATENT.patch[-1], _method(call))
+    return reference_positions(call, LATENT.patch[-1], method_of(call.conditioning, _default(call)))
 
 
 def _at_zero(call):
-    return bool(references(call.conditioning)) and _method(call) == AT_ZERO
+    return at_zero(call.conditioning, _default(call))
 
 
 def _no_addition(call):

@@ -9,12 +9,12 @@ from torch import nn
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on, whole_sizes
-from ..vocabulary.describe import blocks, config_of, given, has, only_parts, size
+from ..vocabulary.describe import blocks, config_of, given, has, only_parts, size, whole_shape
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame, tokens_of_patch, whole_shape
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame, tokens_of_patch
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 

@@ -6,11 +6,11 @@ from types import MethodType
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import config_of, given, has, only_parts, optional_size
+from ..vocabulary.describe import config_of, given, has, only_parts, optional_size, whole_shape
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY, whole_shape
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 

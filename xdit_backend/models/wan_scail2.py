@@ -6,9 +6,9 @@ import torch
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import number
-from ..vocabulary.describe import given, has, only_parts, size
+from ..vocabulary.describe import given, has, only_parts, size, whole_shape
 from ..vocabulary.family import Tiny
-from ..vocabulary.wan import ARGUMENTS, TINY, whole_shape
+from ..vocabulary.wan import ARGUMENTS, TINY
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD
 from .wan_scail import WAN_SCAIL, latent, pose_shape, reference_shape

@@ -218,6 +218,14 @@ class Packed(Unpacked):
         return sum(self.num_tokens(latent.shape) for latent in references(conditioning))
 
 
+def whole_shape(call):
+    """Of the latent; where that is a patch, of the one that it is of."""
+    shape = list(call.latent.shape)
+    if call.patch is not None:
+        shape[call.patch.dim] = call.patch.whole
+    return shape
+
+
 def token_rows(call, latent):
     """(first token, tokens, tokens of the whole) of what is asked about. latent: the Unpacked or Packed of its
     family."""

@@ -22,6 +22,11 @@ def method_of(conditioning, default):
     return next((name.partition(".")[2] for name in conditioning if name.startswith("ref_latents_method.")), default)
 
 
+def at_zero(conditioning, default):
+    """Are there references, at time zero? default: as of method_of."""
+    return bool(references(conditioning)) and method_of(conditioning, default) == AT_ZERO
+
+
 def reference_positions(call, side, method, step=1):
     """Where the references' tokens begin: [(index, token row, token column)], as ComfyUI's models count them.
 

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .describe import blocks, even_sides, has, size
+from .describe import blocks, even_sides, has, size, whole_shape
 
 # of all kinds of Wan; published ones have heads of 128
 RULES = {
@@ -24,14 +24,6 @@ def tokens_of_patch(module, forward, rows, tokens, args, kwargs):
     axis, whole = 2 + rows.axis, forward(*args, **kwargs)
     return whole.narrow(axis, rows.first_token * rows.whole_token_rows // rows.num_tokens,
                         tokens.counts["image"] * rows.whole_token_rows // rows.num_tokens)
-
-
-def whole_shape(call):
-    """Of the latent; where that is a patch, of the one that it is of."""
-    shape = list(call.latent.shape)
-    if call.patch is not None:
-        shape[call.patch.dim] = call.patch.whole
-    return shape
 
 
 def read_own_frame(query_BNTH, key_BNTH, value_BNTH, frames, keys_a_frame):

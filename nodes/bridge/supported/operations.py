@@ -2,8 +2,7 @@
 known: named operations, which the workers carry out.
 
 A function is recognised by the file and name that it was defined under, and by what it returns for a test input; a
-network by file and name alone. One that does otherwise,
-or of another node, is refused (model.py).
+network by file and name alone. One that does otherwise, or of another node, is refused (model.py).
 """
 
 import math
