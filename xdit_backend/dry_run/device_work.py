@@ -125,11 +125,11 @@ class DeviceWork(TorchDispatchMode):
             self.waits[f"copy of {given[-1].nbytes} bytes at {line_at()}"] += 1
 
     def _note_kernel(self, func, args, kwargs, made, touched):
+        name, counted = func.overloadpacket.__name__, flop_registry.get(func.overloadpacket)
         self.kernels += 1
-        self.names[func.overloadpacket.__name__] += 1
+        self.names[name] += 1
         self.moved_bytes += sum(tensor.nbytes for tensor in {id(each): each for each in touched}.values()
                                 if tensor.is_cuda)
-        name, counted = func.overloadpacket.__name__, flop_registry.get(func.overloadpacket)
         if name in PRODUCTS:
             self.flops += flop_registry[torch.ops.aten.mm](*args[:2], out_val=made)
         elif name in INSIDE:

@@ -5,12 +5,11 @@ and would call a kernel for each step. Used by attention.py.
 """
 
 import functools
-import types
 from dataclasses import dataclass
 
 import torch
 
-from .own_code import in_file
+from .own_code import in_file, torch_with
 
 
 def in_real_numbers(rotate):
@@ -44,9 +43,9 @@ class Pairs:
 def in_pairs(function):
     """A processor's function that rotates by complex numbers in code of its own: in a graph these are Pairs there, as
     are those that it is given."""
-    own = in_file(function, {"torch": types.SimpleNamespace(**vars(torch) | {
-        "view_as_complex": lambda tensor: Pairs(*tensor.unbind(-1)),
-        "view_as_real": lambda numbers: torch.stack((numbers.real, numbers.imaginary), -1)})})
+    own = in_file(function, {"torch": torch_with(
+        view_as_complex=lambda tensor: Pairs(*tensor.unbind(-1)),
+        view_as_real=lambda numbers: torch.stack((numbers.real, numbers.imaginary), -1))})
 
     @functools.wraps(function)
     def rotated(*args, **kwargs):

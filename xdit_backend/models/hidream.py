@@ -6,7 +6,18 @@ import dataclasses
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Packed, Unpacked, blocks, config_of, given, has, size, timestep, whole_shape
+from ..vocabulary.describe import (
+    Packed,
+    Unpacked,
+    blocks,
+    config_of,
+    given,
+    has,
+    num_tokens_of,
+    size,
+    timestep,
+    whole_shape,
+)
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
@@ -119,8 +130,7 @@ HIDREAM = Family(
     conditioning={"context": "_text_width", "y": "text_emb_dim", LAYERS: "_layer_width", PICTURE: None},
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + conditioning[LAYERS].shape[2],
              "more": lambda conditioning: conditioning[LAYERS].shape[2],
-             "reference": lambda conditioning: LATENT.num_tokens(conditioning[PICTURE].shape)
-             if PICTURE in conditioning else 0},
+             "reference": num_tokens_of(LATENT, PICTURE)},
     arguments={"latent": LATENT, "picture": _picture, "timesteps": timestep(), "pooled": given("y"),
                "text": given("context"), "layers": given(LAYERS), "places": _places},
     live={"alone": 21.4, "residual": 6.4, "whole": 11.95, "held": 3.7, "told": 5.4, "block": 15.95, "exchange": 17.95,

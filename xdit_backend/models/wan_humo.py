@@ -6,7 +6,7 @@ from types import MethodType
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on, whole_sizes
-from ..vocabulary.describe import config_of, given, has, only_parts
+from ..vocabulary.describe import config_of, given, has, num_tokens_of, only_parts
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
@@ -60,8 +60,7 @@ WAN_HUMO = dataclasses.replace(
     ignored=("clip_fea", "denoise_mask"),
     arguments=handed_on(even_with(LATENT, "Wan HuMo", "reference_latent"), "context", audio_embed=given("audio_embed"),
                         reference_latent=given("reference_latent")),
-    lengths={"reference": lambda conditioning: (
-        LATENT.num_tokens(conditioning["reference_latent"].shape) if "reference_latent" in conditioning else 0)},
+    lengths={"reference": num_tokens_of(LATENT, "reference_latent")},
     live={"alone": 9.55, "residual": 4.15, "whole": 5.85, "outside": 4.5, "held": 1.2, "block": 9.85,
           "exchange": 14.0, "told": 1.6, "own": 0.0},
     plan=ModelPlan(

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on, whole_sizes
-from ..vocabulary.describe import blocks, config_of, given, has, only_parts, size, whole_shape
+from ..vocabulary.describe import blocks, config_of, given, has, num_tokens_of, only_parts, size, whole_shape
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.plan import ModelPlan, TokenArgument
@@ -21,6 +21,7 @@ from .wan_camera import HEAD, WAN_CAMERA
 ALL, NATIVE = ("image", "reference", "motion"), "comfy.ldm.wan.model:WanModel_S2V"
 MORE = {"trainable_cond_mask", "casual_audio_encoder", "cond_encoder", "audio_injector", "frame_packer"}
 LAYERS = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)         # which read the sound, as the class has it
+NUM_REFERENCE_TOKENS = num_tokens_of(LATENT, "reference_latent")
 FIRST_PLACE, AFTER = 30, 9                 # in time: of a reference, at least, and so far from the video's last frame
 OWN, OF_VIDEO = Cut(TokenArgument(1, ("image",)), whole_sizes), even_with(
     LATENT, "Wan S2V", "control_video", "control video", is_as_long=True)
@@ -70,10 +71,6 @@ def _last(module, forward, rows, tokens, args, kwargs):
     return forward(x[:, :count], e[:, _of_times(places, rows.num_tokens + x.shape[1] - count, e.shape[1])])
 
 
-def _num_reference_tokens(conditioning):
-    return LATENT.num_tokens(conditioning["reference_latent"].shape) if "reference_latent" in conditioning else 0
-
-
 def _num_motion_tokens(conditioning):
     """Of the last frame before, the two before that, and 16, of which four make a token."""
     if "reference_motion" not in conditioning:
@@ -115,7 +112,7 @@ def _of_one_block(injector, number):
 def _forward_orig(self, x, t, context, reference_latent=None, reference_motion=None, **others):
     latents = {"reference_latent": reference_latent, "reference_motion": reference_motion}
     counted = {name: latent for name, latent in latents.items() if latent is not None}
-    self.given_to_blocks.set((_num_reference_tokens(counted) + _num_motion_tokens(counted), None, None))
+    self.given_to_blocks.set((NUM_REFERENCE_TOKENS(counted) + _num_motion_tokens(counted), None, None))
     return type(self).forward_orig(self, x, t, context, **latents, **others)
 
 
@@ -180,7 +177,7 @@ WAN_S2V = dataclasses.replace(
     ignored=("clip_fea", "denoise_mask"),
     arguments=handed_on(_latent, "context", "reference_latent", "reference_motion", "control_video", audio_embed=_sound)
     | {"timestep": _times},
-    lengths={"reference": _num_reference_tokens, "motion": _num_motion_tokens},
+    lengths={"reference": NUM_REFERENCE_TOKENS, "motion": _num_motion_tokens},
     live={"alone": 8.53, "residual": 0.53, "whole": 6.14, "outside": 11.48, "held": 4.02, "block": 10.55,
           "exchange": 20.26, "told": 6.23, "own": 0.0, "last": 7.87, "joined": 1.0},
     plan=ModelPlan(

@@ -6,7 +6,7 @@ from types import MethodType
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import config_of, given, has, only_parts, optional_size, whole_shape
+from ..vocabulary.describe import config_of, given, has, num_tokens_of, only_parts, optional_size, whole_shape
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
@@ -50,11 +50,6 @@ def _of_what_is_given(self, *args, **kwargs):
     return type(self)._forward(self, *args, **{name: value for name, value in kwargs.items() if value is not None})
 
 
-def num_tokens_of(name):
-    """For Family.lengths, of a conditioning that is cut into tokens as the latent is."""
-    return lambda conditioning: LATENT.num_tokens(conditioning[name].shape) if name in conditioning else 0
-
-
 def reference_shape(config, shape, tokens):
     return shape[0], config["in_dim"], 2, *shape[3:]
 
@@ -75,7 +70,7 @@ WAN_SCAIL = dataclasses.replace(
     ignored=("denoise_mask",),
     arguments=handed_on(latent, "context", clip_fea=given("clip_fea", where="_image_dim"),
                         pose_latents=given("pose_latents"), reference_latent=given("reference_latent")),
-    lengths={"reference": num_tokens_of("reference_latent"), "pose": num_tokens_of("pose_latents")},
+    lengths={"reference": num_tokens_of(LATENT, "reference_latent"), "pose": num_tokens_of(LATENT, "pose_latents")},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},

@@ -218,6 +218,11 @@ class Packed(Unpacked):
         return sum(self.num_tokens(latent.shape) for latent in references(conditioning))
 
 
+def num_tokens_of(latent, name):
+    """For Family.lengths, of a conditioning that is cut into tokens as the latent is."""
+    return lambda conditioning: latent.num_tokens(conditioning[name].shape) if name in conditioning else 0
+
+
 def whole_shape(call):
     """Of the latent; where that is a patch, of the one that it is of."""
     shape = list(call.latent.shape)

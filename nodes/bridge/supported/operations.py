@@ -96,7 +96,8 @@ def networks_in(transformer_options):
 
 def _of_operation(operation, transformer_options):
     found = {kind: [function for function in functions if operation_of(kind, function) == operation]
-             for kind, functions in transformer_options.get("patches", {}).items() if kind in KNOWN}
+             for kind, functions in transformer_options.get("patches", {}).items()
+             if operation in KNOWN.get(kind, {}).values()}
     return {kind: functions for kind, functions in found.items() if functions}
 
 
