@@ -133,6 +133,21 @@ def ltx_guide(vae, size):
                             "strength": 1.0}
 
 
+def ltx_weak_guide(vae, size):
+    """Its tokens and the video's read each other less."""
+    name, arguments = ltx_guide(vae, size)
+    return name, {**arguments, "strength": 0.4}
+
+
+def ltx_masked_guide(vae, size):
+    """Of several frames: some of its tokens are not read, some more than the video's own."""
+    name, arguments = ltx_guide(vae, size)
+    width, height = size
+    mask = (torch.rand(17, height, width, generator=torch.Generator().manual_seed(4)) * 3 - 1).clamp(min=0)
+    mask[:, :height // 2] = 0
+    return name, {**arguments, "image": picture(3, *size, frames=17), "frame_idx": 0, "attention_mask": mask}
+
+
 def sound():
     """An audio latent, the beginning of which is to stay."""
     samples = torch.randn(1, 8, 7, 16, generator=torch.Generator().manual_seed(9))
@@ -161,8 +176,11 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start),
          "cosmos1-rate": ("cosmos-predict1", None, frame_rate),
          "ltx-i2v": ("ltx-video", "vae-ltx095", ltx_start), "ltx-rate": ("ltx-video", "vae-ltx095", frame_rate),
          "ltx-guide": ("ltx-video", "vae-ltx095", ltx_guide),
+         "ltx-weak-guide": ("ltx-video", "vae-ltx095", ltx_weak_guide),
+         "ltx-masked-guide": ("ltx-video", "vae-ltx095", ltx_masked_guide),
          "ltx-causal": ("ltx-video-causal", "vae-ltx095", ltx_start),
          "ltx2-i2v": ("ltx-2", "vae-ltx095", ltx_start), "ltx2-guide": ("ltx-2.3", "vae-ltx095", ltx_guide),
+         "ltx2-weak-guide": ("ltx-2.3", "vae-ltx095", ltx_weak_guide),
          "ltx2-rate": ("ltx-2-plain", "vae-ltx095", frame_rate)}
 
 
@@ -229,7 +247,34 @@ def test_latents_equal_native_ksampler(comfyui, asked, native, case, layout, siz
     close(result, native(case, size), TOLERANCE)
 
 
-@pytest.mark.parametrize("case", ["wan-i2v", "wan22-ti2v", "wan-vace", "ltx-guide", "hunyuan-replace"])
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [
+    {"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 100},
+    {"displaced": 2, "warmup_steps": 100}], ids=str)
+@pytest.mark.parametrize("case", ["ltx-weak-guide", "ltx-masked-guide", "ltx2-weak-guide"])
+def test_guides_of_other_strengths_equal_native_under_every_method(comfyui, asked, native, case, degrees):
+    kind, arguments = asked(case, "wide")
+
+    result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)), kind, **arguments)
+
+    close(result, native(case, "wide"), TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ltx-weak-guide", "ltx-masked-guide"])
+def test_without_the_strengths_of_its_tokens_a_guide_gives_another_result(comfyui, asked, native, case):
+    kind, arguments = asked(case, "wide")
+    alike = {name: [(tensor, {**options, "guide_attention_entries": [
+        {**entry, "strength": 1.0, "pixel_mask": None} for entry in options["guide_attention_entries"]]})
+        for tensor, options in arguments[name]] for name in ("positive", "negative")}
+
+    result = comfyui.sample(comfyui.native(kind), kind, **arguments | alike)
+
+    assert relative_error(result, native(case, "wide")) > 50 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["wan-i2v", "wan22-ti2v", "wan-vace", "ltx-guide", "ltx-weak-guide",
+                                  "hunyuan-replace"])
 def test_stale_patches_equal_the_oracle(comfyui, asked, native, case):
     kind, arguments = asked(case, "wide")
     model = comfyui.ours(kind, comfyui.config("cpu,cpu", pipefusion=2, num_patches=3, warmup_steps=1))

@@ -26,7 +26,7 @@ class StaleModel:
         # past: of each attention, [(time, keys, values)] of whole calls
         self.store, self.times, self.past = {}, {}, {}
         self.others, self.edges, self.fresh_rows = [], {}, None
-        self.streams = None                                    # of the keys of the attention that runs
+        self.streams, self.name = None, ""                     # of the keys of the attention that runs, and its own
         for list_ in example.family.plan.lists:
             read = list_.attention | {name: streams for name,
                                       (_, streams) in example.family.plan.cross_attention.items()}
@@ -34,14 +34,14 @@ class StaleModel:
                 for name, streams in read.items():
                     module = functools.reduce(lambda parent, part: getattr(parent, part, None), name.split("."), block)
                     if module is not None:
-                        module.register_forward_pre_hook(functools.partial(self._enter, streams))
-                        module.register_forward_hook(functools.partial(self._enter, None))
+                        module.register_forward_pre_hook(functools.partial(self._enter, streams, name))
+                        module.register_forward_hook(functools.partial(self._enter, None, ""))
         for path, side in example.family.plan.edges.items():
             if path.rpartition(".")[0] in dict(example.model.named_modules()):
                 example.model.get_submodule(path).register_forward_pre_hook(functools.partial(self._as_last, side))
 
-    def _enter(self, streams, *module_and_arguments):
-        self.streams = streams
+    def _enter(self, streams, name, *module_and_arguments):
+        self.streams, self.name = streams, name
 
     def _as_last(self, side, module, args):
         """What a module after the blocks reads of other patches' rows is what they gave last; zeros before that."""
@@ -92,6 +92,9 @@ class StaleModel:
         for first, last in own:
             self.fresh_rows[first // a_row:last // a_row] = True
         calls = iter(range(1000))
+        # (1, T, T): query q has a_q b_k + b_q a_k added to what key k weighs
+        biases = {name: (bias[:, :, None] * bias[:, None, :, [1, 0]]).sum(-1) for name, bias in one.family.biases_of(
+            latent, timestep, one.conditioning, one.config).items()}
 
         def attention(query, key, value, *args, **kwargs):
             if self.streams is None:
@@ -118,6 +121,9 @@ class StaleModel:
             if kwargs.get("attn_mask") is not None:
                 mask = kwargs["attn_mask"]
                 kwargs["attn_mask"] = mask.expand(*mask.shape[:3], len(seen))[..., seen]
+            if self.name in biases:
+                assert kwargs.get("attn_mask") is None
+                kwargs["attn_mask"] = biases[self.name][..., seen].to(query.dtype)
             return plain(query, keys[:, :, seen], values[:, :, seen], *args, **kwargs)
 
         F.scaled_dot_product_attention = attention

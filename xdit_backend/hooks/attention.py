@@ -17,6 +17,7 @@ from ..parallel.pipefusion import patch_attention
 from ..parallel.usp import Attention, usp_attention
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
+from .biases import with_bias
 from .own_code import OwnCode, functional
 from .places import Place, one_key_per_group
 from .rotary import in_pairs, in_real_numbers
@@ -149,10 +150,21 @@ class AttentionFunctions:
         key, value = one_key_per_group(now.module, query, key), one_key_per_group(now.module, query, value)
         query, padding = self.without_placeholders(query, now.streams, context)
         key, value = (self.without_placeholders(each, now.key_streams, context)[0] for each in (key, value))
-        out = attend(query, key, value, context, now, scale)
+        out = self._biased(query, key, value, context, scale)
         for nag in context.guided:
             apply_nag(out, nag, (1, 3), context.tokens.image_slice(now.streams), True, context.mesh, context.traffic)
         return out if padding is None else F.pad(out, padding)
+
+    def _biased(self, query, key, value, context, scale):
+        """`attend`, of more numbers a head where some tokens are to weigh more or less to others."""
+        now = context.attention
+        if now.name not in context.biases:
+            return attend(query, key, value, context, now, scale)
+        name, size = ("bias", now.name), query.shape[3]
+        if name not in context.cuts:
+            context.cuts[name] = context.tokens.take(context.biases[now.name], 1, now.streams)
+        scale = size ** -0.5 if scale is None else scale
+        return attend(*with_bias(query, key, value, context.cuts[name], scale), context, now, scale)[..., :size]
 
     def without_placeholders(self, tensor_BNTH, streams, context):
         """The tensor without tokens that stand in for streams, and how to pad the output to have them again."""

@@ -71,6 +71,7 @@ class ForwardContext:
     masks: dict = field(default_factory=dict)
     # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
     operations: dict = field(default_factory=dict)
+    biases: dict = field(default_factory=dict)         # attention -> Family.biases of this forward's image
     guided: tuple = ()                     # specs.Nag, one after the other, of what every self-attention gives
     free_u: tuple = ()                     # specs.FreeU of a U-Net, one after the other
     networks: tuple = ()                   # (specs.NetworkUse, networks.Network), one after the other
@@ -83,13 +84,13 @@ class ForwardContext:
         """Nothing to do: one rank runs the whole model on a whole latent."""
         return (self.mesh.sequence_degree == 1 and self.patch is None and self.key_values is None
                 and len(self.blocks) == self.num_blocks and not self.control and not self.operations
-                and not self.guided and not self.networks)
+                and not self.guided and not self.networks and not self.biases)
 
     @property
     def shares_attention(self):
         """Is attention anything but torch's own, over this rank's tokens?"""
         return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.masks)
-                or bool(self.guided))
+                or bool(self.guided) or bool(self.biases))
 
     @property
     def opens(self):

@@ -6,7 +6,17 @@ Given frames have times of their own, token by token; guides are frames after th
 
 from ..vocabulary.describe import because, blocks, config_of, diffusers_converter, given, has, size, text_mask
 from ..vocabulary.family import Family, Tiny
-from ..vocabulary.ltx_tokens import IS_LTX, LATENT, NUM_HEADS, PIXELS, bounds, more_than_guides, token_times
+from ..vocabulary.ltx_tokens import (
+    IS_LTX,
+    LATENT,
+    NUM_HEADS,
+    PIXELS,
+    bounds,
+    guide_bias,
+    more_than_guides,
+    token_times,
+    unfold,
+)
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 TABLE = TokenArgument(1, ("image",))
@@ -37,7 +47,8 @@ LTX = Family(
               "caption_proj_before_connector": (False,), "cross_attention_adaln": (False,)}, folder_metadata=_in_folder,
     convert=diffusers_converter("convert_ltx_transformer_checkpoint_to_diffusers"), latent=LATENT, time_scale=1.0,
     pixels=lambda config: PIXELS,
-    conditioning={"context": "caption_channels", "attention_mask": None, "frame_rate": None, "keyframe_idxs": None},
+    conditioning={"context": "caption_channels", "attention_mask": None, "frame_rate": None, "keyframe_idxs": None,
+                  "guide_strengths": None}, unfold=unfold, biases={"attn1": guide_bias},
     ignored=("denoise_mask", "guide_attention_entries"), unsupported_arguments=more_than_guides,
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": token_times,
                "encoder_attention_mask": text_mask, "video_coords": lambda call: bounds(call)[..., 0]},

@@ -72,6 +72,9 @@ class Family:
     # argument of ComfyUI's model that is supported -> the config's argument that says how wide it is, or None
     conditioning: dict[str, str | None]
     tiny: Tiny
+    # attention whose queries and keys are the image -> (CallInputs) -> (1, T of the latent or patch, 2), or None: query
+    # q has a_q b_k + b_q a_k added to what key k weighs, before the softmax, for the two numbers a and b of each token
+    biases: dict[str, Callable] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()          # arguments that ComfyUI's model ignores too
     runs_without_text: bool = False        # has ComfyUI's model a branch whose context is None?
     # conditioning that is a word -> {a word that is supported: the word that it means}
@@ -185,6 +188,12 @@ class Family:
         the whole latent, (B, N). patch: a specs.Patch where the latent is one."""
         call = CallInputs(latent, timestep, conditioning, config, patch)
         return {name: rule(call) if callable(rule) else rule for name, rule in self.arguments.items()}
+
+    def biases_of(self, latent, timestep, conditioning, config, patch=None):
+        """What of `biases` such a call has, given as `inputs` is."""
+        call = CallInputs(latent, timestep, conditioning, config, patch)
+        found = {name: rule(call) for name, rule in self.biases.items()}
+        return {name: bias for name, bias in found.items() if bias is not None}
 
     def prediction(self, output, latent):
         """The forward's output as the latent's rows and columns, in ComfyUI's sign."""

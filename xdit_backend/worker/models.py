@@ -251,11 +251,12 @@ class Loaded:
         if exchange is not None and family.is_unet:
             fields["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1),
                                         mesh.sequence_speeds)
+        call = latent, on_device(timestep, latent.device), conditioning, self.transformer.config, patch
         context = ForwardContext(
-            family.inputs(latent, on_device(timestep, latent.device), conditioning, self.transformer.config, patch),
+            family.inputs(*call),
             mesh, traffic, self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
             tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
-            None if patch is None else rows_of(family, latent.shape, patch), **fields)
+            None if patch is None else rows_of(family, latent.shape, patch), biases=family.biases_of(*call), **fields)
         if control:
             context.control = PinnedAhead(self.hooks.own_control(control, context), latent.device)
         return context
