@@ -249,7 +249,7 @@ def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, monkeypatch, l
     check._setup.spec = dataclasses.replace(check._setup.spec, weights_memory=weights_memory)
     coming = type(check)(check._setup, check._plan_of, None, dict)
     assert fit.hold == (coming.weight_bytes, coming.offloaded_bytes)
-    assert fit.answer().endswith(coming.words(types.SimpleNamespace(plan=None, staged=None, timed=None)))
+    assert fit.answer().endswith(coming.words(types.SimpleNamespace(plan=None, coming=None, timed=None)))
 
 
 def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_patches_as_can_be(comfyui, monkeypatch):
@@ -267,7 +267,7 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
                     [12e9 * FULL] * 2)
 
     assert before == 0 and coming.requested_patches == 2 and 0 < budget < 12e9
-    said = coming.words(types.SimpleNamespace(plan=None, staged=None, timed=None))
+    said = coming.words(types.SimpleNamespace(plan=None, coming=None, timed=None))
     stay, once, a_step = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory "
                                               r"for each of 2 patches, (\S+) GB in every step$", said).groups())
     assert counted.weight_bytes == coming.weight_bytes[0] <= budget and counted.weight_bytes / 1e9 <= 1.01 * stay
@@ -370,6 +370,6 @@ def test_flux2_in_fp8_on_two_cards_is_answered_alike(comfyui, monkeypatch, tmp_p
     assert fit.weights_memory == remote.memory.weights_memory_beside(remote._most_run_bytes, False)
     remote.compute_in("bfloat16", base_model)
     assert fit.hold == (remote.memory.weight_bytes, remote.memory.offloaded_bytes)
-    said = remote.memory.words(types.SimpleNamespace(plan=None, staged=None, timed=None))
+    said = remote.memory.words(types.SimpleNamespace(plan=None, coming=None, timed=None))
     assert fit.answer().startswith("fits: ") and fit.answer().endswith(said)
     assert said.startswith(". Weights: ") and "come from host memory in every step" in said
