@@ -13,6 +13,7 @@ import torch
 from tests.checkpoints.test_header import PUBLISHED
 from tests.dry_run.test_loading import sparse_file
 from tests.nodes.test_pipefusion import EXACT
+from tests.tiers import by_default
 from tests.tolerances import close, within
 from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import fits, size
@@ -276,10 +277,11 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
         asked(comfyui, "pipefusion2", 1e9, "auto", monkeypatch)[1].check_weights()
 
 
+@pytest.mark.parametrize("given", by_default([{"mode": "auto"}], [{"mode": "auto"}, {"pipefusion": 2}]), ids=str)
 @pytest.mark.parametrize("is_hidden", [True, pytest.param(False, marks=pytest.mark.slow)],
                          ids=["with busy stages", "once a step"])
 def test_stages_that_are_too_large_have_weights_come_as_often_as_is_forecast_to_be_fastest(comfyui, said, monkeypatch,
-                                                                                         is_hidden):
+                                                                                         is_hidden, given):
     """Of two cards none has room for its half. Where the way from the host is slow, weights come once a step, for one
     patch, and the picture is one device's; else it is that of two patches."""
     apart(comfyui, monkeypatch)
@@ -296,7 +298,7 @@ def test_stages_that_are_too_large_have_weights_come_as_often_as_is_forecast_to_
     machine = choice.Machine((cost.Device(**vars(card)),) * 2, cost.Links(links.rates))
     monkeypatch.setattr(comfyui.groups, "machine", lambda *given, **more: machine)
     monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: 0.9 * weights)      # of both
-    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto"), size="demo")
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **given), size="demo")
     said.clear()
 
     result = comfyui.sample(model, "sd3", steps=4)
