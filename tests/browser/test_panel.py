@@ -361,9 +361,11 @@ def test_times_that_come_late_are_not_shown_beside_a_later_state(page, host, aft
 
 
 @pytest.mark.slow
-def test_the_bubble_is_the_time_without_work(page):
-    """Two steps of 4 s in 10 s, of which 1 s is a wait; a decode after them counts as work, and not as the bubble."""
-    spans = [["whole", 0, 4, 1, 0], ["wait", 1, 2, 1, 0], ["patch", 6, 10, 2, 0], ["decode", 12, 13, 0, 0]]
+@pytest.mark.parametrize("wait", ["wait", "weights", "exchange"])
+def test_the_bubble_is_the_time_without_work(page, wait):
+    """Two steps of 4 s in 10 s, of which 1 s is a wait, for another rank or for weights; a decode after them counts as
+    work, and not as the bubble."""
+    spans = [["whole", 0, 4, 1, 0], [wait, 1, 2, 1, 0], ["patch", 6, 10, 2, 0], ["decode", 12, 13, 0, 0]]
     whole, later, drawn = page.evaluate("""async spans => {
         const { shares, rectangles } = await import("/extensions/xdit-comfyui/timeline.js");
         return [shares(spans, 0, 10), shares(spans, 2, 10),
@@ -385,12 +387,12 @@ def test_the_legend_lists_what_the_picture_has(page):
         const show = (run, spans) => picture.show({ run, seconds: 2, steps: 1, ranks: [{ name: "0: cpu", spans }] });
         show(1, []);
         const empty = picture.isOf(1);
-        show(2, [["measure", 0, 1, 0, 0], ["whole", 1, 2, 1, 0]]);
+        show(2, [["measure", 0, 1, 0, 0], ["whole", 1, 2, 1, 0], ["weights", 1, 1.5, 1, 0]]);
         return [[empty, picture.isOf(1), picture.isOf(2)],
             [...picture.legend.querySelectorAll("i")].map(one => one.dataset.kind)];
     }""")
 
-    assert of == [False, False, True] and kinds == ["whole", "measure", "idle"]
+    assert of == [False, False, True] and kinds == ["whole", "measure", "weights", "idle"]
 
 
 @pytest.mark.slow
@@ -427,6 +429,7 @@ def test_the_rate_of_weights_that_come_is_what_came_in_a_step(page, host, after_
         page.wait_for_selector("[data-fact=run_link]", timeout=120_000)
         wait_for_run(page, "done")
         shown = page.text_content("[data-fact=run_link]")
+        lines = page.locator(".xdit-group li").all_text_contents()
         step_s = float(page.text_content("[data-fact=run_a_step]").removesuffix(" s"))
     finally:
         page.evaluate(SET_WEIGHTS_MEMORY, "auto")
@@ -435,5 +438,9 @@ def test_the_rate_of_weights_that_come_is_what_came_in_a_step(page, host, after_
     come, rate = (float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) (\w+)", shown))
     assert before == 0 and shown.endswith("/s")
     assert come == pytest.approx(max(max(model["offloaded"]) for model in models), rel=0.05) and come > 0
+    stay = sum(sum(model["weights"]) - sum(model["parked"]) for model in models if any(model["offloaded"]))
+    line, = (line for line in lines if "come from host memory" in line)
+    held, streamed = (float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) ([KMG]?B)\b", line))
+    assert held == pytest.approx(stay, rel=0.05) and streamed == pytest.approx(come, rel=0.01)
     rounded = 0.05e9 if rate >= 1e8 else 0.5e6
     assert abs(rate - come / step_s) < rounded + 0.1 * rate

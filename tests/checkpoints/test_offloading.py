@@ -331,7 +331,7 @@ class Sleeper(torch.nn.Module):
         self.times_s.append(time.perf_counter() - started_s)
 
 
-@pytest.mark.parametrize("copies_take", [0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("copies_take", by_default([1.0], [0.5, 0.75, 1.0, 1.5, 2.0, 4.0]))
 def test_a_step_takes_a_tenth_more_at_most_than_its_blocks_or_its_copies_in_the_same_minutes(copies_take):
     """All copies of a step take so many times as long as all blocks. They sleep, so that other work on this machine
     counts for little; one step that it does not slow down is enough."""
@@ -359,6 +359,8 @@ def test_a_step_takes_a_tenth_more_at_most_than_its_blocks_or_its_copies_in_the_
         started_s = time.perf_counter()
         step()
         times_s.append(time.perf_counter() - started_s)
+    print(f"copies take {copies_take} of computing: the longer of both {1e3 * expected_s():.0f} ms, a step "
+          f"{1e3 * min(times_s):.0f} ms, the least of {len(times_s)}")
 
     assert min(times_s) < 1.1 * expected_s()
     # no block twice a step

@@ -4,6 +4,9 @@ blocks; no operator mixes devices, and the host waits where it is allowed to."""
 
 import dataclasses
 import functools
+import itertools
+import re
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -11,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from tests.dry_run.rows import place_of
+from tests.tiers import by_default
 from xdit_backend.autoencoders import family_of
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.dry_run.device_work import DeviceWork
 from xdit_backend.dry_run.pretended import CUDA, pretended_cuda, pretended_group
+from xdit_backend.forecast.memory import room_of
 from xdit_backend.parallel.vae import Pieces, Ranks, decode_rows, encode_rows, num_parts, split_dim
-from xdit_backend.parallel.vae_memory import need_of
+from xdit_backend.parallel.vae_memory import MARGIN, need_of
 
 ALLOWED = 0.05
 ALLOWED_WAITS = {
@@ -77,6 +82,10 @@ KINDS = {
     "mochi": Kind("AutoencoderKLMochi", 12, 8, 6), "cogvideox": Kind("AutoencoderKLCogVideoX", 16, 8, 4, OF_COGVIDEOX),
     "cosmos": Kind("AutoencoderKLCosmos", 16, 8, 8)}
 KINDS = {key: kind for key, kind in KINDS.items() if hasattr(diffusers, kind.name)}
+MEASURING = Path(__file__).parents[2] / "docs" / "measuring.md"
+TITLES = {"flux": "Flux.1", "taesd": "TAESD", "sana": "Sana", "hunyuan image": "HunyuanImage", "wan": "Wan 2.1",
+          "wan 2.2": "Wan 2.2", "hunyuan": "HunyuanVideo", "hunyuan 1.5": "HunyuanVideo 1.5", "ltx": "LTX-Video",
+          "mochi": "Mochi (79 frames)", "cogvideox": "CogVideoX", "cosmos": "Cosmos-Predict1"}
 DEFAULT = {("flux", "decode", 2, True), ("cosmos", "decode", 2, False), ("ltx", "encode", 2, False)}
 
 
@@ -130,3 +139,41 @@ def test_a_decode_lives_in_what_was_forecast(key, way, world_size, whole):
     assert work.mixed == {}
     assert {place_of(wait) for wait in work.waits} <= set(ALLOWED_WAITS)
     assert abs(forecast_of(kind, way, world_size, whole) / (work.peak_bytes - before_bytes) - 1) < ALLOWED
+
+
+def held_and_needed(title):
+    """docs/measuring.md's: GB of the decoder, of its largest layer, [needed beside them by one rank, two and four]."""
+    five = r" ([\d.]+) \|" * 5
+    cells, = re.findall(rf"^\| {re.escape(title)} \|{five}$", MEASURING.read_text(encoding="utf-8"), re.MULTILINE)
+    decoder, layer, *needed = map(float, cells)
+    return decoder, layer, needed
+
+
+@pytest.mark.parametrize("key", by_default(["sana"], KINDS))
+def test_the_table_of_decoders_is_what_they_hold_and_need(key):
+    kind, vae = KINDS[key], KINDS[key].make()
+    parts = [part for name, part in vae.named_children() if name.startswith(("decoder", "post_quant"))]
+    layers = [sum(weight.nbytes for weight in module.parameters(recurse=False))
+              for part in parts for module in part.modules()]
+    needed = [need_of(vae, kind.shapes()[0], 1, num_ranks).peak_bytes * MARGIN for num_ranks in (1, 2, 4)]
+
+    decoder, layer, said = held_and_needed(TITLES[key])
+    assert abs(decoder - sum(layers) / 1e9) < (6e-4 if decoder < 0.01 else 6e-3)
+    assert abs(layer - max(layers) / 1e9) < 6e-4 and said == [round(each / 1e9, 2) for each in needed]
+
+
+def test_weights_from_host_memory_would_give_few_decodes_room_that_have_none():
+    """Why docs say that those of VAEs do not come from there: beside two of its largest layers at a time, which is the
+    least that would be left, three more decodes would have room."""
+    more, num_fitting, num_rows = [], 0, 0
+    for title, card_gb in itertools.product(TITLES.values(), (8, 12, 16, 24)):
+        decoder, layer, needed = held_and_needed(title)
+        for num_ranks, own in zip((1, 2, 4), needed):
+            fits, would_fit = (own + held <= room_of(card_gb * 1e9) / 1e9
+                               for held in (decoder, min(decoder, 2 * layer)))
+            num_rows, num_fitting = num_rows + 1, num_fitting + fits
+            more += [(title, num_ranks, card_gb)] if would_fit and not fits else []
+    said = re.search(r"Of these (\d+) decodes (\d+) have room", MEASURING.read_text(encoding="utf-8"))
+
+    assert said.groups() == (str(num_rows), str(num_fitting))
+    assert more == [("Wan 2.1", 1, 12), ("HunyuanVideo 1.5", 4, 8), ("CogVideoX", 4, 12)]

@@ -13,6 +13,7 @@ import torch
 from tests.checkpoints.test_header import PUBLISHED
 from tests.dry_run.test_loading import sparse_file
 from tests.nodes.test_pipefusion import EXACT
+from tests.tiers import by_default
 from tests.tolerances import close, within
 from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import fits, size
@@ -249,7 +250,7 @@ def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, monkeypatch, l
     check._setup.spec = dataclasses.replace(check._setup.spec, weights_memory=weights_memory)
     coming = type(check)(check._setup, check._plan_of, None, dict)
     assert fit.hold == (coming.weight_bytes, coming.offloaded_bytes)
-    assert fit.answer().endswith(coming.words(types.SimpleNamespace(plan=None, staged=None, timed=None)))
+    assert fit.answer().endswith(coming.words(types.SimpleNamespace(plan=None, coming=None, timed=None)))
 
 
 def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_patches_as_can_be(comfyui, monkeypatch):
@@ -267,7 +268,7 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
                     [12e9 * FULL] * 2)
 
     assert before == 0 and coming.requested_patches == 2 and 0 < budget < 12e9
-    said = coming.words(types.SimpleNamespace(plan=None, staged=None, timed=None))
+    said = coming.words(types.SimpleNamespace(plan=None, coming=None, timed=None))
     stay, once, a_step = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory "
                                               r"for each of 2 patches, (\S+) GB in every step$", said).groups())
     assert counted.weight_bytes == coming.weight_bytes[0] <= budget and counted.weight_bytes / 1e9 <= 1.01 * stay
@@ -276,10 +277,11 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
         asked(comfyui, "pipefusion2", 1e9, "auto", monkeypatch)[1].check_weights()
 
 
+@pytest.mark.parametrize("given", by_default([{"mode": "auto"}], [{"mode": "auto"}, {"pipefusion": 2}]), ids=str)
 @pytest.mark.parametrize("is_hidden", [True, pytest.param(False, marks=pytest.mark.slow)],
                          ids=["with busy stages", "once a step"])
 def test_stages_that_are_too_large_have_weights_come_as_often_as_is_forecast_to_be_fastest(comfyui, said, monkeypatch,
-                                                                                         is_hidden):
+                                                                                         is_hidden, given):
     """Of two cards none has room for its half. Where the way from the host is slow, weights come once a step, for one
     patch, and the picture is one device's; else it is that of two patches."""
     apart(comfyui, monkeypatch)
@@ -296,7 +298,7 @@ def test_stages_that_are_too_large_have_weights_come_as_often_as_is_forecast_to_
     machine = choice.Machine((cost.Device(**vars(card)),) * 2, cost.Links(links.rates))
     monkeypatch.setattr(comfyui.groups, "machine", lambda *given, **more: machine)
     monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: 0.9 * weights)      # of both
-    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto"), size="demo")
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **given), size="demo")
     said.clear()
 
     result = comfyui.sample(model, "sd3", steps=4)
@@ -370,6 +372,6 @@ def test_flux2_in_fp8_on_two_cards_is_answered_alike(comfyui, monkeypatch, tmp_p
     assert fit.weights_memory == remote.memory.weights_memory_beside(remote._most_run_bytes, False)
     remote.compute_in("bfloat16", base_model)
     assert fit.hold == (remote.memory.weight_bytes, remote.memory.offloaded_bytes)
-    said = remote.memory.words(types.SimpleNamespace(plan=None, staged=None, timed=None))
+    said = remote.memory.words(types.SimpleNamespace(plan=None, coming=None, timed=None))
     assert fit.answer().startswith("fits: ") and fit.answer().endswith(said)
     assert said.startswith(". Weights: ") and "come from host memory in every step" in said

@@ -49,6 +49,30 @@ def test_the_timeline_is_of_the_ranks_and_steps_that_ran(comfyui, panel, kinds, 
             and json.loads(json.dumps(events)) == events)
 
 
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"pipefusion": 2, "num_patches": 2}], ids=str)
+def test_waits_for_weights_are_in_the_timeline_in_the_step_that_waited(comfyui, panel, monkeypatch, degrees):
+    """And the panel is told what of a model stays on each device, and what comes."""
+    monkeypatch.setattr(panel, "SHORT_S", 0.0)                 # what comes of a tiny model takes no longer
+    least = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees), size="demo").model.remote.memory._least_bytes
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", weights_memory=f"{1.01 * least / 1e9}", **degrees),
+                         size="demo")
+    memory = model.model.remote.memory
+    comfyui.sample(model, "sd3", steps=3)
+
+    state, times = panel.state(), panel.timeline()
+
+    for rank in times["ranks"]:
+        steps = {span[3]: span for span in rank["spans"] if span[0] == "whole"}
+        waits = [span for span in rank["spans"] if span[0] == "weights"]
+        assert waits and {wait[3] for wait in waits} <= {1, 2, 3}
+        for _, start, end, step, _ in waits if "cfg" in degrees else ():
+            assert steps[step][1] <= start <= end <= steps[step][2]
+    own, = (one for group in state["groups"] for one in group["models"]
+            if one["name"] == model.model.remote.spec.name)
+    assert own["offloaded"] == memory.offloaded_bytes and min(own["offloaded"]) > 0
+    assert own["weights"] == memory.weight_bytes and state["run"]["come"] == memory.come_bytes
+
+
 def test_a_group_that_took_no_part_has_no_row_in_the_timeline(comfyui, panel):
     comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", steps=2)
     comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2)), "sd3", steps=2)

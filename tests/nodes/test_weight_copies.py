@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 
 import pytest
 
@@ -24,9 +25,12 @@ def sent(comfyui, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("gather_bytes_s, pageable", [(1e12, 0.0), (1e6, 1.0)], ids=["fast links", "by the driver"])
+@pytest.mark.parametrize("gather_bytes_s, pageable, given", [
+    (1e12, 0.0, {"mode": "auto"}), pytest.param(1e6, 1.0, {"mode": "auto"}, marks=pytest.mark.slow),
+    (1e12, 1.0, {"ulysses": 2}), pytest.param(1e6, 0.0, {"cfg": 2}, marks=pytest.mark.slow)],
+    ids=["fast links", "by the driver", "fast links and by the driver, degrees by hand", "degrees by hand"])
 def test_devices_share_what_comes_over_fast_links_and_copy_as_the_probe_found_faster(
-        comfyui, said, monkeypatch, sent, gather_bytes_s, pageable):
+        comfyui, said, monkeypatch, sent, gather_bytes_s, pageable, given):
     """The picture is one device's, and the node says so. Two cards have room for nine tenths of the weights each."""
     apart(comfyui, monkeypatch)
     wanted = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu"), size="demo"), "sd3", steps=4)
@@ -41,7 +45,7 @@ def test_devices_share_what_comes_over_fast_links_and_copy_as_the_probe_found_fa
     machine = choice.Machine((card, dataclasses.replace(card)), cost.Links(rates))
     monkeypatch.setattr(comfyui.groups, "machine", lambda *given, **more: machine)
     monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: 0.9 * weights)
-    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", weights_memory=f"{0.6 * weights / 1e9}"),
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", weights_memory=f"{0.6 * weights / 1e9}", **given),
                          size="demo")
     sent.clear()
     said.clear()
@@ -49,6 +53,7 @@ def test_devices_share_what_comes_over_fast_links_and_copy_as_the_probe_found_fa
     result = comfyui.sample(model, "sd3", steps=4)
 
     shared = gather_bytes_s > 1e6
-    assert "come from host memory" in said[0] and ("a part over each device" in said[0]) == shared
+    assert re.search(r"come from host memory in every step.*(, hidden \(|which takes )", said[0])
+    assert ("a part over each device" in said[0]) == shared
     assert sent == [(bool(pageable), shared)] * 4
     close(result, wanted, EXACT)

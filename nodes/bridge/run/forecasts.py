@@ -26,7 +26,7 @@ class Forecasts:
         self._setup = setup
         # the Plan of this run, if it has one; what its calls took
         self.plan = self.timed = None
-        self.staged = None                                     # the Plan of this run's stages, if their weights come
+        self.coming = None                                     # the Plan of a run without one, if weights come for it
         self._plans, self._cards = {}, ()                      # {Job: Plan or None}; names of the devices
         self._pages = None                                     # host_memory.pages_of the file
         self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
@@ -34,12 +34,13 @@ class Forecasts:
     def begin(self, job, is_planned):
         """The Plan of the run that this call belongs to. A call with another plan belongs to another run."""
         plan = self.look(job, may_measure=True) if is_planned else None
+        self.coming = self._coming(job) if is_planned else None
         if self.timed is None or plan is not self.plan:
             self.plan, self.timed = plan, StepTimes(job)
         return plan
 
     def end(self):
-        self.plan = self.timed = self.staged = None
+        self.plan = self.timed = self.coming = None
         self._plans.clear()
 
     def look(self, job, may_measure):
@@ -61,7 +62,7 @@ class Forecasts:
     def with_copies(self, calls):
         """These calls, with how their weights come from host memory: as the devices were measured and this run is
         planned."""
-        setup, plan = self._setup, self.plan or self.staged
+        setup, plan = self._setup, self.plan or self.coming
         machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, False) if setup.spec.weights_memory else None
         if machine is None:
             return calls
@@ -72,13 +73,21 @@ class Forecasts:
     def num_patches(self, job):
         """Of a run by stages whose weights come from host memory, as is forecast to be fastest; 0: none come, or the
         devices are not measured."""
-        setup, self.staged = self._setup, None
-        machine = self._machine(may_measure=False) if self.why_none == "stages" else None
-        plan = machine and plan_run(setup.config, machine, setup.net, job, setup.spec.stages, setup.spec.tensor_degree)
-        if not plan or not plan.chosen.memory.come:
-            return 0
-        self.staged = plan
-        return plan.chosen.degrees.num_patches
+        self.coming = None if self._setup.spec.stages is None else self._coming(job)
+        return 0 if self.coming is None else self.coming.chosen.degrees.num_patches
+
+    def _coming(self, job):
+        """The Plan of a run that has none to choose a layout by: of degrees set by hand, stages or one device. None
+        where no weights come from host memory, and where nothing can be forecast."""
+        setup, spec = self._setup, self._setup.spec
+        if self.why_none not in ("manual", "one", "stages") or not spec.weights_memory or setup.net is None:
+            return None
+        if job not in self._plans:
+            machine = self._machine(may_measure=False)
+            self._plans[job] = machine and plan_run(setup.config, machine, setup.net, job, spec.stages,
+                                                    spec.tensor_degree)
+        plan = self._plans[job]
+        return plan if plan and plan.chosen.memory.come else None
 
     def _machine(self, may_measure):
         """The devices as this MODEL finds them; None where they are not measured."""

@@ -112,7 +112,7 @@ class MemoryCheck:
 
     def words(self, forecasts):
         """Where the weights are, for a person; "" where all are on the devices. forecasts: run.forecasts.Forecasts."""
-        plan, run = forecasts.plan or forecasts.staged, forecasts.timed
+        plan, run = forecasts.plan or forecasts.coming, forecasts.timed
         chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps if run else USUAL_JOB.steps)
         come, stay = max(self.offloaded_bytes), max(self.weight_bytes)
         num_patches = 1 if self._setup.spec.stages is None else self.requested_patches
