@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.comfy_quants import save_comfy_quant
+from tests.comfy_quants import WRITTEN, save_comfy_quant
 from tests.model_nodes import model_nodes, run_node
 from tests.tiny_checkpoints import metadata_of, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
@@ -16,7 +16,8 @@ from tests.tolerances import close, relative_error
 LAYOUTS = {"one": {}, "cfg2": {"cfg": 2}, "tensor2": {"tensor": 2}, "ulysses2": {"ulysses": 2},
            "stale-patches": {"pipefusion": 2, "num_patches": 2, "warmup_steps": 1}}
 FORMATS = {"scaled": lambda path, source: save_scaled(path, source, per_row=True),
-           "nvfp4": lambda path, source: save_comfy_quant(path, source, "nvfp4")[0],
+           **{format_: functools.partial(lambda format_, path, source: save_comfy_quant(path, source, format_)[0],
+                                         format_) for format_ in WRITTEN},
            **{type_: functools.partial(save_gguf, type_=type_) for type_ in ("Q4_K", "Q8_0", "IQ2_XS")}}
 
 WHEN_LOADED = ("int8", "nf4")                                  # of weight_dtype
@@ -150,7 +151,9 @@ def test_a_quantised_file_is_not_quantised_again(comfyui, files_of):
             comfyui.load_model.execute(files_of("sd3", format_)[0], "nf4", comfyui.config())
 
 
-@pytest.mark.parametrize("format_", ["Q4_K", "nvfp4", pytest.param("int8", marks=pytest.mark.quantisers)])
+@pytest.mark.parametrize("format_", ["Q4_K", "nvfp4", *(pytest.param(each, marks=pytest.mark.slow) for each in WRITTEN
+                                                        if each != "nvfp4"),
+                                     pytest.param("int8", marks=pytest.mark.quantisers)])
 def test_another_model_is_merged_into_one_of_a_quantised_file(comfyui, files_of, format_):
     _, plain = files_of("sd3", format_)
     merge = model_nodes(comfyui)["ModelMergeSimple"]
