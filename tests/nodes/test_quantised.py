@@ -72,15 +72,19 @@ def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, forma
     assert relative_error(result, comfyui.reference("sd3")) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["hidream-i1", "sd3"])
+@pytest.mark.parametrize("kind", ["hidream-i1", "sd3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
+    "wan-animate", "hunyuanvideo-1.5", "anima"))])
 def test_a_scale_that_comfyui_leaves_out_is_refused(comfyui, kind):
-    """HiDream chooses its experts by a parameter that is no layer, so ComfyUI takes its numbers without their scale."""
+    """HiDream chooses its experts by a parameter that is no layer, so ComfyUI takes its numbers without their scale; of
+    Wan Animate it is what reads faces, of HunyuanVideo 1.5 an embedding that is none of ComfyUI's own, and of Anima
+    one of ComfyUI's that has a scale for each row."""
     name = f"{kind}-all-scaled.safetensors"
-    save_scaled(comfyui.base / "diffusion_models" / name, comfyui.base / "diffusion_models" / comfyui.file(kind))
+    save_scaled(comfyui.base / "diffusion_models" / name, comfyui.base / "diffusion_models" / comfyui.file(kind),
+                per_row=kind == "anima")
 
-    with pytest.raises(comfyui.errors.CheckpointError, match=r"has a scale for \S+\.gate\.weight, which ComfyUI does "
+    with pytest.raises(comfyui.errors.CheckpointError, match=r"has a scale for \S+\.weight, which ComfyUI does "
                                                              r"not heed") \
-            if kind == "hidream-i1" else contextlib.nullcontext():
+            if kind != "sd3" else contextlib.nullcontext():
         comfyui.load_model.execute(name, "default", comfyui.config("cpu"))
 
 

@@ -51,7 +51,7 @@ FORMATS = {
     "int8_tensorwise": Format(("I8",), torch.int8, rounds_inputs=True, agreed="each"),
     "convrot_w4a4": Format(("I8", "U8"), torch.uint8, numbers=2, rounds_inputs=True)}
 
-OLD_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}       # type of a header -> format
 BESIDE = {"weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "comfy_quant", "scale_weight",
           "scale_input"}
 OLD_NAMES = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
@@ -94,7 +94,7 @@ class Layer:
     def type(self):
         """What a Checkpoint says of its weight: a header's type, where the numbers and scales of rows are all there is;
         else the format."""
-        return self.how.stored[0] if self.format in OLD_FLOAT8.values() else self.format
+        return self.how.stored[0] if self.format in FLOAT8.values() else self.format
 
     @property
     def stored_shape(self):
@@ -155,7 +155,7 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
                 raise _refusal(file_name, f"is quantised in a way that xDiT does not read ({name}: {whose})")
     beside = {name for name in shapes if name.rpartition(".")[2] in BESIDE} | ({"scaled_fp8"} & shapes.keys())
     said = {name.removesuffix(".scale_weight"): {
-                "format": OLD_FLOAT8.get(dtypes.get(_weight(name)), "float8_e4m3fn"),
+                "format": FLOAT8.get(dtypes.get(_weight(name)), "float8_e4m3fn"),
                 "full_precision_matrix_mult": math.prod(shapes.get("scaled_fp8", ())) == 2}
             for name in sorted(beside) if name.endswith(".scale_weight")}
     try:
