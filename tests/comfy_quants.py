@@ -5,12 +5,14 @@ Used by the tests of checkpoints and nodes.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_checkpoints import matrices, metadata_of, save_gguf, save_scaled
+from tests.comfyui_server import comfyui_folder
+from tests.tiny_checkpoints import import_comfyui, matrices, metadata_of, save, save_gguf, save_scaled
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.layers import FORMATS
 
@@ -65,6 +67,16 @@ def save_comfy_quant(path, source, format_, options={}, more=None):
 
 SMOOTHED = {"pre_quant_scale": lambda matrix: torch.linspace(0.8, 1.25, matrix.shape[1]),
             "input_scale": lambda matrix: 0.02 + 0.01 * matrix[0, 0].abs()}
+
+
+def packed_file(folder, kind, format_):
+    """A tiny file of a kind in a format of WRITTEN, in this folder; made, by ComfyUI, where it is not there."""
+    path, plain = (Path(folder, f"{kind}-{name}.safetensors") for name in (format_, "plain"))
+    if not path.exists():
+        import_comfyui(comfyui_folder())
+        save(kind, plain)
+        save_comfy_quant(path, plain, format_)
+    return path
 
 
 def save_as(how, folder, original):

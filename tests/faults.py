@@ -2,10 +2,11 @@
 fail, and workers that get no more memory, at random moments: a run ends in time with its picture or in words, the next
 is right.
 
-    OMP_NUM_THREADS=1 python -m tests.faults [--first N] [--count N] [--workers 2 or 4] [--coming]
+    OMP_NUM_THREADS=1 python -m tests.faults [--first N] [--count N] [--workers 2 or 4] [--coming] [--packed]
 
 draws faults by their numbers and prints what came of them; the same number draws the same fault. --coming: as many of
-those that meet steps whose weights come from host memory. What is left behind at the end, processes, files, open files
+those that meet steps whose weights come from host memory. --packed: of files in ComfyUI's quantised formats, each in
+one that is drawn (with XDIT_COMFYUI=FOLDER). What is left behind at the end, processes, files, open files
 or threads, counts as a failure too; of a host that was killed, after each. tests/host/test_faults.py runs a few.
 """
 
@@ -26,6 +27,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from tests.comfy_quants import WRITTEN, packed_file
 from tests.conftest import ROOT, left_behind, still_there
 from tests.fault_strikes import can_fail_copies, cut_short, fail_copies, removed, without_memory, written_to
 from tests.models.zoo import example
@@ -92,11 +94,12 @@ class Fault:
     kind: str
     rank: int
     delay_s: float
+    format: str = ""                       # of the file, of WRITTEN; "": a folder of plain weights
 
     @property
     def key(self):
         """What is run."""
-        return "decode" if self.phase == "decoding" else self.layout
+        return "decode" if self.phase == "decoding" else (self.layout, self.format)
 
     @property
     def meets_weights(self):
@@ -105,16 +108,21 @@ class Fault:
 
     def __str__(self):
         whom = "" if " " in self.kind or self.kind == "cancel" else f" rank {self.rank}"
-        return f"{self.number}: {self.kind}{whom} while {self.phase} under {self.layout}, after {self.delay_s:.2f} s"
+        of = f" of a file in {self.format}" if self.format else ""
+        return (f"{self.number}: {self.kind}{whom} while {self.phase} under {self.layout}{of}, after "
+                f"{self.delay_s:.2f} s")
 
 
-def draw(number, num_workers=2):
+def draw(number, num_workers=2, packed=False):
     rng = random.Random(number)
     phase = rng.choice(PHASES)
     kind = rng.choice([kind for kind in FAULTS if (phase, kind) not in NEVER])
     layouts = [name for name in LAYOUTS[num_workers] if kind not in (*OF_FILES, "copy") or name in COMING]
-    return Fault(number, rng.choice(layouts), phase, kind, rng.randrange(num_workers),
-                 rng.uniform(0, LONGEST_S[phase]))
+    fault = Fault(number, rng.choice(layouts), phase, kind, rng.randrange(num_workers),
+                  rng.uniform(0, LONGEST_S[phase]))
+    # no rank can have a share of what rounds each token's inputs by themselves
+    formats = [format_ for format_ in WRITTEN if format_ != "convrot_w4a4" or "tensor" not in fault.layout]
+    return replace(fault, format=rng.choice(formats)) if packed else fault
 
 
 class Host:
@@ -123,41 +131,54 @@ class Host:
 
     def __init__(self, folder, num_workers):
         self.client, self.folder = Client(("cpu",) * num_workers), folder
-        self.layouts, self.wanted = LAYOUTS[num_workers], {}
-        self.one = example("SD3", rows=48, columns=48, batch=2, more={"num_layers": 6})
-        if not Path(folder, "transformer").exists():
-            self.one.model.save_pretrained(Path(folder, "transformer"))
-        self._header, self._undo = open_checkpoint(folder), lambda: None
-        self._vae = random_decoder(32)
+        self.layouts, self.wanted, self._models = LAYOUTS[num_workers], {}, {}
+        self._undo, self._vae = lambda: None, random_decoder(32)
         self._others = set(psutil.Process().children(recursive=True))          # of groups that other tests use
         self._latent = torch.randn(2, 4, 24, 24, generator=torch.Generator().manual_seed(0))
 
-    def spec(self, layout):
+    def model(self, format_):
+        """(Checkpoint, inputs) of a file in this format; "": of a folder of plain weights."""
+        if format_ not in self._models:
+            path = Path(self.folder) if not format_ else packed_file(self.folder, "sd3", format_)
+            one = example("SD3", rows=48, columns=48, batch=2,
+                          more=open_checkpoint(path).config if format_ else {"num_layers": 6})
+            if not format_ and not Path(path, "transformer").exists():
+                one.model.save_pretrained(Path(path, "transformer"))
+            self._models[format_] = open_checkpoint(path), one
+        return self._models[format_]
+
+    def spec(self, layout, format_):
         degrees = self.layouts[layout]
         stages = None if degrees.pipefusion_degree == 1 else Stages(degrees.pipefusion_degree,
                                                                     degrees.ulysses_degree * degrees.tensor_degree)
-        return self._header.spec("float64", "float64", stages, degrees.tensor_degree,
-                                 weights_memory=int(layout in COMING))
+        return self.model(format_)[0].spec("float64", "float64", stages, degrees.tensor_degree,
+                                           weights_memory=int(layout in COMING))
 
-    def run(self, layout, phase="computing"):
+    def run(self, layout, phase="computing", format_=""):
         """A decode, or Euler steps; under CFG parallelism of two branches, which are added up."""
         if phase == "decoding":
             vae = Autoencoder("vae", "float64", lambda: self._vae)
             return self.client.autoencoders.decode(vae, self._latent, (2, 192, 192, 3)).clone()
-        call = Call(self.one.latent, self.one.timestep, self.one.conditioning,
-                    copies=WeightCopies(is_shared=layout in SHARING))
-        spec, degrees = self.spec(layout), self.layouts[layout]
-        patches = cut_patches(self.one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None
+        one, spec, degrees = self.model(format_)[1], self.spec(layout, format_), self.layouts[layout]
+        call = Call(one.latent, one.timestep, one.conditioning, copies=WeightCopies(is_shared=layout in SHARING))
+        channels = one.latent.shape[1]
+        patches = cut_patches(one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None
         try:
             if degrees.cfg_degree == 1:
-                return sample(self.client, Model(spec, 4, 1000.0), call, Sampling(SIGMAS), Method(degrees, 1, patches))
+                return sample(self.client, Model(spec, channels, 1000.0), call, Sampling(SIGMAS),
+                              Method(degrees, 1, patches))
             x = call.latent
             for sigma, following in zip(SIGMAS, SIGMAS[1:]):
                 asked = replace(call, latent=x, timestep=torch.full((2,), 1000.0 * sigma, dtype=x.dtype))
-                x = x + (following - sigma) * sum(self.client.predict(spec, degrees, 4, [asked, asked])).to(x.dtype)
+                x = x + (following - sigma) * sum(self.client.predict(spec, degrees, channels,
+                                                                          [asked, asked])).to(x.dtype)
             return x
         finally:
             self.client.end_run()
+
+    def run_of(self, fault):
+        """What a fault meets, in time."""
+        return in_time(lambda: self.run(fault.layout, fault.phase, fault.format))
 
     def check(self, result, fault, when):
         """Is it what such a run gives where nothing happens?"""
@@ -165,16 +186,17 @@ class Host:
 
     def suffer(self, fault):
         """Let a fault happen; what came of it, in a word. Raises AssertionError or Hang for what must not be."""
+        self.model(fault.format)                               # is written by this process
         if fault.kind == "kill host":
             return kill_host(fault, self.folder, len(self.client.devices))
         if fault.key not in self.wanted:
-            self.wanted[fault.key] = in_time(lambda: self.run(fault.layout, fault.phase))
+            self.wanted[fault.key] = self.run_of(fault)
         if fault.phase == "starting":
             self.client.close()
         else:
-            self.client.models.load(self.spec(fault.layout))
+            self.client.models.load(self.spec(fault.layout, fault.format))
         if fault.phase == "loading":
-            self.client.drop(self.spec(fault.layout).name)
+            self.client.drop(self.spec(fault.layout, fault.format).name)
         cancel_s = time.monotonic() + fault.delay_s if fault.kind == "cancel" else None
 
         def check():
@@ -186,7 +208,7 @@ class Host:
         if fault.phase == "idle":
             timer.join()
         try:
-            result = in_time(lambda: self.run(fault.layout, fault.phase))
+            result = self.run_of(fault)
             outcome = "finished"
         except Cancelled:
             outcome = "cancelled"
@@ -200,18 +222,18 @@ class Host:
             self.check(result, fault, "")
             try:
                 if fault.kind != "cancel":                     # perhaps too late for this run: the next one meets it
-                    in_time(lambda: self.run(fault.layout, fault.phase))
+                    self.run_of(fault)
             except XDiTError as error:
                 check_words(error, fault)
         self._undo()
         self._undo = lambda: None
-        self.check(in_time(lambda: self.run(fault.layout, fault.phase)), fault, "afterwards")
+        self.check(self.run_of(fault), fault, "afterwards")
         return outcome
 
     def _strike(self, fault):
         if fault.kind in OF_FILES:
             self._undo = {"write to file": written_to, "cut file": cut_short, "remove file": removed}[fault.kind](
-                self._header.files[0])
+                self.model(fault.format)[0].files[0])
             return
         if fault.kind == "copy":
             self._undo = fail_copies(self.folder, fault.rank)
@@ -235,7 +257,7 @@ def kill_host(fault, folder, num_workers):
     before = set(left_behind())
     number = HOST_SIGNALS[fault.number % len(HOST_SIGNALS)]
     command = [sys.executable, "-m", "tests.faults", "--host", folder, "--layout", fault.layout, "--workers",
-               str(num_workers)]
+               str(num_workers), "--format", fault.format]
     host = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         while (line := host.stdout.readline()).strip() != fault.phase:
@@ -254,7 +276,7 @@ def kill_host(fault, folder, num_workers):
     return "ended with its host"
 
 
-def be_host(folder, layout, num_workers):
+def be_host(folder, layout, num_workers, format_):
     """What kill_host starts: says when workers start and when they compute, and goes on until it is ended."""
     # a shell has its background jobs ignore it, and nohup the other
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -264,7 +286,7 @@ def be_host(folder, layout, num_workers):
     assert host.client.group.alive
     print("computing", flush=True)
     while True:
-        host.run(layout)
+        host.run(layout, format_=format_)
 
 
 def in_time(run):
@@ -285,7 +307,7 @@ def held():
     return own.num_fds(), own.num_threads()
 
 
-def suffer_all(numbers, report=lambda text: None, num_workers=2):
+def suffer_all(numbers, report=lambda text: None, num_workers=2, packed=False):
     """{outcome: count} of these faults. Raises at the first that must not be."""
     os.environ["XDIT_SILENCE_TIMEOUT_S"] = str(SILENCE_S)
     greeting.START_TIMEOUT_S = START_S
@@ -296,7 +318,7 @@ def suffer_all(numbers, report=lambda text: None, num_workers=2):
             assert host.client.group.alive
             held_before = held()
             for number in numbers:
-                fault, started_s = draw(number, num_workers), time.monotonic()
+                fault, started_s = draw(number, num_workers, packed), time.monotonic()
                 outcomes[outcome := host.suffer(fault)] += 1
                 report(f"{fault}: {outcome}, {time.monotonic() - started_s:.1f} s")
             held_after = held()
@@ -315,15 +337,17 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2, choices=LAYOUTS)
     parser.add_argument("--coming", action="store_true", help="faults of steps whose weights come from host memory")
+    parser.add_argument("--packed", action="store_true", help="faults of files in ComfyUI's quantised formats")
+    parser.add_argument("--format", default="", help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)
     parser.add_argument("--layout", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.host:
-        be_host(options.host, options.layout, options.workers)
+        be_host(options.host, options.layout, options.workers, options.format)
     drawn = (number for number in itertools.count(options.first)
              if not options.coming or draw(number, options.workers).meets_weights)
     counts = suffer_all(itertools.islice(drawn, options.count),
-                        lambda text: print(text, file=sys.stderr, flush=True), options.workers)
+                        lambda text: print(text, file=sys.stderr, flush=True), options.workers, options.packed)
     told = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    print(f"{options.count} faults{' of weights that come' * options.coming}, {options.workers} workers, from number "
-          f"{options.first}: {told}")
+    print(f"{options.count} faults{' of weights that come' * options.coming}{' of packed files' * options.packed}, "
+          f"{options.workers} workers, from number {options.first}: {told}")

@@ -20,7 +20,9 @@ from xdit_backend.protocol.errors import UnsupportedError
 NUM_DRAWN = 5
 ALWAYS = ("boogu-image", "float8_e4m3fn", "tensor")            # where a whole layer takes what ranks add up
 ROUNDED = 1e-6                             # inputs are rounded from float32, in which ranks may have another last digit
-FLIPPED = 0.1                              # int8's products are in float32, so that a number falls to another step
+# int8's products are in float32, so that a number falls to another step: one device whose inputs differ in the seventh
+# digit changes by up to 0.05 of Chroma Radiance's, whose networks for pixels take weights that are made of tokens
+FLIPPED, OF_PIXELS = 0.1, 0.2
 
 
 def pytest_generate_tests(metafunc):
@@ -48,7 +50,7 @@ def outcome_of(request, file_of):  # noqa: F811
 
 
 def test_a_step_of_two_ranks_equals_one_device(outcome_of, cell):
-    (_, how, method), outcome = cell, outcome_of(cell)
+    (kind, how, method), outcome = cell, outcome_of(cell)
     if method == "tensor" and format_of(how).rounds_inputs and not format_of(how).agreed:
         assert isinstance(outcome, UnsupportedError) and "whose products round each token's inputs" in str(outcome)
         return
@@ -58,7 +60,8 @@ def test_a_step_of_two_ranks_equals_one_device(outcome_of, cell):
     if isinstance(outcome, Exception):
         raise outcome
 
-    within(outcome, FLIPPED if method == "tensor" and format_of(how).rounds_inputs else ROUNDED)
+    flipped = OF_PIXELS if kind == "chroma-radiance" else FLIPPED
+    within(outcome, flipped if method == "tensor" and format_of(how).rounds_inputs else ROUNDED)
 
 
 def test_a_rank_with_other_numbers_is_seen(file_of, tmp_path):  # noqa: F811

@@ -17,9 +17,11 @@ from tests.tolerances import close, relative_error, within
 from xdit_backend.checkpoints import kitchen
 from xdit_backend.checkpoints.changes import change_weights
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.layers import FORMATS as FORMATS_READ
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.packed import packed_weights
 from xdit_backend.checkpoints.shares import held_bytes
+from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.protocol.segments import SegmentStore
 from xdit_backend.protocol.specs import Change, LowRank
 from xdit_backend.worker.residency import Residency
@@ -167,6 +169,29 @@ def test_layers_that_are_to_be_exact_are_as_comfyuis(file_of, tmp_path, with_car
     check_layers(path, families()["sd3"], 20)
     layers = open_checkpoint(path).layers.values()
     assert {kitchen.multiplies(layer, CPU) for layer in layers} == {format_ == "int8_per_row"}
+
+
+def test_each_format_that_comfyui_reads_is_read(file_of):
+    from comfy.quant_ops import QUANT_ALGOS
+
+    assert len(QUANT_ALGOS) > 3 and QUANT_ALGOS.keys() <= FORMATS_READ.keys()
+
+
+def test_a_file_of_nunchakus_is_refused_as_comfyui_itself_does_not_take_it(file_of, tmp_path):
+    """Flux.1 in SVDQuant: its queries, keys and values in one, a matrix of low rank beside."""
+    import comfy.sd
+    path, rows, columns = tmp_path / "svdq-int4_r32-flux.1-dev.safetensors", 192, 64
+    half = functools.partial(torch.zeros, dtype=torch.bfloat16)
+    layer = {"qweight": torch.zeros(rows, columns // 2, dtype=torch.int8), "wscales": half(columns // 64, rows),
+             "smooth_factor": half(columns), "proj_down": half(columns, 32), "proj_up": half(rows, 32)}
+    plain = {"x_embedder.weight": half(columns, 64), "x_embedder.bias": half(columns)}
+    save_file(plain | {f"transformer_blocks.0.qkv_proj.{name}": tensor for name, tensor in layer.items()}, path)
+
+    with pytest.raises(RuntimeError, match="Could not detect model type"):
+        comfy.sd.load_diffusion_model(str(path))
+    with pytest.raises(CheckpointError, match=r"^Use the bf16, .*svdq-int4_r32.*transformer_blocks.0.qkv_proj.qweight: "
+                                              r"SVDQuant, .*nunchaku's nodes run such a file, on one GPU"):
+        open_checkpoint(path)
 
 
 def test_an_all_in_one_checkpoint_says_of_its_model_alone(file_of, tmp_path):

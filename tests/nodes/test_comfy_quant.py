@@ -4,7 +4,9 @@ of layout."""
 import pytest
 import torch
 
-from tests.comfy_quants import save_comfy_quant
+from tests.comfy_quants import WRITTEN, save_comfy_quant
+from tests.model_nodes import model_nodes
+from tests.nodes.test_lora import loras  # noqa: F401
 from tests.tiers import by_default
 from tests.tolerances import relative_error, within
 
@@ -20,6 +22,8 @@ CASES = [("sd3", "nvfp4", layout) for layout in LAYOUTS if layout not in ("data2
     ("sd3", "int8_convrot", "cfg2"), ("sd3", "int8_convrot", "tensor2"), ("wan", "int8_per_row", "tensor2"),
     ("flux", "mixed", "ring2"), ("wan", "mixed", "cfg2"), ("pixart", "mixed", "one"),
     ("sdxl", "int8_per_row", "one"), ("flux", "nvfp4", "tensor2"), ("wan", "mxfp8", "tensor2")]
+BESIDE = [(format_, layout) for format_ in WRITTEN for layout in ("one", "patches", "tensor2")
+          if (format_, layout) != ("convrot_w4a4", "tensor2")]
 DEFAULT = {("sd3", "nvfp4", "tensor2"), ("sd3", "mixed", "patches"), ("sd3", "int8_convrot", "tensor2")}
 
 
@@ -78,3 +82,23 @@ def test_layers_that_round_tokens_are_not_shared_out(comfyui, native_of, format_
         comfyui.load_model.execute(name, "default", comfyui.config("cpu,cpu", tensor=2))
     model = comfyui.load_model.execute(name, "default", comfyui.config("cpu,cpu")).args[0]
     assert model.model.remote.spec.tensor_degree == 1
+
+
+@pytest.mark.parametrize("case", by_default([("int8_convrot", "one")], BESIDE), ids="-".join)
+def test_a_lora_is_beside_the_products_as_comfyuis_own_in_bypass_mode(comfyui, native_of, loras, case):  # noqa: F811
+    """Load LoRA has ComfyUI round the sum of weight and LoRA to the format again, at random; ours keeps the file's
+    numbers, and adds the LoRA's product of inputs that are not rounded. That is what ComfyUI's own model gives in
+    bypass mode."""
+    format_, layout = case
+    name, plain, apart = native_of("sd3", format_)
+    config = comfyui.config("cpu,cpu" if LAYOUTS[layout] else "cpu", **LAYOUTS[layout])
+    lora = loras.file("sd3", adapter="lora")
+    with torch.inference_mode():
+        native = comfyui.nodes.UNETLoader().load_unet(name, "default")[0]
+        native = model_nodes(comfyui)["LoraLoaderBypassModelOnly"]().load_lora_model_only(native, lora, 0.7)[0]
+    ours = comfyui.load_model.execute(name, "default", config).args[0]
+
+    result, want = (comfyui.sample(model, "sd3") for model in (loras.load(ours, lora, 0.7), native))
+
+    within(relative_error(result, want), max(1e-4, 1.5 * apart))
+    assert relative_error(want, plain) > max(1e-2, 3 * apart)

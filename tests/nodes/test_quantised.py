@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.comfy_quants import save_comfy_quant
+from tests.comfy_quants import WRITTEN, save_comfy_quant
 from tests.model_nodes import model_nodes, run_node
 from tests.tiny_checkpoints import metadata_of, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
@@ -16,7 +16,8 @@ from tests.tolerances import close, relative_error
 LAYOUTS = {"one": {}, "cfg2": {"cfg": 2}, "tensor2": {"tensor": 2}, "ulysses2": {"ulysses": 2},
            "stale-patches": {"pipefusion": 2, "num_patches": 2, "warmup_steps": 1}}
 FORMATS = {"scaled": lambda path, source: save_scaled(path, source, per_row=True),
-           "nvfp4": lambda path, source: save_comfy_quant(path, source, "nvfp4")[0],
+           **{format_: functools.partial(lambda format_, path, source: save_comfy_quant(path, source, format_)[0],
+                                         format_) for format_ in WRITTEN},
            **{type_: functools.partial(save_gguf, type_=type_) for type_ in ("Q4_K", "Q8_0", "IQ2_XS")}}
 
 WHEN_LOADED = ("int8", "nf4")                                  # of weight_dtype
@@ -71,15 +72,19 @@ def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, forma
     assert relative_error(result, comfyui.reference("sd3")) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["hidream-i1", "sd3"])
+@pytest.mark.parametrize("kind", ["hidream-i1", "sd3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
+    "wan-animate", "hunyuanvideo-1.5", "anima"))])
 def test_a_scale_that_comfyui_leaves_out_is_refused(comfyui, kind):
-    """HiDream chooses its experts by a parameter that is no layer, so ComfyUI takes its numbers without their scale."""
+    """HiDream chooses its experts by a parameter that is no layer, so ComfyUI takes its numbers without their scale; of
+    Wan Animate it is what reads faces, of HunyuanVideo 1.5 an embedding that is none of ComfyUI's own, and of Anima
+    one of ComfyUI's that has a scale for each row."""
     name = f"{kind}-all-scaled.safetensors"
-    save_scaled(comfyui.base / "diffusion_models" / name, comfyui.base / "diffusion_models" / comfyui.file(kind))
+    save_scaled(comfyui.base / "diffusion_models" / name, comfyui.base / "diffusion_models" / comfyui.file(kind),
+                per_row=kind == "anima")
 
-    with pytest.raises(comfyui.errors.CheckpointError, match=r"has a scale for \S+\.gate\.weight, which ComfyUI does "
+    with pytest.raises(comfyui.errors.CheckpointError, match=r"has a scale for \S+\.weight, which ComfyUI does "
                                                              r"not heed") \
-            if kind == "hidream-i1" else contextlib.nullcontext():
+            if kind != "sd3" else contextlib.nullcontext():
         comfyui.load_model.execute(name, "default", comfyui.config("cpu"))
 
 
@@ -150,7 +155,9 @@ def test_a_quantised_file_is_not_quantised_again(comfyui, files_of):
             comfyui.load_model.execute(files_of("sd3", format_)[0], "nf4", comfyui.config())
 
 
-@pytest.mark.parametrize("format_", ["Q4_K", "nvfp4", pytest.param("int8", marks=pytest.mark.quantisers)])
+@pytest.mark.parametrize("format_", ["Q4_K", "nvfp4", *(pytest.param(each, marks=pytest.mark.slow) for each in WRITTEN
+                                                        if each != "nvfp4"),
+                                     pytest.param("int8", marks=pytest.mark.quantisers)])
 def test_another_model_is_merged_into_one_of_a_quantised_file(comfyui, files_of, format_):
     _, plain = files_of("sd3", format_)
     merge = model_nodes(comfyui)["ModelMergeSimple"]

@@ -51,7 +51,7 @@ FORMATS = {
     "int8_tensorwise": Format(("I8",), torch.int8, rounds_inputs=True, agreed="each"),
     "convrot_w4a4": Format(("I8", "U8"), torch.uint8, numbers=2, rounds_inputs=True)}
 
-OLD_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}       # type of a header -> format
 BESIDE = {"weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "comfy_quant", "scale_weight",
           "scale_input"}
 OLD_NAMES = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
@@ -59,7 +59,12 @@ ROTATIONS = (4, 16, 64, 256, 1024)         # columns that ConvRot may rotate tog
 W4A4_COLUMNS = 64                          # its products take as many at a time
 # ends of names -> whose quantisation has them, which xDiT does not read
 UNKNOWN = {".weight_scale_inv": "scales of tiles", ".absmax": "bitsandbytes", ".quant_map": "bitsandbytes",
-           ".qweight": "GPTQ, AWQ or SVDQuant", ".qzeros": "GPTQ or AWQ"}
+           ".qzeros": "GPTQ or AWQ", ".qweight": "GPTQ or AWQ"}
+# tensors beside a .qweight -> whose it is: nunchaku's, which has modulations in AWQ
+NUNCHAKU = {"smooth_factor": "SVDQuant", "proj_down": "SVDQuant", "lora_down": "SVDQuant", "smooth": "SVDQuant",
+            "wzeros": "AWQ"}
+NOT_COMFYUI = ("whose 4-bit numbers lie in the order that nunchaku's kernels read. ComfyUI's own loader does not read "
+               "them, so there is no picture to agree with; nunchaku's nodes run such a file, on one GPU")
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Layer:
     def type(self):
         """What a Checkpoint says of its weight: a header's type, where the numbers and scales of rows are all there is;
         else the format."""
-        return self.how.stored[0] if self.format in OLD_FLOAT8.values() else self.format
+        return self.how.stored[0] if self.format in FLOAT8.values() else self.format
 
     @property
     def stored_shape(self):
@@ -146,20 +151,21 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
     for name in shapes:
         for end, whose in UNKNOWN.items():
             if name.endswith(end):
+                whose = _nunchakus(name.removesuffix(end), shapes) or whose
                 raise _refusal(file_name, f"is quantised in a way that xDiT does not read ({name}: {whose})")
     beside = {name for name in shapes if name.rpartition(".")[2] in BESIDE} | ({"scaled_fp8"} & shapes.keys())
     said = {name.removesuffix(".scale_weight"): {
-                "format": OLD_FLOAT8.get(dtypes.get(_weight(name)), "float8_e4m3fn"),
+                "format": FLOAT8.get(dtypes.get(_weight(name)), "float8_e4m3fn"),
                 "full_precision_matrix_mult": math.prod(shapes.get("scaled_fp8", ())) == 2}
             for name in sorted(beside) if name.endswith(".scale_weight")}
-    name = "its metadata"
     try:
-        layers = json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {})
-        said |= {layer.removeprefix(prefix): _options(options) for layer, options in layers.items()
-                 if layer.startswith(prefix)}                  # the others are of text encoders
         for name in sorted(beside):
             if name.endswith(".comfy_quant"):
                 said[name.removesuffix(".comfy_quant")] = _options(json.loads(read(name)))
+        name = "its metadata"                                  # which is heeded where both say something
+        layers = json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {})
+        said |= {layer.removeprefix(prefix): _options(options) for layer, options in layers.items()
+                 if layer.startswith(prefix)}                  # the others are of text encoders
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"Download {file_name} again: what it says of its quantisation cannot be read "
                               f"({name}: {error}).") from error
@@ -169,6 +175,12 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
     if lost:
         raise _refusal(file_name, f"has a scale {lost[0]}, and does not say for what format")
     return found, beside
+
+
+def _nunchakus(layer, shapes):
+    """Whose a layer's `qweight` is, where that is nunchaku's, and why it is not read; "" of another's."""
+    whose = next((whose for name, whose in NUNCHAKU.items() if f"{layer}.{name}" in shapes), "")
+    return whose and f"{whose}, {NOT_COMFYUI}"
 
 
 def _options(said):

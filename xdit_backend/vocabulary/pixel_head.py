@@ -19,8 +19,8 @@ class PatchLinear(nn.Conv2d):
 
 
 class PixelEmbedder(nn.Module):
-    """A linear of each pixel and of cosines of its place in the patch. Computes in the type of its weights, which
-    ComfyUI holds in float32. (M, P, C) -> (M, P, width)."""
+    """A linear of each pixel and of cosines of its place in the patch. Computes in float32 or more, as ComfyUI does.
+    (M, P, C) -> (M, P, width)."""
 
     def __init__(self, num_channels, width, num_frequencies):
         super().__init__()
@@ -28,7 +28,7 @@ class PixelEmbedder(nn.Module):
         self.embedder = nn.Sequential(nn.Linear(num_channels + num_frequencies ** 2, width))
 
     def forward(self, pixels):
-        wide = pixels.to(self.embedder[0].weight.dtype)
+        wide = pixels.to(torch.promote_types(pixels.dtype, torch.float32))
         places = self.places(round(pixels.shape[1] ** 0.5), wide).expand(len(wide), -1, -1)
         return self.embedder(torch.cat([wide, places], 2)).to(pixels.dtype)
 

@@ -6,8 +6,10 @@ import torch
 
 import comfy.model_detection
 import comfy.model_management
+import comfy.ops
 import comfy.utils
 
+from ....xdit_backend.checkpoints.layers import FLOAT8
 from ....xdit_backend.checkpoints.quantise import TYPES
 from ....xdit_backend.protocol.errors import CheckpointError, UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
@@ -62,8 +64,8 @@ class Detection:
         return self._model_config.get_model(self._tensors, "", device="meta")
 
     def refuse_ignored(self, base_model, weight_sources):
-        """Refuse what ComfyUI would ignore: the scheduler's prediction type, and scales of weights that belong to no
-        linear layer and no embedding, such as the gate of experts. weight_sources: see file_weights.py."""
+        """Refuse what ComfyUI would ignore: the scheduler's prediction type, and scales of weights that belong to none
+        of its linear layers and embeddings, such as the gate of experts. weight_sources: see file_weights.py."""
         checkpoint, prediction = self._checkpoint, self._prediction
         if prediction is not None and base_model.model_type != prediction:
             raise CheckpointError(f"Use another model: {checkpoint.name} is a model of {checkpoint.family.name} "
@@ -72,10 +74,20 @@ class Detection:
         for name, sources in weight_sources().items() if checkpoint.layers else ():
             scaled = [source for source, _ in sources if source in checkpoint.layers]
             module = base_model.diffusion_model.get_submodule(name.rpartition(".")[0])
-            if scaled and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            if not all(_heeds(module, checkpoint.layers[source]) for source in scaled):
                 raise CheckpointError("Use the bf16, fp16, plain fp8 or GGUF file of the same model: "
                                       f"{checkpoint.name} has a scale for {scaled[0]}, which ComfyUI does not heed, "
                                       "so that what this file should draw is not clear.")
+
+
+def _heeds(module, layer):
+    """Does ComfyUI read the scales of a Layer that this module of its holds (comfy.ops.mixed_precision_ops)? Of an
+    embedding it looks up numbers by row, and float8 by one scale."""
+    if isinstance(module, torch.nn.Embedding):
+        known = layer.format == "int8_tensorwise" or layer.format in FLOAT8.values() and layer.num_scales == 1
+    else:
+        known = isinstance(module, torch.nn.Linear)
+    return known and isinstance(module, comfy.ops.CastWeightBiasOp)
 
 
 def _detected(checkpoint):
