@@ -24,7 +24,7 @@ const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name" }
 export const REFUSED = [
   "AnimaLLLiteApply", "FluxKVCache", "HiDreamO1PatchSeamSmoothing", "HyperTile",
   "LTXVReferenceAudio", "PatchModelAddDownscale",
-  "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "TomePatchModel", "TrainLoraNode",
+  "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
   "USOStyleReference", "WanInfiniteTalkToVideo",
 ];
 // Nodes that stay when a model goes to the workers, and what is said of them.

@@ -260,6 +260,33 @@ def test_guides_of_other_strengths_equal_native_under_every_method(comfyui, aske
     close(result, native(case, "wide"), TOLERANCE)
 
 
+def scaled(comfyui, model):
+    model_nodes(comfyui)
+    return run_node(comfyui.nodes.NODE_CLASS_MAPPINGS["ScaleROPE"], {
+        "model": model, "scale_x": 1.3, "shift_x": -2.0, "scale_y": 0.7, "shift_y": 3.1, "scale_t": 7.0,
+        "shift_t": 0.0})[0]
+
+
+@pytest.mark.parametrize("case, degrees", [
+    pytest.param("wan-text", {"ulysses": 2}),
+    *(pytest.param("wan-i2v", degrees, marks=pytest.mark.slow) for degrees in (
+        {}, {"cfg": 2}, {"ring": 2}, {"tensor": 2}, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 100},
+        {"displaced": 2, "warmup_steps": 100})),
+    *(pytest.param("wan-vace", degrees, marks=pytest.mark.slow) for degrees in (
+        {"ulysses": 2}, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 100}))], ids=str)
+def test_scaled_places_equal_native(comfyui, asked, native, case, degrees):
+    kind, arguments = asked(case, "wide")
+    model = scaled(comfyui, comfyui.ours(kind, comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)))
+
+    want = comfyui.sample(scaled(comfyui, comfyui.native(kind)), kind, **arguments)
+
+    close(comfyui.sample(model, kind, **arguments), want, TOLERANCE)
+    assert relative_error(want, native(case, "wide")) > 50 * TOLERANCE
+    plain = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)), kind,
+                           **arguments)
+    close(plain, native(case, "wide"), TOLERANCE)              # the workers' model is as it was
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ltx-weak-guide", "ltx-masked-guide"])
 def test_without_the_strengths_of_its_tokens_a_guide_gives_another_result(comfyui, asked, native, case):

@@ -5,7 +5,6 @@ Pictures come as channels beside the latent's, from ComfyUI; where Wan 2.2's 5B 
 times of their own.
 """
 
-
 import torch
 import torch.nn.functional as F
 
@@ -81,9 +80,46 @@ def _amend(model, config):
         sines[0].to(rounded.dtype if rounded.dtype.itemsize > 4 else torch.float32).view(rounded.shape))
     if config.get("pos_embed_seq_len") is not None:
         embedder.image_embedder.forward = _with_places(embedder.image_embedder)
+    model.forward = with_scales(model, model.forward)
     if config.get("added_kv_proj_dim") is not None:
         for block in model.blocks:
             block.attn2.forward = _vision_and_text(block.attn2, num_vision_tokens)
+
+
+def with_scales(model, forward):
+    """The forward, that also takes what ComfyUI's Scale ROPE does to places: `rope_scales`, scale and shift of frames,
+    rows and columns, (B, 6), the bits of float64."""
+    scales, rope = ForwardValue(model), model.rope
+    make = rope.forward
+
+    def scaled(hidden_states):
+        if scales.get() is None:
+            return make(hidden_states)
+        plain = rope.freqs_cos, rope.freqs_sin
+        rope.freqs_cos, rope.freqs_sin = _at_places(rope, scales.get())
+        try:
+            return make(hidden_states)
+        finally:
+            rope.freqs_cos, rope.freqs_sin = plain
+
+    def forward_with(rope_scales=None, **arguments):
+        before = scales.set(rope_scales)
+        try:
+            return forward(**arguments)
+        finally:
+            scales.reset(before)
+    rope.forward = scaled
+    return forward_with
+
+
+def _at_places(rope, scales):
+    """A rotary embedding's tables, with what belongs to the places that frames, rows and columns have."""
+    from diffusers.models.embeddings import get_1d_rotary_pos_embed
+    given = scales[0].view(torch.float64).view(3, 2, 1)     # all images of a batch have the same
+    places = torch.arange(rope.max_seq_len, dtype=torch.float64, device=scales.device) * given[:, 0] + given[:, 1]
+    tables = [get_1d_rotary_pos_embed(dim, each, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
+              for dim, each in zip((rope.t_dim, rope.h_dim, rope.w_dim), places)]
+    return [torch.cat(table, 1) for table in zip(*tables)]
 
 
 def _with_places(embedder):
@@ -129,9 +165,11 @@ WAN = Family(
     convert=_convert, latent=LATENT,
     pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8),
     amend=_amend, keep_in_compute_dtype=("patch_embedding",),
-    conditioning={"context": "text_dim", "clip_fea": "image_dim"}, ignored=("reference_latent", "denoise_mask"),
+    conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None},
+    ignored=("reference_latent", "denoise_mask"),
     arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": given("context"),
-               "encoder_hidden_states_image": given("clip_fea", where="image_dim")},
+               "encoder_hidden_states_image": given("clip_fea", where="image_dim"),
+               "rope_scales": given("rope_scales")},
     live={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0, "exchange": 13.0,
           "last": 5.15},
     plan=ModelPlan(

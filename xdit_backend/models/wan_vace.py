@@ -14,7 +14,7 @@ from ..protocol.errors import ConfigError
 from ..vocabulary.describe import blocks, config_of, has, only_parts, size
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
-from .wan import PARTS, WAN
+from .wan import PARTS, WAN, with_scales
 
 NUM_VACE = blocks("vace_blocks.")
 
@@ -53,7 +53,8 @@ def _amend(model, config):
     """The forward is that of diffusers' Wan; hidden states are those of the video beside those of the control."""
     from diffusers import WanTransformer3DModel
     WAN.amend(model, config)
-    run, strength = types.MethodType(WanTransformer3DModel.forward, model), ForwardValue(model)
+    run = with_scales(model, types.MethodType(WanTransformer3DModel.forward, model))
+    strength = ForwardValue(model)
     embed, norm, channels = model.patch_embedding.forward, model.norm_out.forward, config["in_channels"]
 
     def forward(vace_strength, **arguments):
@@ -94,7 +95,7 @@ WAN_VACE = dataclasses.replace(
     config=config_of(**WAN.config.rules, vace_layers=_layers,
                      vace_in_channels=size("vace_patch_embedding.weight", 1)),
     amend=_amend, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"), unsupported_arguments=_several,
-    conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None},
+    conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None, "rope_scales": None},
     ignored=("clip_fea", "reference_latent"),
     arguments={**{name: rule for name, rule in WAN.arguments.items() if name != "encoder_hidden_states_image"},
                "hidden_states": _latent, "vace_strength": _strength},

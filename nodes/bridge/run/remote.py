@@ -13,7 +13,7 @@ from ....xdit_backend.protocol.errors import ConfigError
 from ....xdit_backend.protocol.exchanges import exchange_words
 from ..supported.by_patches import COMPILE, DRAINED, WHOLE
 from ..supported.inputs import check_conditioning, check_finite, check_latent
-from ..supported.model import call_kernel, refuse_call, refuse_changed_modules
+from ..supported.model import call_kernel, refuse_call, refuse_changed_modules, scales_of
 from ..supported.operations import free_u_of, guided_of, operations_of, scores_of
 from ..workers.groups import GROUPS, parking_bytes, show_text
 from ..workers.placement import ask_for_memory
@@ -179,7 +179,7 @@ class RemoteModel:
         if not (in_parts or torch.is_tensor(timestep)) or not torch.is_tensor(context):
             raise ConfigError("Use a sampler node, or the kind of model that the node is for: it calls this MODEL in "
                               f"a way of its own, and {self.family.name} takes a latent, a timestep and conditioning.")
-        extra = self.family.unfold(extra)
+        extra = self.family.unfold(extra | scales_of(self.family, transformer_options))
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         net = self.modules[""][0]
         forwards = [vars(class_)["forward"] for class_ in type(net).__mro__ if "forward" in vars(class_)]

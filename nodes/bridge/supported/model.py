@@ -63,6 +63,7 @@ REFUSED_OPTIONS = {
     "patches": "model patches", "patches_replace": "model patches such as IP-Adapter",
     "rope_options": "a changed rotary scale",
 }
+SCALES = "rope_scales"                     # conditioning of families that take them
 WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
             WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model
 # Wrappers inside of the model, by key and function: those that know its latent and its prediction alone. remote.py
@@ -167,7 +168,19 @@ def _model_options(options, family):
 
 def _without(family, options):
     """The transformer_options but for those that the family's model reads, as ComfyUI's does."""
-    return {key: value for key, value in options.items() if key not in family.options}
+    own = {*family.options, *(["rope_options"] if SCALES in family.conditioning else [])}
+    return {key: value for key, value in options.items() if key not in own}
+
+
+def scales_of(family, transformer_options):
+    """{SCALES: what Scale ROPE does to places}: scale and shift of frames, rows and columns, (1, 6), the bits of
+    float64, which no type that is computed in rounds. {} where there is nothing of it, or the family has none."""
+    options = transformer_options.get("rope_options")
+    if not options or SCALES not in family.conditioning:
+        return {}
+    numbers = [options.get(f"{kind}_{axis}", default) for axis in "tyx" for kind, default in (("scale", 1.0),
+                                                                                             ("shift", 0.0))]
+    return {SCALES: torch.tensor([numbers], dtype=torch.float64).view(torch.int64)}
 
 
 def _transformer_options(options):
