@@ -13,7 +13,7 @@ def article(name):
 
 
 # models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
-NOT_RUN = {".genre_embedder.": "ACE-Step",
+NOT_RUN = {".genre_embedder.": "ACE-Step 1.0",
            ".clf.1.": "Stable Cascade", ".rotary_pos_emb.inv_freq": "Stable Audio"}
 NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D",
                     ".context_repo_layers.": "TripoSplat",
@@ -32,8 +32,8 @@ OTHERS = (
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."),
      "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read"),
     (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
-    (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", ".embed_tokens.",
-      "token_embedding."),
+    (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", "model.embed_tokens.",
+      ".encoder.embed_tokens.", "token_embedding."),
      "a text encoder: load it with Load CLIP"),
     (("vision_model.encoder.",), "a CLIP vision model: load it with Load CLIP Vision"),
     (("blk.0.", "token_embd.", "enc.blk."), "a text encoder or a language model in GGUF"),

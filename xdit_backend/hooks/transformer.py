@@ -68,8 +68,9 @@ class Hooks:
         for name, (streams, key_streams) in (within | plan.cross_attention).items():
             module = _inside(block, name)
             if module is not None:
-                self._compiled.blocks[place.index].attentions[name] = module, place, name, streams, key_streams
-                module.forward = self._hook_attention(module, module.forward, place, name, streams, key_streams)
+                given = module, place, name, streams, key_streams, plan.window(module)
+                self._compiled.blocks[place.index].attentions[name] = given
+                module.forward = self._hook_attention(module.forward, given)
         for path, span in plan.once.items():
             module = _inside(block, path)
             if module is not None:
@@ -333,16 +334,16 @@ class Hooks:
 
     # --- attention ---
 
-    def _hook_attention(self, module, forward, place, name, streams, key_streams):
-        """streams: of the queries. key_streams: of keys and values; mostly the same."""
+    def _hook_attention(self, forward, given):
+        """given: arguments of RunningAttention."""
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             if torch.compiler.is_compiling():
-                return self._attention.traced(name, forward, args, kwargs)
+                return self._attention.traced(given[2], forward, args, kwargs)
             context = self._context
             if context is None or not context.shares_attention:
                 return forward(*args, **kwargs)
-            context.attention = running = RunningAttention(module, place, name, streams, key_streams)
+            context.attention = running = RunningAttention(*given)
             output = forward(*args, **kwargs)
             context.attention = None
             running.refuse_uncalled()
