@@ -70,7 +70,7 @@ class Hooks:
             if module is not None:
                 given = module, place, name, streams, key_streams, plan.window(module)
                 self._compiled.blocks[place.index].attentions[name] = given
-                module.forward = self._hook_attention(module.forward, given)
+                module.forward = self._hook_attention(module.forward, *given)
         for path, span in plan.once.items():
             module = _inside(block, path)
             if module is not None:
@@ -334,16 +334,15 @@ class Hooks:
 
     # --- attention ---
 
-    def _hook_attention(self, forward, given):
-        """given: arguments of RunningAttention."""
+    def _hook_attention(self, forward, module, place, name, *streams):
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             if torch.compiler.is_compiling():
-                return self._attention.traced(given[2], forward, args, kwargs)
+                return self._attention.traced(name, forward, args, kwargs)
             context = self._context
             if context is None or not context.shares_attention:
                 return forward(*args, **kwargs)
-            context.attention = running = RunningAttention(*given)
+            context.attention = running = RunningAttention(module, place, name, *streams)
             output = forward(*args, **kwargs)
             context.attention = None
             running.refuse_uncalled()

@@ -30,11 +30,16 @@ def _whole_sound(module, forward, rows, tokens, args, kwargs):
 
 
 def _amend(model, config):
-    """Tables of positions are made in float32, and rounded as the latent is; the class makes them in the type that it
-    is made in."""
+    """Tables of positions and of codes are made in float32, and rounded as the latent is; the class makes them in the
+    type that it is made in."""
     for module in model.modules():
         if type(module).__name__ == "RotaryEmbedding":
             module._set_cos_sin_cache(module.max_position_embeddings, module.inv_freq.device, torch.float32)
+    quantizer = model.tokenizer.quantizer
+    quantizer.soft_clamp_input_value = 1 + 1 / (quantizer.layers[0]._levels.float() - 1)
+    for layer in quantizer.layers:
+        indices = torch.arange(layer.codebook_size, device=layer._levels.device)
+        layer.implicit_codebook = layer._indices_to_codes(indices)
 
 
 def _flag(name):
