@@ -6,7 +6,7 @@ PICTURE_TOKENS = 257
 
 
 def latent_shape(family, config, size, frames=1, batch=1):
-    """(B, C, T), (B, C, H, W) or (B, C, F, H, W) of the latents that the model takes. size: (columns, rows) of pixels."""
+    """(B, C, T), (B, C, H, W) or (B, C, F, H, W) of what the model takes. size: (columns, rows) of pixels."""
     of_frames, of_rows, of_columns = family.pixels(config)
     sizes = [-(-size[1] // of_rows), -(-size[0] // of_columns)]
     if len(family.patch_size(config)) == 3:
