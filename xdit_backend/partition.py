@@ -123,9 +123,9 @@ def patch_dim(shape, patch_size):
     """The dim of a latent that is cut into patches: rows, or frames where there are several, so that tokens stay
     contiguous.
 
-    shape: (B, C, H, W) or (B, C, F, H, W). patch_size: latent pixels of a token along the dims after C.
+    shape: (B, C, T), (B, C, H, W) or (B, C, F, H, W). patch_size: latent pixels of a token along the dims after C.
     """
-    return 2 if len(shape) == 4 or shape[2] > patch_size[0] else 3
+    return 2 if len(shape) < 5 or shape[2] > patch_size[0] else 3
 
 
 def num_tokens(sizes, patch_size):
@@ -176,6 +176,12 @@ def level_of(name, num_levels):
     return num_levels - 1 - number - (kind == "upsamplers")
 
 
+def block_path(name):
+    """Of a tensor's or a module's path, what ends with the first number: the block, where it is in one."""
+    names = name.split(".")
+    return ".".join(names[:next((index for index, each in enumerate(names) if each.isdigit()), len(names)) + 1])
+
+
 def summed_modules(splits):
     """Paths of the modules whose outputs tensor ranks add up: attentions and feed-forwards, or the matrix that both end
     in; of a processor with matrices of its own these, since a whole one may follow, which rounds its inputs.
@@ -187,8 +193,9 @@ def summed_modules(splits):
         if split.how == "rows" and name.endswith(".weight"):
             # list, index, (one module that is the block, or has a norm beside,) attention or feed-forward
             names = name.split(".")[:-1]
-            is_within = names[2] == "block" or names[2].endswith("_wrapper")
-            summed.add(".".join(names if "processor" in names else names[:4 if is_within else 3]))
+            inside = block_path(name).count(".") + 1
+            is_within = names[inside] == "block" or names[inside].endswith("_wrapper")
+            summed.add(".".join(names if "processor" in names else names[:inside + (2 if is_within else 1)]))
     return sorted(summed)
 
 

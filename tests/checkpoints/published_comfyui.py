@@ -305,3 +305,51 @@ WAN_ANIMATE = {"patch_embedding.weight": (5120, 36, 1, 2, 2), "patch_embedding.b
     "cross_attn.v_img.weight": (5120, 5120), "cross_attn.v_img.bias": (5120,), "cross_attn.norm_k_img.weight":
     (5120,), "ffn.0.weight": (13824, 5120), "ffn.0.bias": (13824,), "ffn.2.weight": (5120, 13824), "ffn.2.bias":
     (5120,)})}
+
+ACE_STEP15 = {"null_condition_emb": (1, 1, 2048), "decoder.scale_shift_table": (1, 2, 2048),
+    "decoder.proj_in.1.weight": (2048, 192, 2), "decoder.proj_in.1.bias": (2048,),
+    "decoder.time_embed.linear_1.weight": (2048, 256), "decoder.time_embed.linear_1.bias": (2048,),
+    "decoder.time_embed.linear_2.weight": (2048, 2048), "decoder.time_embed.linear_2.bias": (2048,),
+    "decoder.time_embed.time_proj.weight": (12288, 2048), "decoder.time_embed.time_proj.bias": (12288,),
+    "decoder.time_embed_r.linear_1.weight": (2048, 256), "decoder.time_embed_r.linear_1.bias": (2048,),
+    "decoder.time_embed_r.linear_2.weight": (2048, 2048), "decoder.time_embed_r.linear_2.bias": (2048,),
+    "decoder.time_embed_r.time_proj.weight": (12288, 2048), "decoder.time_embed_r.time_proj.bias": (12288,),
+    "decoder.condition_embedder.weight": (2048, 2048), "decoder.condition_embedder.bias": (2048,),
+    "decoder.norm_out.weight": (2048,), "decoder.proj_out.1.weight": (2048, 64, 2), "decoder.proj_out.1.bias": (64,),
+    "encoder.text_projector.weight": (2048, 1024), "encoder.lyric_encoder.embed_tokens.weight": (2048, 1024),
+    "encoder.lyric_encoder.embed_tokens.bias": (2048,), "encoder.lyric_encoder.norm.weight": (2048,),
+    "encoder.timbre_encoder.special_token": (1, 1, 2048), "encoder.timbre_encoder.embed_tokens.weight": (2048, 64),
+    "encoder.timbre_encoder.embed_tokens.bias": (2048,), "encoder.timbre_encoder.norm.weight": (2048,),
+    "tokenizer.audio_acoustic_proj.weight": (2048, 64), "tokenizer.audio_acoustic_proj.bias": (2048,),
+    "tokenizer.attention_pooler.special_token": (1, 1, 2048), "tokenizer.attention_pooler.embed_tokens.weight": (2048,
+    2048), "tokenizer.attention_pooler.embed_tokens.bias": (2048,), "tokenizer.attention_pooler.norm.weight": (2048,),
+    "tokenizer.quantizer.project_in.weight": (6, 2048), "tokenizer.quantizer.project_in.bias": (6,),
+    "tokenizer.quantizer.project_out.weight": (2048, 6), "tokenizer.quantizer.project_out.bias": (2048,),
+    "detokenizer.special_tokens": (1, 5, 2048), "detokenizer.embed_tokens.weight": (2048, 2048),
+    "detokenizer.embed_tokens.bias": (2048,), "detokenizer.norm.weight": (2048,), "detokenizer.proj_out.weight": (64,
+    2048), "detokenizer.proj_out.bias": (64,), **blocks("decoder.layers.", 24, {"scale_shift_table": (1, 6, 2048),
+    "self_attn_norm.weight": (2048,), "self_attn.q_proj.weight": (2048, 2048), "self_attn.k_proj.weight": (1024,
+    2048), "self_attn.v_proj.weight": (1024, 2048), "self_attn.o_proj.weight": (2048, 2048),
+    "self_attn.q_norm.weight": (128,), "self_attn.k_norm.weight": (128,), "cross_attn_norm.weight": (2048,),
+    "cross_attn.q_proj.weight": (2048, 2048), "cross_attn.k_proj.weight": (1024, 2048), "cross_attn.v_proj.weight":
+    (1024, 2048), "cross_attn.o_proj.weight": (2048, 2048), "cross_attn.q_norm.weight": (128,),
+    "cross_attn.k_norm.weight": (128,), "mlp_norm.weight": (2048,), "mlp.gate_proj.weight": (6144, 2048),
+    "mlp.up_proj.weight": (6144, 2048), "mlp.down_proj.weight": (2048, 6144)}),
+    **blocks("encoder.lyric_encoder.layers.", 8, {"self_attn.q_proj.weight": (2048, 2048), "self_attn.k_proj.weight":
+    (1024, 2048), "self_attn.v_proj.weight": (1024, 2048), "self_attn.o_proj.weight": (2048, 2048),
+    "self_attn.q_norm.weight": (128,), "self_attn.k_norm.weight": (128,), "input_layernorm.weight": (2048,),
+    "post_attention_layernorm.weight": (2048,), "mlp.gate_proj.weight": (6144, 2048), "mlp.up_proj.weight": (6144,
+    2048), "mlp.down_proj.weight": (2048, 6144)}), **blocks("encoder.timbre_encoder.layers.", 4,
+    {"self_attn.q_proj.weight": (2048, 2048), "self_attn.k_proj.weight": (1024, 2048), "self_attn.v_proj.weight":
+    (1024, 2048), "self_attn.o_proj.weight": (2048, 2048), "self_attn.q_norm.weight": (128,),
+    "self_attn.k_norm.weight": (128,), "input_layernorm.weight": (2048,), "post_attention_layernorm.weight": (2048,),
+    "mlp.gate_proj.weight": (6144, 2048), "mlp.up_proj.weight": (6144, 2048), "mlp.down_proj.weight": (2048, 6144)}),
+    **blocks("tokenizer.attention_pooler.layers.", 2, {"self_attn.q_proj.weight": (2048, 2048),
+    "self_attn.k_proj.weight": (1024, 2048), "self_attn.v_proj.weight": (1024, 2048), "self_attn.o_proj.weight":
+    (2048, 2048), "self_attn.q_norm.weight": (128,), "self_attn.k_norm.weight": (128,), "input_layernorm.weight":
+    (2048,), "post_attention_layernorm.weight": (2048,), "mlp.gate_proj.weight": (6144, 2048), "mlp.up_proj.weight":
+    (6144, 2048), "mlp.down_proj.weight": (2048, 6144)}), **blocks("detokenizer.layers.", 2,
+    {"self_attn.q_proj.weight": (2048, 2048), "self_attn.k_proj.weight": (1024, 2048), "self_attn.v_proj.weight":
+    (1024, 2048), "self_attn.o_proj.weight": (2048, 2048), "self_attn.q_norm.weight": (128,),
+    "self_attn.k_norm.weight": (128,), "input_layernorm.weight": (2048,), "post_attention_layernorm.weight": (2048,),
+    "mlp.gate_proj.weight": (6144, 2048), "mlp.up_proj.weight": (6144, 2048), "mlp.down_proj.weight": (2048, 6144)})}

@@ -19,6 +19,7 @@ from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
 
 FAMILY = {
+    "ACEStep15": "ACE-Step 1.5",
     "MiniMaxH3": "MiniMax H3",
     "Omnigen2": "OmniGen 2", "Boogu": "Boogu-Image", "Lens": "Lens", "Ideogram4": "Ideogram 4", "JoyImage": "JoyImage",
     "WAN21_Camera": "Wan Camera",
@@ -55,8 +56,7 @@ REFUSED = {
     **dict.fromkeys(("Stable_Cascade_B", "Stable_Cascade_C"), ({}, {"clf.1.weight": (2, 2)}, "Stable Cascade")),
     **dict.fromkeys(("StableAudio", "StableAudio3"),
                     ({}, {"transformer.rotary_pos_emb.inv_freq": (2,)}, "Stable Audio")),
-    "ACEStep": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"),
-    "ACEStep15": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"),
+    "ACEStep": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step 1.0"),
     "HiDreamO1": ({}, {"t_embedder1.mlp.0.weight": (2, 2), "visual.blocks.0.mlp.linear_fc2.weight": (2, 2)},
                   "HiDream-O1"),
     "SeedVR2": ({}, {"blocks.0.mlp.all.proj_in_gate.weight": (2, 2)}, "SeedVR2"),

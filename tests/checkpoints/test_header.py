@@ -356,6 +356,9 @@ PUBLISHED = {
     "ideogram4": ("Ideogram 4", published_comfyui.IDEOGRAM4, {
         "num_layers": 34, "num_attention_heads": 18, "attention_head_dim": 256, "intermediate_size": 12288,
         "adaln_dim": 512, "llm_features_dim": 53248, "mrope_section": (24, 20, 20), "in_channels": 128}),
+    "ace-step15": ("ACE-Step 1.5", published_comfyui.ACE_STEP15, {
+        "hidden_size": 2048, "num_dit_layers": 24, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128,
+        "in_channels": 192, "text_hidden_dim": 1024, "num_lyric_layers": 8, "fsq_dim": 2048}),
     "joyimage": ("JoyImage", published_comfyui.JOYIMAGE, {
         "hidden_size": 4096, "num_layers": 40, "num_attention_heads": 32, "in_channels": 16, "text_dim": 4096,
         "mlp_width_ratio": 4.0, "rope_dim_list": (16, 56, 56)}),

@@ -55,8 +55,10 @@ def tiny(name):
     """(checkpoint, Run without branches of guidance) of a family's tiny model."""
     family, config = FAMILIES[name], dict(FAMILIES[name].tiny.config)
     columns = SMALL_COLUMNS + (60 if name.startswith("PixArt") else 0)         # less has no positions there
-    frames = (family.tiny.frames,) if len(family.patch_size(config)) == 3 else ()
-    shape = (1, family.taken_channels(config), *frames, SMALL_ROWS * unit(family), columns * unit(family))
+    rows, columns = SMALL_ROWS * unit(family), columns * unit(family)
+    size = {1: (rows * columns,), 2: (rows, columns), 3: (family.tiny.frames, rows, columns)}[
+        len(family.patch_size(config))]
+    shape = (1, family.taken_channels(config), *size)
     return Unwritten(name, family, config), Run(shape, *conditioning_shapes(family, config, shape, TEXT_TOKENS))
 
 

@@ -117,7 +117,8 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     rows, columns = rows * unit(family), columns * unit(family)
     # they have no positions for latents of less than 66 rows and columns
     columns += 60 if name.startswith("PixArt") else 0
-    shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
+    shape = {1: (rows * columns + 1,), 2: (rows, columns), 3: (frames or family.tiny.frames, rows, columns)}[
+        len(family.latent.patch)]
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
     conditioning = conditioning_of(family, config, generator, {"context": num_text_tokens}, batch, shape)
     if not thin:

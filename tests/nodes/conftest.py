@@ -28,6 +28,11 @@ def in_pixels(kind, size):
     return tuple(side * unit(families()[kind]) for side in size)
 
 
+def in_dims(family, size):
+    """The dims of a latent after its channels, for rows and columns; of sound its length, an odd one."""
+    return {1: (2 * size[0] * size[-1] + 1,), 2: size, 3: (family.tiny.frames, *size)}[len(family.latent.patch)]
+
+
 def in_parts(*parts):
     """A latent of several parts, as ComfyUI's nodes make it."""
     from comfy.nested_tensor import NestedTensor
@@ -114,7 +119,7 @@ class ComfyUI:
         generator = torch.Generator().manual_seed(seed)
         size = in_pixels(kind, LATENT_SIZES.get(kind, (16, 18)))
         made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens},
-                               size=(families()[kind].tiny.frames, *size) if families()[kind].is_comfyuis else ())
+                               size=in_dims(families()[kind], size) if families()[kind].is_comfyuis else ())
         pooled = made.get("y")
         if pooled is not None and families()[kind].is_unet:    # the rest of it ComfyUI makes of the picture's size
             pooled = pooled[:, :1280]
@@ -143,6 +148,9 @@ class ComfyUI:
                 options[of_picture] = [latent] if name == "reference_latent" else latent
         options |= {f"{of}_mask_28ch": made[name].movedim(2, 1)
                     for name, of in (("ref_mask_latents", "ref"), ("sam_latents", "driving")) if name in made}
+        if "lyric_embed" in made:                              # and sound to sing like, or none
+            options["conditioning_lyrics"] = made["lyric_embed"]
+            options |= {"reference_audio_timbre_latents": [made["refer_audio"]]} if seed % 2 else {}
         options |= {"fps": 30 / len(made["frame_lasts"])} if "frame_lasts" in made else {}
         if "ref_mask_flag" in made:
             options["ref_mask_flag"] = bool(len(made["ref_mask_flag"]))
@@ -153,9 +161,9 @@ class ComfyUI:
 
     def latent(self, kind, batch=1, size=None, audio=7):
         family, size = families()[kind], in_pixels(kind, size or LATENT_SIZES.get(kind, (16, 18)))
-        frames = (family.tiny.frames,) if len(family.latent.patch) == 3 else ()
+        size = in_dims(family, size)
         config = self.transformer_config(kind)
-        video = torch.zeros(batch, family.num_channels(config), *frames, *size)
+        video = torch.zeros(batch, family.num_channels(config), *size)
         if not family.parts:
             return {"samples": video}
         return {"samples": in_parts(video, torch.zeros(family.call_shapes(config, video.shape, audio)["audio"]))}

@@ -61,6 +61,9 @@ def cases(kind):
                 height, width = -(-height // 8) * 8 - 1, -(-width // 4) * 4 - 1
             if kind.startswith("pixart"):                      # nor smaller ones
                 width = max(width, 66 - height)
+            if len(families()[kind].latent.patch) == 1:
+                yield height * width * (1 + number),
+                continue
             frames = (1 + number,) if is_video else (1,) * (len(families()[kind].latent.patch) - 2)
             yield *frames, height, width
 
@@ -82,6 +85,8 @@ def inputs(comfyui, kind, size, batch):
         given["fps"] = 30 / given.pop("frame_lasts")
     if family.name == "Mochi":                                 # whose module asks for it
         given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
+    if "refer_audio" in given:                                 # else it is rounded to codes, where one rounding shows
+        given["is_covers"] = False
     times = torch.tensor([0.9, 0.3])[:batch] * family.time_scale
     if family.parts:                                           # without sound, and with some of every length
         length = 3 * size[0] - 3 if kind.startswith("ltx") else size[0]

@@ -13,7 +13,7 @@ def article(name):
 
 
 # models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
-NOT_RUN = {".genre_embedder.": "ACE-Step",
+NOT_RUN = {".genre_embedder.": "ACE-Step 1.0",
            ".clf.1.": "Stable Cascade", ".rotary_pos_emb.inv_freq": "Stable Audio"}
 NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D",
                     ".context_repo_layers.": "TripoSplat",
@@ -21,7 +21,7 @@ NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D", "
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
 BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)
-# looked through in this order, for files that are no model of a family
+# looked through in this order, for files that are no model of a family. A name begins with "^."
 OTHERS = (
     ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
     *(((mark,), f"{article(name)} {name} model, which xDiT does not run") for mark, name in NOT_RUN.items()),
@@ -32,8 +32,8 @@ OTHERS = (
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."),
      "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read"),
     (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
-    (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", ".embed_tokens.",
-      "token_embedding."),
+    (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight",
+      "^.embed_tokens.", "model.embed_tokens.", ".encoder.embed_tokens.", "token_embedding."),
      "a text encoder: load it with Load CLIP"),
     (("vision_model.encoder.",), "a CLIP vision model: load it with Load CLIP Vision"),
     (("blk.0.", "token_embd.", "enc.blk."), "a text encoder or a language model in GGUF"),
@@ -83,7 +83,7 @@ def _apply_rule(rule, *arguments):
 
 def _refuse_others(name, shapes, others):
     for marks, what in others:
-        if any(mark in f".{key}" for key in shapes for mark in marks):
+        if any(mark in f"^.{key}" for key in shapes for mark in marks):
             raise CheckpointError(f"{name} is {what}." if ": " in what
                                   else f"{name} is {what}. {ELSEWHERE} {LISTED}")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..partition import block_indices, shard_sizes, shard_start
+from ..partition import block_indices, block_path, shard_sizes, shard_start
 from ..protocol.errors import UnsupportedError
 from .layers import BESIDE
 
@@ -22,17 +22,19 @@ LAYERS = (
     (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate|to_gate_logits)$"
      r"|^(self_)?attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$"
      # of ComfyUI's classes
-     r"|^(\w+\.)?\w*attn\.(q|k|v|k_img|v_img)$|^\w*attn\.\w*qkv$|^attention\.qkv$|^\w+_attn\.processor\.\w+_to_[qkv]$",
+     r"|^(\w+\.)?\w*attn\.(q|k|v|k_img|v_img)$|^\w*attn\.\w*qkv$|^attention\.qkv$|^\w+_attn\.processor\.\w+_to_[qkv]$"
+     r"|^(self|cross)_attn\.[qkv]_proj$",
      "columns"),
     (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$"
-     r"|^(\w+\.)?\w*attn\.(o|img_attn_proj|txt_attn_proj)$|^attention\.o$|^\w+_attn\.processor\.\w+_out$", "rows"),
+     r"|^(\w+\.)?\w*attn\.(o|img_attn_proj|txt_attn_proj)$|^attention\.o$|^\w+_attn\.processor\.\w+_out$"
+     r"|^(self|cross)_attn\.o_proj$", "rows"),
     (r"^proj_mlp$|^\w+\.net\.0\.proj(\.[01])?$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
      r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$"
      r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.w[13]$",
      "columns"),
     (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$"
      r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$"
-     r"|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.w2$",
+     r"|^mlp\.down_proj$|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.w2$",
      "rows"),
     (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|ada(LN_modulation\.\d+|ln_modulation|ln_proj\.linear))$",
      "gathered"))
@@ -42,7 +44,7 @@ HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", 
               "k_rms_norm_t", "norm_k_img")
 # diffusers' attentions, or ComfyUI's
 HEADS = "heads", "num_heads", "num_attention_heads"
-ATTENTIONS_HAVE = "processor", "to_q", "q", "qkv", "img_qkv", "img_attn_qkv"
+ATTENTIONS_HAVE = "processor", "to_q", "q", "q_proj", "qkv", "img_qkv", "img_attn_qkv"
 MAX_TRIED = 16                             # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
 # of attentions and blocks
@@ -220,7 +222,7 @@ def _parts(block, path, linear):
 def narrow(model, splits, degree, rank):
     """Have the modules of a model whose weights are a rank's share say so:
     numbers of heads, sizes, biases that are not there."""
-    blocks = {name.split(".")[0] + "." + name.split(".")[1] for name in splits}
+    blocks = {block_path(name) for name in splits}
     for block in blocks:
         for module in model.get_submodule(block).modules():
             if is_attention(module) or hasattr(module, "proj_mlp"):
@@ -251,7 +253,7 @@ def tensor_bytes(model, family, spec):
     def size(name, tensor, dtype):
         share = splits[name].share(spec.tensor_degree) if name in splits else 1
         return round(tensor.numel() * dtype.itemsize * share)
-    return [(name, block_of.get(".".join(name.split(".")[:2])), size(name, tensor, dtype))
+    return [(name, block_of.get(block_path(name)), size(name, tensor, dtype))
             for name, tensor, dtype in held(model, family, spec)]
 
 

@@ -35,7 +35,7 @@ def _missing(model, family):
     accepted = {name for method in methods if method is not None for name in inspect.signature(method).parameters}
     yield from (f"argument {name}" for name in family.arguments if name not in accepted)
     for list_ in plan.lists:
-        blocks = getattr(model, list_.name, None)
+        blocks = _at(model, list_.name)
         if not isinstance(blocks, torch.nn.ModuleList) or len(blocks) != model.config[list_.count]:
             yield f"list {list_.name} of {list_.count} blocks"
             continue
@@ -45,13 +45,17 @@ def _missing(model, family):
                         for name in (*list_.streams, *list_.tokens, *list_.masks, *(plan.places or ())[:1])
                         if name not in names)
         for name in (*list_.attention, *plan.cross_attention, *plan.once):
-            if not any(_has(block, name) for each in plan.lists for block in getattr(model, each.name, ())):
+            if not any(_has(block, name) for each in plan.lists for block in _at(model, each.name) or ()):
                 yield f"module {name} in the blocks"
     yield from (f"module or method {path}" for path in (*plan.positions, *plan.once_outside, *plan.unstaged_blocks)
                 if not _has(model, path))
 
 
 def _has(module, path):
+    return _at(module, path) is not None
+
+
+def _at(module, path):
     for name in path.split("."):
         module = getattr(module, name, None)
-    return module is not None
+    return module

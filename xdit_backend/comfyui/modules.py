@@ -7,6 +7,7 @@ and nodes stay out of it.
 import functools
 import importlib
 import sys
+from contextlib import contextmanager
 
 import torch
 
@@ -24,7 +25,8 @@ def build_module(path, config):
     """
     cls = class_at(path)
     arguments = {key: value for key, value in config.items() if not key.startswith("_")}
-    model = cls(**arguments, dtype=torch.bfloat16, operations=layers)
+    with _able_to_compute():
+        model = cls(**arguments, dtype=torch.bfloat16, operations=layers)
     model.wide_modules = {name.rpartition(".")[0] for name, parameter in model.named_parameters()
                           if parameter.dtype == torch.float32}
     for path in model.wide_modules:                            # which are float64 in a model of that type
@@ -37,6 +39,18 @@ def build_module(path, config):
         return forward(**inputs, transformer_options={}),      # a dict of its own: some models write into it
     model.forward = returned_as_tuple
     return model
+
+
+@contextmanager
+def _able_to_compute():
+    """Classes compute with tables as they are made: where all is asked for on the meta device, parameters are there
+    alone."""
+    if torch.get_default_device().type != "meta":
+        yield
+        return
+    from accelerate import init_empty_weights
+    with torch.device("cpu"), init_empty_weights():
+        yield
 
 
 def _as_weight(module, args):

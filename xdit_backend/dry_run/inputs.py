@@ -6,11 +6,13 @@ PICTURE_TOKENS = 257
 
 
 def latent_shape(family, config, size, frames=1, batch=1):
-    """(B, C, H, W) or (B, C, F, H, W) of the latents that the model takes. size: (columns, rows) of pixels."""
+    """(B, C, T), (B, C, H, W) or (B, C, F, H, W) of what the model takes. size: (columns, rows) of pixels."""
     of_frames, of_rows, of_columns = family.pixels(config)
     sizes = [-(-size[1] // of_rows), -(-size[0] // of_columns)]
     if len(family.patch_size(config)) == 3:
         sizes.insert(0, (frames - 1) // of_frames + 1)
+    if len(family.patch_size(config)) == 1:                    # sound, as long as the picture has tokens
+        sizes = [sizes[0] * sizes[1]]
     return (batch, family.taken_channels(config), *sizes)
 
 
@@ -52,6 +54,10 @@ def _special(name, config, shape, width):
         return {name: (batch, config["text_len_t5" if name.endswith("t5") else "text_len"])}
     if name in ("t5xxl_ids", "t5xxl_weights"):
         return {name: (batch, 256) if name == "t5xxl_ids" else (batch, 256, 1)}
+    if name == "lyric_embed":
+        return {name: (batch, 256, config[width])}
+    if name == "refer_audio":
+        return {name: shape}
     if name == "ofs":
         return {name: (1,)} if config.get("ofs_embed_dim") else {}
     return {} if name == "guidance" or name.endswith("attention_mask") else None

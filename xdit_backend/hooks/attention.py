@@ -14,7 +14,7 @@ from ..distributed.operators import attention
 from ..parallel.displaced import displaced_attention
 from ..parallel.nag import apply_nag
 from ..parallel.pipefusion import patch_attention
-from ..parallel.usp import Attention, usp_attention
+from ..parallel.usp import Attention, Window, usp_attention
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
 from .biases import with_bias
@@ -35,6 +35,7 @@ class RunningAttention:
     name: str
     streams: tuple[str, ...]               # of the queries
     key_streams: tuple[str, ...]           # of keys and values; mostly the same
+    reach: int | None = None               # as ModelPlan.window says
     num_calls: int = 0                     # of attention, so far
 
     @property
@@ -75,7 +76,7 @@ class AttentionFunctions:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if context.attention is None:
             return attend_here(query, key, value, context.kernel, attn_mask, is_causal, options.get("scale"))
-        if attn_mask is not None or is_causal:
+        if (attn_mask is not None and context.attention.reach is None) or is_causal:
             raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
                                    "sequence parallelism and PipeFusion do not support yet.")
         return self._attend(query, key, value, context, options.get("scale"))
@@ -182,13 +183,22 @@ def attend(query, key, value, context, layer, scale):
     streams, key_streams = layer.streams, layer.key_streams
     sizes = context.tokens.sizes(streams)
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
+    window = None if layer.reach is None else window_of(layer, sizes, context)
     # what no later patch brings anew, the first attends to alone
     if context.key_values is not None and "image" in (*streams, *key_streams):
         unmasked = Attention(sizes, key_sizes, None, scale, context.kernel,
-                             context.attention_exchange)
+                             context.attention_exchange, window)
         return patch_attention(query, key, value, unmasked, context, layer)
     mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
-    whole = Attention(sizes, key_sizes, mask, scale, context.kernel, context.attention_exchange)
+    whole = Attention(sizes, key_sizes, mask, scale, context.kernel, context.attention_exchange, window)
     if context.exchange is not None:
         return displaced_attention(query, key, value, whole, context, layer.key)
     return usp_attention(query, key, value, whole, context.mesh, context.traffic)
+
+
+def window_of(layer, sizes, context):
+    """The Window of this rank's queries as scatter_heads gives them, which are those of its Ulysses ranks. sizes:
+    tokens of every sequence rank."""
+    assert layer.streams == layer.key_streams == ("image",), "a window is of the image's tokens alone"
+    degree, rank = context.mesh.degrees["ulysses"], context.mesh.sequence_rank
+    return Window(layer.reach, context.first_token + sum(sizes[:rank // degree * degree]))

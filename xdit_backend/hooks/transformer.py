@@ -68,8 +68,9 @@ class Hooks:
         for name, (streams, key_streams) in (within | plan.cross_attention).items():
             module = _inside(block, name)
             if module is not None:
-                self._compiled.blocks[place.index].attentions[name] = module, place, name, streams, key_streams
-                module.forward = self._hook_attention(module, module.forward, place, name, streams, key_streams)
+                given = module, place, name, streams, key_streams, plan.window(module)
+                self._compiled.blocks[place.index].attentions[name] = given
+                module.forward = self._hook_attention(module.forward, *given)
         for path, span in plan.once.items():
             module = _inside(block, path)
             if module is not None:
@@ -333,8 +334,7 @@ class Hooks:
 
     # --- attention ---
 
-    def _hook_attention(self, module, forward, place, name, streams, key_streams):
-        """streams: of the queries. key_streams: of keys and values; mostly the same."""
+    def _hook_attention(self, forward, module, place, name, *streams):
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             if torch.compiler.is_compiling():
@@ -342,7 +342,7 @@ class Hooks:
             context = self._context
             if context is None or not context.shares_attention:
                 return forward(*args, **kwargs)
-            context.attention = running = RunningAttention(module, place, name, streams, key_streams)
+            context.attention = running = RunningAttention(module, place, name, *streams)
             output = forward(*args, **kwargs)
             context.attention = None
             running.refuse_uncalled()

@@ -1,5 +1,6 @@
 """The families this project runs: a dict, one entry a file."""
 
+from .ace_step15 import ACE_STEP15
 from .anima import ANIMA
 from .auraflow import AURAFLOW
 from .boogu import BOOGU
@@ -59,7 +60,7 @@ FAMILIES = {family.name: family for family in (
     HIDREAM, HUNYUAN_IMAGE, AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5,
     KANDINSKY5_IMAGE, MOCHI, MINIMAX_H3, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1,
     OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL, WAN_SCAIL2,
-    WAN_S2V, WAN_DANCER)}
+    WAN_S2V, WAN_DANCER, ACE_STEP15)}
 
 
 def supported(last="and"):

@@ -11,7 +11,7 @@ import torch
 
 from ..distributed import operators
 from ..distributed.collectives import all_gather, start_all_reduce
-from ..partition import block_indices, summed_modules
+from ..partition import block_indices, block_path, summed_modules
 
 PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "norm_added_k": "add_k_proj",
              "q_rms_norm": "to_q", "norm_k_img": "to_k_img",
@@ -93,7 +93,7 @@ def _install_gathered(model, plan, splits, current):
     indices, apart = block_indices(model, plan.blocks), set()
 
     def block_of(path, context):
-        return indices.get(".".join(path.split(".")[:2]), context.blocks.start)
+        return indices.get(block_path(path), context.blocks.start)
 
     def is_here(other, path, context):
         block = block_of(other, context)

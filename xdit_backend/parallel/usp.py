@@ -19,6 +19,20 @@ from ..protocol.exchanges import ALL, KEYS, WHOLE
 
 
 @dataclass(frozen=True)
+class Window:
+    """Each query attends to the keys whose places are near its own. Keys are those of the whole image, in its
+    order."""
+
+    reach: int                             # tokens before and after its own
+    first: int                             # place of the first query
+
+    def mask(self, num_queries, num_keys, device):
+        """(1, 1, queries, keys), which may be attended to."""
+        queries = torch.arange(self.first, self.first + num_queries, device=device)
+        return ((queries[:, None] - torch.arange(num_keys, device=device)).abs() <= self.reach)[None, None]
+
+
+@dataclass(frozen=True)
 class Attention:
     """What an attention by several ranks is given beside its queries, keys and values."""
 
@@ -29,10 +43,19 @@ class Attention:
     scale: float | None = None             # of queries times keys; None: torch's
     kernel: KernelUse = field(default_factory=KernelUse)
     exchange: str = WHOLE                  # in which form tensors travel, of exchanges.EXCHANGES
+    window: Window | None = None           # None: queries attend to all keys that the mask lets them
 
     def whole(self, q_BNTH, k_BNTH, v_BNTH, mask):
         """Plain attention to keys that are all here."""
+        mask = self.near(q_BNTH, k_BNTH.shape[2], mask)
         return attend(q_BNTH, k_BNTH, v_BNTH, self.kernel, mask, scale=self.scale)
+
+    def near(self, q_BNTH, num_keys, mask):
+        """The mask of keys, of those of the window alone. q: as scatter_heads gives them."""
+        if self.window is None:
+            return mask
+        near = self.window.mask(q_BNTH.shape[2], num_keys, q_BNTH.device)
+        return near if mask is None else near & mask
 
 
 def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
@@ -74,7 +97,8 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     """
     degree, rank = mesh.degrees["ring"], mesh.ranks["ring"]
     sizes = _ring_sizes(attention.key_sizes or attention.sizes, mesh)
-    masks = [None] * degree if attention.mask is None else attention.mask.split(sizes, 3)
+    mask = attention.near(q_BNTH, sum(sizes), attention.mask)
+    masks = [None] * degree if mask is None else mask.split(sizes, 3)
     key_value = travels = torch.stack([k_BNTH, v_BNTH])
     is_small = attention.exchange != WHOLE
     if is_small:

@@ -117,6 +117,7 @@ class Unpacked:
     """
 
     patch: tuple[int, ...]
+    wraps = True                           # is a latent's end padded with its beginning?
 
     def counts(self, shape):
         """Tokens along each dim of a latent of this shape."""
@@ -143,6 +144,16 @@ class Unpacked:
 
     def unpack(self, output, latent):
         return output[tuple(slice(length) for length in (None, *latent.shape[1:]))]
+
+
+@dataclass(frozen=True)
+class Whole(Unpacked):
+    """Latents that the model itself pads to whole patches, with zeros."""
+
+    wraps = False
+
+    def padded(self, latent):
+        return latent
 
 
 @dataclass(frozen=True)

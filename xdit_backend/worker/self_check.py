@@ -20,7 +20,7 @@ from ..partition import cut_patches
 from ..protocol.errors import UnsupportedError
 
 TOLERANCE = 1e-3                           # relative; of sums in float32 in another order. What is wrong is above 0.01
-SIZE, FRAMES, TEXT = (8, 6), 4, 5          # of the latent that is compared, and tokens of text
+SIZE, FRAMES, LENGTH, TEXT = (8, 6), 4, 33, 5  # of the latent that is compared, of sound its length; tokens of text
 STAGES = Mesh(dict.fromkeys(AXES, 1) | {"pipefusion": 2}, dict.fromkeys(AXES, 0))
 
 
@@ -44,7 +44,7 @@ def _largest_error(family):
     model.load_state_dict({name: torch.randn(parameter.shape, generator=generator)
                            * (0.3 if parameter.ndim != 2 else parameter.shape[1] ** -0.5)
                            for name, parameter in model.named_parameters()}, strict=False, assign=True)
-    size = SIZE if len(family.latent.patch) == 2 else (FRAMES, *SIZE)
+    size = {1: (LENGTH,), 2: SIZE, 3: (FRAMES, *SIZE)}[len(family.latent.patch)]
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = {name: torch.randn(shape, generator=generator)
                     for name, shape in drawn_shapes(family, config, latent.shape, TEXT).items()}

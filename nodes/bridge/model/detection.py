@@ -3,6 +3,7 @@ meta device. Made by shell.py.
 """
 
 import torch
+from accelerate import init_empty_weights
 
 import comfy.model_detection
 import comfy.model_management
@@ -61,7 +62,10 @@ class Detection:
                                    "compute in it.")
         self._model_config.set_inference_dtype(
             storage_dtype, None if storage_dtype == compute_dtype else compute_dtype, device=device)
-        return self._model_config.get_model(self._tensors, "", device="meta")
+        if not family.computes_as_made:
+            return self._model_config.get_model(self._tensors, "", device="meta")
+        with init_empty_weights():
+            return self._model_config.get_model(self._tensors, "", device="cpu")
 
     def refuse_ignored(self, base_model, weight_sources):
         """Refuse what ComfyUI would ignore: the scheduler's prediction type, and scales of weights that belong to none

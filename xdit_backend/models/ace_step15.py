@@ -1,0 +1,110 @@
+"""ACE-Step 1.5, ComfyUI's own module: sound as one row of tokens, every second layer of which attends to its
+neighbours alone; lyrics, timbre and text are encoded in the model, and read by cross-attention."""
+
+import torch
+
+from ..vocabulary.comfyui import handed_on, number, same_names
+from ..vocabulary.describe import Whole, blocks, config_of, has, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+
+LATENT, IMAGE = Whole((2,)), ("image",)
+NATIVE = "comfy.ldm.ace.ace_step15:AceStepConditionGenerationModel"
+LAYER, LYRICS = "decoder.layers.0.", "encoder.lyric_encoder.layers."
+NORM = f"{LAYER}self_attn.q_norm.weight"
+
+
+def _whole_length(rows, args, kwargs):
+    """The tokens of the whole sound."""
+    return args, kwargs | {"seq_len": rows.num_tokens}
+
+
+def _whole_sound(module, forward, rows, tokens, args, kwargs):
+    """What the model reads beside the latent, channels at the times of a patch: made of the whole sound, of which
+    ComfyUI's forward takes the length alone."""
+    *others, latent, masks, is_cover = args
+    whole = latent.new_ones(len(latent), rows.patch.whole, latent.shape[2])
+    text, mask, channels = forward(*others, whole, whole, is_cover, **kwargs)
+    return text, mask, channels.narrow(1, rows.patch.start, latent.shape[1])
+
+
+def _amend(model, config):
+    """Tables of positions and of codes are made in float32, and rounded as the latent is; the class makes them in the
+    type that it is made in."""
+    for module in model.modules():
+        if type(module).__name__ == "RotaryEmbedding":
+            module._set_cos_sin_cache(module.max_position_embeddings, module.inv_freq.device, torch.float32)
+    model.encoder.timbre_encoder.unpack_timbre_embeddings = _all_to_the_first
+    quantizer = model.tokenizer.quantizer
+    quantizer.soft_clamp_input_value = 1 + 1 / (quantizer.layers[0]._levels.float() - 1)
+    for layer in quantizer.layers:
+        indices = torch.arange(layer.codebook_size, device=layer._levels.device)
+        layer.implicit_codebook = layer._indices_to_codes(indices)
+
+
+def _all_to_the_first(embeddings, order):
+    """What the class makes of an order of zeros, which is all that its forward gives: (B, B, C), of which the first has
+    what all have. The class counts on the host, and waits for the device."""
+    unpacked = embeddings.new_zeros(len(embeddings), *embeddings.shape)
+    unpacked[0] = embeddings
+    return unpacked, None
+
+
+def _flag(name):
+    """A conditioning that is true or false, or is not given."""
+    def rule(call):
+        count = number(name)(call)
+        return None if count is None else bool(count)
+    return rule
+
+
+def _heads(layer):
+    return lambda shapes: shapes[f"{layer}.weight"][0] // shapes[NORM][0]
+
+
+TINY = {"in_channels": 192, "hidden_size": 48, "text_hidden_dim": 24, "num_dit_layers": 4, "num_lyric_layers": 1,
+        "num_timbre_layers": 1, "num_tokenizer_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+        "intermediate_size": 64, "sliding_window": 3, "fsq_dim": 32, "encoder_hidden_size": 32,
+        "encoder_intermediate_size": 48, "encoder_num_heads": 4, "audio_acoustic_hidden_dim": 64}
+
+ACE_STEP15 = Family(
+    name="ACE-Step 1.5", title="ACE-Step 1.5", transformer=NATIVE,
+    recognise=has(NORM, f"{LYRICS}0.input_layernorm.weight", "null_condition_emb"),
+    config=config_of(
+        in_channels=size("decoder.proj_in.1.weight", 1), hidden_size=size(f"{LAYER}self_attn_norm.weight", 0),
+        text_hidden_dim=size("encoder.text_projector.weight", 1), num_dit_layers=blocks("decoder.layers."),
+        num_lyric_layers=blocks(LYRICS), num_timbre_layers=blocks("encoder.timbre_encoder.layers."),
+        num_tokenizer_layers=blocks("tokenizer.attention_pooler.layers."), head_dim=size(NORM, 0),
+        num_heads=_heads(f"{LAYER}self_attn.q_proj"), num_kv_heads=_heads(f"{LAYER}self_attn.k_proj"),
+        intermediate_size=size(f"{LAYER}mlp.gate_proj.weight", 0), sliding_window=128,
+        fsq_dim=size("tokenizer.quantizer.project_in.weight", 1),
+        encoder_hidden_size=size(f"{LYRICS}0.input_layernorm.weight", 0),
+        encoder_intermediate_size=size(f"{LYRICS}0.mlp.gate_proj.weight", 0),
+        encoder_num_heads=_heads(f"{LYRICS}0.self_attn.q_proj"),
+        audio_acoustic_hidden_dim=size("decoder.proj_out.1.weight", 1)),
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), amend=_amend,
+    computes_as_made=True,
+    conditioning={"context": "text_hidden_dim", "lyric_embed": "text_hidden_dim", "refer_audio": None,
+                  "audio_codes": None, "is_covers": None, "replace_with_null_embeds": None},
+    counts=("is_covers", "replace_with_null_embeds"),
+    arguments=handed_on(LATENT, "context", "lyric_embed", "refer_audio", "audio_codes", is_covers=_flag("is_covers"),
+                        replace_with_null_embeds=_flag("replace_with_null_embeds")),
+    refused={"data": "ComfyUI's model gives the timbre of a whole batch to its first sound"},
+    num_heads=lambda config: config["num_heads"], num_key_heads=lambda config: config["num_kv_heads"],
+    width=lambda config: config["hidden_size"], in_channels=lambda config: config["audio_acoustic_hidden_dim"],
+    num_channels=lambda config: config["audio_acoustic_hidden_dim"], pixels=lambda config: (1, 32, 32),
+    plan=ModelPlan(
+        blocks=(BlockList("decoder.layers", "decoder.layers.", "num_dit_layers"),),
+        streams={"hidden_states": "image"}, attention={"self_attn": IMAGE},
+        tokens={"position_embeddings": TokenArgument(0, IMAGE)},
+        window=lambda attention: attention.sliding_window,
+        positions={"decoder.rotary_emb": Cut(TokenArgument(0, IMAGE), _whole_length),
+                   "prepare_condition": _whole_sound},
+        once={"cross_attn.k_proj": "run", "cross_attn.v_proj": "run"},
+        once_outside={"decoder.condition_embedder": "run", "encoder": "run", "tokenizer": "run", "detokenizer": "run"}),
+    tiny=Tiny(TINY, NATIVE, TINY | {"sliding_window": 128}, detected="ACEStep15",
+              drawn={"lyric_embed": lambda config, shape, tokens: (shape[0], tokens + 2, config["text_hidden_dim"]),
+                     "refer_audio": lambda config, shape, tokens: (
+                         shape[0], config["audio_acoustic_hidden_dim"], shape[2])}),
+)
