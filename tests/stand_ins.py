@@ -15,7 +15,8 @@ from tests.tiny_checkpoints import thin_class
 
 # what text encoders say beside the text itself; other conditioning is what a workflow's nodes make
 OF_TEXT = {"pooled_output", "attention_mask", "conditioning_llama3", "t5xxl_ids", "t5xxl_weights",
-           "conditioning_mt5xl", "attention_mask_mt5xl", "unprocessed_ltxav_embeds"}
+           "conditioning_mt5xl", "attention_mask_mt5xl", "unprocessed_ltxav_embeds", "conditioning_lyrics",
+           "audio_codes"}
 CLIP_LOADERS = ("CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoader", "LTXAVTextEncoderLoader")
 VAES = {"sd3": "vae-sd3", "wan": "vae-wan", "wan22-ti2v": "vae-wan22", "flux2": "vae-flux2", "lens": "vae-flux2",
         "ltx-video": "vae-ltx", "ltx-2": "vae-ltx2", "ltx-2.3": "vae-ltx2", "cosmos-predict1": "vae-cosmos",
