@@ -20,9 +20,10 @@ SCALED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "INT8": 
 NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 # bytes of a number, beside the packed one, while a weight is unpacked to 16 bits: its whole number, what it is
-# multiplied with and what is added (ggml.py); of all others it is made at once
+# multiplied with and what is added (ggml.py; of NF4 levels and factors apart); of all others it is made at once
 UNPACKING, ELSE = {"Q4_0": 3.125, "Q5_0": 3.125, "IQ4_NL": 3.125, "IQ4_XS": 3.125, "Q4_1": 3.25, "Q5_1": 3.25,
-                   "Q3_K": 3.25, "Q4_K": 3.25, "Q5_K": 3.25, "Q6_K": 3.25, "Q2_K": 3.5, "Q8_0": 2.125}, 2.0
+                   "Q3_K": 3.25, "Q4_K": 3.25, "Q5_K": 3.25, "Q6_K": 3.25, "Q2_K": 3.5, "Q8_0": 2.125,
+                   "NF4": 2.5625}, 2.0
 
 
 @dataclass(frozen=True)
