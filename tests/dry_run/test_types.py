@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.dry_run.rows import counted, published, spec_of
-from xdit_backend.checkpoints import ggml
+from xdit_backend.checkpoints import ggml, kitchen
 from xdit_backend.checkpoints.gguf import PACKED
 from xdit_backend.checkpoints.layers import FORMATS
 from xdit_backend.checkpoints.net import job_of, net_of
@@ -33,15 +33,15 @@ ROWS = [*((type_, "one") for type_ in BITS), *((type_, "tensor2") for type_ in (
 
 
 # by comfy-kitchen's own products, which without its kernels unpack inputs and weights to 32 bits inside
-UNKNOWN = "convrot_w4a4"
+EAGER = "convrot_w4a4"
 # Beside Flux.1 one of long steps and one whose largest weight takes half of what a step does.
 OTHERS = "sd3.5-large", "flux.2-dev", "qwen-image"
-FORECAST = [(name, type_) for name in ("flux.1-dev", *OTHERS) for type_ in BITS if type_ != UNKNOWN]
+FORECAST = [(name, type_) for name in ("flux.1-dev", *OTHERS) for type_ in BITS]
 # of which a card that multiplies with them rounds inputs, and holds less than is forecast, which has the largest weight
 # unpacked, as on other cards (below)
 FURTHER_OFF = dict.fromkeys((("flux.2-dev", "float8_e4m3fn"), ("flux.2-dev", "float8_e5m2")), (0.05, 0.11))
 DRAWN = {("flux.1-dev", "IQ4_XS"), ("flux.1-dev", "float8_e4m3fn"), ("sd3.5-large", "Q4_K"), ("flux.2-dev", "Q2_K"),
-         ("qwen-image", "fp8_e4m3fn")}
+         ("qwen-image", "fp8_e4m3fn"), ("sd3.5-large", "convrot_w4a4")}
 
 
 def given(type_, name="flux.1-dev"):
@@ -98,6 +98,13 @@ def test_unpacking_takes_what_is_forecast(type_, unpacking):
     assert abs((work.peak_bytes - before) / (4096 ** 2 * unpacking) - 1) < 0.05
 
 
+def test_it_notices_a_product_in_32_bits_that_is_not_forecast(monkeypatch):
+    """As a card has it that comfy-kitchen has kernels for."""
+    monkeypatch.setattr(kitchen, "has_kernels", lambda: True)
+
+    assert off_by("flux.1-dev", "convrot_w4a4") < -0.5
+
+
 def test_it_notices_places_of_four_bytes_for_each_number(monkeypatch):
     """As IQ4 was looked up before."""
     plain = ggml._levels
@@ -137,9 +144,9 @@ def test_a_step_with_weights_of_each_type(type_, layout):
     told = 2 * (2 + 1) * (4096 + 512) if (type_, layout) == ("int8_tensorwise", "tensor2") else 0
     assert row.kernels >= plain.kernels and row.sent_bytes == plain.sent_bytes + 4 * told
     # rotations by comfy-kitchen's own products are products too
-    assert plain.flops <= row.flops < 1.2 * plain.flops if type_ == UNKNOWN else row.flops == plain.flops
+    assert plain.flops <= row.flops < 1.2 * plain.flops if type_ == EAGER else row.flops == plain.flops
     # what is unpacked of a weight, and what it is unpacked by, is there while it is multiplied with
     largest = 2 * max(map(math.prod, published("flux.1-dev")[0].shapes.values()))
-    if type_ != UNKNOWN:
+    if type_ != EAGER:
         assert row.peak_bytes - plain.peak_bytes <= 2 * largest
     assert math.isclose(row.weight_bytes / plain.weight_bytes, BITS[type_] / 16, rel_tol=0.02)

@@ -48,12 +48,17 @@ def check(layers, file_name):
                               f"or use the bf16, fp8 or GGUF file of the same model.")
 
 
+def has_kernels():
+    """Does comfy-kitchen compute with CUDA kernels of its own? They need CUDA 13, and a device."""
+    return (torch.version.cuda is not None and int(torch.version.cuda.partition(".")[0]) >= 13
+            and torch.cuda.is_available())
+
+
 def choose_backends():
-    """Have comfy-kitchen compute with what ComfyUI has it compute with: its CUDA kernels need CUDA 13, and those in
-    Triton are off."""
+    """Have comfy-kitchen compute with what ComfyUI has it compute with: its CUDA kernels where it has them, and those
+    in Triton are off."""
     import comfy_kitchen
-    version = torch.version.cuda
-    if version is None or int(version.partition(".")[0]) < 13:
+    if not has_kernels():
         comfy_kitchen.disable_backend("cuda")
     comfy_kitchen.disable_backend("triton")
 

@@ -10,6 +10,8 @@ from ..forecast.cost import Job, Net
 from ..forecast.memory import Live, unet_memory
 from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..vocabulary.family import Family
+from . import kitchen
+from .layers import FORMATS
 from .shares import block_bytes, block_sizes, held_bytes, possible_splits
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
@@ -36,7 +38,10 @@ def net_of(family: Family, model, spec=None):
         return net
     weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
     return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize,
-                   unpack_bytes=_unpack_bytes(blocks, family.plan.once, spec), weight_bytes=float(weights),
+                   unpack_bytes=_unpack_bytes(blocks, family.plan.once, spec),
+                   rounded_bytes=_rounded_bytes(blocks, family.plan.once),
+                   eager_products=() if kitchen.has_kernels() else _eager_products(blocks, family.plan.once),
+                   weight_bytes=float(weights),
                    outside_bytes=float(weights - sum(of_blocks)), block_bytes=tuple(map(float, of_blocks)),
                    block_costs=tuple(size * share for size, share in block_sizes(model, family)))
 
@@ -141,6 +146,19 @@ def _unpack_bytes(blocks, once, spec):
     return max((getattr(module, "unpacking", cast) * module.in_features * module.out_features
                 for _, block_copies in blocks for block in block_copies for module in _matrices(block, once)
                 if module.out_features <= module.in_features), default=0.0)
+
+
+def _rounded_bytes(blocks, once):
+    """Net.rounded_bytes, of devices that have products of the format. blocks: as of _formats."""
+    formats = [FORMATS[format_] for format_ in _formats(blocks, once) if format_]
+    return max((how.held.itemsize / how.numbers for how in formats if how.capability is not None), default=0.0)
+
+
+def _eager_products(blocks, once):
+    """Net.eager_products. blocks: as of _formats."""
+    return tuple(sorted({(module.in_features, module.out_features, share == 1)
+                         for share, block_copies in blocks for block in block_copies
+                         for module in _matrices(block, once) if getattr(module, "format", "") == "convrot_w4a4"}))
 
 
 def _formats(blocks, once):

@@ -49,6 +49,11 @@ class Net:
     block_bytes: tuple[float, ...] = ()
     block_costs: tuple[float, ...] = ()
     unpack_bytes: float = 0.0              # that the largest weight takes while it is unpacked or cast
+    # of a number of the inputs that layers keep, rounded to their format, for the next that has the same ones
+    rounded_bytes: float = 0.0
+    # (columns, rows, do image and text pass it as one?) of weights of blocks that comfy-kitchen multiplies in 4 bits
+    # without kernels of its own
+    eager_products: tuple[tuple[int, int, bool], ...] = ()
     usual_tokens: int = 4096               # of a picture or video, before a run is known
     live: Any = None                       # memory.Live of its activations; None: the usual
 

@@ -58,8 +58,10 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     live = [_live_rows(net, job, degrees, settings, stage) * unit for stage in stages]
     (keys_values, host), activations = max(zip(kept, live), key=lambda both: both[0][0] + both[1])
     unpacking = (net.live or Live()).narrowing * activations + net.unpack_bytes / degrees.tensor
-    return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values, activations=max(activations, unpacking),
-                  host=host)
+    numbers = _share(net, job, degrees, settings) * (job.tokens + (job.text if net.joint else 0)) * net.width
+    return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values, host=host,
+                  activations=max(activations + net.rounded_bytes * numbers, unpacking,
+                                  _in_products(net, job, degrees, settings, activations)))
 
 
 def _kept(net, job, degrees, settings, num_blocks):
@@ -140,6 +142,9 @@ STAGES_ENDS = 2.0              # what the last block of a stage has taken and gi
 # of `exchange`: what came into the block, was normalised and modulated, at most, which tensor parallelism does not
 # divide; and queries, keys and values, as they are made, packed, sent and put together, which it does
 ENTERED, PACKED = 3.0, 12.0
+# bytes in products of Net.eager_products: of a number that is multiplied, rotated and rounded, while it is unpacked and
+# while the weight is; and of a number of the weight
+UNPACKED_INPUT, ROUNDED_INPUT, UNPACKED_WEIGHT = 13.5, 4.5, 11.0
 
 
 def _live_rows(net, job, degrees, settings, blocks):
@@ -193,6 +198,24 @@ def _with_skips(net, blocks, inside, parts=1):
 def _of_batch(live, shared, batch):
     """What lives at once of a batch. shared: of one image's, what is there once."""
     return batch * (live - shared) + shared
+
+
+def _share(net, job, degrees, settings):
+    """How many times the tokens of one image a rank has of its batch, in a forward of all tokens."""
+    parts = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1) * degrees.displaced
+    return _batch(job, degrees, net.branches_apart, settings.images_apart) / parts
+
+
+def _in_products(net, job, degrees, settings, most):
+    """Bytes that live at most in a product in 4 bits, which comfy-kitchen unpacks to 32 bits where it has no kernels;
+    0 without one. most: what lives else, in bytes."""
+    share, text, found = _share(net, job, degrees, settings), job.text if net.joint else 0, [0.0]
+    entered = ENTERED * share * (job.tokens + text) * net.width * net.element_bytes
+    for columns, rows, with_text in net.eager_products:
+        inputs = share * (job.tokens + text * with_text) * columns
+        beside = (net.live or Live()).narrowing * most if rows <= columns else entered
+        found.append(beside + max(UNPACKED_INPUT * inputs, ROUNDED_INPUT * inputs + UNPACKED_WEIGHT * columns * rows))
+    return max(found)
 
 
 def _told(live, key_share, degrees):
