@@ -41,6 +41,7 @@ ALLOWED_WAITS = {
     "index at transformer_hunyuanimage.py forward": "the same",
     "copy at transformer_hidream_image.py moe_infer": "diffusers sends tokens to experts by number",
     "copy at model_wandancer.py rope_encode": "ComfyUI's WanDancer fills in the place of the last frame by number",
+    "copy at ace_step15.py forward": "ComfyUI's ACE-Step makes the zero that codes are added to on the host",
     "copy at model.py sinusoidal_embedding_1d": "ComfyUI's Wan counts the frequencies of a time on the host",
 }
 SMALL_ROWS, SMALL_COLUMNS, TEXT_TOKENS = 16, 20, 7

@@ -85,8 +85,6 @@ def inputs(comfyui, kind, size, batch):
         given["fps"] = 30 / given.pop("frame_lasts")
     if family.name == "Mochi":                                 # whose module asks for it
         given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
-    if "refer_audio" in given:                                 # else it is rounded to codes, where one rounding shows
-        given["is_covers"] = False
     times = torch.tensor([0.9, 0.3])[:batch] * family.time_scale
     if family.parts:                                           # without sound, and with some of every length
         length = 3 * size[0] - 3 if kind.startswith("ltx") else size[0]

@@ -24,7 +24,6 @@ NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 UNPACKING, ELSE = {"Q4_0": 3.125, "Q5_0": 3.125, "IQ4_NL": 3.125, "IQ4_XS": 3.125, "Q4_1": 3.25, "Q5_1": 3.25,
                    "Q3_K": 3.25, "Q4_K": 3.25, "Q5_K": 3.25, "Q6_K": 3.25, "Q2_K": 3.5, "Q8_0": 2.125,
                    "NF4": 2.5625}, 2.0
-NEVER_UNPACKED = ("int8_tensorwise",)      # every device multiplies with whole numbers of a byte as they are
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def set_packed_parameters(model, packed):
                                      requires_grad=False)
         linear.weight_block = how.block
         linear.format = how.layer.format if how.layer is not None else ""
-        linear.unpacking = 0.0 if linear.format in NEVER_UNPACKED else UNPACKING.get(how.type, ELSE)
+        linear.unpacking = UNPACKING.get(how.type, ELSE)
         linear.rounds_inputs = how.layer is not None and how.layer.rounds_inputs
         linear.agreed = how.layer.agreed if how.layer is not None else ""
         for buffer, (shape, dtype) in how.beside.items():

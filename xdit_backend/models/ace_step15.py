@@ -63,7 +63,7 @@ def _heads(layer):
     return lambda shapes: shapes[f"{layer}.weight"][0] // shapes[NORM][0]
 
 
-TINY = {"in_channels": 192, "hidden_size": 48, "text_hidden_dim": 24, "num_dit_layers": 4, "num_lyric_layers": 1,
+TINY = {"in_channels": 192, "hidden_size": 64, "text_hidden_dim": 24, "num_dit_layers": 4, "num_lyric_layers": 1,
         "num_timbre_layers": 1, "num_tokenizer_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
         "intermediate_size": 64, "sliding_window": 3, "fsq_dim": 32, "encoder_hidden_size": 32,
         "encoder_intermediate_size": 48, "encoder_num_heads": 4, "audio_acoustic_hidden_dim": 64}
