@@ -24,7 +24,7 @@ from xdit_backend.protocol.errors import ConfigError
 
 ALLOWED = 0.05
 NAMES = [name for name, model in PUBLISHED.items() if not FAMILIES[model.family].is_unet]
-# of the families that are not in docs/measuring.md's table; they have a row under fewer layouts
+# of the families that are not in docs/full_size.md's table; they have a row under fewer layouts
 OTHERS = NAMES[NAMES.index("chroma"):]
 TRANSFORMERS = [name for name in NAMES if name not in OTHERS]
 ALIKE = "wan2.1-14b-480p", "wan2.2-i2v-14b-480p", "wan2.2-i2v-14b-720p"        # as wan2.1-14b-720p, but for the size

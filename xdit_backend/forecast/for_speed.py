@@ -10,7 +10,7 @@ from .planner import EVERYWHERE, WARMUP_FULL, Spread, plan_run, usual_job
 from .words import layout_words, seconds_words
 
 FASTER = 1.15                              # times as fast as the best exact layout that stale keys and values must be
-# decibels of the demo model's pictures to one device's, 4 patches and a warm-up step (docs/measuring.md)
+# decibels of the demo model's pictures to one device's, 4 patches and a warm-up step (docs/quality.md)
 PSNR_DB = {"forecast": 43, "as they were": 37}
 
 
