@@ -152,6 +152,12 @@ PUBLISHED = {
     "mage-flow": Published("Mage-Flow", tokens=128, given={
         "in_channels": 128, "out_channels": 128, "num_layers": 12, "attention_head_dim": 128,
         "num_attention_heads": 24, "joint_attention_dim": 2560, "axes_dims_rope": (16, 56, 56)}),
+    # 120 s of sound, 25 numbers a second: as many as such a picture has tokens
+    "ace-step-1.5": Published("ACE-Step 1.5", (1920, 1600), tokens=256, given={
+        "in_channels": 192, "hidden_size": 2048, "text_hidden_dim": 1024, "num_dit_layers": 24, "num_lyric_layers": 8,
+        "num_timbre_layers": 4, "num_tokenizer_layers": 2, "head_dim": 128, "num_heads": 16, "num_kv_heads": 8,
+        "intermediate_size": 6144, "fsq_dim": 2048, "encoder_hidden_size": 2048, "encoder_intermediate_size": 6144,
+        "encoder_num_heads": 16, "audio_acoustic_hidden_dim": 64}),
     "wan2.1-vace-14b-480p": Published("Wan VACE", (832, 480), 81),
     "wan2.1-fun-camera-14b-480p": Published("Wan Camera", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
         "in_dim": 32, "model_type": "camera", "in_dim_control_adapter": 24, "_image_dim": 1280,

@@ -24,6 +24,7 @@ from ..vocabulary.family import Family, Tiny
 from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from ..vocabulary.rope_scales import with_scales
 
 LATENT, TABLE, TIMES = Unpacked((1, 2, 2)), TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
 CONVERT = diffusers_converter("convert_wan_transformer_to_diffusers")
@@ -84,42 +85,6 @@ def _amend(model, config):
     if config.get("added_kv_proj_dim") is not None:
         for block in model.blocks:
             block.attn2.forward = _vision_and_text(block.attn2, num_vision_tokens)
-
-
-def with_scales(model, forward):
-    """The forward, that also takes what ComfyUI's Scale ROPE does to places: `rope_scales`, scale and shift of frames,
-    rows and columns, (B, 6), the bits of float64."""
-    scales, rope = ForwardValue(model), model.rope
-    make = rope.forward
-
-    def scaled(hidden_states):
-        if scales.get() is None:
-            return make(hidden_states)
-        plain = rope.freqs_cos, rope.freqs_sin
-        rope.freqs_cos, rope.freqs_sin = _at_places(rope, scales.get())
-        try:
-            return make(hidden_states)
-        finally:
-            rope.freqs_cos, rope.freqs_sin = plain
-
-    def forward_with(rope_scales=None, **arguments):
-        before = scales.set(rope_scales)
-        try:
-            return forward(**arguments)
-        finally:
-            scales.reset(before)
-    rope.forward = scaled
-    return forward_with
-
-
-def _at_places(rope, scales):
-    """A rotary embedding's tables, with what belongs to the places that frames, rows and columns have."""
-    from diffusers.models.embeddings import get_1d_rotary_pos_embed
-    given = scales[0].view(torch.float64).view(3, 2, 1)     # all images of a batch have the same
-    places = torch.arange(rope.max_seq_len, dtype=torch.float64, device=scales.device) * given[:, 0] + given[:, 1]
-    tables = [get_1d_rotary_pos_embed(dim, each, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
-              for dim, each in zip((rope.t_dim, rope.h_dim, rope.w_dim), places)]
-    return [torch.cat(table, 1) for table in zip(*tables)]
 
 
 def _with_places(embedder):

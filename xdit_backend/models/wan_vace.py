@@ -14,7 +14,8 @@ from ..protocol.errors import ConfigError
 from ..vocabulary.describe import blocks, config_of, has, only_parts, size
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
-from .wan import PARTS, WAN, with_scales
+from ..vocabulary.rope_scales import with_scales
+from .wan import PARTS, WAN
 
 NUM_VACE = blocks("vace_blocks.")
 
