@@ -26,7 +26,7 @@ MODELS = {"flux.1-dev": "ulysses2", "qwen-image": "cfg2", "wan2.1-14b-720p": "cf
 CARDS_GB = (8, 12, 16, 24)
 # of the data sheets: operations a second in 16 bits that are added up in 32, of tensor cores without sparsity
 CARDS = {12: 25.6e12, 16: 44.1e12, 24: 71e12}
-DEFAULT = "qwen-image", "cfg2", 16
+DEFAULT = "flux.1-dev", "ulysses2", 12
 
 
 def fit_of(name, layout_name, card_gb):

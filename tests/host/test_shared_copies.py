@@ -20,8 +20,7 @@ from xdit_backend.protocol import specs
 from xdit_backend.protocol.errors import CopyError, WorkerDiedError
 from xdit_backend.protocol.specs import WeightCopies
 
-METHODS = by_default([{"cfg": 2}, {"ulysses": 2}], [{"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"data": 2},
-                                                    {"displaced": 2}])
+METHODS = by_default([{"ulysses": 2}], [{"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"data": 2}, {"displaced": 2}])
 
 
 class Cancelled(Exception):

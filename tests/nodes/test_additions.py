@@ -88,8 +88,8 @@ def lora(model, name, strength=0.7):
     return comfy.sd.load_lora_for_models(model, None, found, strength, 0)[0]
 
 
-@pytest.mark.parametrize("settings", [{"latent_batch": 1}, pytest.param({"latent_batch": 2}, marks=pytest.mark.slow)],
-                         ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"latent_batch": 1}, {"latent_batch": 2}], ids=str)
 def test_with_lora_masks_and_two_prompts_equals_native_ksampler(comfyui, networks, settings):
     """The network is given what the model's embedder and refiner make, with the LoRA; a picture to fill in, and a
     mask. Of two prompts each is a call of its own."""

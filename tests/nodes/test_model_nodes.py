@@ -255,7 +255,8 @@ def test_a_weight_patch_is_honoured_under_another_compute_dtype(comfyui, model):
     assert 0.5 < ours / native < 1.5
 
 
-@pytest.mark.parametrize("form", ["node", "fullgraph", "blocks", "object patch"])
+@pytest.mark.parametrize("form", [*(pytest.param(form, marks=pytest.mark.slow)           # a minute to compile
+                                    for form in ("node", "fullgraph", "blocks")), "object patch"])
 def test_a_compiled_model_gives_what_it_gives_uncompiled(comfyui, matrix, model, monkeypatch, form):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     compiled = model.clone()
