@@ -82,7 +82,7 @@ KINDS = {
     "mochi": Kind("AutoencoderKLMochi", 12, 8, 6), "cogvideox": Kind("AutoencoderKLCogVideoX", 16, 8, 4, OF_COGVIDEOX),
     "cosmos": Kind("AutoencoderKLCosmos", 16, 8, 8)}
 KINDS = {key: kind for key, kind in KINDS.items() if hasattr(diffusers, kind.name)}
-MEASURING = Path(__file__).parents[2] / "docs" / "measuring.md"
+FULL_SIZE = Path(__file__).parents[2] / "docs" / "full_size.md"
 TITLES = {"flux": "Flux.1", "taesd": "TAESD", "sana": "Sana", "hunyuan image": "HunyuanImage", "wan": "Wan 2.1",
           "wan 2.2": "Wan 2.2", "hunyuan": "HunyuanVideo", "hunyuan 1.5": "HunyuanVideo 1.5", "ltx": "LTX-Video",
           "mochi": "Mochi (79 frames)", "cogvideox": "CogVideoX", "cosmos": "Cosmos-Predict1"}
@@ -142,9 +142,9 @@ def test_a_decode_lives_in_what_was_forecast(key, way, world_size, whole):
 
 
 def held_and_needed(title):
-    """docs/measuring.md's: GB of the decoder, of its largest layer, [needed beside them by one rank, two and four]."""
+    """docs/full_size.md's: GB of the decoder, of its largest layer, [needed beside them by one rank, two and four]."""
     five = r" ([\d.]+) \|" * 5
-    cells, = re.findall(rf"^\| {re.escape(title)} \|{five}$", MEASURING.read_text(encoding="utf-8"), re.MULTILINE)
+    cells, = re.findall(rf"^\| {re.escape(title)} \|{five}$", FULL_SIZE.read_text(encoding="utf-8"), re.MULTILINE)
     decoder, layer, *needed = map(float, cells)
     return decoder, layer, needed
 
@@ -173,7 +173,7 @@ def test_weights_from_host_memory_would_give_few_decodes_room_that_have_none():
                                for held in (decoder, min(decoder, 2 * layer)))
             num_rows, num_fitting = num_rows + 1, num_fitting + fits
             more += [(title, num_ranks, card_gb)] if would_fit and not fits else []
-    said = re.search(r"Of these (\d+) decodes (\d+) have room", MEASURING.read_text(encoding="utf-8"))
+    said = re.search(r"Of these (\d+) decodes (\d+) have room", FULL_SIZE.read_text(encoding="utf-8"))
 
     assert said.groups() == (str(num_rows), str(num_fitting))
     assert more == [("Wan 2.1", 1, 12), ("HunyuanVideo 1.5", 4, 8), ("CogVideoX", 4, 12)]
