@@ -16,9 +16,10 @@ DRAWN, SEED = 10, 3
 FEW = ("03_video_wan2_2_14B_i2v_subgraphed",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [
-    FEW, pytest.param(random.Random(SEED).sample([name for name, row in rows().items() if row[0] == "equal"], DRAWN),
-                      marks=pytest.mark.slow)], ids=["few", "drawn"])
+    FEW, random.Random(SEED).sample([name for name, row in rows().items() if row[0] == "equal"], DRAWN)],
+    ids=["few", "drawn"])
 def test_templates_come_to_what_they_come_to_on_one_gpu(names):
     if comfyui_folder() is None or find_chromium() is None:
         pytest.skip("no ComfyUI, or no Chromium: run `python3 start.py test`")

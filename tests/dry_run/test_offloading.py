@@ -74,8 +74,7 @@ def test_a_rank_holds_what_its_card_has_room_for_and_what_was_forecast(name, lay
 
 
 @pytest.mark.parametrize("name, card_gb", [
-    ("flux.1-dev", 12), pytest.param("flux.2-dev", 24, marks=pytest.mark.slow),
-    pytest.param("qwen-image", 16, marks=pytest.mark.slow)])
+    pytest.param(*row, marks=pytest.mark.slow) for row in (("flux.1-dev", 12), ("flux.2-dev", 24), ("qwen-image", 16))])
 def test_a_stage_holds_what_its_card_has_room_for_and_what_was_forecast(name, card_gb):
     """Weights come once for each of as few patches as there are stages."""
     fit = fit_of(name, "pipefusion2", card_gb)

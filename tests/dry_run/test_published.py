@@ -155,7 +155,7 @@ def test_a_peak_of_a_unet_is_what_was_forecast(name, how):
 
 @pytest.mark.parametrize("layout", [pytest.param(layout, marks=[] if layout == "ulysses2" else pytest.mark.slow)
                                     for layout in FEW])
-@pytest.mark.parametrize("blocks", [10, None])
+@pytest.mark.parametrize("blocks", [10, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_peak_of_a_model_with_skips_is_what_was_forecast(layout, blocks):
     assert abs(off_by(WITH_SKIPS, layout, blocks=blocks)) < ALLOWED
 

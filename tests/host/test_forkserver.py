@@ -213,8 +213,10 @@ def test_ranks_that_are_forked_can_use_gpus(tmp_path):
     assert said.returncode == 0, said.stderr
 
 
-@pytest.mark.parametrize("package, is_found", [("peft", False), ("auto_round", False), ("bitsandbytes", True),
-                                               ("xformers", True), ("flash_attn", True), ("kernels", True)])
+@pytest.mark.parametrize("package, is_found", [
+    ("peft", False), ("xformers", True),
+    *(pytest.param(*each, marks=pytest.mark.slow)
+      for each in (("auto_round", False), ("bitsandbytes", True), ("flash_attn", True), ("kernels", True)))])
 def test_packages_of_others_are_not_imported_with_the_libraries(package, is_found, tmp_path):
     """diffusers would where they are installed: they want transformers, or look at GPUs. Kernels are found later."""
     (tmp_path / f"{package}.py").write_text("raise ImportError('no GPU, no transformers')")
