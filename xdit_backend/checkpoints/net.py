@@ -39,7 +39,7 @@ def net_of(family: Family, model, spec=None):
     weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
     return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize,
                    unpack_bytes=_unpack_bytes(blocks, family.plan.once, spec),
-                   rounded_bytes=_rounded_bytes(blocks, family.plan.once),
+                   rounded_bytes=_rounded_bytes(net.formats),
                    eager_products=() if kitchen.has_kernels() else _eager_products(blocks, family.plan.once),
                    weight_bytes=float(weights),
                    outside_bytes=float(weights - sum(of_blocks)), block_bytes=tuple(map(float, of_blocks)),
@@ -148,10 +148,10 @@ def _unpack_bytes(blocks, once, spec):
                 if module.out_features <= module.in_features), default=0.0)
 
 
-def _rounded_bytes(blocks, once):
-    """Net.rounded_bytes, of devices that have products of the format. blocks: as of _formats."""
-    formats = [FORMATS[format_] for format_ in _formats(blocks, once) if format_]
-    return max((how.held.itemsize / how.numbers for how in formats if how.capability is not None), default=0.0)
+def _rounded_bytes(formats):
+    """Net.rounded_bytes, of devices that have products of the format. formats: Net.formats."""
+    known = [FORMATS[format_] for format_ in formats]
+    return max((how.held.itemsize / how.numbers for how in known if how.capability is not None), default=0.0)
 
 
 def _eager_products(blocks, once):

@@ -130,8 +130,8 @@ def set_packed_parameters(model, packed):
         linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=held, device="meta"),
                                      requires_grad=False)
         linear.weight_block = how.block
-        linear.format = how.layer.format if how.layer is not None else ""
         linear.unpacking = UNPACKING.get(how.type, ELSE)
+        linear.format = how.layer.format if how.layer is not None else ""
         linear.rounds_inputs = how.layer is not None and how.layer.rounds_inputs
         linear.agreed = how.layer.agreed if how.layer is not None else ""
         for buffer, (shape, dtype) in how.beside.items():

@@ -14,7 +14,6 @@ from ..protocol.errors import ConfigError
 from ..vocabulary.describe import blocks, config_of, has, only_parts, size
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.rope_scales import with_scales
 from .wan import PARTS, WAN
 
 NUM_VACE = blocks("vace_blocks.")
@@ -53,9 +52,9 @@ def _several(arguments):
 def _amend(model, config):
     """The forward is that of diffusers' Wan; hidden states are those of the video beside those of the control."""
     from diffusers import WanTransformer3DModel
+    model.forward = types.MethodType(WanTransformer3DModel.forward, model)
     WAN.amend(model, config)
-    run = with_scales(model, types.MethodType(WanTransformer3DModel.forward, model))
-    strength = ForwardValue(model)
+    run, strength = model.forward, ForwardValue(model)
     embed, norm, channels = model.patch_embedding.forward, model.norm_out.forward, config["in_channels"]
 
     def forward(vace_strength, **arguments):

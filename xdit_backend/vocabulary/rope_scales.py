@@ -35,7 +35,7 @@ def with_scales(model, forward):
 def _at_places(rope, scales):
     """A rotary embedding's tables, with what belongs to the places that frames, rows and columns have."""
     from diffusers.models.embeddings import get_1d_rotary_pos_embed
-    given = scales[0].view(torch.float64).view(3, 2, 1)     # all images of a batch have the same
+    given = scales[0].view(torch.float64).view(3, 2, 1)         # all images of a batch have the same
     places = torch.arange(rope.max_seq_len, dtype=torch.float64, device=scales.device) * given[:, 0] + given[:, 1]
     tables = [get_1d_rotary_pos_embed(dim, each, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
               for dim, each in zip((rope.t_dim, rope.h_dim, rope.w_dim), places)]
