@@ -11,6 +11,7 @@ these. tests/nodes/test_random_workflows.py runs a few of each layout.
 import argparse
 import collections
 import functools
+import importlib
 import math
 import random
 import signal
@@ -224,9 +225,9 @@ class Runner:
                 degrees = {"mode": "manual" if degrees else "auto", **degrees, "weights_memory": f"{kilobytes / 1e6}"}
                 model = self.comfyui.load_model.execute(*listed, self.comfyui.config(devices, **degrees)).args[0]
             if computed.get("compiled"):
-                from comfy_api.torch_helpers import set_torch_compile_wrapper
-                model = model.clone()
-                set_torch_compile_wrapper(model, "eager")
+                model = model.clone()                          # as TorchCompileModel asks, of a backend that is quick
+                supported = importlib.import_module(f"{self.comfyui.pack.__name__}.nodes.bridge.supported.by_patches")
+                model.model_options["transformer_options"][supported.COMPILE] = "eager"
             self.models[key] = model
         return self.models[key]
 

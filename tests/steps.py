@@ -2,6 +2,7 @@
 Of tests and commands."""
 
 import functools
+import importlib
 import itertools
 import json
 import tempfile
@@ -158,6 +159,8 @@ def execute(rank, world_size, runs):
     for layout, commands in runs:
         # no mode reaches into a graph
         is_compiled = any(getattr(command, "compile_backend", "") for command in commands)
+        if is_compiled:
+            importlib.import_module("tests.reusing")           # which torch.compile then knows by its name
         with unrounded(1 if is_compiled else layout.tensor_degree):
             for command in commands:
                 engine.execute(command)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import tests.reusing  # noqa: F401
 from tests.models.zoo import CONFIGS, UNETS, example
 from tests.steps import errors_of, layouts_of, words
 from tests.tolerances import within
@@ -35,7 +36,7 @@ def _no_graphs():
     torch._dynamo.reset()
 
 
-def forward(one, hooks, backend="eager", latent=None, timestep=None, patch=None, **keeping):
+def forward(one, hooks, backend="reusing", latent=None, timestep=None, patch=None, **keeping):
     context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent if latent is None else latent,
                                         one.timestep if timestep is None else timestep, one.conditioning, patch,
                                         **keeping)
@@ -70,7 +71,7 @@ FEW = [("Flux.1", "ulysses"), ("Wan", "tensor"), ("Z-Image", "pipefusion")]
 
 def check(asked, folder, weights_memory=0):
     """Each on two ranks: whole files, two branches and two images a step."""
-    outcomes = errors_of(asked, folder, 2, weights_memory=weights_memory, compile_backend="eager")
+    outcomes = errors_of(asked, folder, 2, weights_memory=weights_memory, compile_backend="reusing")
     assert outcomes.keys() == set(asked)
     for (name, layout), error in outcomes.items():
         assert not isinstance(error, Exception), f"{name}, {words(layout)}: {error}"
@@ -181,7 +182,7 @@ def test_a_graph_that_asks_wrongly_is_seen(monkeypatch, mutant):
         monkeypatch.setattr(ForwardContext, "moment", lambda self, span, batch: (self.first_image, batch))
     kept = KeyValues()
 
-    assert not all(torch.allclose(step("eager", kept, time), of_step, atol=1e-6)
+    assert not all(torch.allclose(step("reusing", kept, time), of_step, atol=1e-6)
                    for time, of_step in zip(times, wanted))
 
 

@@ -16,6 +16,7 @@ from tests import displaced_unets
 from tests.models.zoo import ALIKE, example, having, hold_share
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
+from tests.reusing import reusing
 from tests.tiers import by_default
 from tests.tolerances import unrounded, within
 from xdit_backend.checkpoints.net import exchanged_bytes
@@ -81,7 +82,7 @@ def simulated(name, starts, shape, warmup_steps, heun, mode, forecast):
     return sample(oracle, one.latent, warmup_steps, heun), sample(model, one.latent, warmup_steps, heun)
 
 
-def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0):
+def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0, backend=""):
     """The latents that the ranks together make, one for each case, on one model; what the exchanges were like; how many
     modules of each kind have hooks; and how often the text was projected in each case."""
     torch.set_grad_enabled(False)
@@ -98,7 +99,7 @@ def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0
         given, mode = example(name, **shape), MODES[mode_name]
         exchange, addresses = Exchange(mesh.displaced_group, world_size, rank, bucket_bytes, forecast), set()
 
-        predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses)
+        predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses, backend)
         results.append(sample(predict, given.latent, warmup_steps, heun))
         seen.append((exchange.num_in_flight, len(addresses), len(exchange.addresses), len(exchange.once),
                      exchange.num_bytes, len(exchange.layers)))
@@ -120,10 +121,10 @@ def count_projections(one):
     return projected
 
 
-def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep, is_stale):
+def predicted(loaded, mesh, exchange, conditioning, mode, addresses, backend, x, timestep, is_stale):
     """The ranks' rows of a prediction, put together. addresses: of the exchange's buckets are added."""
     stale = is_stale and mode.is_stale
-    context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange)
+    context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange, compile_backend=backend)
     with exchange.call(context.traffic, stale, mode.publishes or not stale, mode.norms, timestep.max().item()):
         rows = loaded.hooks.run(context)[0]
     addresses.add(tuple(exchange.addresses))
@@ -131,10 +132,10 @@ def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep
     return all_gather(rows, sizes, 2, mesh.displaced_group, Traffic())
 
 
-def check(name, starts, cases, mutant=None, speeds=(), forecast=0.0):
+def check(name, starts, cases, mutant=None, speeds=(), forecast=0.0, backend=""):
     """[(error against the oracle, against the one model)] of each case.
     starts: the bands, which the ranks have to find by themselves."""
-    on_all = run_ranks(on_ranks, len(starts) - 1, name, cases, mutant, speeds, forecast, timeout_s=1800)
+    on_all = run_ranks(on_ranks, len(starts) - 1, name, cases, mutant, speeds, forecast, backend, timeout_s=1800)
     errors = []
     for index, (shape, warmup_steps, heun, mode, _) in enumerate(cases):
         result = on_all[0][0][index]
@@ -255,7 +256,7 @@ def test_what_a_first_call_holds_is_what_a_run_is_refused_by(layers, forecast):
         assert kept_bytes <= peak_bytes <= counted + 4 * a_block
 
 
-def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds):
+def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds, backend=""):
     """The latents of two runs, with one warm-up step (Heun's method) and with all,
     that the ranks of a transformer make."""
     torch.set_grad_enabled(False)
@@ -267,7 +268,7 @@ def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds):
     loaded = one.loaded(hooks)
     for warmup_steps in (1, ALL):
         exchange = Exchange(mesh.displaced_group, layout.displaced_degree, mesh.ranks["displaced"], 4096)
-        predict = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning)
+        predict = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning, backend)
         with unrounded(layout.tensor_degree):
             results.append(sample(predict, one.latent, warmup_steps, heun=warmup_steps == 1,
                                   scale=one.family.time_scale))
@@ -275,18 +276,18 @@ def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds):
     return results
 
 
-def predicted_whole(loaded, mesh, exchange, conditioning, x, timestep, is_stale):
-    context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange)
+def predicted_whole(loaded, mesh, exchange, conditioning, backend, x, timestep, is_stale):
+    context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange, compile_backend=backend)
     with exchange.call(context.traffic, is_stale, time=timestep.max().item()):
         return loaded.family.prediction(loaded.hooks.run(context)[0], x)[:, :x.shape[1]]
 
 
-def check_transformer(name, layout, shape, mutant=None, speeds=(), shards=None):
+def check_transformer(name, layout, shape, mutant=None, speeds=(), shards=None, backend=""):
     """Errors of a displaced run against the oracle, of a synchronous one and of it against the model.
     shards: as the oracle's."""
     num_shards = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
     (displaced_, synchronous), *others = run_ranks(transformer_on_ranks, num_shards * layout.tensor_degree, name,
-                                                   layout, shape, mutant, speeds, timeout_s=1800)
+                                                   layout, shape, mutant, speeds, backend, timeout_s=1800)
     one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree, num_shards,
                                                           shards)
 
@@ -319,6 +320,17 @@ def test_transformers_equal_the_oracle(name, layout):
     """Image and text tokens of other ranks are as they were a call before; Ulysses and Ring share out a rank's part,
     tensor ranks have their heads' keys and values."""
     of_oracle, of_model, displaced_of_model = check_transformer(name, layout, TRANSFORMER)
+
+    within(of_oracle, EXACT)
+    within(of_model, EXACT)
+    assert displaced_of_model > 1e-6
+
+
+@pytest.mark.parametrize("name", by_default(["PixArt-Sigma"], ["PixArt-Sigma", "SD3", "Flux.1"]))
+def test_compiled_blocks_send_what_their_graphs_then_overwrite(name):
+    """As inductor's graphs do; what an exchange keeps for the next call is a copy."""
+    of_oracle, of_model, displaced_of_model = check_transformer(name, Layout(displaced_degree=2), TRANSFORMER,
+                                                                backend=reusing)
 
     within(of_oracle, EXACT)
     within(of_model, EXACT)
@@ -365,7 +377,7 @@ def extrapolated_on_ranks(rank, world_size, name, layout, shape, mutant):
     loaded = one.loaded(hooks)
     for warmup_steps, second in FORETOLD:
         exchange = Exchange(mesh.displaced_group, layout.displaced_degree, mesh.ranks["displaced"], 4096, FORECAST)
-        predict, seen = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning), set()
+        predict, seen = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning, ""), set()
 
         def noted(x, timestep, is_stale, predict=predict, exchange=exchange, seen=seen):
             result = predict(x, timestep, is_stale)
@@ -471,7 +483,7 @@ def zeros_for_halos():
 def own_keys_stale():
     def keys_and_values(k, v, sizes, exchange, key):
         shapes = [(2, *displaced._with_size(k.shape, 2, size)) for size in sizes]
-        return torch.cat(exchange.share(key, (k, v), shapes), 3)
+        return torch.cat(exchange.share(key, torch.stack([k, v]), shapes), 3)
     row_hooks.keys_and_values = displaced.keys_and_values = keys_and_values
 
 

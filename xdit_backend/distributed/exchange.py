@@ -59,7 +59,7 @@ class Exchange:
         # of the last two calls that were kept; of the forecast of the call at hand
         self._times, self._weight = (), 1.0
         self._first_call = None                # layer -> what a first call has sent, until there are buckets
-        self._leaving = []                     # [(Slot, tensor)] of the bucket at hand
+        self._leaving = []                     # [(Slot, tensor, or None: it is there)] of the bucket at hand
         self._publishes, self._traffic = True, Traffic()
 
     @property
@@ -107,9 +107,9 @@ class Exchange:
         """Every rank's tensor of a layer, by rank: of this call if it is synchronous, else of the last one, this rank's
         too.
 
-        fresh: this rank's, of shapes[rank]; or several tensors, for one that is them stacked. Nobody may change it in
-        this call. drifts: of a stale call, the others' are to be forecast, where the exchange does that; this rank's is
-        then of no call. What is returned is good until the next share.
+        fresh: this rank's, of shapes[rank], which nobody may change in this call; or several tensors, for one that is
+        them stacked, which are copied: of a stale call this rank's is then of this one. drifts: of a stale call, the
+        others' are to be forecast, where the exchange does that. What is returned is good until the next share.
         """
         if not self.is_stale:
             return self._share_now(key, torch.stack(fresh) if isinstance(fresh, tuple) else fresh, shapes)
@@ -117,9 +117,12 @@ class Exchange:
         if self._leaving and self._leaving[0][0].bucket != slot.bucket:
             self._leave()
         self._wait(slot.bucket)
-        # later: what the own row has of the last call may still be read
         if self._publishes:
-            self._leaving.append((slot, fresh))
+            if isinstance(fresh, tuple):                       # a compiled block uses their memory for what comes next
+                for place, tensor in zip(slot.sides[self._next][self.rank], fresh):
+                    place.copy_(tensor)
+            # else later: what the own row has of the last call may still be read
+            self._leaving.append((slot, None if isinstance(fresh, tuple) else fresh))
         known = slot.sides[self._last]
         if not drifts or self._weight == 1.0:
             return list(known)
@@ -164,10 +167,7 @@ class Exchange:
         index = self._leaving[0][0].bucket
         bucket = self._buckets[index][self._next]
         for slot, fresh in self._leaving:
-            if isinstance(fresh, tuple):
-                for place, tensor in zip(slot.sides[self._next][self.rank], fresh):
-                    place.copy_(tensor)
-            else:
+            if fresh is not None:
                 slot.sides[self._next][self.rank].copy_(fresh)
         self._leaving = []
         own = on_wire(bucket[self.rank], self.group)
