@@ -12,9 +12,10 @@ from tests.models.zoo import ALIKE, unit
 from xdit_backend.bench.size import parse_layout
 from xdit_backend.checkpoints.shares import held, tensor_splits
 from xdit_backend.comfyui.place import comfyui_version, find_comfyui
+from xdit_backend.dry_run.calls import Run
 from xdit_backend.dry_run.inputs import conditioning_shapes, latent_shape
 from xdit_backend.dry_run.published import PUBLISHED, Unwritten
-from xdit_backend.dry_run.rank import Run, block_path, count, outline, own_blocks, world_size_of
+from xdit_backend.dry_run.rank import block_path, count, outline, own_blocks, world_size_of
 from xdit_backend.models import FAMILIES
 from xdit_backend.partition import block_indices
 from xdit_backend.protocol.specs import Stages
