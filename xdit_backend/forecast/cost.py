@@ -49,6 +49,8 @@ class Net:
     block_bytes: tuple[float, ...] = ()
     block_costs: tuple[float, ...] = ()
     unpack_bytes: float = 0.0              # that the largest weight takes while it is unpacked or cast
+    # the same where a LoRA is added as it is unpacked: of those that narrow tokens, of those that widen them
+    lora_unpack_bytes: tuple[float, float] = (0.0, 0.0)
     # of a number of the inputs that layers keep, rounded to their format, for the next that has the same ones
     rounded_bytes: float = 0.0
     # (columns, rows, do image and text pass it as one?) of weights of blocks that comfy-kitchen multiplies in 4 bits

@@ -38,6 +38,7 @@ class MemorySettings:
     exchanged_copies: int = 1              # of keys and values of other ranks, with displaced patches
     # bytes of a device that weights may take, others come from host memory; inf: what the rest leaves; 0: all are there
     weights_memory: float = 0.0
+    has_lora: bool = False                 # beside weights that are packed
 
 
 DEFAULT_SETTINGS = MemorySettings()
@@ -57,8 +58,10 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     unit = (job.tokens + (job.text if net.joint else 0)) * net.width * net.element_bytes
     live = [_live_rows(net, job, degrees, settings, stage) * unit for stage in stages]
     (keys_values, host), activations = max(zip(kept, live), key=lambda both: both[0][0] + both[1])
-    unpacking = (net.live or Live()).narrowing * activations + net.unpack_bytes / degrees.tensor
+    narrow_bytes, wide_bytes = net.lora_unpack_bytes if settings.has_lora else (net.unpack_bytes, 0.0)
     numbers = _share(net, job, degrees, settings) * (job.tokens + (job.text if net.joint else 0)) * net.width
+    unpacking = max((net.live or Live()).narrowing * activations + narrow_bytes / degrees.tensor,
+                    WIDENING * net.element_bytes * numbers + wide_bytes / degrees.tensor)
     return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values, host=host,
                   activations=max(activations + net.rounded_bytes * numbers, unpacking,
                                   _in_products(net, job, degrees, settings, activations)))
@@ -137,6 +140,7 @@ class Live:
 # beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
 # Ulysses comes before it, what that has unpacked; of displaced patches nothing is packed
 RING, RING_AND_ULYSSES, UNPACKED = 2.05, 5.05, -8.0
+WIDENING = 2.0                 # where a layer begins that widens tokens: what it reads, and what that is made of
 JOINED_SKIP = 2.0              # a skip beside the hidden states that it is read with, in one tensor
 STAGES_ENDS = 2.0              # what the last block of a stage has taken and given, beside the message made of it
 # of `exchange`: what came into the block, was normalised and modulated, at most, which tensor parallelism does not
