@@ -24,8 +24,9 @@ from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.host_copies import HostCopies
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.shares import held_bytes
+from xdit_backend.dry_run.calls import Run
 from xdit_backend.dry_run.inputs import conditioning_shapes
-from xdit_backend.dry_run.rank import Run, count, own_blocks
+from xdit_backend.dry_run.rank import count, own_blocks
 from xdit_backend.protocol.segments import SegmentStore
 from xdit_backend.protocol.specs import Change, Stages
 

@@ -8,13 +8,18 @@ import json
 import re
 from pathlib import Path
 
+import torch
+
 from tests.models.zoo import ALIKE, unit
 from xdit_backend.bench.size import parse_layout
+from xdit_backend.checkpoints.casting import add_at_use
 from xdit_backend.checkpoints.shares import held, tensor_splits
 from xdit_backend.comfyui.place import comfyui_version, find_comfyui
+from xdit_backend.dry_run.calls import Run
 from xdit_backend.dry_run.inputs import conditioning_shapes, latent_shape
+from xdit_backend.dry_run.pretended import CUDA
 from xdit_backend.dry_run.published import PUBLISHED, Unwritten
-from xdit_backend.dry_run.rank import Run, block_path, count, outline, own_blocks, world_size_of
+from xdit_backend.dry_run.rank import block_path, count, load, outline, own_blocks, world_size_of
 from xdit_backend.models import FAMILIES
 from xdit_backend.partition import block_indices
 from xdit_backend.protocol.specs import Stages
@@ -44,6 +49,7 @@ ALLOWED_WAITS = {
     "copy at ace_step15.py forward": "ComfyUI's ACE-Step makes the zero that codes are added to on the host",
     "copy at model.py sinusoidal_embedding_1d": "ComfyUI's Wan counts the frequencies of a time on the host",
 }
+LORA_RANK = 16
 SMALL_ROWS, SMALL_COLUMNS, TEXT_TOKENS = 16, 20, 7
 
 
@@ -90,6 +96,17 @@ def counted(row, layout_name, rank=-1, storage="bfloat16", quantisation=""):
     run = dataclasses.replace(run, branches=max(run.branches, layout.cfg_degree))
     return count(checkpoint, spec_of(checkpoint, layout, storage, quantisation), layout,
                  rank % world_size_of(layout), run)
+
+
+def with_lora(checkpoint, spec, model, packed, part):
+    """rank.load, with the factors of a LoRA beside each weight that is packed, as workers hold them."""
+    loaded = load(checkpoint, spec, model, packed, part)
+    for name in packed:
+        linear = model.get_submodule(name.removesuffix(".weight"))
+        if not linear.weight.is_meta:                          # of another stage
+            sizes = (linear.out_features, LORA_RANK), (LORA_RANK, linear.in_features)
+            add_at_use(linear, *(torch.empty(size, dtype=torch.float32, device=CUDA) for size in sizes))
+    return loaded
 
 
 def weights_of(row, layout_name, rank=-1, storage="bfloat16", item_bytes=0):

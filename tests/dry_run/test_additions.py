@@ -5,12 +5,9 @@ import dataclasses
 import math
 
 import pytest
-import torch
 
-from tests.dry_run.rows import ALLOWED_WAITS, LAYOUTS, TEXT_TOKENS, counted, place_of, published, tiny
-from xdit_backend.checkpoints.casting import add_at_use
+from tests.dry_run.rows import ALLOWED_WAITS, LAYOUTS, TEXT_TOKENS, counted, place_of, published, tiny, with_lora
 from xdit_backend.dry_run import rank
-from xdit_backend.dry_run.pretended import CUDA
 from xdit_backend.models import FAMILIES
 
 CONTROLLED = [name for name, family in FAMILIES.items()
@@ -19,7 +16,6 @@ CONTROLLED = [name for name, family in FAMILIES.items()
 MASKED = [name for name in LAYOUTS if name != "Mochi" and "attention_mask" in FAMILIES[name].conditioning]
 MASKED_WAITS = {*ALLOWED_WAITS, "copy at transformer_qwenimage.py compute_text_seq_len_from_mask"}     # diffusers' own
 ADDED, ONCE = 4, 2             # kernels for a place, and in a forward: copies to the device and into place, and a sum
-LORA_RANK = 16
 LITTLE = 0.02                  # of the peak
 
 
@@ -66,17 +62,7 @@ def test_a_lora_on_packed_weights(monkeypatch, type_, layout):
     """Two small products for each, where it is multiplied as it is packed; else one that is added as it is unpacked."""
     checkpoint, run = published("flux.1-dev")
     row = dataclasses.replace(checkpoint, type_=type_), run
-    plain, load = counted(row, layout), rank.load
-
-    def with_lora(checkpoint, spec, model, packed, part):
-        loaded = load(checkpoint, spec, model, packed, part)
-        for name in packed:
-            linear = model.get_submodule(name.removesuffix(".weight"))
-            if linear.weight.is_meta:                          # of another stage
-                continue
-            sizes = (linear.out_features, LORA_RANK), (LORA_RANK, linear.in_features)
-            add_at_use(linear, *(torch.empty(size, dtype=torch.bfloat16, device=CUDA) for size in sizes))
-        return loaded
+    plain = counted(row, layout)
     monkeypatch.setattr(rank, "load", with_lora)
     found = counted(row, layout)
 

@@ -13,9 +13,10 @@ from tests.dry_run.test_published import forecast_of
 from xdit_backend.bench.size import parse_layout
 from xdit_backend.checkpoints import changes, loading
 from xdit_backend.checkpoints.changes import SUMMED, change_weights
+from xdit_backend.dry_run.calls import HostMemory
 from xdit_backend.dry_run.device_work import DeviceWork
 from xdit_backend.dry_run.pretended import CUDA, pretended_cuda
-from xdit_backend.dry_run.rank import HostMemory, load, outline
+from xdit_backend.dry_run.rank import load, outline
 from xdit_backend.host import changes as changes_of_host
 from xdit_backend.host.changes import BATCH_BYTES, Change, batches
 from xdit_backend.protocol import specs

@@ -1,6 +1,7 @@
 """Published models at their full size on cards that are too small for them: what a rank holds at its peak is what its
 device has room for and what the forecast says, and weights come once a step."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,11 +10,16 @@ import pytest
 from tests.tiers import by_default
 from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import fits, size
+from xdit_backend.checkpoints.block_weights import plan_weights
+from xdit_backend.checkpoints.offloading import OffloadedBlocks
+from xdit_backend.checkpoints.shares import held
+from xdit_backend.dry_run import published
 from xdit_backend.dry_run.rank import count, stage_ranks
 from xdit_backend.forecast.choice import Machine
-from xdit_backend.forecast.cost import Device, Links
+from xdit_backend.forecast.cost import COLLECTIVES, Device, Links
 from xdit_backend.forecast.memory import room_of
 from xdit_backend.partition import FULL
+from xdit_backend.worker import weight_groups
 
 ALLOWED = 0.03
 README = Path(__file__).parents[2] / "README.md"
@@ -29,10 +35,10 @@ CARDS = {12: 25.6e12, 16: 44.1e12, 24: 71e12}
 DEFAULT = "flux.1-dev", "ulysses2", 12
 
 
-def fit_of(name, layout_name, card_gb):
+def fit_of(name, layout_name, card_gb, links=None):
     subject = size.subject_of(make_parser().parse_args(["bench", "size", *name.split()]))
     device = Device(1e14, 1e14, 1e12, memory_bytes=card_gb * 1e9, host_bytes_s=12e9)
-    return fits.Fit(subject, size.parse_layout(layout_name), Machine((device,) * 2, Links()))
+    return fits.Fit(subject, size.parse_layout(layout_name), Machine((device,) * 2, links or Links()))
 
 
 @pytest.mark.parametrize("row", by_default(lambda row: row.startswith("Flux.1"), ROWS))
@@ -87,3 +93,68 @@ def test_a_stage_holds_what_its_card_has_room_for_and_what_was_forecast(name, ca
         assert counted.weight_bytes == fit.weights[rank] <= fit.weights_memory
         assert counted.come_bytes == 2 * fit.hold[1][rank] > 0
         assert counted.weight_bytes + counted.peak_bytes < room_of(card_gb * 1e9)
+
+
+# of cards that are three times as fast to each other as host memory is to them, and more
+FAST, SLOW = (Links({(collective, 2): rate for collective in COLLECTIVES}) for rate in (1e11, 12e9))
+SHARED = {"flux.1-dev --weights-memory 6": "ulysses2", "qwen-image --weights-memory 6": "cfg2"}
+SHORT = "short --weights-memory 1.9"      # two blocks of each kind, of which three come
+
+
+def parts_of(fit, spec):
+    """[bytes of each of two ranks' part of a block that comes], [those that both bring], by arithmetic on shapes."""
+    model, family = fit.subject.model, fit.subject.checkpoint.family
+    come, sizes = plan_weights(model, family, spec, spec.weights_memory)[1], {}
+    for name, tensor, dtype in held(model, family, spec):
+        if name in come:
+            taken = -(-tensor.numel() * dtype.itemsize // 512) * 512
+            sizes[come[name]] = sizes.get(come[name], 0) + taken
+    parts = [taken // 2 // 512 * 512 for taken in sizes.values()]
+    return parts, [taken - 2 * part for taken, part in zip(sizes.values(), parts)]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Of Flux.1 dev two blocks of each kind."""
+    flux = published.PUBLISHED["flux.1-dev"]
+    model = dataclasses.replace(flux, given=flux.given | {"num_layers": 2, "num_single_layers": 2})
+    monkeypatch.setitem(published.PUBLISHED, "short", model)
+
+
+@pytest.mark.parametrize("name", [SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in SHARED)])
+def test_ranks_that_share_weights_are_counted_as_they_send_them(short, name):
+    """Where links are fast, as the node has it; where they are not, each brings all."""
+    fit, slow = (fit_of(name, SHARED.get(name, "ulysses2"), 24, links) for links in (FAST, SLOW))
+    spec = fit.subject.spec(None, 1, fit.weights_memory)
+    shared, alone = (count(each.subject.checkpoint, spec, each.layout, 1, each.run) for each in (fit, slow))
+    parts, rest = parts_of(fit, spec)
+
+    assert "a part over each device" in fit.answer() and "a part" not in slow.answer()
+    assert shared.shared_bytes == sum(parts) == shared.sent_bytes - alone.sent_bytes
+    assert shared.sent_bytes == shared.told_bytes
+    assert shared.num_exchanges == alone.num_exchanges + len(parts)
+    assert shared.come_bytes == sum(parts) + sum(rest)
+    assert alone.shared_bytes == 0 and alone.come_bytes == fit.hold[1][1]
+    assert size.bounds(shared, fit.layout, fit.machine)["link"] == pytest.approx(
+        shared.sent_bytes / 1e11 + shared.num_exchanges * 3e-5)
+
+
+def whole(plain, self, block):
+    """Each rank copies all of a block, and sends its part all the same."""
+    own, self._sharing = self._sharing, None
+    try:
+        return plain(self, block)
+    finally:
+        self._sharing = own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner, name, mutant", [
+    (weight_groups, "is_alike", lambda plain, *given: False), (OffloadedBlocks, "_pairs", whole),
+    (OffloadedBlocks, "_part_bytes", lambda plain, *given: plain(*given) // 2)])
+def test_it_notices_ranks_that_bring_all_or_send_too_little(short, monkeypatch, owner, name, mutant):
+    plain = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: mutant(plain, *given))
+
+    with pytest.raises(AssertionError):
+        test_ranks_that_share_weights_are_counted_as_they_send_them(None, SHORT)

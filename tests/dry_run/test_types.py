@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tests.dry_run.rows import counted, published, spec_of
+from tests.dry_run.rows import counted, published, spec_of, with_lora
 from xdit_backend.checkpoints import ggml, kitchen
 from xdit_backend.checkpoints.gguf import PACKED
 from xdit_backend.checkpoints.layers import FORMATS
@@ -16,11 +16,11 @@ from xdit_backend.checkpoints.net import job_of, net_of
 from xdit_backend.checkpoints.packed import UNPACKING, block_of, unpacked
 from xdit_backend.checkpoints.quantise import TYPES
 from xdit_backend.config import ParallelConfig
-from xdit_backend.dry_run import pretended
+from xdit_backend.dry_run import pretended, rank
 from xdit_backend.dry_run.device_work import DeviceWork
 from xdit_backend.dry_run.pretended import CUDA, pretended_cuda
 from xdit_backend.dry_run.rank import outline
-from xdit_backend.forecast.memory import rank_memory
+from xdit_backend.forecast.memory import DEFAULT_SETTINGS, MemorySettings, rank_memory
 from xdit_backend.forecast.planner import degrees_of
 from xdit_backend.protocol.specs import Layout
 
@@ -60,7 +60,7 @@ def row_of(type_, layout):
     return counted(row, layout, storage=storage, quantisation=quantisation)
 
 
-def off_by(name, type_):
+def off_by(name, type_, settings=DEFAULT_SETTINGS):
     """How far the forecast of what a step takes beside such weights is from what is counted."""
     (checkpoint, run), storage, quantisation = given(type_, name)
     spec = spec_of(checkpoint, Layout(), storage, quantisation)
@@ -69,7 +69,7 @@ def off_by(name, type_):
     job = job_of(checkpoint.family, net, run.shape,
                  {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}, 20)
     found = counted((checkpoint, run), "one", storage=storage, quantisation=quantisation)
-    return rank_memory(net, job, degrees_of(Layout(), ParallelConfig())).activations / found.peak_bytes - 1
+    return rank_memory(net, job, degrees_of(Layout(), ParallelConfig()), settings).activations / found.peak_bytes - 1
 
 
 @pytest.mark.parametrize("name, type_", [
@@ -86,6 +86,33 @@ def test_a_peak_where_no_products_are_of_the_type_is_what_was_forecast(monkeypat
     monkeypatch.setattr(pretended, "CAPABILITY", (8, 0))
 
     assert abs(off_by(*row)) < 0.05
+
+
+@pytest.mark.parametrize("name, type_", [
+    pytest.param(*row, marks=[] if row == ("sd3.5-large", "Q4_K") else pytest.mark.slow)
+    for row in FORECAST if row[1] != "fp8_e4m3fn" and row not in FURTHER_OFF])
+def test_a_peak_with_a_lora_beside_packed_weights_is_what_was_forecast(monkeypatch, name, type_):
+    """On a card that unpacks what it can; what it multiplies takes no more with a LoRA."""
+    monkeypatch.setattr(pretended, "CAPABILITY", (8, 0))
+    monkeypatch.setattr(rank, "load", with_lora)
+
+    assert abs(off_by(name, type_, MemorySettings(has_lora=True))) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", ["float8_e4m3fn", "int8_tensorwise", "convrot_w4a4"])
+def test_a_lora_takes_no_room_beside_weights_that_are_multiplied_as_they_are(monkeypatch, type_):
+    plain = row_of(type_, "one").peak_bytes
+    monkeypatch.setattr(rank, "load", with_lora)
+
+    assert row_of(type_, "one").peak_bytes - plain < 0.001 * plain
+
+
+@pytest.mark.slow
+def test_it_notices_a_lora_that_is_not_forecast(monkeypatch):
+    monkeypatch.setattr(rank, "load", with_lora)
+
+    assert off_by("flux.1-dev", "Q4_K") < -0.15
 
 
 @pytest.mark.parametrize("type_, unpacking", UNPACKING.items())

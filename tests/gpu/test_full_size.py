@@ -13,9 +13,10 @@ from tests.tolerances import within
 from xdit_backend.bench.sampler import Method, Model, Sampling, sample
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.transformer import build_empty
+from xdit_backend.dry_run.calls import Run
 from xdit_backend.dry_run.inputs import conditioning_shapes, latent_shape
 from xdit_backend.dry_run.published import PUBLISHED
-from xdit_backend.dry_run.rank import Run, count
+from xdit_backend.dry_run.rank import count
 from xdit_backend.host.calls import Call
 from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches

@@ -14,10 +14,11 @@ from tests.lora_zoo import adapters, makers
 from tests.model_nodes import model_nodes
 from tests.tiers import by_default
 from tests.tiny_checkpoints import VARIANTS, families, save_dequantised, save_gguf, save_scaled
-from tests.tolerances import close, relative_error
+from tests.tolerances import close, relative_error, within
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.quantise import TYPES
+from xdit_backend.forecast.cost import Job
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 NAMINGS = {"publisher": "diffusion_model.", "kohya": "lora_unet_", "diffusers": "transformer."}
@@ -154,6 +155,8 @@ def test_quantised_weights_are_not_rounded_again(comfyui, loras, format_, degree
     config = comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)
     ours = comfyui.load_model.execute(name, format_ if format_ in TYPES else "default", config).args[0]
     before = comfyui.sample(ours, "sd3", steps=2)
+    memory, run = ours.model.remote.memory, (Job(16, 4, 2), ours.model.remote.setup.layout(1))
+    weight_bytes, forecast = memory.weight_bytes[0], memory.forecast_of_run(*run)
 
     for files in ([("publisher", "lora", 0.7), ("diffusers", "lora", -0.4)], [("publisher", None, 0.7)]):
         changed, reference = ours, native
@@ -163,7 +166,11 @@ def test_quantised_weights_are_not_rounded_again(comfyui, loras, format_, degree
         result, want = (comfyui.sample(model, "sd3", steps=2) for model in (changed, reference))
         close(result, want, TOLERANCE, files)
         assert relative_error(want, before) > 1e-3
+        if not degrees:                                        # what it takes is known before workers tell it
+            within(abs(memory.weight_bytes[0] - weight_bytes - memory.added_bytes) / memory.added_bytes, 0.01)
+            assert memory.forecast_of_run(*run) > forecast
     assert torch.equal(comfyui.sample(ours, "sd3", steps=2), before)
+    assert memory.added_bytes == 0
 
 
 def test_a_published_types_file_equals_native(comfyui, loras):

@@ -215,7 +215,7 @@ def asked(comfyui, layout_name, num_bytes, weights_memory, monkeypatch):
         devices=tuple(f"cuda:{index}" for index in range(count)), device_bytes=[num_bytes] * count,
         job=lambda shape, *others: job_of(family, subject.net, shape, *others))
     plan_of = functools.partial(offload_plan, subject.model, family, spec)
-    return fit, checks.MemoryCheck(setup, plan_of, None, dict)
+    return fit, checks.MemoryCheck(setup, plan_of, None, dict, dict)
 
 
 @pytest.mark.parametrize("layout_name, num_bytes", [
@@ -248,7 +248,7 @@ def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, monkeypatch, l
     assert fit.weights_memory == weights_memory
     assert (weights_memory > 0) == (num_bytes < 30e9) == ("come from host memory" in fit.answer())
     check._setup.spec = dataclasses.replace(check._setup.spec, weights_memory=weights_memory)
-    coming = type(check)(check._setup, check._plan_of, None, dict)
+    coming = type(check)(check._setup, check._plan_of, None, dict, dict)
     assert fit.hold == (coming.weight_bytes, coming.offloaded_bytes)
     assert fit.answer().endswith(coming.words(types.SimpleNamespace(plan=None, coming=None, timed=None)))
 
@@ -263,7 +263,7 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
     budget = check.weights_memory_beside(check.forecast_of_run(job, fit.layout), False)
     spec = dataclasses.replace(check._setup.spec, weights_memory=budget)
     check._setup.spec = spec
-    coming = type(check)(check._setup, check._plan_of, None, dict)
+    coming = type(check)(check._setup, check._plan_of, None, dict, dict)
     counted = count(fit.subject.checkpoint, spec, fit.layout, 0, dataclasses.replace(fit.subject.run, num_patches=2),
                     [12e9 * FULL] * 2)
 

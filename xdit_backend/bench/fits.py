@@ -29,6 +29,7 @@ from ..forecast.planner import (
     degrees_of,
     describe_layout,
     memory_settings,
+    plan_run,
 )
 from ..forecast.words import weights_words
 from ..protocol.errors import ConfigError
@@ -39,6 +40,13 @@ from .plan import WEIGHT_TYPES
 def config_of(layout, num_patches=0, **settings):
     """The ParallelConfig of a person who sets these degrees, and else what xDiT Parallel Config has."""
     return ParallelConfig(mode="manual", num_patches=num_patches, **dataclasses.asdict(layout), **settings)
+
+
+def collective_of(layout):
+    """That in which the ranks of a layout of several devices send most."""
+    return next(each for axis, each in (("ulysses", "all_to_all"), ("tensor", "all_reduce"), ("displaced", "gather"),
+                                        ("ring", "hop"), ("pipefusion", "hop"), ("cfg", "hop"), ("data", "hop"))
+                if getattr(layout, f"{axis}_degree") > 1)
 
 
 def auto_fit(subject, machine):
@@ -152,11 +160,26 @@ class Fit:
 
     @property
     def run(self):
-        """The subject's; of as few patches as can be where stages have weights come for each of them."""
-        run = self.subject.run
+        """The subject's; of as few patches as can be where stages have weights come for each of them, which ranks share
+        where the node has them do it."""
+        run = dataclasses.replace(self.subject.run, shares_weights=self.shares_weights)
         if self.stages is None or run.num_patches or not any(self.hold[1]):
             return run
         return dataclasses.replace(run, num_patches=self.layout.pipefusion_degree)
+
+    @functools.cached_property
+    def shares_weights(self):
+        """Does each rank bring a part of the weights that come, and send it to the others, once the node has measured
+        such devices?"""
+        known = {name for name, _ in self.machine.links.rates}
+        if (not any(self.hold[1]) or self.subject.net is None or self.degrees.devices == 1
+                or not {"gather", collective_of(self.layout)} <= known):
+            return False
+        machine = dataclasses.replace(self.machine, devices=self.machine.devices[:self.degrees.devices])
+        config = config_of(self.layout, self.subject.run.num_patches, weights_memory=self.subject.weights_memory)
+        shape = self.subject.run.shape
+        return plan_run(config, machine, self.subject.net, self.job(shape[0], shape[2:]), self.stages,
+                        self.layout.tensor_degree).chosen.shares_weights
 
     @functools.cached_property
     def held(self):
@@ -181,7 +204,9 @@ class Fit:
             return str(error)
         text, come = f"fits: {(max(self.weights) + self.run_bytes) / 1e9:.3g} GB of {smallest / 1e9:.3g}", self.hold[1]
         num_patches = 1 if self.stages is None else self.run.num_patches
-        return f"{text}. {weights_words(max(self.weights), max(come), None, 1, num_patches)}" if any(come) else text
+        if not any(come):
+            return text
+        return f"{text}. {weights_words(max(self.weights), max(come), None, 1, num_patches, self.shares_weights)}"
 
 
 def _lighter(subject, held, weights):

@@ -20,9 +20,10 @@ from ..checkpoints.net import net_of
 from ..checkpoints.quantise import TYPES
 from ..checkpoints.shares import possible_splits
 from ..config import ParallelConfig, check_weights_memory
+from ..dry_run.calls import Run
 from ..dry_run.inputs import conditioning_shapes, latent_shape
 from ..dry_run.published import PUBLISHED
-from ..dry_run.rank import Run, check_layout, count, outline, stage_ranks, world_size_of
+from ..dry_run.rank import check_layout, count, outline, stage_ranks, world_size_of
 from ..forecast.choice import Machine
 from ..forecast.cost import COLLECTIVES, Device, Links
 from ..forecast.files import read_machine
@@ -38,7 +39,7 @@ from ..forecast.planner import (
 from ..partition import FULL
 from ..protocol.errors import ConfigError, UnsupportedError
 from ..protocol.specs import Layout
-from .fits import Fit, auto_fit, config_of
+from .fits import Fit, auto_fit, collective_of, config_of
 from .plan import WEIGHT_TYPES, most_common, picture_size
 from .published import CARDS
 
@@ -239,13 +240,13 @@ def bounds(counted, layout, machine, net=None):
     if counted.come_bytes and device.host_bytes_s:
         seconds["host memory"] = counted.come_bytes / device.host_bytes_s
     if counted.num_exchanges:
-        collective = next(each for axis, each in (("ulysses", "all_to_all"), ("tensor", "all_reduce"), (
-            "displaced", "gather"), ("ring", "hop"), ("pipefusion", "hop"), ("cfg", "hop"), ("data", "hop"))
-                          if getattr(layout, f"{axis}_degree") > 1)
+        collective = collective_of(layout)
         if not any(known == collective for known, _ in machine.links.rates):
             collective = "hop"
-        seconds["link"] = (counted.sent_bytes / machine.links.rate(collective, degree)
+        seconds["link"] = ((counted.sent_bytes - counted.shared_bytes) / machine.links.rate(collective, degree)
                            + counted.num_exchanges * machine.links.latency(collective, degree))
+    if counted.shared_bytes:
+        seconds["link"] += counted.shared_bytes / machine.links.rate("gather", degree // layout.pipefusion_degree)
     return seconds
 
 

@@ -145,7 +145,10 @@ def _in_own_type(module, layer, casts, inputs, rotations=None):
         up = getattr(module, "weight_up", None)
         if up is None:
             return result
-        return result + F.linear(F.linear(tensor, module.weight_down.to(tensor.dtype)), up.to(tensor.dtype))
+        narrow = F.linear(tensor, module.weight_down.to(tensor.dtype)).flatten(0, -2)
+        # in its place: what is wide as a feed-forward would be there three times
+        result.view(-1, result.shape[-1]).addmm_(narrow, up.to(tensor.dtype).T)
+        return result
     return linear
 
 

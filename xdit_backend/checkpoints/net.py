@@ -12,6 +12,7 @@ from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..vocabulary.family import Family
 from . import kitchen
 from .layers import FORMATS
+from .packed import WITH_LORA
 from .shares import block_bytes, block_sizes, held_bytes, possible_splits
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
@@ -39,6 +40,8 @@ def net_of(family: Family, model, spec=None):
     weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
     return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize,
                    unpack_bytes=_unpack_bytes(blocks, family.plan.once, spec),
+                   lora_unpack_bytes=tuple(_unpack_bytes(blocks, family.plan.once, spec, True, narrows)
+                                           for narrows in (True, False)),
                    rounded_bytes=_rounded_bytes(net.formats),
                    eager_products=() if kitchen.has_kernels() else _eager_products(blocks, family.plan.once),
                    weight_bytes=float(weights),
@@ -138,14 +141,19 @@ def _matrices(block, once):
             and not any(name == part or name.startswith(f"{part}.") for part in (*once, *OF_TEXT))]
 
 
-def _unpack_bytes(blocks, once, spec):
-    """Net.unpack_bytes: of the layers that narrow what every token is, beside which most lives. blocks: as of
-    _formats."""
+def _unpack_bytes(blocks, once, spec, has_lora=False, narrows=True):
+    """Net.unpack_bytes: of the layers that narrow what every token is, beside which most lives, or of the others.
+    blocks: as of _formats. has_lora: is one added to those that are unpacked? Some layers any device multiplies as they
+    are."""
     held, computed = (getattr(torch, dtype).itemsize for dtype in (spec.storage_dtype, spec.compute_dtype))
     cast = float(computed) if held < computed else 0.0
-    return max((getattr(module, "unpacking", cast) * module.in_features * module.out_features
+
+    def a_number(module):
+        own = getattr(module, "unpacking", cast)
+        return max(own, WITH_LORA) if has_lora and not getattr(module, "rounds_inputs", True) else own
+    return max((a_number(module) * module.in_features * module.out_features
                 for _, block_copies in blocks for block in block_copies for module in _matrices(block, once)
-                if module.out_features <= module.in_features), default=0.0)
+                if (module.out_features <= module.in_features) == narrows), default=0.0)
 
 
 def _rounded_bytes(formats):

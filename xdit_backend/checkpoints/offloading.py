@@ -73,7 +73,8 @@ class OffloadedBlocks:
         self._buffers: list[Buffer] = []
         self._order: list[int] = []
         self._num_forwards, self._sharing = 1, None
-        self.copied_bytes = 0              # since the model was loaded
+        # since the model was loaded: of weights from host memory, and of those sent to ranks that share them
+        self.copied_bytes = self.sent_bytes = 0
         self._mark, self._waits = (lambda: None), []
         self._files = {file: os.stat(file) for file in files}
 
@@ -211,6 +212,7 @@ class OffloadedBlocks:
         num_ranks, part_bytes = self._sharing.num_ranks, self._part_bytes(block)
         if part_bytes:
             self._sharing.exchange(buffer.memory[:num_ranks * part_bytes].view(num_ranks, part_bytes))
+            self.sent_bytes += (num_ranks - 1) * part_bytes
         buffer.is_part = buffer.needs_exchange = False
 
     def leave(self, index):

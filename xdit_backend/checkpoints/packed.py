@@ -24,6 +24,7 @@ NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 UNPACKING, ELSE = {"Q4_0": 3.125, "Q5_0": 3.125, "IQ4_NL": 3.125, "IQ4_XS": 3.125, "Q4_1": 3.25, "Q5_1": 3.25,
                    "Q3_K": 3.25, "Q4_K": 3.25, "Q5_K": 3.25, "Q6_K": 3.25, "Q2_K": 3.5, "Q8_0": 2.125,
                    "NF4": 2.5625}, 2.0
+WITH_LORA = 6.0                # the same where a LoRA is added, of any type: its number in 32 bits, and rounded
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Used by bench size and by tests.
 import dataclasses
 import math
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
@@ -19,51 +19,33 @@ from ..checkpoints.shares import block_bytes, block_sizes, held, held_bytes, nar
 from ..checkpoints.transformer import build_empty
 from ..config import refuse_methods, validate_layout
 from ..distributed.collectives import Traffic
-from ..forecast.planner import choose_num_patches, warmup_layout
 from ..hooks.transformer import Hooks
 from ..hooks.unet import UNetHooks
-from ..partition import block_indices, cut_patches, split_stages, stage_blocks, stage_of
-from ..protocol import messages
+from ..partition import block_indices, split_stages, stage_blocks, stage_of
 from ..protocol.errors import UnsupportedError
-from ..protocol.segments import Segment, dtype_name
-from ..protocol.specs import Branch, Layout, ModelSpec
+from ..protocol.specs import Layout
 from ..protocol.transfers import StagingBuffers
 from ..worker.models import Loaded
 from ..worker.predictions import Predictions
 from ..worker.timeline import Timeline
+from .calls import Calls, HostMemory
 from .device_work import DeviceWork
 from .pretended import CUDA, pretended_cuda, pretended_group
-
-SIGMAS = 0.9, 0.8                          # of the two steps; keys and values are forecast between unlike ones
-
-
-@dataclass(frozen=True)
-class Run:
-    """A step of sampling. shape: of the latents of one branch, (B, C, H, W) or (B, C, F, H, W). conditioning: {name:
-    shape, with its batch}; a name that ends in "mask" or "ids" is of whole numbers. call_conditioning: the same, of
-    each call alone. branches: of guidance. num_patches: of PipeFusion; 0: two a stage. forecast: of keys and values, as
-    messages.Predict's. has_control: does a ControlNet add something at every place where one can?"""
-
-    shape: tuple[int, ...]
-    conditioning: dict[str, tuple[int, ...]]
-    call_conditioning: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    branches: int = 1
-    num_patches: int = 0
-    forecast: float = 0.0
-    has_control: bool = False
 
 
 @dataclass(frozen=True)
 class Counted:
     """What a rank holds and does in a step after the first: of PipeFusion all of its patches, of displaced patches a
     stale call. peak_bytes: beside weights, of both steps; kept_bytes of it are kept from step to step. sent_bytes: as
-    torch's process groups are told; told_bytes: as the workers report them. come_bytes: of weights that come from host
-    memory; weight_bytes has the buffers that they come through."""
+    torch's process groups are told; told_bytes: as the workers report them. come_bytes: of weights that this rank
+    copies from host memory; weight_bytes has the buffers that they come through. shared_bytes: of them, that it sends
+    to others; sent_bytes has them too."""
 
     weight_bytes: int
     kept_bytes: int
     peak_bytes: int
     come_bytes: int
+    shared_bytes: int
     flops: int
     attention_flops: int
     sent_bytes: int
@@ -95,21 +77,6 @@ class CopiesInLine:
 
     def drain(self):
         pass
-
-
-class HostMemory:
-    """Segments that are tensors of this process."""
-
-    def __init__(self):
-        self._tensors = {}
-
-    def share(self, tensor):
-        path = str(len(self._tensors))
-        self._tensors[path] = tensor
-        return Segment(path, dtype_name(tensor.dtype), tuple(tensor.shape))
-
-    def map(self, segment):
-        return self._tensors[segment.path]
 
 
 def count(checkpoint, spec, layout, rank, run, memory=()):
@@ -246,100 +213,16 @@ def _count(loaded, spec, layout, run, world_size, work):
     peak_bytes = work.peak_bytes
     work.start_over()
     traffic, offloaded = Traffic(), loaded.transformer.offloaded
-    come_bytes = 0 if offloaded is None else offloaded.copied_bytes
+    before = _copied_and_sent(offloaded)
     for command in calls.next_step():
         predictions.predict(command, traffic)
-    come_bytes = 0 if offloaded is None else offloaded.copied_bytes - come_bytes
+    come_bytes, shared_bytes = (now - then for now, then in zip(_copied_and_sent(offloaded), before))
     return Counted(weight_bytes, work.held_bytes - weight_bytes, max(peak_bytes, work.peak_bytes) - weight_bytes,
-                   come_bytes, work.flops, work.attention_flops, work.sent_bytes, traffic.sent_bytes,
+                   come_bytes, shared_bytes, work.flops, work.attention_flops, work.sent_bytes, traffic.sent_bytes,
                    traffic.num_exchanges, work.kernels, work.moved_bytes, dict(work.waits), dict(work.mixed),
                    dict(work.names))
 
 
-@dataclass
-class Calls:
-    """The commands that a host gives for two steps of a run."""
-
-    loaded: Loaded
-    spec: ModelSpec
-    layout: Layout
-    run: Run
-    memory: HostMemory
-    compile_backend: str = ""
-    num_requests: int = 0
-    sigma: float = 1.0
-
-    @property
-    def are_apart(self):
-        """Are branches calls of their own? Else they are one batch."""
-        return (self.layout.cfg_degree > 1 or self.layout.pipefusion_degree > 1 or self.layout.displaced_degree > 1
-                or self.run.branches == 1)
-
-    @property
-    def names(self):
-        return [f"conditioning-{index}" for index in range(self.run.branches if self.are_apart else 1)]
-
-    @property
-    def num_patches(self):
-        layout = self.layout
-        return choose_num_patches(self.run.num_patches, layout.pipefusion_degree, self.run.shape,
-                                  self.loaded.family.latent.patch, layout.ring_degree * layout.ulysses_degree)
-
-    @property
-    def keeps(self):
-        return self.layout.displaced_degree > 1 or self.layout.pipefusion_degree > 1 and self.num_patches > 1
-
-    def sized(self, shape, name=""):
-        """With both branches, where they are one batch. A number that all share, such as vace_strength.0, is one."""
-        batch = self.run.shape[0]
-        if "." in name and len(shape) == 1:
-            return shape
-        times = 1 if self.are_apart else self.run.branches
-        return (batch * times, *shape[1:]) if shape and shape[0] == batch else shape
-
-    def conditionings(self):
-        dtype = self.loaded.dtype
-        for name in self.names:
-            tensors = {key: self.memory.share(torch.ones(
-                self.sized(shape, key), dtype=torch.int64 if key.endswith(("mask", "ids")) else dtype))
-                       for key, shape in self.run.conditioning.items()}
-            yield messages.Conditioning(self._request(), name, tensors)
-
-    def first_step(self):
-        self.sigma = SIGMAS[0]
-        layout = self.layout if self.spec.stages is None else warmup_layout(self.layout, self.spec.stages)
-        yield self._predict(None, 0, keep=self.keeps, layout=layout)
-
-    def next_step(self):
-        self.sigma = SIGMAS[1]
-        if self.layout.pipefusion_degree == 1 or self.num_patches == 1:
-            yield self._predict(None, 0, keep=self.keeps, stale=self.layout.displaced_degree > 1)
-            return
-        for patch, rows in cut_patches(self.run.shape, self.loaded.family.latent.patch, self.num_patches):
-            yield self._predict(patch, rows)
-
-    def _predict(self, patch, rows, layout=None, **fields):
-        shape = list(self.sized(self.run.shape))
-        if patch is not None:
-            shape[patch.dim] = rows
-        branches = [self._branch(name, shape) for name in self.names]
-        return messages.Predict(self._request(), self.spec.name, layout or self.layout, branches, patch,
-                                forecast=self.run.forecast if self.keeps else 0.0,
-                                compile_backend=self.compile_backend, **fields)
-
-    def _branch(self, name, shape):
-        latent = self.memory.share(torch.zeros(shape, dtype=torch.float32))
-        family, config = self.loaded.family, self.loaded.transformer.config
-        written = self.memory.share(torch.zeros(shape[0], family.num_channels(config), *shape[2:]))
-        timestep = self.memory.share(torch.full((shape[0],), self.sigma * family.time_scale))
-        here = {key: self.memory.share(torch.ones(self.sized(given))) for key, given in
-                self.run.call_conditioning.items()}
-        parts = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
-                 for key in family.parts or () if key in here}
-        places = family.control_shapes(config, shape) if self.run.has_control else {}
-        control = {place: self.memory.share(torch.zeros(shape[0], *given)) for place, given in places.items()}
-        return Branch(latent, timestep, name, written, control, call_conditioning=here, parts=parts)
-
-    def _request(self):
-        self.num_requests += 1
-        return self.num_requests
+def _copied_and_sent(offloaded):
+    """Bytes of weights that have come from host memory, and that have been sent to ranks that share them."""
+    return (0, 0) if offloaded is None else (offloaded.copied_bytes, offloaded.sent_bytes)

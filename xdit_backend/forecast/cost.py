@@ -49,6 +49,7 @@ class Net:
     block_bytes: tuple[float, ...] = ()
     block_costs: tuple[float, ...] = ()
     unpack_bytes: float = 0.0              # that the largest weight takes while it is unpacked or cast
+    lora_unpack_bytes: tuple[float, float] = (0.0, 0.0)        # the same with a LoRA: of what narrows tokens, widens
     # of a number of the inputs that layers keep, rounded to their format, for the next that has the same ones
     rounded_bytes: float = 0.0
     # (columns, rows, do image and text pass it as one?) of weights of blocks that comfy-kitchen multiplies in 4 bits
@@ -139,7 +140,6 @@ class Device:
     host_pageable: float = 0.0             # 1: these are copies by the driver, and not through page-locked pieces
     # attention by packages that are installed, "sage 128" with heads of 128: times as fast as torch's own
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
-
     # products with weights in a format of ComfyUI's, rounding or unpacking included: times as fast as in its own type
     products: dict[str, float] = field(default_factory=dict, hash=False)
 

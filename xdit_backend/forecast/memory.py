@@ -38,6 +38,7 @@ class MemorySettings:
     exchanged_copies: int = 1              # of keys and values of other ranks, with displaced patches
     # bytes of a device that weights may take, others come from host memory; inf: what the rest leaves; 0: all are there
     weights_memory: float = 0.0
+    has_lora: bool = False                 # beside weights that are packed
 
 
 DEFAULT_SETTINGS = MemorySettings()
@@ -56,12 +57,26 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     kept = [_kept(net, job, degrees, settings, len(stage)) for stage in stages]
     unit = (job.tokens + (job.text if net.joint else 0)) * net.width * net.element_bytes
     live = [_live_rows(net, job, degrees, settings, stage) * unit for stage in stages]
+    if net.live is not None and net.live.late and degrees.pipefusion > 1 and degrees.sequence == 1:
+        live = [_beside_kept(net, job, degrees, most, of[0], len(stage)) for most, of, stage in zip(live, kept, stages)]
     (keys_values, host), activations = max(zip(kept, live), key=lambda both: both[0][0] + both[1])
-    unpacking = (net.live or Live()).narrowing * activations + net.unpack_bytes / degrees.tensor
+    narrow_bytes, wide_bytes = net.lora_unpack_bytes if settings.has_lora else (net.unpack_bytes, 0.0)
     numbers = _share(net, job, degrees, settings) * (job.tokens + (job.text if net.joint else 0)) * net.width
+    unpacking = max((net.live or Live()).narrowing * activations + narrow_bytes / degrees.tensor,
+                    WIDENING * net.element_bytes * numbers + wide_bytes / degrees.tensor)
     return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values, host=host,
                   activations=max(activations + net.rounded_bytes * numbers, unpacking,
                                   _in_products(net, job, degrees, settings, activations)))
+
+
+def _beside_kept(net, job, degrees, most, kept_bytes, num_blocks):
+    """Bytes of a stage of so many blocks beside all that it keeps, where most lives before a forward's own keys and
+    values are kept: in the first step, which runs whole, those of the branches before are."""
+    if degrees.warmup_steps > 1 or degrees.warmup_by_sequence:
+        return most
+    late = max(net.live.late / net.live.alone, 1 / (degrees.num_patches or degrees.pipefusion))
+    to_come = kept_bytes * max(0.0, 1 - net.live.early * net.blocks / num_blocks)
+    return max(most * min(1.0, late), most - to_come / (degrees.batch(job) if net.branches_apart else 1))
 
 
 def _kept(net, job, degrees, settings, num_blocks):
@@ -114,7 +129,8 @@ class Live:
     are cut without a copy; those of several images are copied, while the first block runs beside the whole. shared: of
     one image's, what a batch has once all the time, such as tables of positions; once: that too, outside of the blocks.
     last: most after the blocks; joined: 1 where keys and values of the block before are still to be sent while Ulysses
-    packs. narrowing: of the most, the share that lives where a weight that narrows tokens is unpacked.
+    packs. narrowing: of the most, the share that lives where a weight that narrows tokens is unpacked. late: most
+    in a stage after the first blocks, of which early is the share that live as alone; 0: as alone in all.
     """
 
     alone: float = 15.0
@@ -132,11 +148,14 @@ class Live:
     last: float = 5.0
     joined: float = 0.0
     narrowing: float = 0.77
+    late: float = 0.0
+    early: float = 0.0
 
 
 # beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
 # Ulysses comes before it, what that has unpacked; of displaced patches nothing is packed
 RING, RING_AND_ULYSSES, UNPACKED = 2.05, 5.05, -8.0
+WIDENING = 2.0                 # where a layer begins that widens tokens: what it reads, and what that is made of
 JOINED_SKIP = 2.0              # a skip beside the hidden states that it is read with, in one tensor
 STAGES_ENDS = 2.0              # what the last block of a stage has taken and given, beside the message made of it
 # of `exchange`: what came into the block, was normalised and modulated, at most, which tensor parallelism does not

@@ -56,14 +56,15 @@ def measured_words(measured_s, one_s):
     return f" ({one_s / measured_s:.1f}x as fast as one device)" if one_s else ""
 
 
-def weights_words(stay_bytes, come_bytes, chosen, num_steps, num_patches=1):
+def weights_words(stay_bytes, come_bytes, chosen, num_steps, num_patches=1, is_shared=False):
     """Where weights are that do not all fit on the devices, and what that costs. stay_bytes, come_bytes: of a rank.
-    chosen: the run's Forecast, or None. num_patches: for each of which they come, one after the other."""
+    chosen: the run's Forecast, or None. num_patches: for each of which they come, one after the other. is_shared:
+    Forecast.shares_weights, without one."""
     often = ("in every step" if num_patches == 1 else
              f"for each of {num_patches} patches, {num_patches * come_bytes / 1e9:.3g} GB in every step")
     text = (f"Weights: {stay_bytes / 1e9:.3g} GB of each device, and {come_bytes / 1e9:.3g} GB come from host memory "
             f"{often}")
-    if chosen is not None and chosen.shares_weights:
+    if is_shared or chosen is not None and chosen.shares_weights:
         text += ", a part over each device, which send them to each other"
     if chosen is None or not chosen.come_s:
         return text

@@ -19,6 +19,7 @@ class Change:
     of: tuple                              # what it is made of
     num_bytes: int = field(compare=False)  # of the tensor
     make: Callable = field(compare=False)  # (share) -> specs.Change; share(tensor) -> its segment
+    rank: int = field(default=0, compare=False)                # of the factors that are sent; 0: the tensor is
 
 
 class Changes:

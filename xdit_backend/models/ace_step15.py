@@ -95,7 +95,7 @@ ACE_STEP15 = Family(
     width=lambda config: config["hidden_size"], in_channels=lambda config: config["audio_acoustic_hidden_dim"],
     num_channels=lambda config: config["audio_acoustic_hidden_dim"], pixels=lambda config: (1, 32, 32),
     # most while the sound is encoded, which every rank does for itself
-    live={"alone": 31.5, "residual": 31.5, "whole": 20.0, "outside": 31.5},
+    live={"alone": 31.5, "residual": 31.5, "whole": 20.0, "outside": 31.5, "late": 16.0},
     plan=ModelPlan(
         blocks=(BlockList("decoder.layers", "decoder.layers.", "num_dit_layers"),),
         streams={"hidden_states": "image"}, attention={"self_attn": IMAGE},

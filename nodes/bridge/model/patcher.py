@@ -21,6 +21,7 @@ class ShellPatcher(RemotePatcher):
     def patch_model(self, *args, **kwargs):
         refuse_patcher(self)
         if hasattr(self.model, "diffusion_model"):             # not the half of a VAE
+            self.remote.expect(changes_of(self))
             self.remote.compute_in(compute_dtype_of(self), self.model)
         return super().patch_model(*args, **kwargs)
 

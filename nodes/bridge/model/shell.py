@@ -14,6 +14,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ....xdit_backend.checkpoints.block_weights import offload_plan, with_host_bytes
 from ....xdit_backend.checkpoints.net import net_of, unet_run_memory
+from ....xdit_backend.checkpoints.packed import packed_weights
 from ....xdit_backend.checkpoints.quantise import TYPES, is_installed, quantisation_of
 from ....xdit_backend.checkpoints.shares import held_bytes, possible_splits
 from ....xdit_backend.protocol.errors import UnsupportedError
@@ -60,6 +61,7 @@ def load_shell(path, weight_dtype, config):
     spread = spread_of(config, devices, device_bytes, checkpoint, net, model, dtype_name(compute_dtype))
 
     latent_format = base_model.latent_format
+    packed_sizes = functools.cache(functools.partial(_packed_sizes, checkpoint, model, quantisation))
 
     # of a name of a type and ModelSpec.weights_memory: (Setup, MemoryCheck). No circle: it knows no base_model
     def computing_in(dtype, weights_memory):
@@ -69,7 +71,8 @@ def load_shell(path, weight_dtype, config):
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
         of_unet = functools.partial(unet_run_memory, family, model) if family.is_unet else None
         lighter = functools.partial(_lighter_bytes, checkpoint, spec, detection.dtypes)
-        return setup, MemoryCheck(setup, functools.partial(offload_plan, model, family, spec), of_unet, lighter)
+        plan_of = functools.partial(offload_plan, model, family, spec)
+        return setup, MemoryCheck(setup, plan_of, of_unet, lighter, packed_sizes)
 
     remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
     remote.memory.check_weights()
@@ -118,6 +121,16 @@ def _lighter_bytes(checkpoint, spec, dtypes_of):
         storage, compute = map(dtype_name, dtypes_of(name, name in TYPES))
         found[name] = held_bytes(model, family,
                                  dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute))
+    return found
+
+
+def _packed_sizes(checkpoint, model, quantisation):
+    """{tensor of the file that is held packed: (rows and columns, in all, of the layers with rows of it, bytes)}"""
+    found: dict = {}
+    for name, how in packed_weights(checkpoint, model, quantisation).items():
+        sides, num_bytes = found.get(how.source, (0, 0))
+        held = model.get_submodule(name.removesuffix(".weight")).weight
+        found[how.source] = sides + how.num_rows + checkpoint.shapes[how.source][1], num_bytes + held.nbytes
     return found
 
 

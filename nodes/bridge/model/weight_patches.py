@@ -67,12 +67,14 @@ def changes_of(patcher, hooked={}):
                    for some in both)
         if rows is None and held.dtype in ROUNDED and all(_is_plain(patch) for some in patches[key] for patch in some):
             make = functools.partial(_factors, key, *patches[key], held, device)
+            rank = sum(len(what.weights[1]) for some in patches[key] for _, what, *_ in some)
         else:
             make = functools.partial(_sent, [(functools.partial(_whole, part, *patches[part], held, device, weight_of),
                                               where)
                                              for part, where in parts if rows is not None or part == key])
+            rank = 0
         changes[name] = Change(of, sum(comfy.utils.get_attr(patcher.model, part).numel() for part, _ in parts)
-                               * held.dtype.itemsize, make)
+                               * held.dtype.itemsize, make, rank)
     return changes
 
 

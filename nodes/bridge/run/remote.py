@@ -34,7 +34,7 @@ class RemoteModel:
     """
 
     def __init__(self, computing_in, dtype, load_device):
-        self._computing_in, self._job = computing_in, None     # the Job of the run that ComfyUI asks about
+        self._computing_in, self._expected, self._job = computing_in, {}, None # the last: of what ComfyUI asks about
         self._set_up(dtype)
         setup, self.load_device = self.setup, load_device
         self.checkpoint, self.family = setup.checkpoint, setup.family
@@ -44,9 +44,7 @@ class RemoteModel:
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._run_bytes = 0                                    # that a rank needs for a run, as reported to ComfyUI
         self._most_run_bytes = 0.0                             # forecast of the most it asked about since a run
-        # how this run is split, in a person's words; None before it
-        self.how = None
-        self._pipeline = self._schedule = None
+        self.how = self._pipeline = self._schedule = None      # the first: of this run's split, in a person's words
         self.changes, self.changes_uuid = {}, None             # see use_changes
 
     def attach(self, modules, weight_sources, additions):
@@ -57,6 +55,7 @@ class RemoteModel:
 
     def _set_up(self, dtype, weights_memory=None):
         self.setup, self.memory = self._computing_in(dtype, weights_memory)
+        self.memory.expect(self._expected)
         self.forecasts, self.spec = Forecasts(self.setup), self.setup.spec
         if self._job is not None:
             self.memory.run_patches = self.forecasts.num_patches(self._job)
@@ -74,11 +73,17 @@ class RemoteModel:
         if self.spec.name != before.name:
             GROUPS.release(self.devices, before.name, base_model)
 
+    def expect(self, changes):
+        """Count what these changes of the file's weights, which are next, take of the devices."""
+        self._expected = changes
+        self.memory.expect(changes)
+
     def use_changes(self, changes, uuid=None):
         """From the next call on, the workers have these changes of the file's weights, see Models.load.
 
         uuid: of the patches that they are; None: hooks change those of the MODEL for a while.
         """
+        self.expect(changes)
         self.changes, self.changes_uuid = changes, uuid or self.changes_uuid
 
     # --- what placement.py asks ---

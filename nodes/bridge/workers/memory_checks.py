@@ -38,10 +38,11 @@ class MemoryCheck:
 
     plan_of(bytes of a device that weights may take, blocks): the OffloadPlan of a rank with these blocks; None: all.
     unet_memory: of a U-Net, net.unet_run_memory of its model. lighter_bytes(): {another weight_dtype: bytes of
-    weights of a rank with all blocks}.
+    weights of a rank with all blocks}. packed_sizes(): {tensor of the file that is held packed: (rows and columns, in
+    all, of the layers that have rows of it, bytes)}.
     """
 
-    def __init__(self, setup, plan_of, unet_memory, lighter_bytes):
+    def __init__(self, setup, plan_of, unet_memory, lighter_bytes, packed_sizes):
         self._setup, self._unet_memory, self._lighter_bytes = setup, unet_memory, lighter_bytes
         self._plan_of = functools.lru_cache(maxsize=32)(plan_of)
         # of each rank on its device, and what comes from host memory, until the workers have told theirs
@@ -52,10 +53,22 @@ class MemoryCheck:
         # of a run by stages whose weights come, as was forecast; 0: as many as stages
         self.run_patches = 0
         self._disk_bytes_s = 0.0                               # at which the file is read; 0: not measured
+        self._packed_sizes, self.added_bytes, self._has_lora = packed_sizes, 0, False           # see expect
 
     def update(self, loaded):
         """The workers have loaded the model. loaded: host.model_memory.ModelMemory."""
         self.weight_bytes, self.offloaded_bytes = loaded.weight_bytes, loaded.offloaded_bytes
+
+    def expect(self, changes):
+        """A run has these changes next: {tensor of the file: host.changes.Change}. added_bytes, of a rank: what is
+        packed stays so, with a LoRA's factors in float32 beside it; other changes have it there in plain numbers.
+        """
+        setup, sizes = self._setup, self._packed_sizes() if changes else {}
+        packed = [(change, *sizes[name]) for name, change in changes.items() if name in sizes]
+        total = sum(4 * change.rank * sides if change.rank else change.num_bytes - held
+                    for change, sides, held in packed)
+        self.added_bytes = total // setup.spec.stages.pipefusion_degree if self._has_parts else total
+        self._has_lora = any(change.rank for change, *_ in packed)
 
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
@@ -91,7 +104,7 @@ class MemoryCheck:
         spec, given = self._setup.spec, self._setup.config.weights_memory_bytes
         if given is not None or not self._may_offload:
             return given or 0
-        room = self._room - run_bytes
+        room = self._room - run_bytes - self.added_bytes
         if is_held and self._most_held(spec.weights_memory or math.inf) <= room:
             return spec.weights_memory
         return weights_memory_in(room, self._most_held)
@@ -237,7 +250,8 @@ class MemoryCheck:
         return rank_weights(weight_bytes, setup.net, setup.spec.stages, setup.device_bytes)
 
     def _of_rank(self, job, degrees, config):
-        return rank_memory(self._setup.net, job, degrees, memory_settings(config, self._setup.spec.stages))
+        settings = dataclasses.replace(memory_settings(config, self._setup.spec.stages), has_lora=self._has_lora)
+        return rank_memory(self._setup.net, job, degrees, settings)
 
     def _lighter(self):
         """{weight_dtype in which a rank holds less: what each rank then adds to the weights on its device}"""
