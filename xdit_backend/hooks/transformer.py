@@ -147,7 +147,8 @@ class Hooks:
 
     def message_units(self, block):
         """Which streams each piece of a message holds that goes from one stage to the next before `block`."""
-        return [*self._places[block - 1].list_.returns, *[("image",)] * len(self._skips_over(block))]
+        return [*self._places[block - 1].list_.returns,
+                *(self._places[source].with_image for source in self._skips_over(block))]
 
     @contextmanager
     def serving(self, context):
@@ -244,7 +245,7 @@ class Hooks:
             device = arguments[next(iter(list_.streams))].device
             arguments[name] = context.cuts.setdefault(name, places_of(context, streams, device))
         if place.index in self._skips:
-            arguments["skip"] = context.skips[self._skips[place.index]]
+            arguments[self.plan.skip_name] = context.skips[self._skips[place.index]]
         if context.operations.get(f"{list_.patched}_block.{place.number}") == "skip":
             outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
             output = tuple(outputs[streams] for streams in list_.returns)
@@ -252,10 +253,10 @@ class Hooks:
             output = forward(arguments)
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if place.index in self._skips.values():
-            context.skips[place.index] = outputs[("image",)]
+            context.skips[place.index] = outputs[place.with_image]
         networks.add_to_blocks(context, place, outputs)
         for control in filter(context.control.__contains__, place.control):
-            streams = next(streams for streams in outputs if "image" in streams)
+            streams = place.with_image
             image = outputs[streams]
             # to what a later block takes, not to what the next one does
             if self._skips:
