@@ -27,7 +27,8 @@ VAES = {"sd3": "vae-sd3", "wan": "vae-wan", "wan22-ti2v": "vae-wan22", "flux2": 
         "cosmos-predict2": "vae-wan", "anima": "vae-wan", "qwen-image": "vae-wan", "krea-2": "vae-wan",
         "joyimage": "vae-wan"}
 # tokens and width of what a model is told of a picture
-SEEN = {"hunyuan3d-2.1": (4, 1024), "hunyuan3d-2": (4, 24), "wan-flf": (4, 1280), "wan": (257, 1280), "hunyuanvideo-1.5": (729, 1152)}
+SEEN = {"hunyuan3d-2.1": (4, 1024), "hunyuan3d-2": (4, 24), "wan-flf": (4, 1280), "wan": (257, 1280),
+        "hunyuanvideo-1.5": (729, 1152)}
 LARGE = 256 * 256                          # pixels; nodes that are told no size make a million
 CONTROL = {"sd15": "sd15", "sdxl": "sdxl", "qwen-image": "qwen-instantx", "sd3": "sd3-instantx",
            "sd35-large": "sd35-stability", "flux": "flux-instantx"}

@@ -4,7 +4,6 @@ batch of shapes; guidance that is built in."""
 import types
 
 import pytest
-import torch
 
 from tests.tolerances import close, relative_error
 

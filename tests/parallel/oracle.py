@@ -11,8 +11,6 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from xdit_backend.vocabulary.plan import ITSELF
-
 plain = F.scaled_dot_product_attention
 
 
@@ -34,7 +32,7 @@ class StaleModel:
                                       (_, streams) in example.family.plan.cross_attention.items()}
             for block in example.model.get_submodule(list_.name):
                 for name, streams in read.items():
-                    module = block if name == ITSELF else functools.reduce(
+                    module = block if name == "." else functools.reduce(
                         lambda parent, part: getattr(parent, part, None), name.split("."), block)
                     if module is not None:
                         module.register_forward_pre_hook(functools.partial(self._enter, streams, name))

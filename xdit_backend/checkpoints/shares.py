@@ -213,9 +213,10 @@ def _parts(block, path, linear):
     if leaf == "to_out":
         return tuple(size for size in (module.inner_dim, linear.in_features - module.inner_dim) if size)
     if path in ("linear1", "linear2"):                         # attention and feed-forward side by side, ComfyUI's
-        hidden = linear.out_features if path == "linear2" else linear.in_features
+        hidden, size = ((linear.in_features, linear.out_features) if path == "linear1"
+                        else (linear.out_features, linear.in_features))
         count = 3 if path == "linear1" else 1
-        return (hidden,) * count + ((linear.in_features if path == "linear2" else linear.out_features) - count * hidden,)
+        return (hidden,) * count + (size - count * hidden,)
     if path in ("proj_mlp", "proj_out"):
         hidden = getattr(block, "mlp_hidden_dim", block.proj_mlp.out_features)
         return ((hidden,) * (linear.out_features // hidden) if path == "proj_mlp"

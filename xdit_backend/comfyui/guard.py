@@ -7,7 +7,6 @@ import inspect
 import torch
 
 from ..protocol.errors import CheckpointError
-from ..vocabulary.plan import ITSELF
 from .place import comfyui_version, find_comfyui
 
 FORWARDS = "forward", "_forward", "forward_orig"               # one calls the next, with what it does not know by name
@@ -58,7 +57,7 @@ def _has(module, path):
 
 
 def _at(module, path):
-    if path == ITSELF:
+    if path == ".":                                            # a block itself
         return module
     for name in path.split("."):
         module = getattr(module, name, None)

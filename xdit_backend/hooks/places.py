@@ -9,7 +9,6 @@ import torch
 
 from ..distributed import operators
 from ..distributed.collectives import all_gather, all_reduce
-from ..vocabulary.plan import ITSELF
 from .regions import has_placeholder
 
 
@@ -65,7 +64,7 @@ def _transposed(forward, place):
 
 def _inside(block, path):
     """A module inside a block, or the block itself; None where this block lacks it."""
-    if path == ITSELF:
+    if path == ".":
         return block
     return functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
 

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-ITSELF = "itself"                        # in the place of a path in a block: the block, whose own forward attends
-
-
 @dataclass(frozen=True)
 class TokenArgument:
     """A tensor with a token dim, holding all tokens of the streams one after the other (or a tuple of such tensors).
@@ -61,8 +58,8 @@ class ModelPlan:
     blocks: tuple[BlockList, ...]
     # block argument that carries hidden states (B, T, C) -> the stream, or the streams that follow one another in it
     streams: dict[str, str | tuple[str, ...]]
-    # self-attention inside a block (or ITSELF) -> its streams, in the order of the sequence. Those that are no hidden
-    # states of the block come as one of `tokens`.
+    # self-attention inside a block (".": the block itself) -> its streams, in the order of the sequence. Those that are
+    # no hidden states of the block come as one of `tokens`.
     attention: dict[str, tuple[str, ...]]
     # module inside a block where streams attend to others -> (streams of the queries, streams of the keys)
     cross_attention: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
@@ -98,6 +95,8 @@ class ModelPlan:
     # Modules inside a block, (B, T, C) to the same, that choose by numbers which of their parts compute (experts).
     # A compiled block calls them as they are.
     choosing: tuple[str, ...] = ()
+    # linear of a block whose input networks of ComfyUI's LLLite change -> what they call it
+    led: dict[str, str] = field(default_factory=dict)
     tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
     rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
     halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own
