@@ -174,7 +174,9 @@ class StandIns:
                 # which makes a million pixels
                 "FluxKontextImageScale": lambda image: (image[:, ::2, ::2],),
                 "LoadImage": lambda **_: (image, mask), "LoadImageMask": lambda **_: (mask,),
-                "LoadImageOutput": lambda **_: (image, mask),
+                "LoadImageOutput": lambda **_: (image, mask), "Painter": lambda **_: (image, mask),
+                "LoadDA3Model": lambda **_: (None,), "DA3Inference": lambda image, **_: (image,),
+                "DA3Render": lambda da3_geometry, **_: (da3_geometry,),
                 "LoadVideo": lambda **_: (self._video(image, sound),),
                 "LoadAudio": lambda **_: (sound,), "RecordAudio": lambda **_: (sound,)}.items():
             if name in self._classes:
