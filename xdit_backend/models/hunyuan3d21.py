@@ -1,8 +1,12 @@
 """Hunyuan3D 2.1, ComfyUI's own module: one row of tokens of a shape after one of the time; what a vision model says of
 a picture by cross-attention; U-shaped, and the last blocks have experts."""
 
+from types import SimpleNamespace
+
+import torch
+
 from ..vocabulary.comfyui import handed_on, same_names
-from ..vocabulary.describe import Whole, blocks, config_of, has, size
+from ..vocabulary.describe import Whole, blocks, config_of, has, size, type_of_arithmetic
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan
 
@@ -12,13 +16,25 @@ NATIVE, NORM = "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain", "blocks.0.a
 
 def _amend(model, config):
     """ComfyUI's forward swaps the halves of a batch's conditioning, and those of its output, where these are guidance's
-    branches of the same latents. Here each of a batch has its own conditioning."""
-    forward = model.forward
+    branches of the same latents. Here each of a batch has its own conditioning. And it asks layers in which type they
+    compute by that of their weights, which packed ones do not have."""
+    forward, dtype, sines = model.forward, type_of_arithmetic(model), model.t_embedder.time_embed
+    for layer in (model.x_embedder, *(block.attn2.to_k for block in model.blocks)):
+        layer.parameters = lambda recurse=True: iter([torch.empty(0, dtype=dtype())])
+    sines.forward = _typed(sines.forward, dtype)
 
     def each_its_own(x, t, context, **options):
         half = -(-len(x) // 2) if len(x) > 1 else 0
         return forward(x=x.roll(half, 0), t=t.roll(half, 0), context=context.roll(2 * half, 0), **options)
     model.forward = each_its_own
+
+
+def _typed(forward, dtype):
+    """A forward whose output, in whatever type it is asked for, is in that of arithmetic."""
+    def typed(times):
+        output = forward(times)
+        return SimpleNamespace(type=lambda asked: output.to(dtype()))
+    return typed
 
 
 def _num_moe_layers(shapes):
