@@ -27,7 +27,8 @@ VAES = {"sd3": "vae-sd3", "wan": "vae-wan", "wan22-ti2v": "vae-wan22", "flux2": 
         "cosmos-predict2": "vae-wan", "anima": "vae-wan", "qwen-image": "vae-wan", "krea-2": "vae-wan",
         "joyimage": "vae-wan"}
 # tokens and width of what a model is told of a picture
-SEEN = {"wan-flf": (4, 1280), "wan": (257, 1280), "hunyuanvideo-1.5": (729, 1152)}
+SEEN = {"hunyuan3d-2.1": (4, 1024), "hunyuan3d-2": (4, 24), "wan-flf": (4, 1280), "wan": (257, 1280),
+        "hunyuanvideo-1.5": (729, 1152)}
 LARGE = 256 * 256                          # pixels; nodes that are told no size make a million
 CONTROL = {"sd15": "sd15", "sdxl": "sdxl", "qwen-image": "qwen-instantx", "sd3": "sd3-instantx",
            "sd35-large": "sd35-stability", "flux": "flux-instantx"}
@@ -155,7 +156,9 @@ class StandIns:
         sound = {"waveform": torch.rand(1, 2, 16000, generator=generator) - 0.5, "sample_rate": 16000}
         for name, make in {
                 **dict.fromkeys(CLIP_LOADERS, lambda **_: (self.clip(),)),
-                "CheckpointLoaderSimple": self._checkpoint, "ImageOnlyCheckpointLoader": self._checkpoint,
+                "CheckpointLoaderSimple": self._checkpoint,
+                "ImageOnlyCheckpointLoader": lambda ckpt_name, **_: (
+                    self.native(ckpt_name), SimpleNamespace(encode_image=self._vision), self.vae()),
                 "XDiTLoadClipVae": lambda **_: (self.clip(), self.vae()),
                 "VAELoader": lambda vae_name, **_: (self.vae(vae_name),),
                 "LTXVAudioVAELoader": lambda **_: (self._audio_vae(),),
@@ -171,7 +174,9 @@ class StandIns:
                 # which makes a million pixels
                 "FluxKontextImageScale": lambda image: (image[:, ::2, ::2],),
                 "LoadImage": lambda **_: (image, mask), "LoadImageMask": lambda **_: (mask,),
-                "LoadImageOutput": lambda **_: (image, mask),
+                "LoadImageOutput": lambda **_: (image, mask), "Painter": lambda **_: (image, mask),
+                "LoadDA3Model": lambda **_: (None,), "DA3Inference": lambda image, **_: (image,),
+                "DA3Render": lambda da3_geometry, **_: (da3_geometry,),
                 "LoadVideo": lambda **_: (self._video(image, sound),),
                 "LoadAudio": lambda **_: (sound,), "RecordAudio": lambda **_: (sound,)}.items():
             if name in self._classes:
@@ -218,6 +223,8 @@ class StandIns:
         if self.kind.startswith(("minimax", "mage")):          # of whose there are no tiny ones
             encode = _as_minimax_encodes if self.kind.startswith("minimax") else _as_mage_encodes
             return SimpleNamespace(encode=encode, decode=_pixels_of)
+        if self.kind.startswith("hunyuan3d"):                  # 64 channels of 8 tokens, as a cube
+            return SimpleNamespace(decode=lambda latent, **_: latent[:, :, :8].reshape(-1, 8, 8, 8))
         kind = "vae-sd" if "ft-mse" in file else vae_of(self.kind)
         if kind not in self._vaes:
             name = self.comfyui.file(kind, "vae", encoder=True)

@@ -45,6 +45,7 @@ KINDS = (
     ("hunyuan_video_t2v", "hunyuanvideo"), ("ltx-2.3", "ltx-2.3"), ("ltx-2-", "ltx-2"), ("ltx-video", "ltx-video"),
     ("anima", "anima"), ("lotus", "lotus"), ("kandinsky5lite_t2i", "kandinsky-5-image"), ("kandinsky5", "kandinsky-5"),
     ("acestep_v1.5|ace_step_1.5", "ace-step-1.5"),
+    ("hunyuan.?3d.*v2.1", "hunyuan3d-2.1"), ("hunyuan.?3d", "hunyuan3d-2"),
     ("minimax", "minimax-h3"), ("omnigen2", "omnigen-2"), ("boogu", "boogu-image"), ("^lens", "lens"),
     ("ideogram", "ideogram-4"), ("joyai", "joyimage"), ("longcat", "longcat-image"), ("ovis", "ovis-image"),
     ("humo", "wan-humo"), ("animate", "wan-animate"), ("camera", "wan-camera"), ("vace", "wan-vace"),
@@ -138,7 +139,7 @@ def _smaller(name, value, title, kind, least):
         return min(value, FRAMES)
     if name in ("seconds", "duration") or "duration" in title:
         return min(value, 1)
-    if 200 <= value <= 8192 and SIZES.search(name) and "token" not in name and kind != "EmptyLatentHunyuan3Dv2":
+    if 200 <= value <= 8192 and SIZES.search(name) and "token" not in name:
         return max(least, int(value / 8) // 32 * 32)
     return value
 

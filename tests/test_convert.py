@@ -59,6 +59,14 @@ def test_what_is_told_to_be_for_other_models_is_for_none_that_is_run(node, modul
     assert models and [(model, name) for model in models for name in FAMILIES if model.lower() in name.lower()] == []
 
 
+def test_a_loader_of_a_vision_model_stays_beside_that_of_the_model(converted):
+    """It gives the CLIP vision model and the VAE of its checkpoint."""
+    entry = converted["3d_hunyuan3d-v2.1.json"]
+
+    assert {"XDiTLoadModel", "ImageOnlyCheckpointLoader", "XDiTParallelSampler"} <= {*entry["types"]}
+    assert "XDiTLoadClipVae" not in entry["types"] and entry["left"] == []
+
+
 @pytest.mark.parametrize("name", ["video_humo.json", "video_wan2.1_fun_camera_v1.1_1.3B.json",
                                   "video_wan2_2_14B_fun_camera.json"])
 def test_a_model_that_runs_as_comfyuis_own_module_goes_to_the_workers(converted, name):

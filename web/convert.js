@@ -17,12 +17,13 @@ export const LOADERS = {
   UNETLoader: { file: "unet_name", dtypes: ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"] },
   UnetLoaderGGUF: { file: "unet_name", dtypes: ["default"] },
   CheckpointLoaderSimple: { file: "ckpt_name", dtypes: ["default"] },
+  ImageOnlyCheckpointLoader: { file: "ckpt_name", dtypes: ["default"], stays: true },          // for its CLIP vision model and VAE
 };
 export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
-const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name" };
+const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", ImageOnlyCheckpointLoader: "ckpt_name" };
 // Nodes whose change of a MODEL the workers refuse (docs/nodes.md); what these inputs bring is refused too.
 export const REFUSED = [
-  "AnimaLLLiteApply", "FluxKVCache", "HiDreamO1PatchSeamSmoothing", "HyperTile",
+  "FluxKVCache", "HiDreamO1PatchSeamSmoothing", "HyperTile",
   "LTXVReferenceAudio", "PatchModelAddDownscale",
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
   "USOStyleReference", "WanInfiniteTalkToVideo",
@@ -36,7 +37,7 @@ const STAY = {
 export const FOR_OTHERS = {
   TextEncodeAceStepAudio: "ACE-Step 1.0", ConditioningStableAudio: "Stable Audio",
   SVD_img2vid_Conditioning: "Stable Video Diffusion", StableCascade_StageC_VAEEncode: "Stable Cascade",
-  StableCascade_StageB_Conditioning: "Stable Cascade", Hunyuan3Dv2Conditioning: "Hunyuan3D",
+  StableCascade_StageB_Conditioning: "Stable Cascade",
 };
 const REFUSED_INPUTS = ["GLIGEN", "IPADAPTER"];
 
@@ -201,7 +202,9 @@ function become(node, type, names = {}, first = []) {
   node.type = type;
   node.inputs = [...first, ...was.inputs.map((slot) => renamed(slot, names[slot.name] ?? slot.name))];
   node.outputs = was.outputs.map((slot) => ({ ...slot }));
-  node.properties = { ...node.properties, ...(cnr_id === undefined ? {} : { cnr_id: PACK }), [WAS]: was };
+  node.properties = { ...node.properties, [WAS]: was };
+  if (type === was.type) return was;
+  if (cnr_id !== undefined) node.properties.cnr_id = PACK;
   delete node.properties.ver;
   if (cnr_id === undefined && ver !== undefined) was.ver = ver;
   return was;
@@ -209,7 +212,7 @@ function become(node, type, names = {}, first = []) {
 
 /** Convert a loader. Returns the node that was made beside it, where the text encoders and the VAE remain, or undefined. */
 function convertLoader(book, { graph, node }) {
-  const { file } = LOADERS[node.type];
+  const { file, stays } = LOADERS[node.type];
   const [name, dtype = "default"] = node.widgets_values;
   const parallel = { name: "parallel", type: "XDIT_PARALLEL", shape: 7, link: null };
   if (!node.outputs.slice(1).some(hasLinks)) {
@@ -221,13 +224,13 @@ function convertLoader(book, { graph, node }) {
     renameOutside(book, graph, node, file, "model_name");
     return undefined;
   }
-  const was = become(node, "XDiTLoadClipVae");
+  const was = become(node, stays ? node.type : "XDiTLoadClipVae");
   was.split = true;
   const [model, ...rest] = node.outputs;
-  node.outputs = rest;
+  node.outputs = stays ? [{ ...model, links: [] }, ...rest] : rest;
   const link = linkOf(node, file);
   const title = node.title && titleOf(node.title, "Load xDiT Model");
-  if (title) [was.title, node.title] = [node.title, titleOf(node.title, "Load CLIP and VAE")];
+  if (title && !stays) [was.title, node.title] = [node.title, titleOf(node.title, "Load CLIP and VAE")];
   const { pos, groups, size, beside } = placeBeside(graph, node, [Math.max(270, node.size[0]), 110]);
   node.size = [node.size[0], beside];
   for (const [index, , after] of groups) graph.groups[index].bounding = after;
@@ -258,7 +261,7 @@ function restore(book, { graph, node }, was, partner) {
   const back = Object.fromEntries(Object.entries(names).map(([from, to]) => [to, from]));
   const gained = node.inputs.filter((slot) => !known.has(slot.name) && slot.link != null);
   for (const slot of gained) if (slot.name === "parallel") removeLink(book, graph, slot.link);
-  const outputs = partner ? [partner.outputs[0], ...node.outputs] : node.outputs;
+  const outputs = partner ? [partner.outputs[0], ...(loader.stays ? node.outputs.slice(1) : node.outputs)] : node.outputs;
   if (names[loader?.file]) renameOutside(book, graph, node, "model_name", loader.file);
   node.type = was.type;
   if (was.title && node.title === titleOf(was.title, "Load CLIP and VAE")) node.title = was.title;

@@ -55,6 +55,16 @@ export const ZH = {
     "模型补丁请使用一张图像，或与 latent 数量相同的图像：它的 {0} 张（各 {1} 个 token）与 {2} 个 latent（各 {3} 个 token）不符。",
   "Use another hypernetwork, or Load Diffusion Model: this one has layers that xDiT does not run ({}).":
     "请使用其他 hypernetwork 或 UNet加载器：此 hypernetwork 有 xDiT 不运行的层（{0}）。",
+  "Use a latent of one frame: an LLLite is for pictures, and this latent has {}.":
+    "请使用只有一帧的 latent：LLLite 用于图像，而此 latent 有 {0} 帧。",
+  "Use an LLLite that was made for this model: the one given is for {} channels, and this {} model has {}.":
+    "请使用为此模型制作的 LLLite：给定的 LLLite 适用于 {0} 个通道，而此 {1} 模型有 {2} 个。",
+  "Use one picture, or as many as there are latents, for the LLLite: {} do not fit {} latents.":
+    "LLLite 请使用一张图像，或与 latent 数量相同的图像：{0} 张与 {1} 个 latent 不符。",
+  "Remove the node that adds an LLLite: it is for other models than {}.":
+    "请移除添加 LLLite 的节点：它不适用于 {0}。",
+  "Use Apply Anima LLLite as it is: a node has changed some of its patches ({}).":
+    "请直接使用 Apply Anima LLLite：有节点改动了它的部分补丁（{0}）。",
   "A model patch ({}) is not loaded. Queue the prompt again.":
     "模型补丁（{0}）未加载。请重新排队提示。",
   "Use a ControlNet that was made for this model: this one gives {} tensors for the {} skips of {}, and ComfyUI's takes one for each.":

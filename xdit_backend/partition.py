@@ -184,7 +184,8 @@ def block_path(name):
 
 def summed_modules(splits):
     """Paths of the modules whose outputs tensor ranks add up: attentions and feed-forwards, or the matrix that both end
-    in; of a processor with matrices of its own these, since a whole one may follow, which rounds its inputs.
+    in; of a processor with matrices of its own these, since a whole one may follow, which rounds its inputs; and of an
+    attention that is no more than its matrices, which the block calls.
 
     splits: {name of a weight: checkpoints.shares.Split}.
     """
@@ -195,7 +196,8 @@ def summed_modules(splits):
             names = name.split(".")[:-1]
             inside = block_path(name).count(".") + 1
             is_within = names[inside] == "block" or names[inside].endswith("_wrapper")
-            summed.add(".".join(names if "processor" in names else names[:inside + (2 if is_within else 1)]))
+            by_itself = "processor" in names or names[inside + 1:] == ["proj"]
+            summed.add(".".join(names if by_itself else names[:inside + (2 if is_within else 1)]))
     return sorted(summed)
 
 

@@ -20,6 +20,7 @@ from xdit_backend.protocol.errors import CheckpointError
 
 FAMILY = {
     "ACEStep15": "ACE-Step 1.5",
+    "Hunyuan3Dv2mini": "Hunyuan3D 2", "Hunyuan3Dv2": "Hunyuan3D 2", "Hunyuan3Dv2_1": "Hunyuan3D 2.1",
     "MiniMaxH3": "MiniMax H3",
     "Omnigen2": "OmniGen 2", "Boogu": "Boogu-Image", "Lens": "Lens", "Ideogram4": "Ideogram 4", "JoyImage": "JoyImage",
     "WAN21_Camera": "Wan Camera",
@@ -64,9 +65,6 @@ REFUSED = {
     "PiD": ({}, {"core.pixel_embedder.proj.weight": (2, 2)}, "PixelDiT"),
     "ZImagePixelSpace": (Z_IMAGE, {"dec_net.cond_embed.weight": (2, 2)}, "works on pixels"),
     "HunyuanImage21Refiner": (HUNYUAN_IMAGE, {"img_in.proj.weight": (3328, 64, 1, 1, 1)}, "refiner"),
-    **dict.fromkeys(("Hunyuan3Dv2mini", "Hunyuan3Dv2"), ({}, {"latent_in.weight": (2, 2)}, "Hunyuan3D")),
-    "Hunyuan3Dv2_1": ({}, {"blocks.0.moe.shared_experts.net.2.weight": (2, 2), "blocks.0.attn1.to_q.weight": (2, 2)},
-                      "Hunyuan3D"),
     "TripoSplat": ({}, {"context_repo_layers.0.norm.weight": (2,)}, "TripoSplat"),
     **{name: ({}, {mark: (2, 2)}, "finds things in pictures") for name, mark in (
         ("RT_DETR_v4", "backbone.stem.stem1.conv.weight"),

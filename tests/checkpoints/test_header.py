@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import published_comfyui, published_wan
+from tests.checkpoints import published_3d, published_comfyui, published_wan
 from xdit_backend.checkpoints.checkpoint import PREFIXES, open_checkpoint
 from xdit_backend.checkpoints.nearest import _RecordedShapes
 from xdit_backend.checkpoints.recognise import NOT_IN_DIFFUSERS, NOT_RUN, recognise
@@ -359,6 +359,15 @@ PUBLISHED = {
     "ace-step15": ("ACE-Step 1.5", published_comfyui.ACE_STEP15, {
         "hidden_size": 2048, "num_dit_layers": 24, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128,
         "in_channels": 192, "text_hidden_dim": 1024, "num_lyric_layers": 8, "fsq_dim": 2048}),
+    "hunyuan3d-2": ("Hunyuan3D 2", published_3d.hunyuan3d(16, 32), {
+        "in_channels": 64, "context_in_dim": 1536, "hidden_size": 1024, "num_heads": 16, "depth": 16,
+        "depth_single_blocks": 32, "guidance_embed": False}),
+    "hunyuan3d-2-mini-turbo": ("Hunyuan3D 2", {
+        **published_3d.hunyuan3d(8, 16), "guidance_in.in_layer.weight": (1024, 256)}, {
+            "depth": 8, "depth_single_blocks": 16, "guidance_embed": True}),
+    "hunyuan3d-2.1": ("Hunyuan3D 2.1", published_3d.HUNYUAN3D21, {
+        "in_channels": 64, "hidden_size": 2048, "context_dim": 1024, "depth": 21, "num_heads": 16, "num_moe_layers": 6,
+        "num_experts": 8}),
     "joyimage": ("JoyImage", published_comfyui.JOYIMAGE, {
         "hidden_size": 4096, "num_layers": 40, "num_attention_heads": 32, "in_channels": 16, "text_dim": 4096,
         "mlp_width_ratio": 4.0, "rope_dim_list": (16, 56, 56)}),

@@ -45,6 +45,7 @@ ALLOWED_WAITS = {
     "index at transformer_hunyuan_video15.py forward": "diffusers puts text that is not masked first",
     "index at transformer_hunyuanimage.py forward": "the same",
     "copy at transformer_hidream_image.py moe_infer": "diffusers sends tokens to experts by number",
+    "copy at hunyuandit.py moe_infer": "so does ComfyUI's Hunyuan3D 2.1",
     "copy at model_wandancer.py rope_encode": "ComfyUI's WanDancer fills in the place of the last frame by number",
     "copy at ace_step15.py forward": "ComfyUI's ACE-Step makes the zero that codes are added to on the host",
     "copy at model.py sinusoidal_embedding_1d": "ComfyUI's Wan counts the frequencies of a time on the host",

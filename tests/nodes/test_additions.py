@@ -13,9 +13,11 @@ from tests.tolerances import close, relative_error
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 DEEP = "z-image-deep.safetensors"          # of as many layers as the published one, which the node takes for granted
 NUM_LAYERS = 30
+LLLITE = "AnimaLLLiteApply", "lllite", None
 NODES = {"wan": ("WanUni3CControlnetApply", "uni3c", "vae-wan"),
          "z-image": ("ZImageFunControlnet", "z-image-fun", "vae-flux"),
-         "qwen-image": ("QwenImageDiffsynthControlnet", "qwen-blockwise", "vae-wan")}
+         "qwen-image": ("QwenImageDiffsynthControlnet", "qwen-blockwise", "vae-wan"),
+         "anima": LLLITE, "cosmos-predict2": LLLITE}
 QUICK = ("wan", "cfg2"), ("z-image", "ulysses2"), ("qwen-image", "ring2")
 
 
@@ -44,9 +46,10 @@ class Networks:
         picture = torch.rand(5 if kind == "wan" else 1, 72, 64, 3, generator=generator)
         taken = {"render_video": picture, "start_percent": 0.0, "end_percent": 1.0} if kind == "wan" else {
             "image": picture}
+        taken |= {"start_percent": 0.0, "end_percent": 1.0} if vae is None else {
+            "vae": self.vae_of(vae, encoder=True)}
         return run_node(self.nodes[node], {"model": model, "model_patch": self.load(name, control_layers),
-                                           "vae": self.vae_of(vae, encoder=True), "strength": 0.8, **taken,
-                                           **settings})[0]
+                                           "strength": 0.8, **taken, **settings})[0]
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +76,42 @@ def test_every_method_equals_native_ksampler(comfyui, networks, kind, layout):
     """A latent of odd sides, and a batch under the data method."""
     devices, degrees = LAYOUTS[layout]
 
+    latent = comfyui.latent(kind, batch=2 if layout == "data2" else 1, size=(18, 15))
+    if NODES[kind] == LLLITE:                                  # which is for pictures
+        latent["samples"] = latent["samples"][:, :, :1]
+
     compare(networks, kind, comfyui.ours(kind, comfyui.config(devices, **degrees)), comfyui.native(kind), {},
-            latent=comfyui.latent(kind, batch=2 if layout == "data2" else 1, size=(18, 15)))
+            latent=latent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["cfg2", "pipefusion2-ulysses2"])
+def test_two_lllites_of_which_one_ends_early_equal_native_ksampler(comfyui, networks, layout):
+    """One after the other, the second from its first step to the middle of the run; with a picture for each of two
+    latents."""
+    devices, degrees = LAYOUTS[layout]
+    latent = {"samples": comfyui.latent("anima", batch=2, size=(18, 15))["samples"][:, :, :1]}
+    pictures, results = torch.rand(2, 72, 64, 3, generator=torch.Generator().manual_seed(6)), []
+    for model in (comfyui.ours("anima", comfyui.config(devices, **degrees)), comfyui.native("anima")):
+        twice = networks.apply("anima", networks.apply("anima", model), strength=-0.6, image=pictures, end_percent=0.5)
+        results.append(comfyui.sample(twice, "anima", steps=4, latent=latent))
+    whole = networks.apply("anima", networks.apply("anima", model), strength=-0.6, image=pictures)
+
+    close(*results, TOLERANCE)
+    assert relative_error(comfyui.sample(whole, "anima", steps=4, latent=latent), results[1]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, frames, words", [
+    ("anima", 3, "Use a latent of one frame"), ("wan", 1, "Remove the node that adds an LLLite: it is for other")])
+def test_an_lllite_for_another_latent_or_model_is_refused(comfyui, networks, kind, frames, words):
+    latent = {"samples": comfyui.latent(kind)["samples"][:, :, :frames]}
+    model = run_node(networks.nodes["AnimaLLLiteApply"], {
+        "model": comfyui.ours(kind, comfyui.config()), "model_patch": networks.load("lllite", 1), "strength": 1.0,
+        "image": torch.rand(1, 72, 64, 3), "start_percent": 0.0, "end_percent": 1.0})[0]
+
+    with pytest.raises((comfyui.errors.ConfigError, comfyui.errors.UnsupportedError), match=words):
+        comfyui.sample(model, kind, latent=latent)
 
 
 def lora(model, name, strength=0.7):

@@ -73,11 +73,11 @@ def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, forma
 
 
 @pytest.mark.parametrize("kind", ["hidream-i1", "sd3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
-    "wan-animate", "hunyuanvideo-1.5", "anima"))])
+    "hunyuan3d-2.1", "wan-animate", "hunyuanvideo-1.5", "anima"))])
 def test_a_scale_that_comfyui_leaves_out_is_refused(comfyui, kind):
-    """HiDream chooses its experts by a parameter that is no layer, so ComfyUI takes its numbers without their scale; of
-    Wan Animate it is what reads faces, of HunyuanVideo 1.5 an embedding that is none of ComfyUI's own, and of Anima
-    one of ComfyUI's that has a scale for each row."""
+    """HiDream and Hunyuan3D choose experts by a parameter that is no layer, so ComfyUI takes its numbers without their
+    scale; of Wan Animate it is what reads faces, of HunyuanVideo 1.5 an embedding that is none of ComfyUI's own, and of
+    Anima one of ComfyUI's that has a scale for each row."""
     name = f"{kind}-all-scaled.safetensors"
     save_scaled(comfyui.base / "diffusion_models" / name, comfyui.base / "diffusion_models" / comfyui.file(kind),
                 per_row=kind == "anima")

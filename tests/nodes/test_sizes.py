@@ -100,8 +100,9 @@ def check(comfyui, kind, layout, positions, sizes):
     ours = comfyui.ours(kind, comfyui.config(devices, **degrees), **options).model.diffusion_model
     native = comfyui.module(kind, **options)
     for number, size in enumerate(sizes):
-        # one image alone is what MiniMax H3's module takes
-        x, t, given = inputs(comfyui, kind, size, batch=2 if number == 0 and kind != "minimax-h3" else 1)
+        # one alone is what MiniMax H3's module takes; Hunyuan3D 2.1's takes two for one's branches of guidance
+        alone = kind in ("minimax-h3", "hunyuan3d-2.1")
+        x, t, given = inputs(comfyui, kind, size, batch=2 if number == 0 and not alone else 1)
         with torch.inference_mode():
             result, want = ours.forward(x, t, **given), native(x, t, **given)
 

@@ -32,7 +32,8 @@ class StaleModel:
                                       (_, streams) in example.family.plan.cross_attention.items()}
             for block in example.model.get_submodule(list_.name):
                 for name, streams in read.items():
-                    module = functools.reduce(lambda parent, part: getattr(parent, part, None), name.split("."), block)
+                    module = block if name == "." else functools.reduce(
+                        lambda parent, part: getattr(parent, part, None), name.split("."), block)
                     if module is not None:
                         module.register_forward_pre_hook(functools.partial(self._enter, streams, name))
                         module.register_forward_hook(functools.partial(self._enter, None, ""))

@@ -23,20 +23,23 @@ LAYERS = (
      r"|^(self_)?attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$"
      # of ComfyUI's classes
      r"|^(\w+\.)?\w*attn\.(q|k|v|k_img|v_img)$|^\w*attn\.\w*qkv$|^attention\.qkv$|^\w+_attn\.processor\.\w+_to_[qkv]$"
-     r"|^(self|cross)_attn\.[qkv]_proj$",
+     r"|^(self|cross)_attn\.[qkv]_proj$|^linear1$",
      "columns"),
     (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$"
      r"|^(\w+\.)?\w*attn\.(o|img_attn_proj|txt_attn_proj)$|^attention\.o$|^\w+_attn\.processor\.\w+_out$"
-     r"|^(self|cross)_attn\.o_proj$", "rows"),
+     r"|^(self|cross)_attn\.o_proj$|^\w+_attn\.proj$|^linear2$", "rows"),
     (r"^proj_mlp$|^\w+\.net\.0\.proj(\.[01])?$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
      r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$"
-     r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.w[13]$",
+     r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.(w[13]|0)$|^mlp\.fc1$"
+     r"|^moe\.(experts\.\d+|shared_experts)\.net\.0\.proj$",
      "columns"),
     (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$"
      r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$"
-     r"|^mlp\.down_proj$|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.w2$",
+     r"|^mlp\.down_proj$|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.(w2|2)$|^mlp\.fc2$"
+     r"|^moe\.(experts\.\d+|shared_experts)\.net\.2$",
      "rows"),
-    (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|ada(LN_modulation\.\d+|ln_modulation|ln_proj\.linear))$",
+    (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.(1|lin)|modulation\.lin|\w+_modulation\.out_layer)$"
+     r"|^ada(LN_modulation\.\d+|ln_modulation|ln_proj\.linear)$",
      "gathered"))
 # what has the one's outputs as inputs, or their halves multiplied
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}
@@ -44,11 +47,12 @@ HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", 
               "k_rms_norm_t", "norm_k_img")
 # diffusers' attentions, or ComfyUI's
 HEADS = "heads", "num_heads", "num_attention_heads"
-ATTENTIONS_HAVE = "processor", "to_q", "q", "q_proj", "qkv", "img_qkv", "img_attn_qkv"
+ATTENTIONS_HAVE = "processor", "to_q", "q", "q_proj", "qkv", "img_qkv", "img_attn_qkv", "img_attn", "linear1"
 MAX_TRIED = 16                             # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
 # of attentions and blocks
-PER_RANK = (*HEADS, "kv_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")
+PER_RANK = (*HEADS, "kv_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim", "mlp_hidden_dim_first",
+            "hidden_size")
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,11 @@ def _parts(block, path, linear):
         return (module.inner_dim,) * 3 + (module.mlp_hidden_dim,) * module.mlp_mult_factor
     if leaf == "to_out":
         return tuple(size for size in (module.inner_dim, linear.in_features - module.inner_dim) if size)
+    if path in ("linear1", "linear2"):                         # attention and feed-forward side by side, ComfyUI's
+        hidden, size = ((linear.in_features, linear.out_features) if path == "linear1"
+                        else (linear.out_features, linear.in_features))
+        count = 3 if path == "linear1" else 1
+        return (hidden,) * count + (size - count * hidden,)
     if path in ("proj_mlp", "proj_out"):
         hidden = getattr(block, "mlp_hidden_dim", block.proj_mlp.out_features)
         return ((hidden,) * (linear.out_features // hidden) if path == "proj_mlp"
@@ -223,9 +232,10 @@ def narrow(model, splits, degree, rank):
     """Have the modules of a model whose weights are a rank's share say so:
     numbers of heads, sizes, biases that are not there."""
     blocks = {block_path(name) for name in splits}
+    split_ones = {model.get_submodule(path) for name in splits for path in _parents(name)}
     for block in blocks:
         for module in model.get_submodule(block).modules():
-            if is_attention(module) or hasattr(module, "proj_mlp"):
+            if module in split_ones and (is_attention(module) or hasattr(module, "proj_mlp")):
                 for name in PER_RANK:
                     if getattr(module, name, None) is not None:
                         setattr(module, name, shard_sizes(getattr(module, name), degree)[rank])
@@ -238,6 +248,12 @@ def narrow(model, splits, degree, rank):
             numbers, num_bytes = split.block
             module.out_features, module.in_features = module.weight.shape[0], module.weight.shape[
                 1] // num_bytes * numbers
+
+
+def _parents(name):
+    """Paths of the modules that a tensor is in."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def splits_of(model, family, spec):

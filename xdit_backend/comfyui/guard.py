@@ -42,7 +42,8 @@ def _missing(model, family):
         for block in blocks:
             names = inspect.signature(block.forward).parameters
             yield from (f"argument {name} of the blocks of {list_.name}"
-                        for name in (*list_.streams, *list_.tokens, *list_.masks, *(plan.places or ())[:1])
+                        for name in (*list_.streams, *list_.tokens, *list_.masks, *(plan.places or ())[:1],
+                                     *([plan.skip_name] if plan.skips(len(blocks)) else ()))
                         if name not in names)
         for name in (*list_.attention, *plan.cross_attention, *plan.once):
             if not any(_has(block, name) for each in plan.lists for block in _at(model, each.name) or ()):
@@ -56,6 +57,8 @@ def _has(module, path):
 
 
 def _at(module, path):
+    if path == ".":                                            # a block itself
+        return module
     for name in path.split("."):
         module = getattr(module, name, None)
     return module

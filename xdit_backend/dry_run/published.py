@@ -158,6 +158,14 @@ PUBLISHED = {
         "num_timbre_layers": 4, "num_tokenizer_layers": 2, "head_dim": 128, "num_heads": 16, "num_kv_heads": 8,
         "intermediate_size": 6144, "fsq_dim": 2048, "encoder_hidden_size": 2048, "encoder_intermediate_size": 6144,
         "encoder_num_heads": 16, "audio_acoustic_hidden_dim": 64}),
+    # a shape is 3072 tokens in version 2, and 4096 in 2.1: as many as such a picture has; beside them what a vision
+    # model says of a picture
+    "hunyuan3d-2": Published("Hunyuan3D 2", (1024, 768), tokens=1370, given={
+        "in_channels": 64, "context_in_dim": 1536, "hidden_size": 1024, "num_heads": 16, "depth": 16,
+        "depth_single_blocks": 32, "guidance_embed": False}),
+    "hunyuan3d-2.1": Published("Hunyuan3D 2.1", (1024, 1024), tokens=1370, given={
+        "in_channels": 64, "hidden_size": 2048, "context_dim": 1024, "depth": 21, "num_heads": 16, "num_moe_layers": 6,
+        "num_experts": 8}),
     "wan2.1-vace-14b-480p": Published("Wan VACE", (832, 480), 81),
     "wan2.1-fun-camera-14b-480p": Published("Wan Camera", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
         "in_dim": 32, "model_type": "camera", "in_dim_control_adapter": 24, "_image_dim": 1280,

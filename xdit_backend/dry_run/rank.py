@@ -92,7 +92,8 @@ def count(checkpoint, spec, layout, rank, run, memory=()):
         model, packed = outline(checkpoint, spec)
         blocks = own_blocks(model, checkpoint.family, spec, rank, memory)
         work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1],
-                          num_experts=dict(model.config).get("num_routed_experts", 0))
+                          num_experts=dict(model.config).get("num_routed_experts", 0)
+                          or dict(model.config).get("num_experts", 0))
         with pretended_cuda(), work:
             loaded = load(checkpoint, spec, model, packed, (blocks, rank % spec.tensor_degree))
             try:

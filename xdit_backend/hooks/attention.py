@@ -18,7 +18,7 @@ from ..parallel.usp import Attention, Window, usp_attention
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
 from .biases import with_bias
-from .own_code import OwnCode, functional
+from .own_code import OwnCode, functional, in_file
 from .places import Place, one_key_per_group
 from .rotary import in_pairs, in_real_numbers
 
@@ -61,7 +61,8 @@ class AttentionFunctions:
         self._running, self._needs_text = running, needs_text
         # of the attention whose graph is being made, and whether that has attended
         self._traced_name, self._is_traced = "", False
-        self.own_code = OwnCode(dict.fromkeys(ROTATIONS, in_real_numbers), {"view_as_complex": in_pairs},
+        self.own_code = OwnCode(dict.fromkeys(ROTATIONS, in_real_numbers) | {"attention": self._within},
+                                {"view_as_complex": in_pairs},
                                 F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
                                 dispatch_attention_fn=self.dispatch_attention_fn,
                                 **dict.fromkeys(COMFYUIS, self.optimized_attention))
@@ -113,6 +114,13 @@ class AttentionFunctions:
         handed = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
         out = self.scaled_dot_product_attention(query, key, value, mask, **handed)
         return out if options.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
+
+    def _within(self, function):
+        """A function that attends for the blocks that call it, as Flux's in ComfyUI; any other stays as it is."""
+        code = getattr(function, "__code__", None)
+        if code is None or not set(COMFYUIS) & set(code.co_names):
+            return function
+        return in_file(function, dict.fromkeys(COMFYUIS, self.optimized_attention))
 
     def traced(self, name, forward, args, kwargs):
         """The forward of an attention in a block, within a graph that is being made."""

@@ -4,6 +4,9 @@ Held by worker/networks.py, called by transformer.py and unet.py.
 # B batch, T tokens, C channels
 """
 
+import functools
+
+import torch
 import torch.nn.functional as F
 
 # of hypernetworks, names in torch.nn.functional
@@ -40,6 +43,17 @@ class Network:
                           for tokens, norm in ((image_BTC, "x_rms"), (picture_BTC, "y_rms")))
         return self.linear(f"{name}output_proj", F.gelu(self.linear(f"{name}input_proj", image + picture)))
 
+    def of_layer(self, name, given_BTC, picture_BTC):
+        """What an LLLite adds to what goes into a layer; None where it has nothing for it. picture: what it is to
+        follow, (B or 1, T, C), the same tokens."""
+        if f"{name}.down.weight" not in self._weights:
+            return None
+        picture = picture_BTC + self.weight(f"{name}.depth_embed", given_BTC.dtype)
+        scale, shift = self.linear(f"{name}.cond_to_film", picture).chunk(2, -1)
+        hidden = F.silu(self.linear(f"{name}.down", given_BTC))
+        hidden = self.linear(f"{name}.mid", torch.cat([picture.expand(len(hidden), -1, -1), hidden], -1))
+        return self.linear(f"{name}.up", F.silu(hidden * (1 + scale) + shift))
+
     def of_values(self, which, given_BTC):
         """What a hypernetwork adds to what keys ("0") or values ("1") are made of; None where it has nothing for this
         width."""
@@ -64,13 +78,39 @@ def add_to_blocks(context, place, outputs):
     for number, (use, network) in enumerate(context.networks):
         if use.where != "blocks":
             continue
-        key, tokens = ("network", number), context.tokens
-        if key not in context.cuts:
-            context.cuts[key] = context.control.take(use.picture)
+        tokens = context.tokens
         streams = next(streams for streams in outputs if "image" in streams)
         start, size = sum(tokens.own((name,)) for name in streams[:streams.index("image")]), tokens.own(("image",))
         image = outputs[streams][:, start:start + size]
-        image += network.of_block(place.number, image, context.cuts[key].to(image.dtype)) * use.strength
+        image += network.of_block(place.number, image, _picture(context, number, use, image)) * use.strength
+
+
+def _picture(context, number, use, tokens):
+    """What a network is to follow, of this rank's image tokens."""
+    if ("network", number) not in context.cuts:
+        context.cuts["network", number] = context.control.take(use.picture)
+    return context.cuts["network", number].to(tokens.dtype)
+
+
+def lead(block, number, layers, current):
+    """Have what goes into these linears of a block be what the networks of a forward make of it. number: of the block.
+    layers: ModelPlan.led. current(): the ForwardContext of the forward that runs."""
+    for path, name in layers.items():
+        linear = block.get_submodule(path)
+        linear.forward = _led(linear.forward, f"lllite_dit_blocks_{number}_{name}", current)
+
+
+def _led(forward, name, current):
+    @functools.wraps(forward)
+    def led(given):
+        context = None if torch.compiler.is_compiling() else current()
+        for number, (use, network) in enumerate(context.networks if context is not None else ()):
+            added = (network.of_layer(name, given, _picture(context, number, use, given)) if use.where == "layers"
+                     else None)
+            if added is not None:
+                given = given + added * use.strength
+        return forward(given)
+    return led
 
 
 def with_networks(context, where, which, given_BTC):
@@ -85,5 +125,5 @@ def with_networks(context, where, which, given_BTC):
 def control_names(context, places):
     """What of a call's `control` this rank's blocks take, in their order: what ControlNets and the like add, and the
     pictures that networks follow. places: of all blocks."""
-    return [*(use.picture for use, _ in context.networks if use.where == "blocks"),
+    return [*(use.picture for use, _ in context.networks if use.picture),
             *(name for place in places if place.index in context.blocks for name in place.control)]

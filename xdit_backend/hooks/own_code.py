@@ -20,6 +20,7 @@ class OwnCode:
         file) -> what it means}. instead: {name: (function whose code, or code within it, has the name) -> what runs
         instead of the function}."""
         self._names, self._around, self._instead, self._classes = names, around or {}, instead or {}, {}
+        self._functions = {}                                   # by what they were: one for all modules of a class
 
     def place(self, module):
         """Have a module's own forward, and its processor's __call__, find these names."""
@@ -49,6 +50,11 @@ class OwnCode:
 
     def _renamed(self, function):
         """The same code in a file of these names."""
+        if function not in self._functions:
+            self._functions[function] = self._made_anew(function)
+        return self._functions[function]
+
+    def _made_anew(self, function):
         names = {name: ours for name, ours in self._names.items() if name in function.__code__.co_names}
         names |= {name: ours(function.__globals__[name]) for name, ours in self._around.items()
                   if name in function.__code__.co_names and name in function.__globals__}

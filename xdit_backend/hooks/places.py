@@ -35,6 +35,11 @@ class Place:
         """Where ControlNets and the like add something after it: names of places."""
         return [f"{name}.{self.number}" for name in (self.list_.control, self.list_.added) if name]
 
+    @property
+    def with_image(self):
+        """The streams that are one tensor with the image's among what the block returns."""
+        return next(streams for streams in self.list_.returns if "image" in streams)
+
     def returned(self, shards):
         """What the block's forward returns. shards: {streams: tensor}."""
         outputs = tuple(shards[streams] for streams in self.list_.returns)
@@ -58,7 +63,9 @@ def _transposed(forward, place):
 
 
 def _inside(block, path):
-    """A module inside a block; None where this block lacks it."""
+    """A module inside a block, or the block itself; None where this block lacks it."""
+    if path == ".":
+        return block
     return functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
 
 

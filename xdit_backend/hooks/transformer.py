@@ -76,14 +76,14 @@ class Hooks:
             if module is not None:
                 self._compiled.blocks[place.index].once[path] = module, span
                 module.forward = self._hook_once(module, module.forward, (place.index, path), span)
+        networks.lead(block, place.number, plan.led, lambda: self._context)
         for path in plan.choosing:
             module = _inside(block, path)
             if module is not None:
                 self._compiled.blocks[place.index].choosing[path] = module.forward
                 module.forward = outside_graphs(module.forward, path)
         for paths, hooked in ((plan.sums, summed), (plan.halos, with_halos)):
-            for path in paths:
-                module = block.get_submodule(path)
+            for module in map(block.get_submodule, paths):
                 module.forward = hooked(module.forward, lambda: self._context)
 
     def _install_outside(self):
@@ -142,12 +142,13 @@ class Hooks:
     def own_control(self, control, context):
         """Of what a ControlNet gives, {place: (B or 1, T of the forward's image, C)}, what this rank's blocks add to
         their tokens, in their order."""
-        names = networks.control_names(context, self._places)
-        return {name: context.tokens.take(control[name], 1, ("image",)) for name in names if name in control}
+        return {name: context.tokens.take(control[name], 1, ("image",))
+                for name in networks.control_names(context, self._places) if name in control}
 
     def message_units(self, block):
         """Which streams each piece of a message holds that goes from one stage to the next before `block`."""
-        return [*self._places[block - 1].list_.returns, *[("image",)] * len(self._skips_over(block))]
+        places, skips = self._places, self._skips_over(block)
+        return [*places[block - 1].list_.returns, *(places[source].with_image for source in skips)]
 
     @contextmanager
     def serving(self, context):
@@ -244,7 +245,7 @@ class Hooks:
             device = arguments[next(iter(list_.streams))].device
             arguments[name] = context.cuts.setdefault(name, places_of(context, streams, device))
         if place.index in self._skips:
-            arguments["skip"] = context.skips[self._skips[place.index]]
+            arguments[self.plan.skip_name] = context.skips[self._skips[place.index]]
         if context.operations.get(f"{list_.patched}_block.{place.number}") == "skip":
             outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
             output = tuple(outputs[streams] for streams in list_.returns)
@@ -252,15 +253,14 @@ class Hooks:
             output = forward(arguments)
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if place.index in self._skips.values():
-            context.skips[place.index] = outputs[("image",)]
+            context.skips[place.index] = outputs[place.with_image]
         networks.add_to_blocks(context, place, outputs)
         for control in filter(context.control.__contains__, place.control):
-            streams = next(streams for streams in outputs if "image" in streams)
-            image = outputs[streams]
+            image = outputs[place.with_image]
             # to what a later block takes, not to what the next one does
             if self._skips:
                 image = context.skips[place.index] = image.clone()
-            regions.add_to_image(image, streams, context.control.take(control), context.tokens)
+            regions.add_to_image(image, place.with_image, context.control.take(control), context.tokens)
         return outputs
 
     def _join_streams(self, context, place, shards):

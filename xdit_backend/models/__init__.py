@@ -15,6 +15,8 @@ from .ernie import ERNIE
 from .flux import FLUX
 from .flux2 import FLUX2
 from .hidream import HIDREAM
+from .hunyuan3d import HUNYUAN3D
+from .hunyuan3d21 import HUNYUAN3D21
 from .hunyuan_dit import HUNYUAN_DIT
 from .hunyuan_image import HUNYUAN_IMAGE
 from .hunyuan_video import HUNYUAN_VIDEO
@@ -60,7 +62,7 @@ FAMILIES = {family.name: family for family in (
     HIDREAM, HUNYUAN_IMAGE, AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5,
     KANDINSKY5_IMAGE, MOCHI, MINIMAX_H3, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1,
     OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL, WAN_SCAIL2,
-    WAN_S2V, WAN_DANCER, ACE_STEP15)}
+    WAN_S2V, WAN_DANCER, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21)}
 
 
 def supported(last="and"):

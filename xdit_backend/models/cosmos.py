@@ -76,7 +76,9 @@ COSMOS = Family(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},
         tokens={"image_rotary_emb": TABLE, "embedded_timestep": TIMES, "temb": TIMES}, positions={"rope": Cut(TABLE)},
-        once={"attn2.to_k": "run", "attn2.to_v": "run"}),
+        once={"attn2.to_k": "run", "attn2.to_v": "run"},
+        led={"attn1.to_q": "self_attn_q_proj", "attn1.to_k": "self_attn_k_proj", "attn1.to_v": "self_attn_v_proj",
+             "attn2.to_q": "cross_attn_q_proj", "ff.net.0.proj": "mlp_layer1"}),
     tiny=Tiny(
         {"in_channels": 5, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
          "text_embed_dim": 24,

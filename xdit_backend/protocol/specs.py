@@ -161,13 +161,14 @@ class NetworkSpec:
 
 @dataclass(frozen=True, config=STRICT)
 class NetworkUse:
-    """Where a call has what a network gives added, times strength: to the image after each block, or to what keys and
-    values of self-attention (attn1) or of attention to the text (attn2) are made of."""
+    """Where a call has what a network gives added, times strength: to the image after each block, to what goes into
+    layers of blocks (ModelPlan.led), or to what keys and values of self-attention (attn1) or of attention to the text
+    (attn2) are made of."""
 
     network: str                   # NetworkSpec.name
-    where: Literal["blocks", "attn1", "attn2"]
+    where: Literal["blocks", "layers", "attn1", "attn2"]
     strength: float
-    picture: str = ""              # after blocks: which of Branch.control it follows, (B or 1, T of the image, C)
+    picture: str = ""              # of blocks and layers: what of Branch.control it follows, (B or 1, T, C)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -58,8 +58,8 @@ class ModelPlan:
     blocks: tuple[BlockList, ...]
     # block argument that carries hidden states (B, T, C) -> the stream, or the streams that follow one another in it
     streams: dict[str, str | tuple[str, ...]]
-    # self-attention inside a block -> its streams, in the order of the sequence. Those that are no hidden states of the
-    # block come as one of `tokens`.
+    # self-attention inside a block (".": the block itself) -> its streams, in the order of the sequence. Those that are
+    # no hidden states of the block come as one of `tokens`.
     attention: dict[str, tuple[str, ...]]
     # module inside a block where streams attend to others -> (streams of the queries, streams of the keys)
     cross_attention: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
@@ -86,14 +86,17 @@ class ModelPlan:
     window: Callable = lambda attention: None
     needs_text: bool = False               # blocks fail without text tokens, and get a placeholder instead
     takes_output_patches: bool = False     # ComfyUI's model runs attn1_output_patch on its image tokens
-    # (number of blocks) -> {block that takes a `skip`: the block whose output it is}, of U-shaped models
+    # (number of blocks) -> {block that takes a skip: the block whose output it is}, of U-shaped models
     skips: Callable = lambda num_blocks: {}
+    skip_name: str = "skip"                # the block argument that takes it
     # Modules inside a block that mix tokens by sums alone (linear attention). They call `total`, an argument that amend
     # has added to their forward, with the sums over this rank's tokens, to get those over all.
     sums: tuple[str, ...] = ()
     # Modules inside a block, (B, T, C) to the same, that choose by numbers which of their parts compute (experts).
     # A compiled block calls them as they are.
     choosing: tuple[str, ...] = ()
+    # linear of a block whose input networks of ComfyUI's LLLite change -> what they call it
+    led: dict[str, str] = field(default_factory=dict)
     tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
     rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
     halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own

@@ -12,7 +12,7 @@ import torch
 from ....xdit_backend.host.networks import Network
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
-from ..supported.operations import networks_in
+from ..supported.operations import lllites_in, networks_in
 
 WHERE = {"attn1_patch": "attn1", "attn2_patch": "attn2", "double_block": "blocks"}
 # classes of a hypernetwork's layers -> what specs.NetworkSpec calls them
@@ -40,7 +40,38 @@ def networks_of(family, config, transformer_options, x):
             else:
                 name, network = "", _hypernetwork(function.hypernet)
             uses.append((specs.NetworkUse(network.name, WHERE[kind], float(function.strength), name), network))
+    for patch in lllites_in(transformer_options):
+        if not family.plan.led:
+            raise UnsupportedError(f"Remove the node that adds an LLLite: it is for other models than {family.name}.")
+        sigma = transformer_options["sigmas"].max().item()
+        if patch.strength != 0 and patch.sigma_end <= sigma <= patch.sigma_start:
+            name = f"picture.{len(pictures)}"
+            pictures[name] = _followed(patch, family, config, x)
+            network = _lllite(patch.model_patch.model)
+            uses.append((specs.NetworkUse(network.name, "layers", float(patch.strength), name), network))
     return tuple(uses), pictures
+
+
+def _lllite(net):
+    return Network(f"network-{id(net)}", lambda: {name: tensor for name, tensor in net.state_dict().items()
+                                                  if not name.startswith("lllite_conditioning")})
+
+
+def _followed(patch, family, config, x):
+    """What an LLLite follows, for each token, as ComfyUI's own code makes it of the picture."""
+    if x.shape[2] != 1:
+        raise ConfigError(f"Use a latent of one frame: an LLLite is for pictures, and this latent has {x.shape[2]}.")
+    if patch.model_patch.model.model_dim != family.width(config):
+        raise ConfigError(f"Use an LLLite that was made for this model: the one given is for "
+                          f"{patch.model_patch.model.model_dim} channels, and this {family.name} model has "
+                          f"{family.width(config)}.")
+    options = {"model_patch_data": {}}
+    patch({"x": family.latent.padded(x), "transformer_options": options})
+    picture = options["model_patch_data"][patch]
+    if len(x) % len(picture):
+        raise ConfigError(f"Use one picture, or as many as there are latents, for the LLLite: {len(picture)} do not "
+                          f"fit {len(x)} latents.")
+    return picture.to(x.dtype) if len(picture) == 1 else picture.to(x.dtype).repeat(len(x) // len(picture), 1, 1)
 
 
 def _blockwise(net, family, config):

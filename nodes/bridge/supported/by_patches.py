@@ -6,7 +6,7 @@ Called by wrappers.py before a run and at each step. The reasons travel in trans
 
 from comfy.patcher_extension import WrappersMP
 
-from .operations import adds_to, compares_branches, networks_in
+from .operations import adds_to, compares_branches, lllites_in, networks_in
 
 # What is known to leave the calls of the model as the workers take them. All else makes every step whole.
 # Of a prompt: ComfyUI takes a part of the latent for it, or only a part of its prediction.
@@ -74,7 +74,7 @@ def why_drained(sampler, conds, base_model, model_options):
     if any(entry.get("control") is not None for cond in conds if cond for entry in cond):
         return "a ControlNet, which reads the whole picture"
     options = model_options.get("transformer_options", {})
-    if adds_to(options) or networks_in(options):
+    if adds_to(options) or networks_in(options) or lllites_in(options):
         return "model patches, which read the whole picture"
     for key, text in GUIDANCE.items():
         if model_options.get(key):

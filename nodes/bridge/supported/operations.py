@@ -15,6 +15,10 @@ from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.specs import FreeU, Nag
 
 HYPERNETWORK = "load_hypernetwork_patch.<locals>.hypernetwork_patch.__call__"
+LLLITE_OF_ATTENTION = "lllite.py", "AnimaLLLiteAttentionPatch.__call__"
+# what an LLLite's patches of these kinds are in the place of
+LLLITE_TARGETS = {"attn1_patch": {"q": "self_attn_q_proj", "k": "self_attn_k_proj", "v": "self_attn_v_proj"},
+                  "attn2_patch": {"q": "cross_attn_q_proj"}}
 # kind of ComfyUI's patch -> {(file, function): what it is called in specs.Branch}
 KNOWN = {
     "dit": {("nodes_slg.py", "SkipLayerGuidanceDiT.execute.<locals>.skip"): "skip",
@@ -24,8 +28,10 @@ KNOWN = {
     "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"},
     "output_block_patch": {("nodes_freelunch.py", f"{node}.execute.<locals>.output_block_patch"): "free_u"
                            for node in ("FreeU", "FreeU_V2")},
-    "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network"},
-    "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network"},
+    "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows"},
+    "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows"},
+    "mlp_patch": {("lllite.py", "AnimaLLLiteMLPPatch.__call__"): "follows"},
+    "post_input": {("lllite.py", "AnimaLLLitePatch.__call__"): "leads"},
     "double_block": {("nodes_model_patch.py", "DiffSynthCnetPatch.__call__"): "network",
                      ("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds",
                      ("nodes_model_patch.py", "WanUni3CCnetPatch.__call__"): "adds"},
@@ -44,7 +50,9 @@ def operation_of(kind, function):
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
             "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True,
-            "network": lambda: True, "free_u": lambda: _frees(function)}
+            "network": lambda: True, "leads": lambda: True,
+            "follows": lambda: kind == "mlp_patch" or function.targets == LLLITE_TARGETS[kind],
+            "free_u": lambda: _frees(function)}
     return name if name and does[name]() else None
 
 
@@ -92,6 +100,17 @@ def adds_to(transformer_options):
 def networks_in(transformer_options):
     """{kind: networks} of a call that workers run, since they read what a model's layers have."""
     return _of_operation("network", transformer_options)
+
+
+def lllites_in(transformer_options):
+    """The patches of ComfyUI's LLLite in a call, one after the other, that workers run as networks inside of blocks.
+    Raises UnsupportedError for one of which a part is missing, as no node of ComfyUI's makes it."""
+    found = _of_operation("leads", transformer_options).get("post_input", [])
+    follows = _of_operation("follows", transformer_options)
+    for kind in ("attn1_patch", "attn2_patch", "mlp_patch"):
+        if found != [function.patch for function in follows.get(kind, [])]:
+            raise UnsupportedError(f"Use Apply Anima LLLite as it is: a node has changed some of its patches ({kind}).")
+    return found
 
 
 def _of_operation(operation, transformer_options):

@@ -1,0 +1,57 @@
+"""Names and shapes of published files of Hunyuan3D 2 and 2.1, which ComfyUI's own modules take. Used by
+test_header.py."""
+
+from tests.checkpoints.published_comfyui import blocks
+
+
+def _linear(name, outputs, inputs, bias=True):
+    return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
+
+
+def _norm(name, width):
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def _of_stream(name):
+    return {**_linear(f"{name}_mod.lin", 6144, 1024), **_linear(f"{name}_attn.qkv", 3072, 1024),
+            f"{name}_attn.norm.query_norm.scale": (64,), f"{name}_attn.norm.key_norm.scale": (64,),
+            **_linear(f"{name}_attn.proj", 1024, 1024), **_linear(f"{name}_mlp.0", 4096, 1024),
+            **_linear(f"{name}_mlp.2", 1024, 4096)}
+
+
+def hunyuan3d(num_double, num_single):
+    """Of version 2 (16 and 32 blocks) or 2 mini (8 and 16)."""
+    return {**_linear("latent_in", 1024, 64), **_linear("time_in.in_layer", 1024, 256),
+            **_linear("time_in.out_layer", 1024, 1024), **_linear("cond_in", 1024, 1536),
+            **blocks("double_blocks.", num_double, {**_of_stream("img"), **_of_stream("txt")}),
+            **blocks("single_blocks.", num_single, {
+                **_linear("linear1", 7168, 1024), **_linear("linear2", 1024, 5120), "norm.query_norm.scale": (64,),
+                "norm.key_norm.scale": (64,), **_linear("modulation.lin", 3072, 1024)}),
+            **_linear("final_layer.linear", 64, 1024), **_linear("final_layer.adaLN_modulation.1", 2048, 1024)}
+
+
+def _attention(name, read):
+    return {**_linear(f"{name}.to_q", 2048, 2048, False), **_linear(f"{name}.to_k", 2048, read, False),
+            **_linear(f"{name}.to_v", 2048, read, False), f"{name}.q_norm.weight": (128,),
+            f"{name}.k_norm.weight": (128,), **_linear(f"{name}.out_proj", 2048, 2048)}
+
+
+def _feed_forward(name, first, second):
+    return {**_linear(f"{name}.{first}", 8192, 2048), **_linear(f"{name}.{second}", 2048, 8192)}
+
+
+def _block(number):
+    experts = (*(f"moe.experts.{expert}" for expert in range(8)), "moe.shared_experts")
+    skip = {**_norm("skip_norm", 2048), **_linear("skip_linear", 2048, 4096)} if number > 10 else {}
+    last = {"moe.gate.weight": (8, 2048)}
+    for expert in experts:
+        last |= _feed_forward(expert, "net.0.proj", "net.2")
+    block = {**_norm("norm1", 2048), **_attention("attn1", 2048), **_norm("norm2", 2048), **_attention("attn2", 1024),
+             **_norm("norm3", 2048), **skip, **(last if number > 14 else _feed_forward("mlp", "fc1", "fc2"))}
+    return {f"blocks.{number}.{name}": shape for name, shape in block.items()}
+
+
+HUNYUAN3D21 = {**_linear("x_embedder", 2048, 64), **_linear("t_embedder.mlp.0", 8192, 2048),
+               **_linear("t_embedder.mlp.2", 2048, 8192),
+               **{name: shape for number in range(21) for name, shape in _block(number).items()},
+               **_norm("final_layer.norm_final", 2048), **_linear("final_layer.linear", 64, 2048)}

@@ -1,0 +1,46 @@
+"""Hunyuan3D 2 and 2 mini, ComfyUI's own module: a shape as one row of tokens without places, and what a vision model
+says of pictures of it; two streams, then one sequence of both, as Flux.1's."""
+
+from ..vocabulary.comfyui import handed_on
+from ..vocabulary.describe import Whole, blocks, config_of, has, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan
+
+LATENT, BOTH = Whole((1,)), ("text", "image")
+NATIVE, NORM = "comfy.ldm.hunyuan3d.model:Hunyuan3Dv2", "double_blocks.0.img_attn.norm.query_norm."
+
+
+def _num_heads(shapes):
+    """Files that ComfyUI saved call the scale of a norm its weight."""
+    norm = next(shapes[NORM + leaf] for leaf in ("scale", "weight") if NORM + leaf in shapes)
+    return shapes["latent_in.weight"][0] // norm[0]
+
+
+TINY = {"in_channels": 8, "context_in_dim": 24, "hidden_size": 48, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2,
+        "depth_single_blocks": 2, "qkv_bias": True, "guidance_embed": True}
+
+HUNYUAN3D = Family(
+    name="Hunyuan3D 2", title="Hunyuan3D 2, 2 mini, 2mv", transformer=NATIVE,
+    recognise=has("latent_in.weight", "cond_in.weight", "double_blocks.", "single_blocks."),
+    config=config_of(
+        in_channels=size("latent_in.weight", 1), context_in_dim=size("cond_in.weight", 1),
+        hidden_size=size("latent_in.weight", 0), mlp_ratio=4.0, num_heads=_num_heads, depth=blocks("double_blocks."),
+        depth_single_blocks=blocks("single_blocks."), qkv_bias=True,
+        guidance_embed=has("guidance_in.in_layer.weight")),
+    convert=table((r"\.scale$", ".weight")), latent=LATENT, time_scale=1.0,
+    conditioning={"context": "context_in_dim", "guidance": None}, arguments=handed_on(LATENT, "context", "guidance"),
+    num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
+    num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
+    live={"alone": 13.82, "residual": 1.81, "whole": 1.69, "outside": 5.58, "held": 1.7, "block": 14.33,
+          "exchange": 19.27, "own": 0.0, "told": 5.97, "joined": 1.0, "keys": 2.03, "once": 0.29, "last": 10.05},
+    plan=ModelPlan(
+        blocks=(BlockList("double_blocks", "double_blocks.", "depth", returns=("image", "text"), image_share=0.5,
+                          patched="double"),
+                BlockList("single_blocks", "single_blocks.", "depth_single_blocks", returns=(BOTH,),
+                          streams={"x": BOTH}, patched="single")),
+        streams={"img": "image", "txt": "text"}, attention={".": BOTH}, needs_text=True,
+        once={"img_mod.lin": "step", "txt_mod.lin": "step", "modulation.lin": "step"}),
+    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "num_heads": 16}, detected="Hunyuan3Dv2",
+              drawn={"guidance": lambda config, shape, tokens: (shape[0],)}),
+)

@@ -1,0 +1,79 @@
+"""Hunyuan3D 2.1, ComfyUI's own module: one row of tokens of a shape after one of the time; what a vision model says of
+a picture by cross-attention; U-shaped, and the last blocks have experts."""
+
+from types import SimpleNamespace
+
+import torch
+
+from ..vocabulary.comfyui import handed_on, same_names
+from ..vocabulary.describe import Whole, blocks, config_of, has, size, type_of_arithmetic
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan
+
+LATENT, ALL = Whole((1,)), ("time", "image")
+NATIVE, NORM = "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain", "blocks.0.attn1.q_norm.weight"
+
+
+def _amend(model, config):
+    """ComfyUI's forward swaps the halves of a batch's conditioning, and those of its output, where these are guidance's
+    branches of the same latents. Here each of a batch has its own conditioning. And it asks layers in which type they
+    compute by that of their weights, which packed ones do not have."""
+    forward, dtype, sines = model.forward, type_of_arithmetic(model), model.t_embedder.time_embed
+    for layer in (model.x_embedder, *(block.attn2.to_k for block in model.blocks)):
+        layer.parameters = lambda recurse=True: iter([torch.empty(0, dtype=dtype())])
+    sines.forward = _typed(sines.forward, dtype)
+
+    def each_its_own(x, t, context, **options):
+        half = -(-len(x) // 2) if len(x) > 1 else 0
+        return forward(x=x.roll(half, 0), t=t.roll(half, 0), context=context.roll(2 * half, 0), **options)
+    model.forward = each_its_own
+
+
+def _typed(forward, dtype):
+    """A forward whose output, in whatever type it is asked for, is in that of arithmetic."""
+    def typed(times):
+        output = forward(times)
+        return SimpleNamespace(type=lambda asked: output.to(dtype()))
+    return typed
+
+
+def _num_moe_layers(shapes):
+    return len([name for name in shapes if name.endswith(".moe.gate.weight")])
+
+
+def _num_experts(shapes):
+    return next((shape[0] for name, shape in shapes.items() if name.endswith(".moe.gate.weight")), 8)
+
+
+TINY = {"in_channels": 8, "hidden_size": 48, "context_dim": 24, "depth": 5, "num_heads": 4, "qkv_bias": False,
+        "num_moe_layers": 2, "guidance_cond_proj_dim": None, "num_experts": 4, "moe_top_k": 2}
+
+HUNYUAN3D21 = Family(
+    name="Hunyuan3D 2.1", title="Hunyuan3D 2.1", transformer=NATIVE,
+    recognise=has("x_embedder.weight", "t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight",
+                  "blocks.0.attn2.to_k.weight"),
+    config=config_of(
+        in_channels=size("x_embedder.weight", 1), hidden_size=size("x_embedder.weight", 0),
+        context_dim=size("blocks.0.attn2.to_k.weight", 1), depth=blocks("blocks."),
+        num_heads=lambda shapes: shapes["x_embedder.weight"][0] // shapes[NORM][0], qkv_bias=False,
+        num_moe_layers=_num_moe_layers, guidance_cond_proj_dim=None, num_experts=_num_experts, moe_top_k=2),
+    convert=same_names, latent=LATENT, time_scale=1.0, amend=_amend, ignored=("guidance",),
+    conditioning={"context": "context_dim"}, arguments=handed_on(LATENT, "context", times="t"),
+    lengths={"time": lambda conditioning: 1},
+    num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
+    num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
+    live={"alone": 14.5, "residual": 8.47, "whole": 4.31, "outside": 5.41, "held": 2.5, "block": 12.44,
+          "exchange": 16.79, "own": 0.37, "told": 2.09, "keys": 2.07, "once": 0.99, "last": 5.56},
+    plan=ModelPlan(
+        blocks=(BlockList("blocks", "blocks.", "depth", returns=(ALL,), patched="double"),),
+        streams={"hidden_states": ALL}, attention={"attn1": ALL}, choosing=("moe",),
+        # whose heads are of numbers of all three projections, so that none of them is a rank's own
+        unsplit=("skip_linear", *(f"{name}.{leaf}" for name in ("attn1", "attn2")
+                                  for leaf in ("to_q", "to_k", "to_v", "out_proj"))),
+        once={"attn2.to_k": "run", "attn2.to_v": "run"},
+        skip_name="skip_tensor",
+        skips=lambda num_blocks: {block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1,
+                                                                                         num_blocks)}),
+    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024, "depth": 9,
+                                    "num_heads": 16, "num_moe_layers": 6, "num_experts": 8}, detected="Hunyuan3Dv2_1"),
+)
