@@ -13,7 +13,7 @@ NATIVE, NORM = "comfy.ldm.hunyuan3d.model:Hunyuan3Dv2", "double_blocks.0.img_att
 
 def _num_heads(shapes):
     """Files that ComfyUI saved call the scale of a norm its weight."""
-    norm = next(shapes[NORM + leaf] for leaf in ("scale", "weight") if NORM + leaf in shapes)
+    norm = shapes[f"{NORM}weight" if f"{NORM}weight" in shapes else f"{NORM}scale"]
     return shapes["latent_in.weight"][0] // norm[0]
 
 
