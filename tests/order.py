@@ -5,6 +5,8 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +19,10 @@ BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n for _ 
 
 def add_options(parser):
     parser.addoption("--order", choices=ORDERS, default="written", help="of the files, and of the tests in each")
-    parser.addoption("--order-seed", type=int, metavar="SEED", help="of --order drawn; default: another each time")
+    parser.addoption("--order-seed", type=int, metavar="SEED", help="of --order drawn; default: that of the commit")
     parser.addoption("--smoke-seed", type=int, metavar="SEED",
-                     help="of the layouts of tests/test_smoke.py; default: another each time")
+                     help="of the layouts of tests/test_smoke.py and all else that is drawn; "
+                          "default: that of the commit")
     parser.addoption("--beside", type=int, default=0, metavar="COUNT",
                      help="so many processes that are never idle run beside the tests")
     parser.addoption("--until", type=float, metavar="TIME",
@@ -27,12 +30,26 @@ def add_options(parser):
 
 
 def choose_seeds(config):
-    """Draw those that are not given; in a process of pytest-xdist, take those of the first process."""
-    for name in SEEDS:
-        if hasattr(config, "workerinput"):
+    """Those that are not given are of the commit, so that what was seen to pass passes wherever it is run, or drawn
+    where files differ from it; in a process of pytest-xdist, take those of the first process."""
+    if hasattr(config, "workerinput"):
+        for name in SEEDS:
             setattr(config.option, name, config.workerinput[name])
-        elif getattr(config.option, name) is None:
-            setattr(config.option, name, random.randrange(10 ** 6))
+        return
+    generator = random.Random(committed(Path(__file__).parent))
+    for name in SEEDS:
+        number = generator.randrange(10 ** 6)
+        if getattr(config.option, name) is None:
+            setattr(config.option, name, number)
+
+
+def committed(folder):
+    """git's name of all that is committed where `folder` is, or None: files differ from it, or there is no git."""
+    with suppress(OSError, subprocess.CalledProcessError):
+        asked = [subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+                 for words in (["status", "--porcelain", "--untracked-files=no"], ["rev-parse", "HEAD^{tree}"])]
+        return None if asked[0] else asked[1]
+    return None
 
 
 def header(config):

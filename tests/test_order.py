@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.order import FIRST, arrange, start_busy
+from tests.order import FIRST, arrange, committed, start_busy
 
 Item = collections.namedtuple("Item", "nodeid")
 Config = collections.namedtuple("Config", "option")
@@ -38,6 +38,26 @@ def test_a_drawn_order_keeps_files_together_and_a_part_of_it_is_in_the_same_orde
     assert sum(one != other for one, other in zip(files, files[1:])) == 5 and files != sorted(files)
     assert [item for item in drawn
             if item in part] == arranged("drawn", seed, part) == arranged("drawn", seed, part[::-1])
+
+
+def test_what_is_drawn_is_the_commits_and_another_each_time_where_files_differ_from_it(tmp_path):
+    def git(*words):
+        return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path,
+                              capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init")
+    found = []
+    for text in ("one", "two", "one"):
+        (tmp_path / "file").write_text(text)
+        if found:
+            assert committed(tmp_path) is None
+        git("add", "file")
+        git("commit", "-m", "a commit")
+        found.append(committed(tmp_path))
+    (tmp_path / "left.log").write_text("of a run")
+
+    assert found[0] == found[2] == committed(tmp_path) != found[1]
+    assert found[0] == git("rev-parse", "HEAD^{tree}") and committed(tmp_path.parent / "nowhere") is None
 
 
 @pytest.mark.slow
