@@ -18,6 +18,8 @@ CONTROLNETS = {
              lambda model: _without(model, "out_channels") | {"hint_channels": 3}),
     "sdxl": ("sdxl", "comfy.cldm.cldm:ControlNet",
              lambda model: _without(model, "out_channels") | {"hint_channels": 3}),
+    "sdxl-lora": ("sdxl", "comfy.cldm.cldm:ControlNet",
+                  lambda model: _without(model, "out_channels") | {"hint_channels": 3}),
     "sd15-t2i": ("sd15-blocks", "comfy.t2i_adapter.adapter:Adapter", {
         "channels": [32, 64, 128, 128], "nums_rb": 2, "cin": 192, "ksize": 1, "sk": True, "use_conv": False,
         "xl": False}),
@@ -68,7 +70,23 @@ def save_controlnet(name, path):
                    for key, tensor in tensors.items()}
     if name == "sd35-stability":                               # which has the model's own
         tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("x_embedder.")}
+    if name == "sdxl-lora":
+        tensors = _as_lora(tensors)
     save_file(tensors, str(path))
+
+
+def _as_lora(tensors, rank=4):
+    """A Control-LoRA's: of what the U-Net has too, the matrices as two factors, of the others every second one."""
+    own, generator = ("zero_convs.", "input_hint_block.", "middle_block_out."), torch.Generator().manual_seed(SEED)
+    found = {"lora_controlnet": torch.zeros(0)}
+    for number, (key, tensor) in enumerate(tensors.items()):
+        if key.startswith(own) or tensor.dim() < 2 and number % 2:
+            found[key] = tensor
+        elif tensor.dim() >= 2:
+            place = key.removesuffix(".weight")
+            found[f"{place}.up"] = 0.1 * torch.randn(len(tensor), rank, *[1] * (tensor.dim() - 2), generator=generator)
+            found[f"{place}.down"] = 0.1 * torch.randn(rank, *tensor.shape[1:], generator=generator)
+    return found
 
 
 def _without(arguments, name):

@@ -73,8 +73,6 @@ export const ZH = {
     "请使用适用于 {0} 的 ControlNet：此 ControlNet 为 {1} 块给出内容，是为其他模型制作的。只接受 {2}。",
   "Use {}: the given ControlNet makes {} for {} of this {} model, and it takes {} with this latent.":
     "请使用 {0}：给出的 ControlNet 为此 {3} 模型的 {2} 生成 {1}，而对此 latent 它接受 {4}。",
-  "Use a ControlNet that has layers of its own, or Load Diffusion Model: {} computes with the model's, and xDiT's workers hold them.":
-    "请使用自带层的 ControlNet，或使用“UNet加载器”：{0} 用模型自身的层计算，而这些层由 xDiT 的工作进程持有。",
   "Set displaced_degree to at most {}, or draw a higher picture: displaced_degree={} is too much for a latent of {} rows, which {} shares out by {}.":
     "请把 displaced_degree 设为最多 {0}，或增大图像高度：displaced_degree={1} 对 {2} 行的 latent 太大，{3} 按 {4} 行分配。",
   "Use a larger latent or lower degrees: it has {} tokens, too few for displaced_degree x ring_degree x ulysses_degree = {}.":

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from tests.control_zoo import CONTROLNETS, residuals, save_controlnet
 from tests.nodes.test_pipefusion import sample_oracle, staged, transformer
-from tests.tiny_checkpoints import VARIANTS, families, save_gguf
+from tests.tiers import by_default
+from tests.tiny_checkpoints import VARIANTS, families, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
@@ -78,7 +79,8 @@ FILES = [("sd3-instantx", "cfg2"), ("sd15", "displaced2"), *(pytest.param(*pair,
     ("sdxl", "data2"), ("sd15-t2i", "displaced2"), ("sdxl-t2i", "cfg2"), ("sdxl-t2i", "data2"),
     ("sd35-stability", "ulysses2"), ("sdxl", "cfg2-displaced2"), ("sd3-instantx", "ring2"),
     ("sd3-instantx", "pipefusion2-ulysses2"), ("flux-instantx", "ulysses2"), ("flux-xlabs", "pipefusion2"),
-    ("qwen-instantx", "ring2"),
+    ("qwen-instantx", "ring2"), ("sdxl-lora", "displaced2"), ("sdxl-lora", "data2"), ("qwen-fun", "pipefusion2"),
+    ("qwen-fun", "tensor2"), ("qwen-fun", "ulysses2"),
     ("qwen-inpaint", "ring2")))]
 
 
@@ -190,18 +192,46 @@ def test_stale_patches_equal_the_oracle(comfyui, controls, said):
     assert any("one step after the other, because this workflow uses a ControlNet" in text for text in said)
 
 
-def test_controlnets_that_compute_with_the_models_own_layers_are_refused_by_name(comfyui, controls):
-    from comfy.controlnet import ControlLora
-    weights = {"lora_controlnet": torch.zeros(0), "input_hint_block.0.weight": torch.zeros(16, 3, 3, 3)}
+OF_THE_MODEL = {"sdxl-lora": "input_blocks.0.0.weight", "qwen-fun": "img_in.weight"}
 
-    with pytest.raises(comfyui.errors.UnsupportedError,
-                       match="^Use a ControlNet .*: a Control-LoRA computes with the model's"):
-        positive, negative = controls.apply(controls.prompts("sdxl"), None, ControlLora(weights))
-        comfyui.sample(comfyui.ours("sdxl", comfyui.config()), "sdxl", positive=positive, negative=negative)
-    positive, negative = controls.apply(controls.prompts("qwen-image"), "qwen-fun")
-    with pytest.raises(comfyui.errors.UnsupportedError,
-                       match="^Use a ControlNet .*: Qwen-Image's Fun ControlNet computes with"):
-        comfyui.sample(comfyui.ours("qwen-image", comfyui.config()), "qwen-image", positive=positive, negative=negative)
+
+@pytest.mark.parametrize("name", by_default(["sdxl-lora"], OF_THE_MODEL))
+def test_controlnets_that_compute_with_the_models_own_layers_equal_native_ksampler(comfyui, controls, name,
+                                                                                   monkeypatch):
+    """And of a layer that a node has patched, they take the patched weight."""
+    kind, place = CONTROLNETS[name][0], f"diffusion_model.{OF_THE_MODEL[name]}"
+    change = torch.randn(comfyui.native(kind).model.state_dict()[place].shape,
+                         generator=torch.Generator().manual_seed(3))
+
+    def drawn(model):
+        model = model.clone()
+        model.add_patches({place: ("diff", (0.3 * change,))})
+        positive, negative = controls.apply(controls.prompts(kind), name)
+        return comfyui.sample(model, kind, positive=positive, negative=negative, steps=2)
+    reference, ours = drawn(comfyui.native(kind)), comfyui.ours(kind, comfyui.config("cpu,cpu", cfg=2))
+
+    close(drawn(ours), reference, TOLERANCE)
+    with monkeypatch.context() as patched:                     # the mutant: of the file alone
+        patched.setattr(type(ours), "patched_weights", lambda self, weights, quantised: weights)
+        assert relative_error(drawn(ours), reference) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [save_gguf, save_scaled])
+@pytest.mark.parametrize("name", OF_THE_MODEL)
+def test_controlnets_compute_with_layers_of_quantised_files(comfyui, controls, name, write):
+    kind, folder = CONTROLNETS[name][0], comfyui.base / "diffusion_models"
+    file = f"control-{kind}-{write.__name__}" + (".gguf" if write is save_gguf else ".safetensors")
+    plain = write(folder / file, folder / comfyui.file(kind))
+    save_file(plain, folder / f"plain-{file}.safetensors")
+    model = comfyui.load_model.execute(file, "default", comfyui.config("cpu")).args[0]
+    positive, negative = controls.apply(controls.prompts(kind), name)
+    arguments = {"positive": positive, "negative": negative, "steps": 2}
+
+    result = comfyui.sample(model, kind, **arguments)
+
+    native = comfyui.nodes.UNETLoader().load_unet(f"plain-{file}.safetensors", "default")[0]
+    close(result, comfyui.sample(native, kind, **arguments), TOLERANCE)
 
 
 def test_a_controlnet_of_another_model_is_refused_by_name_and_the_group_survives(comfyui, controls):

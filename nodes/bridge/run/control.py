@@ -1,30 +1,69 @@
 """The outputs of ControlNets for a call of the model, as tensors by the place where workers add them. Called by
 remote.py and wrappers.py.
 
-ComfyUI computes them with its own ControlNet, on the device where it samples. A T2I-Adapter has outputs of the same
-kind.
+ComfyUI computes them with its own ControlNet, on the device where it samples, one that takes layers of the model with
+weights from the model's file. A T2I-Adapter has outputs of the same kind.
 """
+
+import copy
 
 import torch
 
 import comfy.controlnet
+import comfy.model_management
 
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
+from ..supported.modules import WorkerParameter
 
-TAKE_WEIGHTS = {comfy.controlnet.ControlLora: "a Control-LoRA",
-                comfy.controlnet.QwenFunControlNet: "Qwen-Image's Fun ControlNet"}
+# layers of Qwen-Image that its Fun ControlNet calls: the others are its own
+OF_QWEN_FUN = ("img_in", "txt_norm", "txt_in", "time_text_embed")
 
 
-def refuse_controls(conds):
-    """Raise UnsupportedError for ControlNets that compute with layers of the model itself. conds: lists of ComfyUI's
-    conds."""
+def lend_layers(guider):
+    """Give ControlNets that compute with layers of the model itself these layers' weights: as the file has them, with
+    the patches of the MODEL that runs, on the device where ComfyUI samples. ComfyUI's clean-up of a run lets them go.
+
+    guider: ComfyUI's, in a run; it has prepared the ControlNets.
+    """
+    for control in _controls(guider.conds.values()):
+        if isinstance(control, comfy.controlnet.ControlLora):
+            net = control.control_model
+            _make_room(guider, net, comfy.model_management.get_torch_device())
+            control.control_model = _readable(net, comfy.model_management.get_torch_device())
+        elif isinstance(control, comfy.controlnet.QwenFunControlNet):
+            net = copy.copy(control.extra_args["base_model"])
+            _make_room(guider, torch.nn.ModuleList(map(net.get_submodule, OF_QWEN_FUN)), control.load_device)
+            net._modules = {name: _readable(module, control.load_device) if name in OF_QWEN_FUN else module
+                            for name, module in net._modules.items()}
+            control.set_extra_arg("base_model", net)
+
+
+def _controls(conds):
+    """ComfyUI's ControlNets of lists of its conds, each once."""
+    found = {}
     for control in (entry.get("control") for cond in conds for entry in cond or ()):
         while control is not None:
-            if type(control) in TAKE_WEIGHTS:
-                raise UnsupportedError("Use a ControlNet that has layers of its own, or Load Diffusion Model: "
-                                       f"{TAKE_WEIGHTS[type(control)]} computes with the model's, and xDiT's workers "
-                                       "hold them.")
+            found[id(control)] = control
             control = getattr(control, "previous_controlnet", None)
+    return list(found.values())
+
+
+def _make_room(guider, module, device):
+    """Have ComfyUI unload what this run does not use, where its device lacks memory for a module's weights."""
+    runs = [guider.model_patcher, *guider.loaded_models]
+    comfy.model_management.free_memory(
+        comfy.model_management.module_size(module), device,
+        [loaded for loaded in comfy.model_management.current_loaded_models if loaded.model in runs])
+
+
+def _readable(module, device):
+    """A module like this one, whose weights that the workers hold are here."""
+    found = copy.copy(module)
+    found._parameters = {name: torch.nn.Parameter(weight.read().to(device), requires_grad=False)
+                         if isinstance(weight, WorkerParameter) else weight
+                         for name, weight in module._parameters.items()}
+    found._modules = {name: child and _readable(child, device) for name, child in module._modules.items()}
+    return found
 
 
 def places_of(family, config, control, shape):

@@ -23,7 +23,7 @@ from ..supported.by_patches import (
 from ..supported.model import refuse_model_options
 from ..workers.groups import GROUPS, show_text
 from ..workers.progress import kernel_words
-from .control import refuse_controls
+from .control import lend_layers
 
 
 def calc_cond_batch(executor, *arguments):
@@ -68,7 +68,7 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     remote = getattr(guider.inner_model, "remote", None)
     if remote is None:                                         # another loader's, of a guider with several
         return executor(guider, sigmas, extra_args, *arguments, **options)
-    refuse_controls(guider.conds.values())
+    lend_layers(guider)
     started_s, num_steps, before = time.perf_counter(), len(sigmas) - 1, _kernel_counts(remote)
     try:
         with (GROUPS.runs.sampling(remote, num_steps) as run,
