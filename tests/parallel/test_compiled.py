@@ -15,12 +15,13 @@ from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks import attention, compiled
 from xdit_backend.hooks.attention import AttentionFunctions
-from xdit_backend.hooks.context import ForwardContext
+from xdit_backend.hooks.context import CPU, ForwardContext
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.parallel.key_values import KeyValues
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import UnsupportedError
+from xdit_backend.protocol.transfers import PinnedAhead
 
 EXACT, EXACT_STEP = 1e-12, 1e-10
 ROUNDED = 1e-3                 # where models of tensor shards round to float32 within, which tests else keep from them
@@ -36,11 +37,11 @@ def _no_graphs():
     torch._dynamo.reset()
 
 
-def forward(one, hooks, backend="reusing", latent=None, timestep=None, patch=None, **keeping):
+def forward(one, hooks, backend="reusing", latent=None, timestep=None, patch=None, control=(), **keeping):
     context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent if latent is None else latent,
                                         one.timestep if timestep is None else timestep, one.conditioning, patch,
                                         **keeping)
-    context.compile_backend = backend
+    context.compile_backend, context.control = backend, PinnedAhead(dict(control), CPU)
     return hooks.run(context)[0]
 
 
@@ -108,6 +109,21 @@ def test_unets_blocks_are_compiled_where_each_rank_has_whole_images(name):
         graphs.append(counters["stats"]["unique_graphs"])
 
     assert graphs[0] == graphs[1] > 5 and not counters["graph_break"]
+
+
+def test_what_a_controlnet_gives_is_added_around_graphs():
+    """At every place, to outputs of blocks that are compiled and to what they are made of; other numbers, no graph."""
+    one, counted = example("SDXL", rows=16, columns=16), []
+    hooks = UNetHooks(one.model, one.family.plan)
+    for scale in (1, 2):
+        shapes = one.family.control_shapes(one.config, one.latent.shape)
+        control = {place: scale * torch.randn(1, *shape, dtype=torch.float64) for place, shape in shapes.items()}
+        out, plain = (forward(one, hooks, backend, control=control) for backend in ("reusing", ""))
+        counted.append(counters["stats"]["unique_graphs"])
+
+        within((out - plain).abs().max().item(), EXACT)
+        assert (forward(one, hooks) - plain).abs().max() > 1e-3
+    assert counted[0] == counted[1]
 
 
 def complex_steps(name):

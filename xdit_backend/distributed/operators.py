@@ -13,9 +13,11 @@ from torch import Tensor
 
 from ..protocol.operators import operator
 from .collectives import all_gather, largest, start_all_reduce
+from .rows import Padding, num_rows_read
 
 # of a thread, and of forwards that take turns in it: an object with `context()`, the ForwardContext, and
-# `attention_of_graph`, torch's attention by the method of that forward
+# `attention_of_graph`, torch's attention by the method of that forward; of a U-Net it has `split_of_graph`, too: the
+# StaleSplit of a layer of the block that runs, by its name there
 RUNNING: ContextVar = ContextVar("xdit_running")
 
 
@@ -123,3 +125,31 @@ def tensor_gathered(tensor: Tensor, sizes: list[int]) -> Tensor:
 @tensor_gathered.register_fake
 def _(tensor, sizes):
     return tensor.new_empty(*tensor.shape[:-1], sum(sizes))
+
+
+@operator
+def rows_around(rows_BCHW: Tensor, name: str, starts: list[int], rank: int, kernel: int, stride: int,
+                padding: int) -> Tensor:
+    """What this rank's part of a convolution reads of the image: its rows, others' around them, and zeros beyond the
+    image. name: of the layer in its block. starts: of the split, see rows.RowSplit."""
+    around = RUNNING.get().split_of_graph(name).around(rows_BCHW, kernel, stride, Padding(padding, padding))
+    return around.contiguous()
+
+
+@rows_around.register_fake
+def _(rows_BCHW, name, starts, rank, kernel, stride, padding):
+    batch, channels, _, columns = rows_BCHW.shape
+    num_rows = num_rows_read(starts, rank, kernel, stride, Padding(padding, padding))
+    return rows_BCHW.new_empty(batch, channels, num_rows, columns)
+
+
+@operator
+def moments_of_image(moments_2BG: Tensor, name: str) -> Tensor:
+    """Mean and biased variance of each group over the image, from those over this rank's rows. name: of the norm in its
+    block."""
+    return torch.stack(RUNNING.get().split_of_graph(name).moments(*moments_2BG.unbind()))
+
+
+@moments_of_image.register_fake
+def _(moments_2BG, name):
+    return moments_2BG.new_empty(moments_2BG.shape)

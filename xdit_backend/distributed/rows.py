@@ -114,6 +114,13 @@ def input_rows(first, end, num_rows, kernel, stride, padding):
     return above, min(max(top, 0), num_rows), min(max(bottom, 0), num_rows), below
 
 
+def num_rows_read(starts, rank, kernel, stride, padding):
+    """How many rows a rank's part of a convolution reads, with those of zeros beyond the image."""
+    firsts = output_starts(starts, kernel, stride, padding)
+    above, low, high, below = input_rows(firsts[rank], firsts[rank + 1], starts[-1], kernel, stride, padding)
+    return above + high - low + below
+
+
 @dataclass(frozen=True)
 class Convolution:
     """What torch's conv2d and conv3d take beside their input, in their order and with their defaults."""

@@ -68,19 +68,19 @@ class CompiledBlocks:
         for key, moment in known.items():
             module, _ = block.once[key[1]]
             if not self.knows_once:
-                context.key_values.once[key] = moment, module.once_output
+                context.once[key] = moment, module.once_output
             module.once_output = None                          # it is kept as long as keys and values are
         return output
 
     def _find_once(self, index, block, context, arguments):
         """Give modules whose output is the same in several calls that of an earlier one. Returns {key of
-        KeyValues.once: moment}."""
-        self.keeps_once = bool(block.once) and context.key_values is not None
+        ForwardContext.once: moment}."""
+        self.keeps_once = bool(block.once) and context.once is not None
         if not self.keeps_once:
             return {}
         batch = next(value for value in arguments.values() if torch.is_tensor(value)).shape[0]
         moments = {(index, path): context.moment(span, batch) for path, (_, span) in block.once.items()}
-        found = {key: context.key_values.once.get(key) for key in moments}
+        found = {key: context.once.get(key) for key in moments}
         self.knows_once = all(found[key] is not None and found[key][0] == moment for key, moment in moments.items())
         for (_, path), known in found.items():
             block.once[path][0].once_output = known[1] if self.knows_once else None

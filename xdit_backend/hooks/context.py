@@ -67,6 +67,7 @@ class ForwardContext:
     attention: Any = None                  # hooks.attention.RunningAttention, while in an attention that ranks share
     attentions: dict = field(default_factory=dict)     # name -> those of the block that runs, where it is compiled
     choosing: dict = field(default_factory=dict)       # name -> forward, likewise, see ModelPlan.choosing
+    block: str = ""                        # path of the block of a U-Net that runs, likewise
     # stream -> (B, T), which tokens may be attended to; hooks fill it
     masks: dict = field(default_factory=dict)
     # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
@@ -96,6 +97,13 @@ class ForwardContext:
     def opens(self):
         """Does this forward bring the first tokens of a step, and with them the text?"""
         return opens_step(self.patch)
+
+    @property
+    def once(self):
+        """Where outputs are kept that are the same in several calls: {key: (moment, output)}. None: nowhere."""
+        if self.key_values is not None:
+            return self.key_values.once
+        return None if self.bands is None else self.exchange.once
 
     def moment(self, span, batch):
         """For how long something is the same: a "step" of these images, or the "run"."""

@@ -28,6 +28,8 @@ from .free_u import free_u
 from .networks import with_networks
 from .own_code import OwnCode, functional, torch_with
 from .turns import take_turns
+from .unet_control import ControlPlaces
+from .unet_graphs import GraphRows
 
 
 @dataclass(frozen=True)
@@ -51,30 +53,40 @@ class UNetHooks:
         model._has_hooks = True
         self.num_levels = plan.num_levels(model.config)
         self.counts = {"convolution": 0, "group norm": 0, "self-attention": 0, "of text": 0}
+        paths = unet_blocks(model)
+        self._blocks = list(map(model.get_submodule, paths))
+        self._compiled = CompiledBlocks(model, len(self._blocks), on_compile)
+        # of a graph that is being made, or of those of the block that runs
+        self._graph_rows, self._graph_attention = None, ""
         own_code = OwnCode(F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
         for name, module in model.named_modules():
+            index, inner = _in_block(name, paths)
             level = level_of(name, self.num_levels)
             if hasattr(module, "processor"):
                 own_code.place(module)
             if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
-                self._place_convolution(name, module, level)
+                self._place_convolution(name, module, level, inner)
             elif isinstance(module, torch.nn.GroupNorm):
                 self.counts["group norm"] += 1
-                module.forward = self._hook_norm(module, module.forward, name, level)
+                module.forward = self._hook_norm(module, module.forward, name, level, inner)
             elif name.endswith(f".{plan.self_attention}"):
                 self.counts["self-attention"] += 1
                 self._check_attention(name, module)
-                module.forward = self._hook_self_attention(module.forward, name, level)
+                module.forward = self._hook_self_attention(module.forward, name, level, inner)
             where = name.rpartition(".")[2]
             if where in ("attn1", "attn2"):                    # within what reads the text once
                 for which, linear in enumerate((module.to_k, module.to_v)):
                     linear.forward = self._hook_networks(linear.forward, where, str(which))
             if name.endswith(tuple(f".{path}" for path in plan.of_text)):
                 self.counts["of text"] += 1
-                module.forward = self._hook_of_text(module.forward, name)
-        self._install_control(model, plan.skips(model.config))
-        self._blocks = list(map(model.get_submodule, unet_blocks(model)))
-        self._install_compiled(model, on_compile)
+                self._compiled.blocks[index].once[inner] = module, "run"
+                module.forward = self._hook_of_text(module, module.forward, (index, inner))
+        joins = OwnCode(torch=torch_with(cat=self._join))
+        for block in model.up_blocks:
+            joins.place(block)
+        for index, (block, path) in enumerate(zip(self._blocks, paths)):
+            block.forward = self._hook_compiled(block.forward, index, path)
+        self._control = ControlPlaces(model, plan.skips(model.config), lambda: self._context)
         if offloaded is not None:                              # around what is compiled
             for number, block in enumerate(self._blocks):
                 block.forward = self._hook_block(block.forward, number)
@@ -124,33 +136,31 @@ class UNetHooks:
             return output
         return hooked
 
-    def _place_convolution(self, name, module, level):
+    def _place_convolution(self, name, module, level, inner):
         assert module.dilation == (1, 1) and module.padding_mode == "zeros", f"{name}: no U-Net of a family has such"
         self.counts["convolution"] += 1
         convolve, run = module._conv_forward, self._first_convolution if name == self.plan.first else self._convolution
 
         def of_rows(input, weight, bias):
+            if torch.compiler.is_compiling() and self._graph_rows is not None:
+                return self._graph_rows.convolve(module, inner, level, input, weight, bias)
             if torch.compiler.is_compiling() or not self._is_split:
                 return convolve(input, weight, bias)
             convolution = Convolution(weight, bias, module.stride, module.padding, module.dilation, module.groups)
             return run(self._split(name, level), input, convolution)
         module._conv_forward = of_rows
 
-    def _install_compiled(self, model, on_compile):
-        """What may run as torch.compile makes it, where each rank has whole images."""
-        self._compiled = CompiledBlocks(model, len(self._blocks), on_compile)
-        for index, block in enumerate(self._blocks):
-            block.forward = self._hook_compiled(block.forward, index)
-
-    def _hook_compiled(self, forward, index):
+    def _hook_compiled(self, forward, index, path):
         names = list(inspect.signature(forward).parameters)
 
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             context = self._context
-            if (context is None or not context.compile_backend or self._is_split or context.operations
-                    or context.guided or context.networks or context.free_u):
+            # what no graph knows of
+            if (context is None or not context.compile_backend or context.operations or context.guided
+                    or context.networks or context.free_u):
                 return forward(*args, **kwargs)
+            self._graph_rows, context.block = GraphRows.of(context, self.num_levels), path
             return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
         return hooked
 
@@ -166,47 +176,22 @@ class UNetHooks:
                                       exchange=context.exchange, key=name)
         return layers[name]
 
-    def _install_control(self, model, skips):
-        """Where ComfyUI's model adds what a ControlNet gives: to the output of each block on the way down and of the
-        middle one, and to each skip where it is taken up. skips: of UNetPlan.
-        """
-        makers = [model.conv_in]
-        for block in model.down_blocks:
-            makers += [*(getattr(block, "attentions", None) or block.resnets), *(block.downsamplers or ())]
-        assert len(makers) == len(skips)
-        levels = [level for _, level in skips]
-        self._control_levels = {f"{side}.{number}": level for side in ("input", "output")
-                                for number, level in enumerate(levels)} | {"middle.0": levels[-1]}
-        for number, module in enumerate(makers):
-            module.forward = self._hook_control(module.forward, f"input.{number}")
-        joins = OwnCode(torch=torch_with(cat=self._join))
-        for block in model.up_blocks:
-            joins.place(block)
-        model.mid_block.forward = self._hook_control(model.mid_block.forward, "middle.0")
-        end = len(skips)
-        for block in model.up_blocks:
-            start = end - len(block.resnets)
-            block.forward = self._hook_skips(block.forward, [f"output.{number}" for number in range(start, end)])
-            end = start
-
     def own_control(self, control, context):
-        """Of what a ControlNet gives, {place: (B or 1, C, H, W)}, this rank's rows."""
-        if context.bands is None:
-            return control
-        bands = {place: halved(context.bands, self._control_levels[place])[context.exchange.rank:][:2]
-                 for place in control}
-        return {place: added[:, :, slice(*bands[place])] for place, added in control.items()}
+        """As ControlPlaces.own."""
+        return self._control.own(control, context)
 
-    def _hook_norm(self, module, forward, name, level):
+    def _hook_norm(self, module, forward, name, level, inner):
         @functools.wraps(forward)
         def hooked(input):
+            if torch.compiler.is_compiling() and self._graph_rows is not None:
+                return self._graph_rows.norm(module, inner, level, input)
             if torch.compiler.is_compiling() or not self._is_split:
                 return forward(input)
             weight, bias = (each if each is None else each.to(input.dtype) for each in (module.weight, module.bias))
             return group_norm_rows(input, module.num_groups, weight, bias, module.eps, self._split(name, level))
         return hooked
 
-    def _hook_self_attention(self, forward, name, level):
+    def _hook_self_attention(self, forward, name, level, inner):
         """Those of the middle may have to give their values, or to tell their scores."""
         number = re.search(r"transformer_blocks\.(\d+)\.", name)
         # that of one block counts before that of all
@@ -214,7 +199,12 @@ class UNetHooks:
 
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
-            context = None if torch.compiler.is_compiling() else self._context
+            if torch.compiler.is_compiling():
+                self._graph_attention = "" if self._graph_rows is None else inner
+                output = forward(*args, **kwargs)
+                self._graph_attention = ""
+                return output
+            context = self._context
             if context is None:
                 return forward(*args, **kwargs)
             operation = next((context.operations[place] for place in places if place in context.operations), None)
@@ -240,7 +230,7 @@ class UNetHooks:
         """As torch's, (B, N, T, H). Within a hooked attention: of this rank's queries to the keys of all rows."""
         is_causal, scale = options.get("is_causal", False), options.get("scale")
         if torch.compiler.is_compiling():
-            return attention(query, key, value, attn_mask, "", is_causal, scale)
+            return attention(query, key, value, attn_mask, self._graph_attention, is_causal, scale)
         if self._context is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
         now = self._context.attention
@@ -249,18 +239,22 @@ class UNetHooks:
         if now.operation == "values":
             return value
         if now.split is not None:
-            if attn_mask is not None or is_causal:
-                raise UnsupportedError("Use cfg_degree: this model masks its self-attention, which displaced_degree "
-                                       "does not support.")
-            split, width = now.split, key.shape[2] // now.split.size
-            key, value = keys_and_values(key, value, [size * width for size in split.sizes], split.exchange, split.key)
+            key, value = _of_all_rows(key, value, now.split, attn_mask is not None or is_causal)
         if now.operation == "scores":
             self._write_scores(query, key)
         return attend(query, key, value, self._context.kernel, attn_mask, is_causal, scale)
 
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
-        """As _scaled_dot_product_attention, for the operator: no other rank takes part."""
+        """As _scaled_dot_product_attention, for the operator. name: of a self-attention of rows, in the block that
+        runs; "" where no other rank takes part."""
+        if name:
+            key, value = _of_all_rows(key, value, self.split_of_graph(name), mask is not None or is_causal)
         return attend(query, key, value, self._context.kernel, mask, is_causal, scale)
+
+    def split_of_graph(self, name):
+        """For operators: of a layer, by its name in the block that runs."""
+        path = f"{self._context.block}.{name}"
+        return self._split(path, level_of(path, self.num_levels))
 
     def _write_scores(self, query, key):
         """What share of it each key gets from this rank's queries."""
@@ -268,50 +262,29 @@ class UNetHooks:
         rank = 0 if self._context.bands is None else self._context.exchange.rank
         self._context.scores[rank].copy_(shares.mean(1).sum(1))
 
-    def _hook_of_text(self, forward, name):
+    def _hook_of_text(self, module, forward, key):
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
-            if torch.compiler.is_compiling() or not self._is_split:
+            if torch.compiler.is_compiling():
+                return self._compiled.once(module, forward, args, kwargs)
+            if not self._is_split:
                 return forward(*args, **kwargs)
-            return self._once(name, forward, *args, **kwargs)
+            return self._once(key, forward, *args, **kwargs)
         return hooked
 
-    def _once(self, name, forward, *args, **kwargs):
-        """What reads the text alone is the same in all calls with one conditioning, for the same images."""
-        once, images = self._context.exchange.once, (self._context.first_image, args[0].shape[0])
-        if name not in once or once[name][0] != images:
-            once[name] = images, forward(*args, **kwargs)
-        return once[name][1]
+    def _once(self, key, forward, *args, **kwargs):
+        """What reads the text alone is the same in all calls with one conditioning, for the same images. key: (index of
+        the block, name in it)."""
+        once, images = self._context.once, self._context.moment("run", args[0].shape[0])
+        if key not in once or once[key][0] != images:
+            once[key] = images, forward(*args, **kwargs)
+        return once[key][1]
 
     def _join(self, tensors, dim=0):
         """As torch.cat, which joins what a block on the way up has with a skip."""
-        context = None if torch.compiler.is_compiling() else self._context
-        for given in () if context is None else context.free_u:
+        for given in () if self._context is None else self._context.free_u:
             tensors = free_u(*tensors, given)
         return torch.cat(tensors, dim)
-
-    def _hook_control(self, forward, place):
-        @functools.wraps(forward)
-        def hooked(*args, **kwargs):
-            output = forward(*args, **kwargs)
-            if isinstance(output, tuple):
-                return self._with_control(output[0], place), *output[1:]
-            return self._with_control(output, place)
-        return hooked
-
-    def _hook_skips(self, forward, places):
-        @functools.wraps(forward)
-        def hooked(*args, res_hidden_states_tuple, **kwargs):
-            skips = tuple(self._with_control(skip, place) for skip, place in zip(res_hidden_states_tuple, places))
-            return forward(*args, res_hidden_states_tuple=skips, **kwargs)
-        return hooked
-
-    def _with_control(self, tensor_BCHW, place):
-        """The tensor with what is to be added at this place."""
-        context = self._context
-        if context is None or place not in context.control:
-            return tensor_BCHW
-        return (tensor_BCHW + context.control.take(place)).to(tensor_BCHW.dtype)
 
     def _first_convolution(self, split, input, convolution):
         """Of the latent, which every rank has whole."""
@@ -327,3 +300,20 @@ class UNetHooks:
             raise UnsupportedError(f"Use cfg_degree or data_degree: {name} is run by "
                                    f"{type(module.processor).__name__}, which does not use torch's attention and "
                                    "would see this rank's rows only.")
+
+
+def _in_block(name, paths):
+    """(index of the block that a module is in, its name there). paths: of all blocks. (None, "") for none of them."""
+    for index, path in enumerate(paths):
+        if name.startswith(f"{path}."):
+            return index, name[len(path) + 1:]
+    return None, ""
+
+
+def _of_all_rows(key_BNTH, value_BNTH, split, is_masked):
+    """Keys and values of all rows, from those of this rank's."""
+    if is_masked:
+        raise UnsupportedError("Use cfg_degree: this model masks its self-attention, which displaced_degree does not "
+                               "support.")
+    width = key_BNTH.shape[2] // split.size
+    return keys_and_values(key_BNTH, value_BNTH, [size * width for size in split.sizes], split.exchange, split.key)
