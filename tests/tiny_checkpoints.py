@@ -33,6 +33,7 @@ VARIANTS = {"chroma-radiance-x0": ("chroma-radiance", {
             "sd35-large": ("sd3", {"qk_norm": "rms", "adm_in_channels": 2048}),
             "sd35-text": ("sd3", {"context_processor_layers": 2}), "flux-schnell": ("flux", {"guidance_embed": False}),
             "flux-fill": ("flux", {"in_channels": 96}), "flux-canny": ("flux", {"in_channels": 32}),
+            "flux2-klein": ("flux2", {"guidance_embed": False}),
             "qwen-image-2511": ("qwen-image", {"default_ref_method": "index_timestep_zero"}),
             "qwen-image-layered": ("qwen-image", {"default_ref_method": "negative_index",
                                                   "use_additional_t_cond": True}),

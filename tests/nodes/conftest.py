@@ -16,7 +16,7 @@ from xdit_backend.worker.memory import return_freed_memory
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16),
                 "pixart": (34, 36),
-                "pixart-alpha": (34, 36), "flux2": (8, 10), "mage-flow": (8, 10),
+                "pixart-alpha": (34, 36), "flux2": (8, 10), "flux2-klein": (8, 10), "mage-flow": (8, 10),
                 "ltx-video": (8, 9), "ltx-video-causal": (8, 9),
                 **dict.fromkeys(("ltx-2", "ltx-2-plain", "ltx-2.3"), (4, 5)),
                 "minimax-h3": (6, 9), "minimax-h3-curve": (6, 9)}

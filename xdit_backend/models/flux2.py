@@ -1,13 +1,17 @@
 """Flux.2: two streams, then one sequence, text first; modulation shared by all blocks; rotary positions of four axes;
 references."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
 from ..vocabulary.describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
 from ..vocabulary.family import Family, Tiny
+from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.references import AT_ZERO, at_zero
 
 LATENT, IMAGE, ALL = Packed((1, 1), "index", 10), ("image", "reference"), ("text", "image", "reference")
 
@@ -31,11 +35,15 @@ KEYS = table(
 
 
 def _amend(model, config):
-    """Times are embedded unrounded, as in ComfyUI."""
-    embed, forward, now = model.time_guidance_embed, model.forward, []
+    """Times are embedded unrounded, as in ComfyUI; references are at the time of the latent, or at time zero."""
+    embed, forward, now, num_images = model.time_guidance_embed, model.forward, [], ForwardValue(model)
 
-    def timed(*, timestep, guidance, **inputs):
+    def timed(*, at_zero, timestep, guidance, **inputs):
+        if at_zero:
+            timestep = torch.cat([timestep, torch.zeros_like(timestep)])
+            guidance = None if guidance is None else torch.cat([guidance, guidance])
         now[:] = [timestep, guidance]
+        num_images.set(len(inputs["hidden_states"]))
         return forward(timestep=timestep, guidance=guidance, **inputs)
 
     def embedded(rounded, guidance):
@@ -43,6 +51,26 @@ def _amend(model, config):
         time = embed.timestep_embedder(sines[0])
         return time if guidance is None or embed.guidance_embedder is None else time + embed.guidance_embedder(sines[1])
     embed.forward, model.forward = embedded, timed
+    text, last = model.double_stream_modulation_txt.forward, model.norm_out.forward
+    model.double_stream_modulation_txt.forward = lambda temb: text(temb[:num_images.get()])
+    # whose output of references is left out
+    model.norm_out.forward = lambda hidden_states, temb: last(hidden_states, temb[:len(hidden_states)])
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        block.forward = _at_two_times(block.forward)
+
+
+def _at_two_times(forward):
+    """A block's forward, for tokens of which some are at the second half of the times: those of references, which alone
+    are not at 0 along the first axis of places, and whose sines there are not 0."""
+    @functools.wraps(forward)
+    def timed(*, hidden_states, image_rotary_emb, **arguments):
+        name = "temb_mod_img" if "temb_mod_img" in arguments else "temb_mod"
+        if len(arguments[name]) > len(hidden_states):
+            image, zero = arguments[name][:, None].chunk(2)
+            is_reference = image_rotary_emb[1][-hidden_states.shape[1]:, :1] != 0
+            arguments[name] = torch.where(is_reference, zero, image)
+        return forward(hidden_states=hidden_states, image_rotary_emb=image_rotary_emb, **arguments)
+    return timed
 
 
 def _text_positions(call):
@@ -62,12 +90,13 @@ FLUX2 = Family(
     convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,
     pixels=lambda config: (1, 16, 16),
     conditioning={"context": "joint_attention_dim", "guidance": None, "ref_latents": None, "ref_latents_method": None},
-    ignored=("y",), choices={"ref_latents_method": {word: word for word in ("index", "offset", "uxo")}},
+    ignored=("y",),
+    choices={"ref_latents_method": {word: word for word in ("index", "offset", "uxo", AT_ZERO)}},
     lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "guidance": given("guidance", where="guidance_embeds"),
                "img_ids": lambda call: F.pad(LATENT.positions(call), (0, 1)),
-               "txt_ids": _text_positions},
+               "txt_ids": _text_positions, "at_zero": lambda call: at_zero(call.conditioning, LATENT.method)},
     live={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4,
           "held": 1.55, "block": 20.0, "exchange": 22.2, "told": 7.5, "own": 0.0,
           "joined": 1.0},
