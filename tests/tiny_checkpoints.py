@@ -80,6 +80,8 @@ VARIANTS = {"chroma-radiance-x0": ("chroma-radiance", {
 DETECTED = {"sdxl-refiner": "SDXLRefiner", "ssd-1b": "SSD1B", "koala-700m": "KOALA_700M",
             "sd2-unclip": "SD21UnclipL", "lotus": "LotusD", "sd15-ip2p": "SD15_instructpix2pix",
             "cosmos-predict1-video": "CosmosI2V", "cosmos-predict2-video": "CosmosI2VPredict2"}
+# Families that ComfyUI's detection tells by a width of the published ones: here by one that no other tiny file has.
+TOLD = {"z-image-pixel": {"image_model": "lumina2", "dim": 512}}
 # what these are, the file says in its metadata
 SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3")
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
@@ -165,6 +167,9 @@ def detect_thin():
             place = 0 if kind in DETECTED else len(models)     # what says more comes first, as in ComfyUI's own list
             models.insert(place, type(f"Thin{detected.__name__}", (detected,),
                                       {"unet_config": detected.unet_config | thin}))
+        elif kind in TOLD:
+            models.insert(0, type(f"Thin{detected.__name__}", (detected,), {
+                "unet_config": TOLD[kind], "unet_extra_config": arguments}))
         elif detected is not None:
             said = {key for base, changed in VARIANTS.values() if families()[base] is family for key in changed}
             detected.unet_extra_config = arguments if kind in DETECTED else {      # but for what a variant's file says

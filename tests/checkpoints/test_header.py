@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import published_3d, published_comfyui, published_wan
+from tests.checkpoints import published_3d, published_comfyui, published_pixels, published_wan
 from xdit_backend.checkpoints.checkpoint import PREFIXES, open_checkpoint
 from xdit_backend.checkpoints.nearest import _RecordedShapes
 from xdit_backend.checkpoints.recognise import NOT_IN_DIFFUSERS, NOT_RUN, recognise
@@ -368,6 +368,10 @@ PUBLISHED = {
     "hunyuan3d-2.1": ("Hunyuan3D 2.1", published_3d.HUNYUAN3D21, {
         "in_channels": 64, "hidden_size": 2048, "context_dim": 1024, "depth": 21, "num_heads": 16, "num_moe_layers": 6,
         "num_experts": 8}),
+    "z-image-pixel": ("Z-Image pixel", published_pixels.Z_IMAGE_PIXEL | {"__x0__": (0,)}, {
+        "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
+        "axes_dims": (32, 48, 48), "multiple_of": 10240, "decoder_hidden_size": 3840, "decoder_num_res_blocks": 4,
+        "decoder_max_freqs": 8}),
     "joyimage": ("JoyImage", published_comfyui.JOYIMAGE, {
         "hidden_size": 4096, "num_layers": 40, "num_attention_heads": 32, "in_channels": 16, "text_dim": 4096,
         "mlp_width_ratio": 4.0, "rope_dim_list": (16, 56, 56)}),
@@ -605,6 +609,8 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
 @pytest.mark.parametrize("base, extra, words", [
     (CHROMA_RADIANCE, {"img_in_patch.weight": (3072, 3, 32, 32)}, "its patches are not of 16 x 16 pixels"),
     (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
+    (published_pixels.Z_IMAGE_PIXEL, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
+    (published_pixels.Z_IMAGE_PIXEL, {"x_embedder.weight": (3840, 768)}, "its patches are not of 32 x 32 pixels"),
     (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attentions between video and sound"),
     (LTX_2B, {"prompt_adaln_single.linear.weight": (1, 1)}, "LTX-2 without sound"),

@@ -27,7 +27,7 @@ LAYERS = (
      "columns"),
     (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$"
      r"|^(\w+\.)?\w*attn\.(o|img_attn_proj|txt_attn_proj)$|^attention\.o$|^\w+_attn\.processor\.\w+_out$"
-     r"|^(self|cross)_attn\.o_proj$|^\w+_attn\.proj$|^linear2$", "rows"),
+     r"|^(self|cross)_attn\.o_proj$|^\w+_attn\.proj$|^attention\.out$|^linear2$", "rows"),
     (r"^proj_mlp$|^\w+\.net\.0\.proj(\.[01])?$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
      r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$"
      r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.(w[13]|0)$|^mlp\.fc1$"
@@ -46,13 +46,13 @@ AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
               "k_rms_norm_t", "norm_k_img")
 # diffusers' attentions, or ComfyUI's
-HEADS = "heads", "num_heads", "num_attention_heads"
+HEADS = "heads", "num_heads", "num_attention_heads", "n_local_heads"
 ATTENTIONS_HAVE = "processor", "to_q", "q", "q_proj", "qkv", "img_qkv", "img_attn_qkv", "img_attn", "linear1"
 MAX_TRIED = 16                             # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
 # of attentions and blocks
-PER_RANK = (*HEADS, "kv_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim", "mlp_hidden_dim_first",
-            "hidden_size")
+PER_RANK = (*HEADS, "kv_heads", "num_kv_heads", "n_local_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim",
+            "mlp_hidden_dim_first", "hidden_size")
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,10 @@ def _unknown(block, path):
 def _parts(block, path, linear):
     parent, _, leaf = path.rpartition(".")
     module = block.get_submodule(parent)
-    if leaf.endswith("qkv"):                                   # queries, keys and values, of as many heads
-        return (linear.out_features // 3,) * 3
+    if leaf.endswith("qkv"):                                   # queries, keys and values, of as many heads or fewer
+        heads = getattr(module, "n_local_heads", 1)
+        counts = (heads, *(getattr(module, "n_local_kv_heads", heads),) * 2)
+        return tuple(linear.out_features // sum(counts) * count for count in counts)
     if leaf == "to_qkv_mlp_proj":
         return (module.inner_dim,) * 3 + (module.mlp_hidden_dim,) * module.mlp_mult_factor
     if leaf == "to_out":

@@ -68,9 +68,9 @@ def _num_pads(call):
 
 Z_IMAGE = Family(
     name="Z-Image", title="Z-Image, Z-Image-Turbo", transformer="ZImageTransformer2DModel",
-    recognise=has("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight", "x_pad_token"),
-    refusals=(needs_diffusers("0.37"), because("it takes pictures as well (Z-Image-Omni)", has("siglip_embedder.")),
-              because("it works on pixels instead of latents", has("dec_net."))),
+    recognise=lambda shapes: has("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight", "x_pad_token")(
+        shapes) and not has("dec_net.")(shapes),
+    refusals=(needs_diffusers("0.37"), because("it takes pictures as well (Z-Image-Omni)", has("siglip_embedder."))),
     config=config_of(
         in_channels=size("x_embedder.weight", 1, 4), dim=size("x_embedder.weight", 0), n_layers=blocks("layers."),
         n_refiner_layers=blocks("noise_refiner."),

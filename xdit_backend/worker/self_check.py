@@ -44,7 +44,9 @@ def _largest_error(family):
     model.load_state_dict({name: torch.randn(parameter.shape, generator=generator)
                            * (0.3 if parameter.ndim != 2 else parameter.shape[1] ** -0.5)
                            for name, parameter in model.named_parameters()}, strict=False, assign=True)
-    size = {1: (LENGTH,), 2: SIZE, 3: (FRAMES, *SIZE)}[len(family.latent.patch)]
+    of_tokens = max(1, family.latent.patch[-1] // 2)           # of models of pixels, whose tokens are larger
+    sides = tuple(of_tokens * length for length in SIZE)
+    size = {1: (LENGTH,), 2: sides, 3: (FRAMES, *sides)}[len(family.latent.patch)]
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = {name: torch.randn(shape, generator=generator)
                     for name, shape in drawn_shapes(family, config, latent.shape, TEXT).items()}

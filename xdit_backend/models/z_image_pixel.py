@@ -1,0 +1,88 @@
+"""Z-Image on pixels (Zeta-Chroma), ComfyUI's own module: Z-Image's blocks over patches of the picture itself, each of
+which a small network draws after them, from its token and from what it was."""
+
+from types import MethodType
+
+import torch
+
+from ..vocabulary.comfyui import handed_on
+from ..vocabulary.describe import Unpacked, because, blocks, config_of, has, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+
+NATIVE = "comfy.ldm.lumina.model:NextDiTPixelSpace"
+SIDE, CHANNELS, GROUP = 32, 3, 32          # of a patch, in pixels; of a pixel; tokens are padded to a multiple of this
+LATENT, PICTURE, ALL = Unpacked((SIDE, SIDE)), ("image", "pad"), ("text", "image", "pad")
+NORM, DRAWN, EMBEDDER = ("layers.0.attention.q_norm.weight", "dec_net.final_layer.linear.weight",
+                         "dec_net.input_embedder.embedder.0.weight")
+
+
+def _of_patch(module, forward, rows, tokens, args, kwargs):
+    """The class's embed_all for a patch: its rows have their places in the whole, and after them is the padding of the
+    whole, which the blocks take with a step's first patch."""
+    options = kwargs["transformer_options"] | {"rope_options": {"shift_y": rows.patch.start // module.patch_size}}
+    embeds, positions, length = forward(*args, **kwargs | {"transformer_options": options})
+    count, num_pads = tokens.counts["image"], -rows.num_tokens % module.pad_tokens_multiple
+    picture, places = embeds[-1][:, :count], positions[-1][:, :count]
+    pads = module.x_pad_token.to(picture).expand(len(picture), num_pads, -1)
+    nowhere = module.rope_embedder(torch.zeros(1, num_pads, 3, device=picture.device)).movedim(1, 2)
+    return ((*embeds[:-1], torch.cat([picture, pads], 1)), (*positions[:-1], torch.cat([places, nowhere], 1)), length)
+
+
+def _amend(model, config):
+    """The decoder computes in the type of the latent, and asks its first layer for no other: files may hold that in
+    fewer bits. Its places of pixels are made anew: the class keeps those of the last models, and the models with
+    them."""
+    decoder, embedder = model.dec_net, model.dec_net.input_embedder
+    decoder.dtype, decoder.cond_embed = None, torch.nn.Sequential(decoder.cond_embed)
+    embedder.register_forward_pre_hook(_of_its_inputs)
+    embedder.fetch_pos = MethodType(type(embedder).fetch_pos.__wrapped__, embedder)
+
+
+def _of_its_inputs(embedder, args):
+    embedder.dtype = args[0].dtype
+
+
+def _num_heads(shapes):
+    return shapes["x_embedder.weight"][0] // shapes[NORM][0]
+
+
+TINY = {"patch_size": SIDE, "in_channels": CHANNELS, "dim": 256, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
+        "n_kv_heads": 4, "multiple_of": 256, "ffn_dim_multiplier": 1.0, "qk_norm": True, "cap_feat_dim": 24,
+        "axes_dims": (16, 24, 24), "rope_theta": 256.0, "z_image_modulation": True, "time_scale": 1000.0,
+        "pad_tokens_multiple": GROUP, "decoder_hidden_size": 32, "decoder_num_res_blocks": 2, "decoder_max_freqs": 4}
+
+Z_IMAGE_PIXEL = Family(
+    name="Z-Image pixel", title="Z-Image on pixels (Zeta-Chroma)", transformer=NATIVE,
+    recognise=has("dec_net.cond_embed.", DRAWN, "cap_embedder.1.weight", "x_pad_token"),
+    refusals=(because("it takes pictures as well (Z-Image-Omni)", has("siglip_embedder.")),
+              because(f"its patches are not of {SIDE} x {SIDE} pixels, as those that xDiT knows",
+                      lambda shapes: shapes["x_embedder.weight"][1] != SIDE ** 2 * CHANNELS)),
+    config=config_of(
+        patch_size=SIDE, in_channels=CHANNELS, dim=size("x_embedder.weight", 0), n_layers=blocks("layers."),
+        n_refiner_layers=blocks("noise_refiner."), n_heads=_num_heads, n_kv_heads=_num_heads,
+        multiple_of=size("layers.0.feed_forward.w1.weight", 0), ffn_dim_multiplier=1.0, qk_norm=True,
+        cap_feat_dim=size("cap_embedder.1.weight", 1),
+        axes_dims=lambda shapes: (shapes[NORM][0] // 4, *(shapes[NORM][0] * 3 // 8,) * 2), rope_theta=256.0,
+        z_image_modulation=True, time_scale=1000.0, pad_tokens_multiple=GROUP, decoder_hidden_size=size(EMBEDDER, 0),
+        decoder_num_res_blocks=blocks("dec_net.res_blocks."),
+        decoder_max_freqs=lambda shapes: round((shapes[EMBEDDER][1] - shapes[DRAWN][0]) ** 0.5)),
+    convert=table((r"^__x0__$", None), (r"^dec_net\.cond_embed\.([wb])", r"dec_net.cond_embed.0.\1")), latent=LATENT,
+    time_scale=1.0, unsupported_dtypes=("float16",), amend=_amend, multiple=GROUP,
+    conditioning={"context": "cap_feat_dim"}, ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+    lengths={"text": lambda conditioning: -(-conditioning["context"].shape[1] // GROUP) * GROUP},
+    arguments=handed_on(LATENT, "context", times="timesteps", num_tokens=None),
+    num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
+    num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
+    live={"alone": 16.85, "whole": 11.46, "held": 1.79, "told": 2.94},
+    plan=ModelPlan(
+        blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),
+                          streams={"x": PICTURE}, attention={"attention": PICTURE},
+                          tokens={"freqs_cis": TokenArgument(1, PICTURE)}),
+                BlockList("layers", "layers.", "n_layers", returns=(ALL,))),
+        streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
+        positions={"embed_all": _of_patch}, rereads=True, unstaged_blocks=("context_refiner",),
+        once={"adaLN_modulation": "step"}, once_outside={"cap_embedder": "run", "context_refiner": "run"}),
+    tiny=Tiny(TINY, NATIVE, TINY | {"dim": 512, "axes_dims": (32, 48, 48)}, detected="ZImagePixelSpace"),
+)
