@@ -21,7 +21,7 @@ from ..distributed.operators import attention, running
 from ..distributed.rows import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, keys_and_values
 from ..parallel.nag import apply_nag
-from ..partition import halved, level_of, unet_blocks
+from ..partition import attended, halved, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
 from .compiled import CompiledBlocks
 from .free_u import free_u
@@ -52,6 +52,7 @@ class UNetHooks:
         self.num_levels = plan.num_levels(model.config)
         self.counts = {"convolution": 0, "group norm": 0, "self-attention": 0, "of text": 0}
         own_code = OwnCode(F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
+        attentions = attended(model)
         for name, module in model.named_modules():
             level = level_of(name, self.num_levels)
             if hasattr(module, "processor"):
@@ -61,17 +62,8 @@ class UNetHooks:
             elif isinstance(module, torch.nn.GroupNorm):
                 self.counts["group norm"] += 1
                 module.forward = self._hook_norm(module, module.forward, name, level)
-            elif name.endswith(f".{plan.self_attention}"):
-                self.counts["self-attention"] += 1
-                self._check_attention(name, module)
-                module.forward = self._hook_self_attention(module.forward, name, level)
-            where = name.rpartition(".")[2]
-            if where in ("attn1", "attn2"):                    # within what reads the text once
-                for which, linear in enumerate((module.to_k, module.to_v)):
-                    linear.forward = self._hook_networks(linear.forward, where, str(which))
-            if name.endswith(tuple(f".{path}" for path in plan.of_text)):
-                self.counts["of text"] += 1
-                module.forward = self._hook_of_text(module.forward, name)
+            elif name in attentions:
+                self._place_attention(name, module, level, attentions[name])
         self._install_control(model, plan.skips(model.config))
         self._blocks = list(map(model.get_submodule, unet_blocks(model)))
         self._install_compiled(model, on_compile)
@@ -135,6 +127,20 @@ class UNetHooks:
             convolution = Convolution(weight, bias, module.stride, module.padding, module.dilation, module.groups)
             return run(self._split(name, level), input, convolution)
         module._conv_forward = of_rows
+
+    def _place_attention(self, name, module, level, what):
+        """what: of partition.attended."""
+        where = name.rpartition(".")[2]
+        if what == "rows":
+            self.counts["self-attention"] += 1
+            self._check_attention(name, module)
+        for which, linear in enumerate((module.to_k, module.to_v)):            # within what reads the text once
+            linear.forward = self._hook_networks(linear.forward, where, str(which))
+            if what == "text":
+                self.counts["of text"] += 1
+                linear.forward = self._hook_of_text(linear.forward, f"{name}.{which}")
+        if where == "attn1":
+            module.forward = self._hook_self_attention(module.forward, name, level, what == "rows")
 
     def _install_compiled(self, model, on_compile):
         """What may run as torch.compile makes it, where each rank has whole images."""
@@ -206,8 +212,9 @@ class UNetHooks:
             return group_norm_rows(input, module.num_groups, weight, bias, module.eps, self._split(name, level))
         return hooked
 
-    def _hook_self_attention(self, forward, name, level):
-        """Those of the middle may have to give their values, or to tell their scores."""
+    def _hook_self_attention(self, forward, name, level, of_rows):
+        """Those of the middle may have to give their values, or to tell their scores. of_rows: does it attend to the
+        rows of its image?"""
         number = re.search(r"transformer_blocks\.(\d+)\.", name)
         # that of one block counts before that of all
         places = (f"middle.0.{number[1]}", "middle.0") if name.startswith("mid_block.") else ()
@@ -218,7 +225,7 @@ class UNetHooks:
             if context is None:
                 return forward(*args, **kwargs)
             operation = next((context.operations[place] for place in places if place in context.operations), None)
-            split = self._split(name, level) if self._is_split else None
+            split = self._split(name, level) if self._is_split and of_rows else None
             if split is not None or operation is not None:
                 context.attention = RunningSelfAttention(split, operation)
             output = forward(*args, **kwargs)
