@@ -28,8 +28,8 @@ OUTSIDE = {"input_blocks.0.0.": "conv_in.", "out.0.": "conv_norm_out.", "out.2."
 IN_RESNET = {"in_layers.0.": "norm1.", "in_layers.2.": "conv1.", "emb_layers.1.": "time_emb_proj.",
              "out_layers.0.": "norm2.", "out_layers.3.": "conv2.", "skip_connection.": "conv_shortcut."}
 KEYS = table(
-    # say how a file is sampled
-    (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr)$", None),
+    # say how a file is sampled; with which ComfyUI projects what a vision model says of a picture
+    (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr|cc_projection\..*)$", None),
     *((rf"^{re.escape(own)}", other) for own, other in OUTSIDE.items()),
     *((rf"(resnets\.\d+)\.{re.escape(own)}", rf"\1.{other}") for own, other in IN_RESNET.items()))
 OF_RESNET = re.compile(rf"(resnets\.\d+\.)({'|'.join(map(re.escape, IN_RESNET.values()))})")
@@ -61,7 +61,6 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
         recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
                                   and _context_width(shapes) in architecture.context_widths
                                   and has("label_emb.weight")(shapes) == (architecture.num_classes is not None)),
-        refused_tensors={"cc_projection.weight": "it turns objects (Zero123)"},
         refusals=(because("it makes videos (Stable Video Diffusion)",
                           lambda shapes: any(".time_stack." in key for key in shapes)),
                   *refusals,
