@@ -65,6 +65,7 @@ VARIANTS = {"chroma-radiance-x0": ("chroma-radiance", {
             "sdxl-blocks": ("sdxl", {"num_res_blocks": [2, 2, 2], "transformer_depth": [0, 0, 1, 1, 2, 2],
                                      "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2]}),
             "sd15-inpaint": ("sd15", {"in_channels": 9}), "sd15-ip2p": ("sd15", {"in_channels": 8}),
+            "stable-zero123": ("sd15", {"in_channels": 8}),
             "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER),
             # whose layers on the way up are not those of the way down, and without attention in the middle
             "ssd-1b": ("sdxl", {"num_res_blocks": [2, 2, 2], "transformer_depth": [0, 0, 1, 1, 2, 2],
@@ -79,6 +80,7 @@ VARIANTS = {"chroma-radiance-x0": ("chroma-radiance", {
 # where another class of comfy.supported_models detects a variant
 DETECTED = {"sdxl-refiner": "SDXLRefiner", "ssd-1b": "SSD1B", "koala-700m": "KOALA_700M",
             "sd2-unclip": "SD21UnclipL", "lotus": "LotusD", "sd15-ip2p": "SD15_instructpix2pix",
+            "stable-zero123": "Stable_Zero123",
             "cosmos-predict1-video": "CosmosI2V", "cosmos-predict2-video": "CosmosI2VPredict2"}
 # Families that ComfyUI's detection tells by a width of the published ones: here by one that no other tiny file has.
 TOLD = {"z-image-pixel": {"image_model": "lumina2", "dim": 512}}
@@ -300,6 +302,10 @@ def state_dict(kind, size="test", encoder=False, positions=None):
     tensors = {name: tensor.clone().contiguous() for name, tensor in module.state_dict().items()}
     if kind == "vae-cosmos":                                   # which ComfyUI tells it by, and makes itself
         tensors["decoder.unpatcher3d.wavelets"] = module.decoder.unpatcher3d.wavelets.clone()
+    if kind == "stable-zero123":                               # of a picture, and where it is seen from
+        generator = torch.Generator().manual_seed(SEED)
+        tensors |= {"cc_projection.weight": torch.randn(768, 772, generator=generator) * 772 ** -0.5,
+                    "cc_projection.bias": 0.1 * torch.randn(768, generator=generator)}
     if kind.startswith("minimax"):                             # which folders leave to the class
         steps = torch.arange(len(tensors["rope.inv_freq"])) / len(tensors["rope.inv_freq"])
         tensors["rope.inv_freq"] = 10000.0 ** -steps

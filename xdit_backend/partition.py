@@ -176,6 +176,21 @@ def level_of(name, num_levels):
     return num_levels - 1 - number - (kind == "upsamplers")
 
 
+def attended(model):
+    """{path of an attention of diffusers' U-Net: what it attends to}: the "rows" of its image, the "text", or
+    "frames" of a place, which a rank has whole, and what is read beside them.
+    """
+    found = {}
+    for name, block in model.named_modules():
+        if getattr(block, "attn1", None) is not None:
+            # blocks whose tokens are frames have no such choice
+            of_text = getattr(block, "only_cross_attention", None)
+            found[f"{name}.attn1"] = "frames" if of_text is None else "text" if of_text else "rows"
+            if block.attn2 is not None:
+                found[f"{name}.attn2"] = "frames" if of_text is None else "text"
+    return found
+
+
 def block_path(name):
     """Of a tensor's or a module's path, what ends with the first number: the block, where it is in one."""
     names = name.split(".")

@@ -285,6 +285,7 @@ SD_WIDTHS, SD_DEPTHS = (320, 640, 1280, 1280), (1, 1, 1, 0)
 SD15 = unet(SD_WIDTHS, SD_DEPTHS, 1, 768, linear=False)
 SD15_INPAINTING = unet(SD_WIDTHS, SD_DEPTHS, 1, 768, linear=False, channels=9)
 SD21 = unet(SD_WIDTHS, SD_DEPTHS, 1, 1024)
+SD_X4 = {**unet((256, 512, 512, 1024), (0, 1, 1, 1), 1, 1024, channels=7), "label_emb.weight": (1000, 1024)}
 SDXL_BASE = unet((320, 640, 1280), (0, 2, 10), 10, 2048, 2816)
 SSD_1B = unet((320, 640, 1280), (0, 2, 4), -1, 2048, 2816, up=((4, 4, 10), (2, 1, 1), (0, 0, 0)))
 VEGA = unet((320, 640, 1280), (0, 1, 2), -1, 2048, 2816, up=((2, 2, 2), (1, 1, 1), (0, 0, 0)))
@@ -490,11 +491,19 @@ PUBLISHED = {
                                "cross_attention_dim": 768, "use_linear_projection": False, "class_embed_type": None,
                                "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",)}),
     "sd1.5-inpainting": ("SD 1.5", SD15_INPAINTING, {"in_channels": 9, "out_channels": 4}),
+    # in the whole file this stands beside the diffusion model
+    "stable-zero123": ("SD 1.5", {**unet(SD_WIDTHS, SD_DEPTHS, 1, 768, linear=False, channels=8),
+                                  "cc_projection.weight": (768, 772), "cc_projection.bias": (768,)},
+                       {"in_channels": 8, "out_channels": 4}),
     "sd2.1": ("SD 2", SD21, {"attention_head_dim": (5, 10, 20, 20), "cross_attention_dim": 1024,
                              "use_linear_projection": True}),
     "sd2.1-unclip": ("SD 2", unet(SD_WIDTHS, SD_DEPTHS, 1, 1024, 2048),
                      {"projection_class_embeddings_input_dim": 2048}),
     "lotus": ("SD 2", unet(SD_WIDTHS, SD_DEPTHS, 1, 1024, 4), {"projection_class_embeddings_input_dim": 4}),
+    "sd-x4": ("SD x4 upscaler", SD_X4, {
+        "block_out_channels": (256, 512, 512, 1024), "attention_head_dim": (8,) * 4, "in_channels": 7,
+        "down_block_types": ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 3, "num_class_embeds": 1000,
+        "only_cross_attention": (True, True, True, False), "class_embed_type": None}),
     "sdxl": ("SDXL", SDXL_BASE, {"block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10),
                                  "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048,
                                  "use_linear_projection": True,
@@ -622,8 +631,6 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (HUNYUAN_IMAGE, {"time_r_in.in_layer.weight": (3584, 256)}, "the time of the next step"),
     (HUNYUAN_IMAGE, {"img_in.proj.weight": (3328, 64, 1, 1, 1)}, "it is the refiner"),
     (SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "Stable Video Diffusion"),
-    (SD21, {"label_emb.weight": (1000, 1024)}, "x4 upscaler"),
-    (SD15, {"cc_projection.weight": (768, 772)}, "Zero123"),
     (unet((320, 640, 1280), (0, 2, 4), 4, 2048, 2816),
      {"input_blocks.5.1.transformer_blocks.2.attn2.to_k.weight": (640, 2048)},
      "where diffusers' U-Net cannot have them")], ids=lambda value: value if isinstance(value, str) else "")

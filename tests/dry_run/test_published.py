@@ -35,7 +35,7 @@ ON_FOUR = "ulysses4", "ring4", "tensor4", "displaced4", "displaced2-ulysses2", "
 # published models whose numbers are those of the header of a published file -> the file, in tests/checkpoints
 HEADERS = {name: name for name in ("longcat-image", "pixart-alpha", "ernie-image", "krea-2", "hidream-i1",
                                    "cosmos-predict2-2b", "anima", "kandinsky-5-lite", "kandinsky-5-image",
-                                   "cogvideox-1.5-5b", "sd1.5", "sd2.1", "omnigen2", "lens", "joyimage",
+                                   "cogvideox-1.5-5b", "sd1.5", "sd2.1", "sd-x4", "omnigen2", "lens", "joyimage",
                                    "minimax-h3", "chroma-radiance", "mage-flow")} | {
     "ace-step-1.5": "ace-step15", "hunyuan3d-2": "hunyuan3d-2", "hunyuan3d-2.1": "hunyuan3d-2.1",
     "z-image-pixel": "z-image-pixel",

@@ -223,6 +223,8 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
         if name in family.tiny.drawn:
             made[name] = torch.randn(family.tiny.drawn[name](config, (batch, 0, *size), lengths["context"]),
                                      generator=generator)
+        elif name == "y" and config.get("num_class_embeds"):   # one of them
+            made[name] = torch.randint(0, config["num_class_embeds"], (batch,), generator=generator)
         elif name == "vace_context":
             made[name] = torch.randn(batch, 1, config["vace_in_channels"], *size, generator=generator)
         elif name == "vace_strength":

@@ -122,8 +122,10 @@ class ComfyUI:
                                size=in_dims(families()[kind], size) if families()[kind].is_comfyuis else ())
         pooled = made.get("y")
         if pooled is not None and families()[kind].is_unet:    # the rest of it ComfyUI makes of the picture's size
-            pooled = pooled[:, :1280]
+            pooled = pooled[:, :1280] if pooled.ndim > 1 else None
         options = {} if pooled is None else {"pooled_output": pooled}
+        if kind == "sd-x4-upscaler":                           # of which ComfyUI makes what stands beside the latent
+            options |= {"concat_image": torch.randn(1, 3, *size, generator=generator), "noise_augmentation": 0.3}
         if "encoder_hidden_states_llama3" in made:
             options["conditioning_llama3"] = made["encoder_hidden_states_llama3"]
         if "t5xxl_ids" in made:                                # the text encoder says them of one text

@@ -41,8 +41,10 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     said = SAID.get(name, {})
     unet = comfy.model_detection.detect_unet_config(given, "", {"config": json.dumps({"transformer": said})})
     if family.is_unet:
-        unet |= ({"num_heads": 8, "num_head_channels": -1} if family_name == "SD 1.5"
+        unet |= ({"num_heads": 8, "num_head_channels": -1} if family_name in ("SD 1.5", "SD x4 upscaler")
                  else {"num_heads": -1, "num_head_channels": 64})
+        if family_name == "SD x4 upscaler":
+            unet |= comfy.supported_models.SD_X4Upscaler.unet_extra_config
     module, _, class_name = family.tiny.native.partition(":")
     import comfy.ops
     with init_empty_weights() if family.computes_as_made else nullcontext():

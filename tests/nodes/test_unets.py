@@ -84,6 +84,26 @@ def test_pictures_as_prompts_equal_native_ksampler(comfyui):
     assert relative_error(comfyui.sample(native, "sd2-unclip", positive=plain), reference) > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("layout", ["one", "cfg2", "data2", "displaced2"])
+def test_a_picture_from_another_side_equals_native_ksampler(comfyui, layout):
+    """Of Stable Zero123, whose projection ComfyUI keeps beside the U-Net. Three places that it is seen from."""
+    from comfy_extras.nodes_stable3d import StableZero123_Conditioning_Batched
+    kind, (devices, degrees) = "stable-zero123", LAYOUTS[layout]
+    generator = torch.Generator().manual_seed(3)
+    seen = SimpleNamespace(image_embeds=torch.randn(1, 768, generator=generator))
+    vision = SimpleNamespace(encode_image=lambda picture: seen)
+    vae = SimpleNamespace(encode=lambda pixels: torch.randn(1, 4, 17, 14, generator=generator))
+    positive, negative, latent = StableZero123_Conditioning_Batched.execute(
+        vision, torch.zeros(1, 8, 8, 3), vae, 112, 136, 3, 5.0, 10.0, 1.0, 40.0).args
+
+    result = comfyui.sample(comfyui.ours(kind, comfyui.config(devices, **degrees)), kind, positive=positive,
+                            negative=negative, latent=latent)
+
+    native = comfyui.sample(comfyui.native(kind), kind, positive=positive, negative=negative, latent=latent)
+    close(result, native, TOLERANCE)
+    assert relative_error(result[:1], native[1:2]) > 0.01
+
+
 SPREAD = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias"
 CHECKPOINTS = {                            # kind, what tells how it is sampled, and how that is
     "eps": ("sd15", {}, "EPS"), "sd2-velocity": ("sd2", {SPREAD: torch.linspace(-1, 1, 64)}, "V_PREDICTION"),

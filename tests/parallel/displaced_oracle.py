@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from greenlet import getcurrent, greenlet
 
+from xdit_backend.partition import attended
+
 plain_attention = F.scaled_dot_product_attention
 
 
@@ -43,12 +45,13 @@ class StaleUNet:
         self.calls = Calls(0.0 if mode == "no_sync" else forecast)
         self.now, self.band, self.time, self.is_running = {}, None, 0.0, False
         self.num_negative = 0                  # variances that the formula made negative
+        attentions = attended(model)
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1) and name != "conv_in":
                 self._hook(module, self._convolution, name)
             elif isinstance(module, torch.nn.GroupNorm):
                 self._hook(module, self._norm, name)
-            elif name.endswith(".attn1"):
+            elif attentions.get(name) == "rows":
                 self._hook(module, self._attention, name)
 
     def _hook(self, module, function, name):

@@ -31,7 +31,7 @@ from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.parallel.displaced import StaleSplit, corrected_moments, correction_of, image_moments
 from xdit_backend.parallel.vae_memory import LiveBytes
-from xdit_backend.partition import cut_bands, halved
+from xdit_backend.partition import attended, cut_bands, halved
 from xdit_backend.protocol.displaced_modes import MODES
 from xdit_backend.protocol.specs import Layout
 from xdit_backend.worker.models import Loaded
@@ -115,9 +115,12 @@ def count_projections(one):
 
     def counted(forward, name):
         return lambda *args, **kwargs: (projected.append(name), forward(*args, **kwargs))[1]
-    for name, module in one.model.named_modules():
-        if name.endswith(one.family.plan.of_text):
-            module.forward = counted(module.forward, name)
+    for name, what in attended(one.model).items():
+        if what == "text":
+            attention = one.model.get_submodule(name)
+            for which in ("to_k", "to_v"):
+                module = attention.get_submodule(which)
+                module.forward = counted(module.forward, f"{name}.{which}")
     return projected
 
 
@@ -163,7 +166,9 @@ def test_every_mode_equals_the_oracle(mode):
     ("SDXL", ODD, (5, 1, 2), (0, 16, 20, 23)),
     # one row at the last level
     pytest.param("SD 1.5", {"rows": 17, "columns": 9}, (), (0, 8, 16, 17), marks=pytest.mark.slow),
-    pytest.param("SD 2", {"rows": 37, "columns": 19}, (), (0, 16, 32, 37), marks=pytest.mark.slow)], ids=str)
+    pytest.param("SD 2", {"rows": 37, "columns": 19}, (), (0, 16, 32, 37), marks=pytest.mark.slow),
+    # the first attention of its upper levels reads the text
+    pytest.param("SD x4 upscaler", {"rows": 21, "columns": 11}, (), (0, 16, 21))], ids=str)
 def test_uneven_and_odd_bands_equal_the_oracle(name, shape, speeds, starts):
     """Of ranks that are alike or not. Euler and Heun, one warm-up step and two, and all: that is the one model. Runs
     follow one another on the same hooks."""
@@ -197,7 +202,7 @@ def test_runs_of_other_sizes_do_not_meet():
     assert [seen_layers for *_, seen_layers in seen] == [in_rows] * 3          # each of them has worked on rows
 
 
-@pytest.mark.parametrize("name, attending", [("SDXL", 2), ("SD 1.5", 3), ("SD 2", 3)])
+@pytest.mark.parametrize("name, attending", [("SDXL", 2), ("SD 1.5", 3), ("SD 2", 3), ("SD x4 upscaler", 3)])
 def test_every_convolution_and_norm_has_a_hook(name, attending):
     """As many as the structure has. attending: levels that attend, in each layer on the way down and on the way up."""
     one = example(name)

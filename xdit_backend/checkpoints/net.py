@@ -8,7 +8,7 @@ import torch
 
 from ..forecast.cost import Job, Net
 from ..forecast.memory import Live, unet_memory
-from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
+from ..partition import attended, cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..vocabulary.family import Family
 from . import kitchen
 from .layers import FORMATS
@@ -84,7 +84,8 @@ def kept_bytes(model, shape, num_ranks, dtype, batch=1, cached_steps=1, num_toke
     and values of the text, of so many tokens. 0 of one rank. Others: as of exchanged_bytes."""
     if num_ranks == 1:
         return 0
-    of_text = sum(module.out_features for name, module in model.named_modules() if name.endswith(OF_TEXT))
+    of_text = sum(2 * model.get_submodule(name).to_k.out_features for name, what in attended(model).items()
+                  if what == "text")
     return (cached_steps * num_ranks * exchanged_bytes(model, shape, num_ranks, dtype, batch)
             + batch * num_tokens * of_text * dtype.itemsize)
 
@@ -99,6 +100,7 @@ def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
     bands = cut_bands(shape[0], num_ranks, 2 ** (num_levels - 1))
     if bands is None:
         return 0
+    attentions = attended(model)
     for name, module in model.named_modules():
         level = level_of(name, num_levels)
         starts, columns = halved(bands, level), -(-shape[1] // 2 ** level)
@@ -110,7 +112,7 @@ def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
             total += slot_bytes([(batch, module.in_channels, count, columns) for count in rows], dtype)
         elif isinstance(module, torch.nn.GroupNorm):
             total += slot_bytes([(2, batch, module.num_groups)], torch.promote_types(dtype, torch.float32))
-        elif name.endswith(".attn1"):
+        elif attentions.get(name) == "rows":
             total += slot_bytes([(2, batch, size * columns, module.to_k.out_features) for size in sizes], dtype)
     return total
 

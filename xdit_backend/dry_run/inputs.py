@@ -42,6 +42,8 @@ def _special(name, config, shape, width):
     batch = shape[0]
     if name == "clip_fea" and config.get(width) is not None and config.get("added_kv_proj_dim"):
         return {name: (batch, config.get("pos_embed_seq_len") or PICTURE_TOKENS, config[width])}
+    if name == "y" and config.get("num_class_embeds"):
+        return {name: (batch,)}
     if name == "vace_context":
         return {name: (batch, 1, config["vace_in_channels"], *shape[2:])}
     if name == "vace_strength":

@@ -21,7 +21,7 @@ from ..distributed.operators import attention, running
 from ..distributed.rows import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, keys_and_values
 from ..parallel.nag import apply_nag
-from ..partition import halved, level_of, unet_blocks
+from ..partition import attended, halved, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
 from .compiled import CompiledBlocks
 from .free_u import free_u
@@ -53,7 +53,7 @@ class UNetHooks:
         model._has_hooks = True
         self.num_levels = plan.num_levels(model.config)
         self.counts = {"convolution": 0, "group norm": 0, "self-attention": 0, "of text": 0}
-        paths = unet_blocks(model)
+        paths, attentions = unet_blocks(model), attended(model)
         self._blocks = list(map(model.get_submodule, paths))
         self._compiled = CompiledBlocks(model, len(self._blocks), on_compile)
         # of a graph that is being made, or of those of the block that runs
@@ -69,18 +69,8 @@ class UNetHooks:
             elif isinstance(module, torch.nn.GroupNorm):
                 self.counts["group norm"] += 1
                 module.forward = self._hook_norm(module, module.forward, name, level, inner)
-            elif name.endswith(f".{plan.self_attention}"):
-                self.counts["self-attention"] += 1
-                self._check_attention(name, module)
-                module.forward = self._hook_self_attention(module.forward, name, level, inner)
-            where = name.rpartition(".")[2]
-            if where in ("attn1", "attn2"):                    # within what reads the text once
-                for which, linear in enumerate((module.to_k, module.to_v)):
-                    linear.forward = self._hook_networks(linear.forward, where, str(which))
-            if name.endswith(tuple(f".{path}" for path in plan.of_text)):
-                self.counts["of text"] += 1
-                self._compiled.blocks[index].once[inner] = module, "run"
-                module.forward = self._hook_of_text(module, module.forward, (index, inner))
+            elif name in attentions:
+                self._place_attention(module, level, (index, inner, name), attentions[name])
         joins = OwnCode(torch=torch_with(cat=self._join))
         for block in model.up_blocks:
             joins.place(block)
@@ -150,6 +140,23 @@ class UNetHooks:
             return run(self._split(name, level), input, convolution)
         module._conv_forward = of_rows
 
+    def _place_attention(self, module, level, place, what):
+        """place: (index of the block, name in it, name). what: of partition.attended."""
+        index, inner, name = place
+        where = name.rpartition(".")[2]
+        if what == "rows":
+            self.counts["self-attention"] += 1
+            self._check_attention(name, module)
+        for which, path in enumerate(("to_k", "to_v")):        # within what reads the text once
+            linear, key = getattr(module, path), f"{inner}.{path}"
+            linear.forward = self._hook_networks(linear.forward, where, str(which))
+            if what == "text":
+                self.counts["of text"] += 1
+                self._compiled.blocks[index].once[key] = linear, "run"
+                linear.forward = self._hook_of_text(linear, linear.forward, (index, key))
+        if where == "attn1":
+            module.forward = self._hook_self_attention(module.forward, name, level, inner if what == "rows" else "")
+
     def _hook_compiled(self, forward, index, path):
         names = list(inspect.signature(forward).parameters)
 
@@ -192,7 +199,8 @@ class UNetHooks:
         return hooked
 
     def _hook_self_attention(self, forward, name, level, inner):
-        """Those of the middle may have to give their values, or to tell their scores."""
+        """Those of the middle may have to give their values, or to tell their scores. inner: name in the block of one
+        that attends to the rows of its image; "" for another."""
         number = re.search(r"transformer_blocks\.(\d+)\.", name)
         # that of one block counts before that of all
         places = (f"middle.0.{number[1]}", "middle.0") if name.startswith("mid_block.") else ()
@@ -208,7 +216,7 @@ class UNetHooks:
             if context is None:
                 return forward(*args, **kwargs)
             operation = next((context.operations[place] for place in places if place in context.operations), None)
-            split = self._split(name, level) if self._is_split else None
+            split = self._split(name, level) if self._is_split and inner else None
             if split is not None or operation is not None:
                 context.attention = RunningSelfAttention(split, operation)
             output = forward(*args, **kwargs)

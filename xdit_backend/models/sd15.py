@@ -1,10 +1,12 @@
-"""Stable Diffusion 1.4 and 1.5, and what is trained from them: a U-Net of four levels, eight heads everywhere."""
+"""Stable Diffusion 1.4 and 1.5, and what is trained from them: a U-Net of four levels, eight heads everywhere.
+Of Stable Zero123 ComfyUI itself projects what a vision model says of a picture, and where it is seen from."""
 
 from ..vocabulary.unet import Architecture, tiny, unet
 
 SD15 = unet(
-    name="SD 1.5", title="SD 1.5",
+    name="SD 1.5", title="SD 1.5, Stable Zero123",
     architecture=Architecture((768,), num_heads=lambda width: 8, alone=26.05, block=28.05),
+    values=("cc_projection.weight", "cc_projection.bias"),
     tiny=tiny(
         "SD15",
         {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1,

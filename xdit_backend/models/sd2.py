@@ -1,13 +1,11 @@
 """Stable Diffusion 2.0 and 2.1, of 512 and of 768 pixels: a U-Net of four levels, heads of 64.
 Some predict velocity. unCLIP reads a picture's vector beside the text, Lotus which of its tasks is meant."""
 
-from ..vocabulary.describe import because, has
 from ..vocabulary.unet import Architecture, tiny, unet
 
 SD2 = unet(
     name="SD 2", title="SD 2.0, 2.1, unCLIP, Lotus",
     architecture=Architecture((1024,), num_heads=lambda width: width // 64, alone=26.05, block=28.05),
-    refusals=(because("it enlarges pictures (the x4 upscaler)", has("label_emb.weight")),),
     # by which ComfyUI tells velocity from noise
     values=("output_blocks.11.1.transformer_blocks.0.norm1.bias",),
     tiny=tiny(

@@ -137,7 +137,5 @@ class UNetPlan:
     that tokens pass."""
 
     first: str                             # the convolution that reads the latent itself
-    self_attention: str                    # what modules that mix the pixels of an image are called
-    of_text: tuple[str, ...]               # modules of cross-attention whose input is the text alone
     num_levels: Callable                   # (config) -> number of image sizes, each half the one before
     skips: Callable                        # (config) -> [(channels, level)] from the way down to the way up, in order

@@ -21,14 +21,15 @@ LATENT = Unpacked((1, 1))
 # what the publisher's names begin with -> diffusers'
 OUTSIDE = {"input_blocks.0.0.": "conv_in.", "out.0.": "conv_norm_out.", "out.2.": "conv_out.",
            "time_embed.0.": "time_embedding.linear_1.",
-           "time_embed.2.": "time_embedding.linear_2.", "label_emb.0.0.": "class_embedding.linear_1.",
+           "time_embed.2.": "time_embedding.linear_2.", "label_emb.weight": "class_embedding.weight",
+           "label_emb.0.0.": "class_embedding.linear_1.",
            "label_emb.0.2.": "class_embedding.linear_2.", "middle_block.0.": "mid_block.resnets.0.",
            "middle_block.1.": "mid_block.attentions.0.", "middle_block.2.": "mid_block.resnets.1."}
 IN_RESNET = {"in_layers.0.": "norm1.", "in_layers.2.": "conv1.", "emb_layers.1.": "time_emb_proj.",
              "out_layers.0.": "norm2.", "out_layers.3.": "conv2.", "skip_connection.": "conv_shortcut."}
 KEYS = table(
-    # say how a file is sampled
-    (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr)$", None),
+    # say how a file is sampled; with which ComfyUI projects what a vision model says of a picture
+    (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr|cc_projection\..*)$", None),
     *((rf"^{re.escape(own)}", other) for own, other in OUTSIDE.items()),
     *((rf"(resnets\.\d+)\.{re.escape(own)}", rf"\1.{other}") for own, other in IN_RESNET.items()))
 OF_RESNET = re.compile(rf"(resnets\.\d+\.)({'|'.join(map(re.escape, IN_RESNET.values()))})")
@@ -40,13 +41,16 @@ class Architecture:
     """What distinguishes the U-Nets of a family from those of another.
 
     context_widths: of the text that its files may take. num_heads(width of a level): heads of its attention. alone,
-    block: see forecast.memory.unet_memory.
+    block: see forecast.memory.unet_memory. num_classes: of levels that stand beside the text, instead of a vector.
+    only_cross_attention: of each level, does its first attention read the text too?
     """
 
     context_widths: tuple[int, ...]
     num_heads: Callable[[int], int]
     alone: float
     block: float
+    num_classes: int | None = None
+    only_cross_attention: tuple[bool, ...] | bool = False
 
 
 def unet(name, title, architecture, tiny, refusals=(), values=()):
@@ -55,8 +59,8 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
         name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT,
         convert=convert, config_from_tensors=("sample_size",),
         recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
-                                  and _context_width(shapes) in architecture.context_widths),
-        refused_tensors={"cc_projection.weight": "it turns objects (Zero123)"},
+                                  and _context_width(shapes) in architecture.context_widths
+                                  and has("label_emb.weight")(shapes) == (architecture.num_classes is not None)),
         refusals=(because("it makes videos (Stable Video Diffusion)",
                           lambda shapes: any(".time_stack." in key for key in shapes)),
                   *refusals,
@@ -68,8 +72,7 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
         conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim"},
         arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                    "class_labels": given("y", where="class_embed_type")},
-        plan=UNetPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
-                     num_levels=lambda config: len(config["block_out_channels"]), skips=_skips))
+        plan=PLAN)
 
 
 def _config_rules(architecture):
@@ -85,13 +88,14 @@ def _config_rules(architecture):
         reverse_transformer_layers_per_block=_depths_of_the_way_up, mid_block_type=_kind_of_middle,
         # so diffusers calls their number
         attention_head_dim=lambda shapes: tuple(architecture.num_heads(width) for width in _widths(shapes)),
-        cross_attention_dim=_context_width,
+        cross_attention_dim=_context_width, only_cross_attention=architecture.only_cross_attention,
+        num_class_embeds=architecture.num_classes,
         use_linear_projection=lambda shapes: any(name.endswith(".1.proj_in.weight") and len(shape) == 2
                                                  for name, shape in shapes.items()),
         # of a vector that ComfyUI has made
-        class_embed_type=lambda shapes: "projection" if has("label_emb.")(shapes) else None,
+        class_embed_type=lambda shapes: "projection" if has("label_emb.0.")(shapes) else None,
         projection_class_embeddings_input_dim=lambda shapes: (shapes["label_emb.0.0.weight"][1]
-                                                              if has("label_emb.")(shapes) else None))
+                                                              if has("label_emb.0.")(shapes) else None))
 
 
 def tiny(detected, config, arguments):
@@ -201,12 +205,15 @@ def _depths(shapes):
     return [_depth(shapes, f"input_blocks.{layers[0]}") for layers in _levels(shapes)]
 
 
-def _skips(config):
+def skips(config):
     widths = config["block_out_channels"]
     skips = [(widths[0], 0)]
     for level, width in enumerate(widths):
         skips += [(width, level)] * config["layers_per_block"] + [(width, level + 1)] * (level + 1 < len(widths))
     return skips
+
+
+PLAN = UNetPlan(first="conv_in", num_levels=lambda config: len(config["block_out_channels"]), skips=skips)
 
 
 def _kind(depth):

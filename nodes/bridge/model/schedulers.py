@@ -10,7 +10,7 @@ from ....xdit_backend.protocol.errors import CheckpointError
 
 # what ComfyUI samples U-Nets by, in the words of diffusers' schedulers
 DISCRETE = {"prediction_type": ("epsilon", "v_prediction"), "beta_schedule": ("scaled_linear",),
-            "beta_start": (0.00085,), "beta_end": (0.012,), "num_train_timesteps": (1000,), "trained_betas": (None,)}
+            "num_train_timesteps": (1000,), "trained_betas": (None,)}
 CONTINUOUS = {"prediction_type": ("epsilon", "v_prediction")}
 
 
@@ -25,7 +25,9 @@ def apply_scheduler_config(model_config, checkpoint):
         return None
     scheduler, settings = str(config.get("_class_name")), model_config.sampling_settings
     is_edm = "EDM" in scheduler and isinstance(model_config, comfy.supported_models.SDXL)
-    for key, values in (CONTINUOUS if is_edm else DISCRETE).items():
+    discrete = DISCRETE | {f"beta_{end}": (settings.get(f"linear_{end}", usual),)
+                           for end, usual in (("start", 0.00085), ("end", 0.012))}
+    for key, values in (CONTINUOUS if is_edm else discrete).items():
         if config.get(key, values[0]) not in values or not is_edm and re.search("EDM|Flow", scheduler):
             raise CheckpointError(f"Use another model: {checkpoint.name} is sampled as its scheduler_config.json "
                                   f"says ({scheduler}, {key} = {config.get(key)!r}), and ComfyUI samples such models "
