@@ -309,6 +309,8 @@ def state_dict(kind, size="test", encoder=False, positions=None):
     if kind.startswith("minimax"):                             # which folders leave to the class
         steps = torch.arange(len(tensors["rope.inv_freq"])) / len(tensors["rope.inv_freq"])
         tensors["rope.inv_freq"] = 10000.0 ** -steps
+    if kind.startswith("stable-audio"):                        # and what says numbers of seconds to it
+        tensors |= seconds_of(kind)
     if positions is not None:
         hidden = tensors["x_embedder.proj.weight"].shape[0]
         tensors["pos_embed"] = 0.1 * torch.randn(1, positions ** 2, hidden,
@@ -320,11 +322,23 @@ def state_dict(kind, size="test", encoder=False, positions=None):
     return tensors
 
 
+def seconds_of(kind):
+    """Networks that stand beside a model of Stable Audio in its file, under their names there."""
+    generator, found, is_made = torch.Generator().manual_seed(SEED), {}, kind.endswith("3")
+    for name in families()[kind].values:
+        leaf = name.rpartition(".")[2]
+        if leaf == "weights" and is_made:                      # its waves are of no file
+            continue
+        shape = {"weights": (128,), "weight": (768, 256 if is_made else 257)}.get(leaf, (768,))
+        found[name] = torch.randn(shape, generator=generator) * (0.06 if leaf == "weight" else 1)
+    return found
+
+
 def save(kind, path, size="test", prefix="", dtype=None, encoder=False, positions=None, vae=None):
     """Write a checkpoint. vae: the kind of one that is in the same file, as in all-in-one checkpoints,
     after some of a text encoder."""
     from safetensors.torch import save_file
-    tensors = {prefix + name: tensor if dtype is None else tensor.to(dtype)
+    tensors = {name if name.startswith("conditioner.") else prefix + name: tensor if dtype is None else tensor.to(dtype)
                for name, tensor in state_dict(kind, size, encoder, positions).items()}
     if vae is not None:
         tensors |= {f"first_stage_model.{name}": tensor for name, tensor in state_dict(vae, encoder=True).items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import published_3d, published_comfyui, published_pixels, published_wan
+from tests.checkpoints import published_3d, published_comfyui, published_pixels, published_sound, published_wan
 from xdit_backend.checkpoints.checkpoint import PREFIXES, open_checkpoint
 from xdit_backend.checkpoints.nearest import _RecordedShapes
 from xdit_backend.checkpoints.recognise import NOT_IN_DIFFUSERS, NOT_RUN, recognise
@@ -360,6 +360,15 @@ PUBLISHED = {
     "ace-step15": ("ACE-Step 1.5", published_comfyui.ACE_STEP15, {
         "hidden_size": 2048, "num_dit_layers": 24, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128,
         "in_channels": 192, "text_hidden_dim": 1024, "num_lyric_layers": 8, "fsq_dim": 2048}),
+    "stable-audio-open-1.0": ("Stable Audio Open", published_sound.STABLE_AUDIO_OPEN, {
+        "io_channels": 64, "embed_dim": 1536, "depth": 24, "num_heads": 24, "cond_token_dim": 768,
+        "global_cond_dim": 1536, "project_cond_tokens": False}),
+    "stable-audio-3-medium": ("Stable Audio 3", published_sound.stable_audio3(1536, 24, True), {
+        "io_channels": 256, "embed_dim": 1536, "depth": 24, "num_heads": 24, "cond_token_dim": 768,
+        "global_cond_dim": 768, "project_cond_tokens": True, "num_memory_tokens": 64, "local_add_cond_dim": 257,
+        "attn_kwargs": {"qk_norm": "rms", "differential": True}, "timestep_features_type": "expo"}),
+    "stable-audio-3-small": ("Stable Audio 3", published_sound.stable_audio3(1024, 20, False), {
+        "embed_dim": 1024, "depth": 20, "num_heads": 16, "attn_kwargs": {"qk_norm": "rms", "differential": False}}),
     "hunyuan3d-2": ("Hunyuan3D 2", published_3d.hunyuan3d(16, 32), {
         "in_channels": 64, "context_in_dim": 1536, "hidden_size": 1024, "num_heads": 16, "depth": 16,
         "depth_single_blocks": 32, "guidance_embed": False}),

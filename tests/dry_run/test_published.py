@@ -36,7 +36,8 @@ ON_FOUR = "ulysses4", "ring4", "tensor4", "displaced4", "displaced2-ulysses2", "
 HEADERS = {name: name for name in ("longcat-image", "pixart-alpha", "ernie-image", "krea-2", "hidream-i1",
                                    "cosmos-predict2-2b", "anima", "kandinsky-5-lite", "kandinsky-5-image",
                                    "cogvideox-1.5-5b", "sd1.5", "sd2.1", "sd-x4", "omnigen2", "lens", "joyimage",
-                                   "minimax-h3", "chroma-radiance", "mage-flow")} | {
+                                   "minimax-h3", "chroma-radiance", "mage-flow",
+                                   "stable-audio-open-1.0", "stable-audio-3-medium")} | {
     "ace-step-1.5": "ace-step15", "hunyuan3d-2": "hunyuan3d-2", "hunyuan3d-2.1": "hunyuan3d-2.1",
     "z-image-pixel": "z-image-pixel",
     "hunyuandit-1.2": "hunyuan-dit-1.2", "boogu-image": "boogu", "ideogram-4": "ideogram4",

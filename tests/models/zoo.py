@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from xdit_backend.checkpoints.loading import Transformer
 from xdit_backend.checkpoints.shares import narrow, tensor_splits
 from xdit_backend.checkpoints.transformer import build
+from xdit_backend.hooks.own_code import in_file, torch_with
 from xdit_backend.models import FAMILIES
 from xdit_backend.vocabulary.halves import Halves
 from xdit_backend.worker.models import Loaded
@@ -69,6 +70,7 @@ ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict1", "Cosmos-
          "Mochi", "HunyuanDiT", "LTX-2")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.is_unet}
 VISION_TOKENS = 5
+IN_FLOAT32 = ("comfy.ldm.audio.dit",)
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a
 # given frame
 APART = {"Wan": lambda family, shape: shape[2], "Cosmos-Predict2": lambda family, shape: shape[2],
@@ -113,6 +115,8 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
             family.tiny.thin(model)
         _draw(model)
         rotate_in_float64(dtype == torch.float64)
+        if dtype == torch.float64:
+            _widen(model)
     generator = torch.Generator().manual_seed(seed)
     rows, columns = rows * unit(family), columns * unit(family)
     # they have no positions for latents of less than 66 rows and columns
@@ -175,6 +179,14 @@ def _draw(model):
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(0.3 * drawn if parameter.ndim != 2 else drawn / parameter.shape[1] ** 0.5)
+
+
+def _widen(model):
+    """Have a model's attentions that turn queries and keys in float32 do it in float64."""
+    for module in model.modules():
+        if type(module).__module__ in IN_FLOAT32 and "float32" in type(module).forward.__code__.co_names:
+            module.forward = types.MethodType(
+                in_file(type(module).forward, {"torch": torch_with(float32=torch.float64)}), module)
 
 
 def save_as_published(model, folder, **options):

@@ -181,11 +181,13 @@ def most_common(header):
 
 
 def _latent_shape(family, config, columns, rows, options):
-    """(B, C, H, W) or (B, C, F, H, W) of the latents."""
+    """(B, C, T), (B, C, H, W) or (B, C, F, H, W) of the latents."""
     frames, row, column = family.pixels(config)
     if options.frames > 1 and frames == 1:
         raise ConfigError(f"--frames {options.frames}: {family.name} makes pictures. Leave it out.")
     sizes = [-(-rows // row), -(-columns // column)]
     if len(family.patch_size(config)) == 3:
         sizes.insert(0, (options.frames - 1) // frames + 1)
+    if len(family.patch_size(config)) == 1:                    # sound, as long as the picture has tokens
+        sizes = [sizes[0] * sizes[1]]
     return (options.batch, family.num_channels(config), *sizes)

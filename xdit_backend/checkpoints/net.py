@@ -64,6 +64,7 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     sequences = family.latent.sequences(shape)
     tokens, text = counts.pop("image") * sequences, sum(counts.values())
     if not net.joint:
+        tokens += sum(count for stream, count in counts.items() if stream != "text")           # of the model's own
         text = family.lengths["text"](conditioning) if "text" in family.lengths else conditioning["context"].shape[1]
     return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0],
                sequences=sequences)

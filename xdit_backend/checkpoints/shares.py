@@ -19,7 +19,7 @@ from .layers import BESIDE
 # added up; of "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together
 # again, for their weights' sake.
 LAYERS = (
-    (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate|to_gate_logits)$"
+    (r"^\w*attn\w*\.(to_(q|k|v|kv)(_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate|to_gate_logits)$"
      r"|^(self_)?attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$"
      # of ComfyUI's classes
      r"|^(\w+\.)?\w*attn\.(q|k|v|k_img|v_img)$|^\w*attn\.\w*qkv$|^attention\.qkv$|^\w+_attn\.processor\.\w+_to_[qkv]$"
@@ -31,23 +31,26 @@ LAYERS = (
     (r"^proj_mlp$|^\w+\.net\.0\.proj(\.[01])?$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
      r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$"
      r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.(w[13]|0)$|^mlp\.fc1$"
-     r"|^moe\.(experts\.\d+|shared_experts)\.net\.0\.proj$",
+     r"|^moe\.(experts\.\d+|shared_experts)\.net\.0\.proj$|^ff\.ff\.0\.proj$|^to_local_embed\.0$",
      "columns"),
     (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$"
      r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$"
      r"|^mlp\.down_proj$|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.(w2|2)$|^mlp\.fc2$"
-     r"|^moe\.(experts\.\d+|shared_experts)\.net\.2$",
+     r"|^moe\.(experts\.\d+|shared_experts)\.net\.2$|^ff\.ff\.2$|^to_local_embed\.2$",
      "rows"),
     (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.(1|lin)|modulation\.lin|\w+_modulation\.out_layer)$"
      r"|^ada(LN_modulation\.\d+|ln_modulation|ln_proj\.linear)$",
      "gathered"))
 # what has the one's outputs as inputs, or their halves multiplied
-AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}
+AFTER = {"net.0.proj": "net.2", "ff.0.proj": "ff.2", "linear_in": "linear_out"}
+# of attention that is taken away from attention by other queries and keys: a layer's parts, with those
+TWICE = {"to_q": 2, "to_kv": 3, "to_qkv": 5}
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
               "k_rms_norm_t", "norm_k_img")
 # diffusers' attentions, or ComfyUI's
 HEADS = "heads", "num_heads", "num_attention_heads", "n_local_heads"
-ATTENTIONS_HAVE = "processor", "to_q", "q", "q_proj", "qkv", "img_qkv", "img_attn_qkv", "img_attn", "linear1"
+ATTENTIONS_HAVE = ("processor", "to_q", "to_qkv", "q", "q_proj", "qkv", "img_qkv", "img_attn_qkv", "img_attn",
+                   "linear1")
 MAX_TRIED = 16                             # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
 # of attentions and blocks
@@ -206,13 +209,17 @@ def _unknown(block, path):
 def _parts(block, path, linear):
     parent, _, leaf = path.rpartition(".")
     module = block.get_submodule(parent)
+    if getattr(module, "differential", False) and leaf in TWICE:
+        return (linear.out_features // TWICE[leaf],) * TWICE[leaf]
     if leaf.endswith("qkv"):                                   # queries, keys and values, of as many heads or fewer
         heads = getattr(module, "n_local_heads", 1)
         counts = (heads, *(getattr(module, "n_local_kv_heads", heads),) * 2)
         return tuple(linear.out_features // sum(counts) * count for count in counts)
+    if leaf == "to_kv":
+        return (linear.out_features // 2,) * 2
     if leaf == "to_qkv_mlp_proj":
         return (module.inner_dim,) * 3 + (module.mlp_hidden_dim,) * module.mlp_mult_factor
-    if leaf == "to_out":
+    if leaf == "to_out" and hasattr(module, "inner_dim"):
         return tuple(size for size in (module.inner_dim, linear.in_features - module.inner_dim) if size)
     if path in ("linear1", "linear2"):                         # attention and feed-forward side by side, ComfyUI's
         hidden, size = ((linear.in_features, linear.out_features) if path == "linear1"
@@ -310,8 +317,9 @@ def held(model, family, spec):
 
     def dtype_of(name, tensor):
         parts = set(name.split("."))
-        # rotary tables stay as they were made
-        if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin", "inv_freq"}:
+        # rotary tables stay as they were made, but for frequencies of a file that ComfyUI holds as it does weights
+        if not tensor.is_floating_point() or (parts & {"freqs_cos", "freqs_sin", "inv_freq"}
+                                              and (name in tables or tensor.dtype == torch.float32)):
             return tensor.dtype
         if name in beside or f"{name}_scale" in beside:        # as the file has it
             return tensor.dtype

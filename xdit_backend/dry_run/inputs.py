@@ -58,6 +58,8 @@ def _special(name, config, shape, width):
         return {name: (batch, 256) if name == "t5xxl_ids" else (batch, 256, 1)}
     if name == "lyric_embed":
         return {name: (batch, 256, config[width])}
+    if name == "local_add_cond":
+        return {name: (batch, config["local_add_cond_dim"], *shape[2:])}
     if name == "refer_audio":
         return {name: shape}
     if name == "ofs":

@@ -156,6 +156,14 @@ PUBLISHED = {
     "mage-flow": Published("Mage-Flow", tokens=128, given={
         "in_channels": 128, "out_channels": 128, "num_layers": 12, "attention_head_dim": 128,
         "num_attention_heads": 24, "joint_attention_dim": 2560, "axes_dims_rope": (16, 56, 56)}),
+    # 47 s of sound, 21.5 numbers a second; and 95 s, 10.8 a second
+    "stable-audio-open-1.0": Published("Stable Audio Open", (1024, 1024), tokens=130, given={
+        "io_channels": 64, "embed_dim": 1536, "depth": 24, "num_heads": 24, "cond_token_dim": 768,
+        "global_cond_dim": 1536, "project_cond_tokens": False}),
+    "stable-audio-3-medium": Published("Stable Audio 3", (1024, 1024), tokens=257, given={
+        "io_channels": 256, "embed_dim": 1536, "depth": 24, "num_heads": 24, "cond_token_dim": 768,
+        "global_cond_dim": 768, "project_cond_tokens": True, "local_add_cond_dim": 257,
+        "attn_kwargs": {"qk_norm": "rms", "differential": True}, "timestep_features_type": "expo"}),
     # 120 s of sound, 25 numbers a second: as many as such a picture has tokens
     "ace-step-1.5": Published("ACE-Step 1.5", (1920, 1600), tokens=256, given={
         "in_channels": 192, "hidden_size": 2048, "text_hidden_dim": 1024, "num_dit_layers": 24, "num_lyric_layers": 8,

@@ -273,7 +273,7 @@ class Hooks:
     def _cut_once(self, context, place, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
         def cut(tensor, each):
-            if (each.ndim not in (None, tensor.ndim)
+            if (each is None or each.ndim not in (None, tensor.ndim)
                     or tensor.shape[each.dim] == 1 != sum(map(context.tokens.held, each.streams))):
                 return tensor
             if place.has_placeholder(each.streams, context.tokens, self.plan.needs_text):

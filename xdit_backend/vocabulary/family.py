@@ -109,6 +109,7 @@ class Family:
     unsupported_dtypes: tuple[str, ...] = ()                   # in which its numbers overflow
     # tensors whose values tell ComfyUI how to sample; they may stand beside the diffusion model in a file
     values: tuple[str, ...] = ()
+    needed_values: tuple[str, ...] = ()    # those of them without which ComfyUI makes no model
     # of names of tensors with which ComfyUI prepares the text once, before LoRA hooks take effect
     text_prefixes: tuple[str, ...] = ()
     # setting in a file's metadata that ComfyUI's model reads -> the values that are run; the first is the default.

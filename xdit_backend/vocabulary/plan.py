@@ -38,7 +38,7 @@ class BlockList:
     # where these streams differ from those of the list before, the model's forward joins or separates tensors between
     streams: dict[str, str | tuple[str, ...]] | None = None
     attention: dict[str, tuple[str, ...]] | None = None
-    tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] | None = None
+    tokens: dict[str, TokenArgument | tuple[TokenArgument | None, ...]] | None = None
     masks: dict[str, tuple[str, ...]] | None = None
 
     @property
@@ -64,8 +64,9 @@ class ModelPlan:
     # module inside a block where streams attend to others -> (streams of the queries, streams of the keys)
     cross_attention: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("image",)  # streams that the forward needs after the last block
-    # other block arguments with a token dim, such as rotary tables; a tuple where the argument is one
-    tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] = field(default_factory=dict)
+    # other block arguments with a token dim, such as rotary tables; a tuple where the argument is one, None in it for
+    # what has none
+    tokens: dict[str, TokenArgument | tuple[TokenArgument | None, ...]] = field(default_factory=dict)
     # block argument that says which tokens may be attended to, (B, T) or (B, 1, 1, T) -> the streams of T; () where it
     # never masks any. A block gets None in its place.
     masks: dict[str, tuple[str, ...]] = field(default_factory=dict)

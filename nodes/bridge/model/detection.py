@@ -107,6 +107,10 @@ def _detected(checkpoint):
         tensors = under_comfyui_names(tensors, checkpoint) | marker_tensors_of(checkpoint)
         refuse_undetectable(tensors, checkpoint)
     tensors = tensors | read_values(checkpoint, family.values)
+    missing = [needed for needed in family.needed_values if needed not in tensors]
+    if missing:
+        raise CheckpointError(f"Use the all-in-one checkpoint of {family.name}, as it is published: {name} lacks "
+                              f"{missing[0]}, with which ComfyUI tells the model numbers.")
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=checkpoint.model_metadata)
     if model_config is None:
         raise CheckpointError(f"Use another file of this model: ComfyUI does not recognise {name} as a {family.name} "

@@ -1,0 +1,48 @@
+"""Stable Audio Open 1.0, ComfyUI's own module: sound as one row of tokens after one of the time and the seconds; text
+by cross-attention, with fewer key heads than query heads."""
+
+from dataclasses import replace
+
+from ..vocabulary.comfyui import handed_on
+from ..vocabulary.describe import because, blocks, config_of, has, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.stable_audio import (
+    CONVERT,
+    LATENT,
+    LAYER,
+    NATIVE,
+    PLAN,
+    ROTARY,
+    SHARED,
+    amend,
+    projects_text,
+    seconds,
+)
+
+HEAD_SIZE, SECONDS = 64, (*seconds("seconds_start"), *seconds("seconds_total"))
+UNSPLIT = tuple(f"cross_attn.{name}" for name in ("to_q", "to_kv", "to_out"))  # of other numbers of heads than the rest
+TINY = {"io_channels": 8, "embed_dim": 256, "cond_token_dim": 128, "project_cond_tokens": False, "global_cond_dim": 24,
+        "depth": 4, "num_heads": 4}
+
+STABLE_AUDIO = Family(
+    name="Stable Audio Open", title="Stable Audio Open 1.0", transformer=NATIVE,
+    recognise=lambda shapes: has(ROTARY, "to_cond_embed.0.weight")(shapes) and SHARED not in shapes,
+    refusals=(because("its attention changes the mean over all tokens and the rest apart, as that of Stable Audio Open "
+                      "Small, of which no device has all", has(f"{LAYER}self_attn.q_norm.weight")),),
+    config=config_of(
+        io_channels=size("postprocess_conv.weight", 0), embed_dim=size("to_timestep_embed.0.weight", 0),
+        cond_token_dim=size("to_cond_embed.0.weight", 1), project_cond_tokens=projects_text,
+        global_cond_dim=size("to_global_embed.0.weight", 1), depth=blocks("transformer.layers."),
+        num_heads=size("to_timestep_embed.0.weight", 0, HEAD_SIZE)),
+    convert=CONVERT, amend=amend, latent=LATENT, time_scale=0.5, lengths={"front": lambda conditioning: 1},
+    values=SECONDS, needed_values=SECONDS,
+    conditioning={"context": "cond_token_dim", "global_embed": "global_cond_dim"},
+    arguments=handed_on(LATENT, "context", "global_embed"),
+    num_heads=lambda config: config["num_heads"], width=lambda config: config["embed_dim"],
+    in_channels=lambda config: config["io_channels"], num_channels=lambda config: config["io_channels"],
+    pixels=lambda config: (1, 32, 32), plan=replace(PLAN, unsplit=UNSPLIT),
+    live={"alone": 19.07, "residual": 3.46, "held": 1.43, "block": 16.79, "exchange": 18.65, "own": 0.0, "keys": 1.93},
+    tiny=Tiny(TINY, NATIVE, TINY | {"io_channels": 64, "cond_token_dim": 768, "project_cond_tokens": True,
+                                    "global_cond_dim": 1536}, detected="StableAudio",
+              drawn={"global_embed": lambda config, shape, tokens: (shape[0], config["global_cond_dim"])}),
+)

@@ -1,0 +1,56 @@
+"""Stable Audio 3, ComfyUI's own module: as Stable Audio Open, after tokens of its own; attention may be taken away from
+attention by other queries and keys; what is kept of a sound is read by every block."""
+
+from dataclasses import replace
+
+from ..vocabulary.describe import because, config_of, given, has, size
+from ..vocabulary.family import Tiny
+from ..vocabulary.plan import TokenArgument
+from ..vocabulary.stable_audio import CONDITIONERS, LAYER, NATIVE, PLAN, ROTARY, SHARED, seconds
+from .stable_audio import STABLE_AUDIO, TINY
+
+NUM_MEMORY, NORM = 64, f"{LAYER}self_attn.q_norm.gamma"        # tokens of the model's own
+TOTAL = seconds("seconds_total")
+
+
+def _is_differential(shapes):
+    """Has self-attention queries and keys two times, the second of which is taken away?"""
+    outputs, width = shapes[f"{LAYER}self_attn.to_qkv.weight"]
+    return outputs == 5 * width
+
+
+def _local(call):
+    """What is kept of a sound and where, at the times of the latent or patch: (B, C, T)."""
+    tensor = given("local_add_cond")(call)
+    return tensor if tensor is None or call.patch is None else tensor.narrow(2, call.patch.start, call.latent.shape[2])
+
+
+TINY3 = TINY | {"embed_dim": 128, "cond_token_dim": 24, "project_cond_tokens": True, "num_memory_tokens": NUM_MEMORY,
+                "norm_type": "rms_norm", "attn_kwargs": {"qk_norm": "rms", "differential": True},
+                "local_add_cond_dim": 9, "timestep_features_type": "expo", "global_cond_shared_embed": True,
+                "global_cond_type": "adaLN"}
+
+STABLE_AUDIO3 = replace(
+    STABLE_AUDIO, name="Stable Audio 3", title="Stable Audio 3", recognise=has(ROTARY, SHARED),
+    refusals=(because(f"it has another number of tokens of its own than {NUM_MEMORY}, as published ones have",
+                      lambda shapes: shapes["transformer.memory_tokens"][0] != NUM_MEMORY),),
+    config=config_of(
+        **STABLE_AUDIO.config.rules | {
+            "num_heads": lambda shapes: shapes["to_timestep_embed.0.weight"][0] // shapes[NORM][0]},
+        num_memory_tokens=NUM_MEMORY, norm_type="rms_norm", global_cond_shared_embed=True, global_cond_type="adaLN",
+        attn_kwargs=lambda shapes: {"qk_norm": "rms", "differential": _is_differential(shapes)},
+        local_add_cond_dim=size(f"{LAYER}to_local_embed.0.weight", 1),
+        timestep_features_type=lambda shapes: "learned" if "timestep_features.weight" in shapes else "expo"),
+    time_scale=1.0, lengths={"front": lambda conditioning: NUM_MEMORY},
+    values=(*TOTAL, f"{CONDITIONERS}prompt.padding_embedding"), needed_values=TOTAL[1:],
+    conditioning=STABLE_AUDIO.conditioning | {"local_add_cond": None},
+    arguments=STABLE_AUDIO.arguments | {"local_add_cond": _local},
+    live={"alone": 21.94, "residual": 2.84, "held": 1.39, "block": 18.48, "exchange": 22.08, "told": 3.13, "own": 0.0,
+          "keys": 4.14},
+    plan=replace(PLAN, unsplit=(), tokens=PLAN.tokens | {"local_add_cond": TokenArgument(1, ("image",))},
+                 once_outside=PLAN.once_outside | {"transformer.global_cond_embedder": "step"}),
+    tiny=Tiny(TINY3, NATIVE, TINY3 | {"io_channels": 256, "cond_token_dim": 768, "global_cond_dim": 768,
+                                      "local_add_cond_dim": 257}, detected="StableAudio3",
+              drawn=STABLE_AUDIO.tiny.drawn | {"local_add_cond": lambda config, shape, tokens: (
+                  shape[0], config["local_add_cond_dim"], shape[2])}),
+)
