@@ -16,11 +16,13 @@ from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks import attention, compiled
 from xdit_backend.hooks.attention import AttentionFunctions
 from xdit_backend.hooks.context import CPU, ForwardContext
+from xdit_backend.hooks.networks import Network
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.parallel.key_values import KeyValues
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import UnsupportedError
+from xdit_backend.protocol.specs import NetworkSpec, NetworkUse
 from xdit_backend.protocol.transfers import PinnedAhead
 
 EXACT, EXACT_STEP = 1e-12, 1e-10
@@ -37,11 +39,12 @@ def _no_graphs():
     torch._dynamo.reset()
 
 
-def forward(one, hooks, backend="reusing", latent=None, timestep=None, patch=None, control=(), **keeping):
+def forward(one, hooks, backend="reusing", latent=None, timestep=None, patch=None, control=(), networks=(), **keeping):
     context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent if latent is None else latent,
                                         one.timestep if timestep is None else timestep, one.conditioning, patch,
                                         **keeping)
     context.compile_backend, context.control = backend, PinnedAhead(dict(control), CPU)
+    context.networks = networks
     return hooks.run(context)[0]
 
 
@@ -124,6 +127,32 @@ def test_what_a_controlnet_gives_is_added_around_graphs():
         within((out - plain).abs().max().item(), EXACT)
         assert (forward(one, hooks) - plain).abs().max() > 1e-3
     assert counted[0] == counted[1]
+
+
+def of_a_query(width, size=4):
+    """Weights of an LLLite for what the first block's queries are made of."""
+    name, shapes = "lllite_dit_blocks_0_self_attn_q_proj", {
+        "depth_embed": (size,), "cond_to_film.weight": (2 * size, size), "cond_to_film.bias": (2 * size,),
+        "down.weight": (size, width), "down.bias": (size,), "mid.weight": (size, 2 * size), "mid.bias": (size,),
+        "up.weight": (width, size), "up.bias": (width,)}
+    return {f"{name}.{part}": torch.randn(shape, dtype=torch.float64) for part, shape in shapes.items()}
+
+
+def test_layers_that_a_network_leads_run_as_they_are():
+    """No graph knows of it; those of other forwards stay."""
+    one = example("Anima")
+    hooks = Hooks(one.model, one.family.plan)
+    plain = forward(one, hooks, "")
+    weights = of_a_query(one.model.transformer_blocks[0].attn1.to_q.in_features)
+    led = NetworkUse("lllite", "layers", 1.0, "picture"), Network(NetworkSpec("lllite", {}), weights, CPU)
+    picture = {"picture": torch.randn(1, one.family.latent.num_tokens(one.latent.shape), 4, dtype=torch.float64)}
+    graphs = []
+    for networks in ((), (led,), (led,), ()):
+        out = [forward(one, hooks, backend, control=picture, networks=networks) for backend in ("reusing", "")]
+        within((out[0] - out[1]).abs().max().item(), EXACT)
+        graphs.append(counters["stats"]["unique_graphs"])
+        assert ((out[0] - plain).abs().max() > 1e-6) == bool(networks)
+    assert len(set(graphs)) == 1
 
 
 def complex_steps(name):

@@ -111,18 +111,19 @@ class Exchange:
         them stacked, which are copied: of a stale call this rank's is then of this one. drifts: of a stale call, the
         others' are to be forecast, where the exchange does that. What is returned is good until the next share.
         """
+        is_apart = isinstance(fresh, tuple)
         if not self.is_stale:
-            return self._share_now(key, torch.stack(fresh) if isinstance(fresh, tuple) else fresh, shapes)
+            return self._share_now(key, torch.stack(fresh) if is_apart else fresh, shapes)
         slot = self._slots[key]
         if self._leaving and self._leaving[0][0].bucket != slot.bucket:
             self._leave()
         self._wait(slot.bucket)
         if self._publishes:
-            if isinstance(fresh, tuple):                       # a compiled block uses their memory for what comes next
+            if is_apart:                                       # a compiled block uses their memory for what comes next
                 for place, tensor in zip(slot.sides[self._next][self.rank], fresh):
                     place.copy_(tensor)
             # else later: what the own row has of the last call may still be read
-            self._leaving.append((slot, None if isinstance(fresh, tuple) else fresh))
+            self._leaving.append((slot, None if is_apart else fresh))
         known = slot.sides[self._last]
         if not drifts or self._weight == 1.0:
             return list(known)

@@ -113,6 +113,11 @@ def _led(forward, name, current):
     return led
 
 
+def lead_layers(context):
+    """Does a network change what goes into layers inside of blocks? No graph knows of such."""
+    return any(use.where == "layers" for use, _ in context.networks)
+
+
 def with_networks(context, where, which, given_BTC):
     """What keys ("0") or values ("1") of an attention are made of, with what the networks of a forward add there."""
     for use, network in context.networks:

@@ -105,8 +105,7 @@ class Hooks:
 
     def _running(self):
         """The context of the forward that runs, for layers that need other ranks' shares."""
-        assert self._context is not None, ("this model holds a share of its weights: its forward is run by Hooks.run, "
-                                           "which says by whom else")
+        assert self._context is not None, "this model holds a share of its weights: its forward is run by Hooks.run"
         return self._context
 
     def run(self, context):
@@ -194,7 +193,8 @@ class Hooks:
         return block
 
     def _run_forward(self, forward, context, place, arguments):
-        if context.compile_backend and self._agreement.suits_graphs(context.tokens, place.list_.streams.values()):
+        if (context.compile_backend and not networks.lead_layers(context)
+                and self._agreement.suits_graphs(context.tokens, place.list_.streams.values())):
             return self._compiled.run(place.index, forward, context, arguments)
         return forward(**arguments)
 

@@ -261,9 +261,7 @@ class Predictions:
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
                               networks=self.networks.of(branch.networks), free_u=branch.free_u,
-                              # no graph knows of networks inside of blocks
-                              compile_backend=("" if any(use.where == "layers" for use in branch.networks)
-                                               else command.compile_backend), kernel=self._kernel,
+                              compile_backend=command.compile_backend, kernel=self._kernel,
                               attention_exchange=command.exchange, **keeping)
 
     def _call(self, exchange, command, branch, traffic):
