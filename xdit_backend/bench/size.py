@@ -7,6 +7,7 @@ shapes and no numbers; no GPU, no weights and no ComfyUI are needed. Without --m
 24 GB over PCIe 4, by their data sheet.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +89,8 @@ def add_run_arguments(parser):
 
 
 def main(options):
-    subject = subject_of(options)
     machine = usual_machine() if options.machine is None else read_machine(options.machine)
+    subject = dataclasses.replace(subject_of(options), capabilities=tuple(map(capability_of, machine.devices)))
     print(subject.words)
     print(f"on {len(machine.devices)} x {machine.devices[0].name or 'a device'}, "
           f"{machine.devices[0].memory_bytes / 1e9:.3g} GB. A step after the first; seconds are the least that what "
@@ -130,6 +131,7 @@ class Subject:
     text: int
     words: str
     weights_memory: str = ParallelConfig().weights_memory
+    capabilities: tuple = (None,)                              # of the devices, as kitchen.products_on's
 
     def spec(self, stages=None, tensor_degree=1, num_bytes=0):
         """num_bytes: ModelSpec.weights_memory."""
@@ -149,7 +151,7 @@ class Subject:
     def net(self):
         """The Net of the cost model; None of a U-Net."""
         family = self.checkpoint.family
-        return None if family.is_unet else net_of(family, self.model, self.spec())
+        return None if family.is_unet else net_of(family, self.model, self.spec(), self.capabilities)
 
     def spread(self, config, devices):
         """The Spread of the weights over devices, as the node has it under a ParallelConfig."""
@@ -213,7 +215,7 @@ def rows(name, fit):
     spec = subject.spec(fit.stages, layout.tensor_degree, fit.weights_memory)
     memory = [device.memory_bytes * FULL for device in machine.devices[:world_size_of(layout)]]
     for rank in stage_ranks(subject.checkpoint, spec, layout, memory):
-        counted = count(subject.checkpoint, spec, layout, rank, fit.run, memory)
+        counted = count(subject.checkpoint, spec, layout, rank, fit.run, memory, subject.capabilities[0])
         seconds = bounds(counted, layout, machine, subject.net)
         bound = max(seconds, key=lambda what: seconds[what])
         yield (f"{name:<24} {rank:>4} {counted.weight_bytes / GIB:>8.2f} {counted.kept_bytes / GIB:>7.2f} "
@@ -250,11 +252,16 @@ def bounds(counted, layout, machine, net=None):
     return seconds
 
 
+def capability_of(device):
+    """(major, minor) of a cost.Device; None: not known."""
+    return divmod(round(10 * device.capability), 10) if device.capability else None
+
+
 def usual_machine():
     """What is taken where no machine is described."""
     matrix_flops_s, memory_bytes_s = CARDS["RTX 4090"]
     device = Device(matrix_flops_s, matrix_flops_s, memory_bytes_s, name="RTX 4090", memory_bytes=CARD_BYTES,
-                    host_bytes_s=PCIE_BYTES_S, products=PRODUCTS_4090)
+                    host_bytes_s=PCIE_BYTES_S, products=PRODUCTS_4090, capability=8.9)
     return Machine((device,) * NUM_CARDS, Links({(collective, 2): PCIE_BYTES_S for collective in COLLECTIVES}))
 
 

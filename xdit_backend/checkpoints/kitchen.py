@@ -15,7 +15,7 @@ from torch import Tensor
 from ..protocol.errors import CheckpointError
 from ..protocol.operators import operator
 from ..protocol.segments import DTYPES, dtype_name
-from .layers import Layer
+from .layers import FORMATS, Layer
 
 WITHOUT = ("float8_e4m3fn", "float8_e5m2")                     # which are unpacked where the package is not installed
 LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8Layout", "float8_e5m2": "TensorCoreFP8Layout",
@@ -71,9 +71,28 @@ def multiplies(layer, device):
 
 def has_products(layer, device):
     """Has the device products of the layer's type, and this PyTorch too?"""
+    return device.type == "cuda" and _is_multiplied(layer.format, torch.cuda.get_device_capability(device))
+
+
+def products_on(module, capabilities):
+    """(may devices unpack the weight of an nn.Linear that is held packed, may they multiply it as it is?) Both, where
+    they are unlike or not known.
+
+    capabilities: of each device, (0, 0) of what is no CUDA card; None: not known. module: of
+    packed.set_packed_parameters.
+    """
+    if module.rounds_inputs:
+        return False, True
+    if not module.format or module.is_exact or not is_installed():
+        return True, False
+    found = [(True, False) if capability is None else (_is_multiplied(module.format, capability),) * 2
+             for capability in capabilities]
+    return not all(sure for _, sure in found), any(may for may, _ in found)
+
+
+def _is_multiplied(format_, capability):
     known = {"mxfp8": hasattr(F, "scaled_mm"), "nvfp4": hasattr(torch, "float4_e2m1fn_x2")}
-    return (device.type == "cuda" and torch.version.hip is None and known.get(layer.format, True)
-            and torch.cuda.get_device_capability(device) >= layer.how.capability)
+    return torch.version.hip is None and known.get(format_, True) and capability >= FORMATS[format_].capability
 
 
 def in_tiles(layer, beside):

@@ -1,6 +1,7 @@
 """What the cost model needs to know of a family's model, derived from its config and its modules' shapes."""
 
 import collections
+import functools
 import math
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 
 from ..forecast.cost import Job, Net
 from ..forecast.memory import Live, unet_memory
+from ..forecast.products import Product
 from ..partition import attended, cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..vocabulary.family import Family
 from . import kitchen
@@ -16,12 +18,13 @@ from .packed import WITH_LORA
 from .shares import block_bytes, block_sizes, held_bytes, possible_splits
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
+EAGER = "int8_tensorwise", "convrot_w4a4"                      # which comfy-kitchen has kernels of its own for, or not
 USUAL_TEXT = 77                                                # tokens of a prompt, of U-Nets
 
 
-def net_of(family: Family, model, spec=None):
+def net_of(family: Family, model, spec=None, capabilities=(None,)):
     """The Net of a family's model, which may be on the meta device. spec: how its weights are held; None: in 16
-    bits."""
+    bits. capabilities: of the devices, as kitchen.products_on's."""
     blocks = [(list_.image_share, block_copies) for list_ in family.blocks
               for block_copies in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)
@@ -38,12 +41,15 @@ def net_of(family: Family, model, spec=None):
     if spec is None:
         return net
     weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
+    unpack_bytes = functools.partial(_unpack_bytes, blocks, family.plan.once, spec, capabilities)
+    products = _products(blocks, family.plan.once, capabilities)
     return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize,
-                   unpack_bytes=_unpack_bytes(blocks, family.plan.once, spec),
-                   lora_unpack_bytes=tuple(_unpack_bytes(blocks, family.plan.once, spec, True, narrows)
-                                           for narrows in (True, False)),
-                   rounded_bytes=_rounded_bytes(net.formats),
-                   eager_products=() if kitchen.has_kernels() else _eager_products(blocks, family.plan.once),
+                   unpack_bytes=unpack_bytes(), lora_unpack_bytes=(unpack_bytes(True), unpack_bytes(True, False)),
+                   rounded_bytes=max((product.input_bytes for product in products if product.format not in EAGER),
+                                     default=0.0),
+                   rounded_products=tuple(product for product in products if product.rows <= product.columns),
+                   eager_products=tuple(product for product in products if product.format in EAGER
+                                        and not kitchen.has_kernels()),
                    weight_bytes=float(weights),
                    outside_bytes=float(weights - sum(of_blocks)), block_bytes=tuple(map(float, of_blocks)),
                    block_costs=tuple(size * share for size, share in block_sizes(model, family)))
@@ -144,32 +150,35 @@ def _matrices(block, once):
             and not any(name == part or name.startswith(f"{part}.") for part in (*once, *OF_TEXT))]
 
 
-def _unpack_bytes(blocks, once, spec, has_lora=False, narrows=True):
+def _unpack_bytes(blocks, once, spec, capabilities, has_lora=False, narrows=True):
     """Net.unpack_bytes: of the layers that narrow what every token is, beside which most lives, or of the others.
-    blocks: as of _formats. has_lora: is one added to those that are unpacked? Some layers any device multiplies as they
+    blocks: as of _formats. has_lora: is one added to those that are unpacked? Some layers devices multiply as they
     are."""
     held, computed = (getattr(torch, dtype).itemsize for dtype in (spec.storage_dtype, spec.compute_dtype))
     cast = float(computed) if held < computed else 0.0
 
     def a_number(module):
-        own = getattr(module, "unpacking", cast)
-        return max(own, WITH_LORA) if has_lora and not getattr(module, "rounds_inputs", True) else own
+        if not hasattr(module, "unpacking"):
+            return cast
+        if not kitchen.products_on(module, capabilities)[0]:
+            return 0.0
+        return max(module.unpacking, WITH_LORA) if has_lora else module.unpacking
     return max((a_number(module) * module.in_features * module.out_features
                 for _, block_copies in blocks for block in block_copies for module in _matrices(block, once)
                 if (module.out_features <= module.in_features) == narrows), default=0.0)
 
 
-def _rounded_bytes(formats):
-    """Net.rounded_bytes, of devices that have products of the format. formats: Net.formats."""
-    known = [FORMATS[format_] for format_ in formats]
-    return max((how.held.itemsize / how.numbers for how in known if how.capability is not None), default=0.0)
-
-
-def _eager_products(blocks, once):
-    """Net.eager_products. blocks: as of _formats."""
-    return tuple(sorted({(module.in_features, module.out_features, share == 1)
-                         for share, block_copies in blocks for block in block_copies
-                         for module in _matrices(block, once) if getattr(module, "format", "") == "convrot_w4a4"}))
+def _products(blocks, once, capabilities):
+    """The Product of each kind of layer that devices may multiply as it is held. blocks: as of _formats."""
+    found = set()
+    for share, module in ((share, module) for share, block_copies in blocks for block in block_copies
+                          for module in _matrices(block, once) if getattr(module, "format", "")):
+        if kitchen.products_on(module, capabilities)[1]:
+            how = FORMATS[module.format]
+            found.add(Product(module.in_features, module.out_features, share == 1, module.format,
+                              how.held.itemsize / how.numbers, how.rounds_inputs and module.weight_block[0] > 1,
+                              how.rounds_inputs and module.weight_scale.numel() > 1))
+    return sorted(found)
 
 
 def _formats(blocks, once):

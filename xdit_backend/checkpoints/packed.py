@@ -134,6 +134,7 @@ def set_packed_parameters(model, packed):
         linear.unpacking = UNPACKING.get(how.type, ELSE)
         linear.format = how.layer.format if how.layer is not None else ""
         linear.rounds_inputs = how.layer is not None and how.layer.rounds_inputs
+        linear.is_exact = how.layer is not None and how.layer.exact
         linear.agreed = how.layer.agreed if how.layer is not None else ""
         for buffer, (shape, dtype) in how.beside.items():
             linear.register_buffer(buffer, torch.empty(shape, dtype=dtype, device="meta"))

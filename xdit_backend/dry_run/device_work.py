@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from ..checkpoints import kitchen
+
 # operators that launch nothing: views, and memory that is not filled
 NO_KERNELS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
               "split", "split_with_sizes", "as_strided", "detach", "alias", "unbind", "chunk", "unfold",
@@ -26,7 +28,7 @@ ATTENTIONS = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_effici
               "_scaled_dot_product_cudnn_attention"}
 PRODUCTS = {"_int_mm", "_scaled_mm_v2"}                   # in 8 bits, which torch does not count
 INSIDE = {"int8_linear", "matmul"}                        # products within comfy-kitchen, of inputs (..., in)
-AS_NEEDED = {"to", "contiguous"}                          # which do something, or nothing
+AS_NEEDED = {"to", "contiguous", "reshape", "numpy_T"}    # which do something, or nothing
 BY_PLACES = {"index", "index_put", "index_put_"}          # which read a mask to know how many places it has
 # where lines are looked for: the pack, diffusers, and ComfyUI's models
 OURS = f"{os.sep}xdit_backend{os.sep}", f"{os.sep}diffusers{os.sep}", f"{os.sep}comfy{os.sep}ldm{os.sep}"
@@ -85,6 +87,12 @@ class DeviceWork(TorchDispatchMode):
             func, args, kwargs = _as_if_all_were_true(func, args, kwargs)
         if name == "bincount" and self._num_experts:
             return self._even_counts(given[0])
+        if name == "int8_linear" and not kitchen.has_kernels():
+            with self:
+                return _int8_linear(*args, **kwargs)
+        if name == "int8_linear":                              # whose kernels round its inputs, and hold them meanwhile
+            rounded = torch.empty_like(args[0], dtype=torch.int8)
+            self._hold(rounded)
         made = self._run(func, args, kwargs, given)
         outputs = tensors_in(made)
         if name in ("_to_copy", "copy_"):
@@ -179,6 +187,12 @@ def sent_bytes(name, args):
 
 def tensors_in(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _int8_linear(tensor, weight, scale, bias, code, *options):
+    """comfy-kitchen's product in 8 bits, as it computes it without kernels of its own."""
+    from comfy_kitchen.backends.eager.quantization import DTYPE_CODE_TO_DTYPE, int8_linear
+    return int8_linear(tensor, weight, scale, bias, DTYPE_CODE_TO_DTYPE[code], *options)
 
 
 def _is_mask(place):

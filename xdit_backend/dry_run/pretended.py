@@ -21,17 +21,18 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def pretended_cuda(free_bytes=0):
+def pretended_cuda(free_bytes=0, capability=None):
     """Under this, tensors on CUDA are pretended ones and have no numbers; nothing asks for a gradient.
 
-    free_bytes: of the device's memory. It changes functions of torch for the process until it ends.
+    free_bytes: of the device's memory. capability: its; None: CAPABILITY. It changes functions of torch for the
+    process until it ends.
     """
     with contextlib.ExitStack() as stack:
         for change in (
                 # real tensors of the host go to the device without there being one
                 replaced(FakeTensorMode, avoid_device_init=property(lambda self: True, lambda self, value: None)),
                 replaced(torch.Tensor, pin_memory=lambda self, *_: self),
-                replaced(torch.cuda, Event=Event, get_device_capability=lambda device=None: CAPABILITY,
+                replaced(torch.cuda, Event=Event, get_device_capability=lambda device=None: capability or CAPABILITY,
                          mem_get_info=lambda device=None: (free_bytes, free_bytes)),
                 replaced(torch.nn.functional, scaled_dot_product_attention=attention),
                 torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), CudaFunctions()):

@@ -79,11 +79,12 @@ class CopiesInLine:
         pass
 
 
-def count(checkpoint, spec, layout, rank, run, memory=()):
+def count(checkpoint, spec, layout, rank, run, memory=(), capability=None):
     """The Counted of a rank under a Layout.
 
     checkpoint: a Checkpoint, or published.Unwritten. spec: its ModelSpec, with the layout's stages and tensor_degree.
     memory: bytes of each rank's device that its weights may take, for the split into stages; (): as many as wanted.
+    capability: of the devices; None: pretended.CAPABILITY.
     Raises UnsupportedError where shapes depend on numbers, ConfigError as check_layout does.
     """
     check_layout(checkpoint, layout)
@@ -94,7 +95,7 @@ def count(checkpoint, spec, layout, rank, run, memory=()):
         work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1],
                           num_experts=dict(model.config).get("num_routed_experts", 0)
                           or dict(model.config).get("num_experts", 0))
-        with pretended_cuda(), work:
+        with pretended_cuda(capability=capability), work:
             loaded = load(checkpoint, spec, model, packed, (blocks, rank % spec.tensor_degree))
             try:
                 return _count(loaded, spec, layout, run, world_size, work)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..protocol.exchanges import ALL, KEYS, WHOLE
 from .parts import Parts
+from .products import Product
 
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
 FP8_BYTES = 1 + 4 / (64 * 128)   # of a number in 8 bits, with a scale for 64 tokens of a head (distributed/wire.py)
@@ -45,16 +46,14 @@ class Net:
     agreed: float = 0.0                    # of them, before which the ranks agree on a number of each token
     # format of ComfyUI's -> share of the matrices' elements that are held in it (checkpoints/layers.py)
     formats: dict[str, float] = field(default_factory=dict, hash=False)
-    # of each block, by which it is given to a stage: bytes of its weights, and what it costs; (): all are alike
-    block_bytes: tuple[float, ...] = ()
-    block_costs: tuple[float, ...] = ()
+    block_bytes: tuple[float, ...] = ()    # of each block's weights, by which it is given to a stage; (): all are alike
+    block_costs: tuple[float, ...] = ()    # likewise what it costs
     unpack_bytes: float = 0.0              # that the largest weight takes while it is unpacked or cast
     lora_unpack_bytes: tuple[float, float] = (0.0, 0.0)        # the same with a LoRA: of what narrows tokens, widens
-    # of a number of the inputs that layers keep, rounded to their format, for the next that has the same ones
-    rounded_bytes: float = 0.0
-    # (columns, rows, do image and text pass it as one?) of weights of blocks that comfy-kitchen multiplies in 4 bits
-    # without kernels of its own
-    eager_products: tuple[tuple[int, int, bool], ...] = ()
+    rounded_bytes: float = 0.0             # of a number of the inputs that layers keep rounded, for the next
+    # with weights of blocks that comfy-kitchen multiplies: whose inputs are rounded; without kernels of its own
+    rounded_products: tuple[Product, ...] = ()
+    eager_products: tuple[Product, ...] = ()
     usual_tokens: int = 4096               # of a picture or video, before a run is known
     live: Any = None                       # memory.Live of its activations; None: the usual
 
@@ -137,6 +136,7 @@ class Device:
     # of copies from host memory, while all devices of the machine copy; 0: not measured, or it is the host itself
     host_bytes_s: float = 0.0
     host_alone_bytes_s: float = 0.0        # while it alone copies; 0: as fast
+    capability: float = 0.0                # such as 8.9; 0: not known
     host_pageable: float = 0.0             # 1: these are copies by the driver, and not through page-locked pieces
     # attention by packages that are installed, "sage 128" with heads of 128: times as fast as torch's own
     kernels: dict[str, float] = field(default_factory=dict, hash=False)

@@ -20,7 +20,7 @@ from .cost import COLLECTIVES, Device, Links
 
 NEEDED = ("memory_bytes", "matrix_flops_s", "attention_flops_s", "memory_bytes_s")
 MAY_BE_ZERO = ("half_rows", "half_keys", "busy_ring", "latency_s", "hidden", "convolution_flops_s", "launch_hidden",
-               "host_bytes_s", "host_alone_bytes_s", "host_pageable")
+               "host_bytes_s", "host_alone_bytes_s", "host_pageable", "capability")
 OBJECTS = "kernels", "products"        # fields of a device that are several numbers by name
 MAX_DEVICES = 4096
 

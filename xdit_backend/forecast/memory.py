@@ -9,6 +9,7 @@ import statistics
 from dataclasses import dataclass
 
 from ..partition import FULL, shard_sizes, split_stages, stage_blocks, stage_of
+from .products import most_in_layers
 
 USABLE_MEMORY = 0.95           # of a device's memory that a run may take
 CONTEXT_BYTES = 6e8            # of a GPU, that CUDA and its libraries take for themselves
@@ -60,13 +61,10 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     if net.live is not None and net.live.late and degrees.pipefusion > 1 and degrees.sequence == 1:
         live = [_beside_kept(net, job, degrees, most, of[0], len(stage)) for most, of, stage in zip(live, kept, stages)]
     (keys_values, host), activations = max(zip(kept, live), key=lambda both: both[0][0] + both[1])
-    narrow_bytes, wide_bytes = net.lora_unpack_bytes if settings.has_lora else (net.unpack_bytes, 0.0)
-    numbers = _share(net, job, degrees, settings) * (job.tokens + (job.text if net.joint else 0)) * net.width
-    unpacking = max((net.live or Live()).narrowing * activations + narrow_bytes / degrees.tensor,
-                    WIDENING * net.element_bytes * numbers + wide_bytes / degrees.tensor)
-    return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values, host=host,
-                  activations=max(activations + net.rounded_bytes * numbers, unpacking,
-                                  _in_products(net, job, degrees, settings, activations)))
+    share = _share(net, job, degrees, settings)
+    return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values, host=host, activations=most_in_layers(
+        net, net.live or Live(), share * job.tokens, share * job.text if net.joint else 0.0, activations,
+        degrees.tensor, settings.has_lora))
 
 
 def _beside_kept(net, job, degrees, most, kept_bytes, num_blocks):
@@ -155,15 +153,11 @@ class Live:
 # beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
 # Ulysses comes before it, what that has unpacked; of displaced patches nothing is packed
 RING, RING_AND_ULYSSES, UNPACKED = 2.05, 5.05, -8.0
-WIDENING = 2.0                 # where a layer begins that widens tokens: what it reads, and what that is made of
 JOINED_SKIP = 2.0              # a skip beside the hidden states that it is read with, in one tensor
 STAGES_ENDS = 2.0              # what the last block of a stage has taken and given, beside the message made of it
 # of `exchange`: what came into the block, was normalised and modulated, at most, which tensor parallelism does not
 # divide; and queries, keys and values, as they are made, packed, sent and put together, which it does
 ENTERED, PACKED = 3.0, 12.0
-# bytes in products of Net.eager_products: of a number that is multiplied, rotated and rounded, while it is unpacked and
-# while the weight is; and of a number of the weight
-UNPACKED_INPUT, ROUNDED_INPUT, UNPACKED_WEIGHT = 13.5, 4.5, 11.0
 
 
 def _live_rows(net, job, degrees, settings, blocks):
@@ -223,18 +217,6 @@ def _share(net, job, degrees, settings):
     """How many times the tokens of one image a rank has of its batch, in a forward of all tokens."""
     parts = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1) * degrees.displaced
     return _batch(job, degrees, net.branches_apart, settings.images_apart) / parts
-
-
-def _in_products(net, job, degrees, settings, most):
-    """Bytes that live at most in a product in 4 bits, which comfy-kitchen unpacks to 32 bits where it has no kernels;
-    0 without one. most: what lives else, in bytes."""
-    share, text, found = _share(net, job, degrees, settings), job.text if net.joint else 0, [0.0]
-    entered = ENTERED * share * (job.tokens + text) * net.width * net.element_bytes
-    for columns, rows, with_text in net.eager_products:
-        inputs = share * (job.tokens + text * with_text) * columns
-        beside = (net.live or Live()).narrowing * most if rows <= columns else entered
-        found.append(beside + max(UNPACKED_INPUT * inputs, ROUNDED_INPUT * inputs + UNPACKED_WEIGHT * columns * rows))
-    return max(found)
 
 
 def _told(live, key_share, degrees):

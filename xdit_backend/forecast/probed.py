@@ -73,7 +73,8 @@ def _device(numbers, name, memory_bytes):
                   half_rows=half_rows, half_keys=half_keys,
                   block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0,
                   name=name, memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches,
-                  kernels=_named(numbers, KERNEL), products=_named(numbers, PRODUCT))
+                  kernels=_named(numbers, KERNEL), products=_named(numbers, PRODUCT),
+                  capability=numbers.get("capability", 0.0))
 
 
 def _named(numbers, start):

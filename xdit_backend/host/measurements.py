@@ -21,7 +21,7 @@ from ..forecast.choice import Machine
 from ..forecast.files import read_machine, to_json
 from ..forecast.probed import machine_of_probe
 from ..host_memory import available_memory
-from ..protocol.devices import devices_per_machine
+from ..protocol.devices import devices_per_machine, machine_of, own_name
 from ..protocol.errors import ConfigError
 
 # whose attention and products the probe times
@@ -37,6 +37,16 @@ def card_of(device):
         properties = torch.cuda.get_device_properties(torch.device(device))
         return properties.name, float(properties.total_memory)
     return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(available_memory()[1])
+
+
+def capability_of(device):
+    """Compute capability of a CUDA device; (0, 0) of a CPU. None: not known, as of another machine's device."""
+    if own_name(device) == "cpu":
+        return 0, 0
+    if machine_of(device) or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.device(device))
+    return properties.major, properties.minor
 
 
 def measure(client, dtype, card=card_of):

@@ -61,6 +61,8 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     numbers["block_launch_s"] = measure_launches(watch)
     if device.type == "cuda":
         numbers |= measure_host_copies(watch)
+        major, minor = torch.cuda.get_device_capability(device)
+        numbers["capability"] = major + minor / 10
     for index, size in enumerate(sizes):
         report("measuring the links", 2 + index, steps)
         large_bytes = ACROSS_BYTES if per_machine and per_machine % size else LARGE_BYTES

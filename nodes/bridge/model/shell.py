@@ -17,6 +17,7 @@ from ....xdit_backend.checkpoints.net import net_of, unet_run_memory
 from ....xdit_backend.checkpoints.packed import packed_weights
 from ....xdit_backend.checkpoints.quantise import TYPES, is_installed, quantisation_of
 from ....xdit_backend.checkpoints.shares import held_bytes, possible_splits
+from ....xdit_backend.host.measurements import capability_of
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
 from ..run import wrappers
@@ -56,7 +57,8 @@ def load_shell(path, weight_dtype, config):
     detection.refuse_ignored(base_model, sources)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation,
                                 fast=weight_dtype == FAST)
-    net = None if family.is_unet else net_of(family, model, spec_of(dtype_name(compute_dtype)))
+    net = None if family.is_unet else net_of(family, model, spec_of(dtype_name(compute_dtype)),
+                                             tuple(map(capability_of, devices)))
     device_bytes = list(map(memory_of, devices))
     spread = spread_of(config, devices, device_bytes, checkpoint, net, model, dtype_name(compute_dtype))
 
