@@ -36,7 +36,8 @@ LOADERS = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name", "Im
 KINDS = (
     ("v1-5|dreamshaper_8", "sd15"), ("sd_xl_refiner", "sdxl-refiner"), ("sd_xl|sdxl", "sdxl"),
     ("sd3.5_large", "sd35-large"), ("schnell", "flux-schnell"), ("flux1?.?1?-fill|fill-dev", "flux-fill"),
-    ("flux1-canny|flux1-depth", "flux-canny"), ("flux-2|flux2", "flux2"), ("^flux1|^flux.1", "flux"),
+    ("flux1-canny|flux1-depth", "flux-canny"), ("flux-2-klein", "flux2-klein"), ("flux-2|flux2", "flux2"),
+    ("^flux1|^flux.1", "flux"),
     ("radiance-x0", "chroma-radiance-x0"), ("radiance", "chroma-radiance"), ("chroma", "chroma"),
     ("mage_flow", "mage-flow"), ("neta", "lumina-2"), ("qwen_image_edit_2511", "qwen-image-2511"),
     ("layered", "qwen-image-layered"), ("qwen_image|firered", "qwen-image"), ("z_image", "z-image"),
