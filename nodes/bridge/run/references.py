@@ -12,7 +12,6 @@ import torch
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.specs import KeptReferences
-from ....xdit_backend.vocabulary.family import CallInputs
 from ..supported.operations import keeps_references
 
 METHOD = "ref_latents_method"
@@ -88,5 +87,5 @@ def _is_picture(name):
 def _places(call, setup):
     """(T, axes): where the references' tokens are, which turns their keys."""
     family = setup.family
-    inputs = CallInputs(call.latent, call.timestep, call.conditioning, setup.transformer_config)
-    return family.arguments["img_ids"](inputs)[-family.lengths[family.plan.kept](call.conditioning):]
+    places = family.argument("img_ids", call.latent, call.timestep, call.conditioning, setup.transformer_config)
+    return places[-family.lengths[family.plan.kept](call.conditioning):]
