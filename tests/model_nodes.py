@@ -68,7 +68,7 @@ KINDS = {
     **dict.fromkeys(("ModelMergeCosmosPredict2_2B", "ModelMergeCosmosPredict2_14B"), "cosmos-predict2"),
     **dict.fromkeys(("ModelMergeAuraflow", "ModelSamplingAuraFlow"), "auraflow"),
     **dict.fromkeys(("ModelMergeQwenImage", "QwenImageDiffsynthControlnet"), "qwen-image"),
-    "AnimaLLLiteApply": "anima", "ChromaRadianceOptions": "chroma", "FluxKVCache": "flux2",
+    "AnimaLLLiteApply": "anima", "ChromaRadianceOptions": "chroma", "FluxKVCache": "flux2-klein",
     "HiDreamO1PatchSeamSmoothing": "hidream-i1",
     "LTXVReferenceAudio": "ltx-2", "MiniMaxH3SigmaShift": "minimax-h3", "ModelMergeKrea2": "krea-2",
     "ModelMergeMochiPreview": "mochi",

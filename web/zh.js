@@ -756,4 +756,16 @@ export const ZH = {
     "正在测量设备",
   "measuring the links":
     "正在测量连接",
+  "Remove Flux KV Cache: it is for Flux models, and this is {}.":
+    "请移除 Flux KV Cache：它用于 Flux 模型，而这是 {0}。",
+  "Use Flux KV Cache once, as it is: this MODEL has parts of several, or of none.":
+    "Flux KV Cache 只用一次，且不作改动：此 MODEL 上有其中几个的部分，或不完整。",
+  "Use a sampler node, or remove Flux KV Cache: a node calls this MODEL outside of a run, and what Flux KV Cache keeps is a run's.":
+    "请使用采样器节点，或移除 Flux KV Cache：有节点在运行之外调用此 MODEL，而 Flux KV Cache 保存的内容属于一次运行。",
+  "Give both prompts reference pictures of the same sizes, and texts of the same length, or remove Flux KV Cache: it keeps those of a run's first call for all, and those of this call are at other places.":
+    "请让两个提示词的参考图尺寸相同、文本长度相同，或移除 Flux KV Cache：它为所有调用保存一次运行中首次调用的参考图，而这次调用的参考图位置不同。",
+  "Set displaced_degree to 1, with ulysses_degree, ring_degree, tensor_degree, cfg_degree or data_degree instead, or remove Flux KV Cache: displaced patches keep keys and values of their own.":
+    "请把 displaced_degree 设为 1，改用 ulysses_degree、ring_degree、tensor_degree、cfg_degree 或 data_degree，或移除 Flux KV Cache：错位补丁保存自己的键和值。",
+  "Set cfg_degree and data_degree to 1, or remove Flux KV Cache: the calls of this run have unlike numbers of images, of which some need what other devices keep.":
+    "请把 cfg_degree 和 data_degree 设为 1，或移除 Flux KV Cache：这次运行的各次调用图像数量不同，其中一些需要其他设备保存的内容。",
 };

@@ -27,8 +27,7 @@ class Net:
     blocks: int
     width: int
     heads: int
-    # of the matrices that an image token passes in a block, in squares of the width
-    elements: float
+    elements: float                        # of matrices that an image token passes in a block, in squares of the width
     parameters: float                      # of all of it
     key_heads: int = 0                     # 0: as many as heads
     joint: bool = True                     # text runs through the blocks; else blocks read it by cross-attention
@@ -78,6 +77,7 @@ class Job:
     compiled: bool = False                 # by torch.compile
     fixed_s: float = 0.0                   # outside the transformer
     images: int = 1                        # of a batch
+    kept: int = 0                          # of text: references, whose keys and values the run keeps
     sequences: int = 1                     # that an image's tokens are in, of which each reads the text by itself
 
 

@@ -49,7 +49,7 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     """Memory of the fullest rank.
 
     Stale keys and values are 2 B (S + S_t) h elements a block: of a stage's blocks and a rank's heads under PipeFusion,
-    of all blocks under DistriFusion; of one patch none are kept.
+    of all blocks under DistriFusion; of one patch none are kept, but for those of references (Job.kept).
     """
     counts = stage_counts(net, degrees.pipefusion)
     stages = {range(sum(counts[:stage]), sum(counts[:stage + 1])) for stage in range(len(counts))}
@@ -85,7 +85,7 @@ def _kept(net, job, degrees, settings, num_blocks):
     if degrees.displaced > 1:
         return settings.exchanged_copies * settings.cached_steps * a_block * net.blocks, 0.0
     if degrees.pipefusion == 1 or degrees.num_patches == 1:
-        return 0.0, 0.0
+        return a_block * num_blocks * job.kept / tokens / degrees.ring, 0.0
     if not net.joint:                                          # those of the text, which are made once a run
         text = 2 * degrees.batch(job) * job.sequences * job.text * net.width * net.element_bytes / degrees.tensor
     keys_values = settings.cached_steps * a_block * num_blocks

@@ -14,6 +14,7 @@ from ..distributed.operators import attention
 from ..parallel.displaced import displaced_attention
 from ..parallel.nag import apply_nag
 from ..parallel.pipefusion import patch_attention
+from ..parallel.references import attention_with_references
 from ..parallel.usp import Attention, Window, usp_attention
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
@@ -199,6 +200,8 @@ def attend(query, key, value, context, layer, scale):
         return patch_attention(query, key, value, unmasked, context, layer)
     mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
     whole = Attention(sizes, key_sizes, mask, scale, context.kernel, context.attention_exchange, window)
+    if context.references is not None:
+        return attention_with_references(query, key, value, whole, context, layer)
     if context.exchange is not None:
         return displaced_attention(query, key, value, whole, context, layer.key)
     return usp_attention(query, key, value, whole, context.mesh, context.traffic)

@@ -12,6 +12,7 @@ from ..distributed.kernels import KernelUse
 from ..distributed.mesh import Mesh
 from ..distributed.tokens import Tokens
 from ..parallel.key_values import KeyValues
+from ..parallel.references import ReferenceUse
 from ..partition import opens_step
 from ..protocol.exchanges import WHOLE
 from ..protocol.specs import Patch
@@ -51,6 +52,7 @@ class ForwardContext:
     forecast: float = 0.0                  # how far stale keys and values go on as they went before; 0: not at all
     first_image: int = 0                   # of the batch that key_values holds
     num_images: int = 1
+    references: ReferenceUse | None = None                     # None: nothing of them is kept
     compile_backend: str = ""              # of torch.compile, as whose graphs blocks run; "": as they are
     kernel: KernelUse = field(default_factory=KernelUse)       # by which attention runs
     attention_exchange: str = WHOLE        # in which form attention's tensors travel, of exchanges.EXCHANGES
@@ -85,13 +87,13 @@ class ForwardContext:
         """Nothing to do: one rank runs the whole model on a whole latent."""
         return (self.mesh.sequence_degree == 1 and self.patch is None and self.key_values is None
                 and len(self.blocks) == self.num_blocks and not self.control and not self.operations
-                and not self.guided and not self.networks and not self.biases)
+                and not self.guided and not self.networks and not self.biases and self.references is None)
 
     @property
     def shares_attention(self):
         """Is attention anything but torch's own, over this rank's tokens?"""
         return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.masks)
-                or bool(self.guided) or bool(self.biases))
+                or bool(self.guided) or bool(self.biases) or self.references is not None)
 
     @property
     def opens(self):

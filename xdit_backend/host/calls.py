@@ -30,6 +30,9 @@ class Call:
     call_conditioning: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
     # predictions for the latent's other parts, to be filled
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    # keys and values of references that workers keep for later calls, or have kept: specs.Branch
+    kept: specs.KeptReferences | None = None
+    left_out: dict[str, torch.Tensor] = field(default_factory=dict)        # of the conditioning, since those are kept
     compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
     kernel: specs.KernelChoice = field(default_factory=specs.KernelChoice)  # of attention
     exchange: str = exchanges.WHOLE        # in which form attention's tensors travel, one of exchanges.EXCHANGES
@@ -38,7 +41,7 @@ class Call:
     @property
     def given(self):
         """All conditioning, {name: tensor}."""
-        return self.conditioning | self.call_conditioning
+        return self.conditioning | self.call_conditioning | self.left_out
 
     @property
     def is_changed(self):
@@ -105,7 +108,7 @@ def share_call(call, name, num_channels, store, segments):
     scores, call_conditioning = filled.pop("scores", None), {key: share(tensor) for key,
                                                              tensor in call.call_conditioning.items()}
     branch = specs.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided,
-                          call.free_u, tuple(use for use, _ in call.networks), call_conditioning, filled)
+                          call.free_u, tuple(use for use, _ in call.networks), call_conditioning, call.kept, filled)
     return branch, view, extra_outputs
 
 

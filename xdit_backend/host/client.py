@@ -86,7 +86,7 @@ class Client:
         Calls are worked on in the order they are submitted. run: see `name_conditioning`. Raises WorkerDiedError where
         a patch or a name needs what a group kept that has ended since.
         """
-        if forward.patch is not None or forward.stale or any(call.name for call in calls):
+        if forward.patch is not None or forward.stale or any(call.name or call.left_out for call in calls):
             self._check_kept(run)
         self.models.load(spec)
         for _, network in (pair for call in calls for pair in call.networks):
@@ -94,6 +94,8 @@ class Client:
         group = self.workers.holding
         refuse_unusable(calls[0].kernel, group.unusable_kernels, self.devices)
         names = [call.name or self._name(call.conditioning, run, group) for call in calls]
+        self._runs[run].keep_beside({name for call in calls if call.kept and call.kept.fills
+                                     for name, _ in call.kept.rows})
         branches, predictions, extra_outputs = [], [], []
         with group.segments.removed_on_failure() as segments:
             for call, name in zip(calls, names):

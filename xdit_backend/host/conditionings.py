@@ -12,6 +12,7 @@ class Conditionings:
     def __init__(self, group):
         # name -> its tensors, as they were sent; the last one is the last one used
         self.group, self._held = group, {}
+        self._with_run = []                                    # names of what else goes when the run ends
 
     def find(self, tensors):
         """The name of these tensors, None where they are new."""
@@ -24,9 +25,13 @@ class Conditionings:
     def keep(self, name, tensors):
         self._held[name] = {key: tensor.clone() for key, tensor in tensors.items()}
 
+    def keep_beside(self, names):
+        """The workers keep something else under these names until the run ends."""
+        self._with_run += names
+
     def drop_all(self):
         """No more is held; returns the names of what was."""
-        return self._drop(len(self._held))
+        return self._drop(len(self._held)) + self._with_run
 
     def drop_surplus(self):
         """As drop_all, of what is too much."""

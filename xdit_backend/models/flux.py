@@ -75,7 +75,7 @@ FLUX = Family(
     live={"alone": 17.4, "residual": 3.4, "whole": 7.9, "outside": 3.3, "held": 0.5, "block": 17.3, "exchange": 18.8,
           "own": 0.0},
     plan=ModelPlan(
-        takes_output_patches=True,
+        takes_output_patches=True, kept="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5,
                           control="input", patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=("text", IMAGE),

@@ -101,7 +101,7 @@ FLUX2 = Family(
           "held": 1.55, "block": 20.0, "exchange": 22.2, "told": 7.5, "own": 0.0,
           "joined": 1.0},
     plan=ModelPlan(
-        takes_output_patches=True,
+        takes_output_patches=True, kept="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5,
                           control="input", patched="double",
                           streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}),

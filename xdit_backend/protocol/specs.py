@@ -172,6 +172,15 @@ class NetworkUse:
 
 
 @dataclass(frozen=True, config=STRICT)
+class KeptReferences:
+    """Keys and values of the tokens of reference pictures (parallel/references.py), which a call keeps for later ones
+    of its run (fills), or which it attends to in the place of the pictures."""
+
+    rows: tuple[tuple[str, Natural], ...]          # of each image of the call, the name and number they are kept under
+    fills: bool
+
+
+@dataclass(frozen=True, config=STRICT)
 class Branch:
     """One call of the model: a latent, its timesteps and its conditioning, and where the prediction goes."""
 
@@ -192,5 +201,6 @@ class Branch:
     networks: tuple[NetworkUse, ...] = ()  # one after the other
     # conditioning of this call alone, such as parts of the latent
     call_conditioning: dict[str, Segment] = dataclasses.field(default_factory=dict)
-    # where the predictions for those go, in float32
+    kept: KeptReferences | None = None
+    # where the predictions for parts go, in float32
     parts: dict[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)

@@ -191,6 +191,10 @@ class Family:
         call = CallInputs(latent, timestep, conditioning, config, patch)
         return {name: rule(call) if callable(rule) else rule for name, rule in self.arguments.items()}
 
+    def argument(self, name, latent, timestep, conditioning, config):
+        """One of `inputs`, of a whole latent."""
+        return self.arguments[name](CallInputs(latent, timestep, conditioning, config))
+
     def biases_of(self, latent, timestep, conditioning, config, patch=None):
         """What of `biases` such a call has, given as `inputs` is."""
         call = CallInputs(latent, timestep, conditioning, config, patch)

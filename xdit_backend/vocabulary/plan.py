@@ -108,6 +108,9 @@ class ModelPlan:
     # (block argument, streams): it is given (places of this rank's tokens, (T,); tokens of all), counted through the
     # whole streams one after the other, for what a token does by its place, such as reading its frame's sound
     places: tuple[str, tuple[str, ...]] | None = None
+    # stream of references, whose keys and values ComfyUI's Flux KV Cache keeps from a run's first call for its later
+    # ones; None: its model does not heed that
+    kept: str | None = None
     outside: tuple[str, ...] = ()          # prefixes of tensors of blocks that the forward also uses outside of blocks
 
     @property

@@ -12,6 +12,7 @@ from ..distributed.kernels import KernelUse
 from ..distributed.mesh import build_mesh, with_speeds
 from ..parallel.key_values import KeyValues, Offload
 from ..parallel.pipefusion import Link
+from ..parallel.references import References, ReferenceUse
 from ..parallel.vae_memory import free_bytes
 from ..partition import FULL, shard_sizes
 from ..protocol.displaced_modes import MODES
@@ -39,6 +40,7 @@ class Predictions:
         """map_segment(segment) -> the tensor that a command means by it."""
         self._models, self._world_size, self._device, self._map = models, world_size, device, map_segment
         self._conditioning, self._key_values, self._exchanges = {}, {}, {}
+        self._references = References()
         self._meshes, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives that nobody has waited for; gloo needs them kept
         self._staging, self._clock, self._timeline = staging, Clock(device), timeline
@@ -60,14 +62,14 @@ class Predictions:
         return {"cast_bytes": self._models.cast_bytes, "num_conditionings": self.num_conditionings,
                 "conditioning_bytes": sum(tensor.nbytes for kept in self._conditioning.values()
                                           for tensor in kept.values()),
-                "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values()),
+                "key_value_bytes": sum(kept.num_bytes for kept in (*self._key_values.values(), self._references)),
                 "exchange_bytes": sum(exchange.num_bytes for exchange in self._exchanges.values()),
                 "most_kept_bytes": max(self._most_kept_bytes, self._kept_bytes)}
 
     @property
     def _kept_bytes(self):
         """Of earlier calls, on the device."""
-        return sum(kept.num_bytes for kept in (*self._key_values.values(), *self._exchanges.values()))
+        return sum(kept.num_bytes for kept in (*self._key_values.values(), *self._exchanges.values(), self._references))
 
     def take_busy_s(self):
         """Seconds that the device has worked since this was asked last."""
@@ -81,6 +83,7 @@ class Predictions:
 
     def drop_conditioning(self, command, traffic):
         self._most_kept_bytes = max(self._most_kept_bytes, self._kept_bytes)
+        self._references.drop(command.names)
         for name in command.names:
             self._conditioning.pop(name, None)
             key_values = self._key_values.pop(name, None)
@@ -253,6 +256,9 @@ class Predictions:
             start, size = _own_images(batch, mesh)
             keeping = {"key_values": self._kept(loaded, branch.conditioning), "forecast": command.forecast,
                        "first_image": first - start, "num_images": size}
+        if branch.kept is not None:
+            keeping["references"] = ReferenceUse(self._references, branch.kept.rows[rows], branch.kept.fills,
+                                                 loaded.family.plan.kept)
         # one tensor for many places is one map
         maps = {segment.path: self._map(segment) for segment in branch.control.values()}
         added = {place: maps[segment.path] for place, segment in branch.control.items()}

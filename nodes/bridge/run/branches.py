@@ -55,6 +55,8 @@ class ModelCall:
             return replace(call, latent=call.latent[part], timestep=call.timestep[part], conditioning=conditioning,
                            name="", control=call.control_by(cut),
                            scores=None if call.scores is None else call.scores[:, part],
+                           kept=call.kept and replace(call.kept, rows=call.kept.rows[part]),
+                           left_out={name: cut(tensor) for name, tensor in call.left_out.items()},
                            call_conditioning=call_conditioning,
                            parts={name: tensor[part] for name, tensor in call.parts.items()})
         return [half(part) for part in parts]

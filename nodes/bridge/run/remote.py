@@ -4,15 +4,15 @@ import dataclasses
 
 import torch
 
-from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+from comfy.patcher_extension import WrapperExecutor
 
 from ....xdit_backend.forecast.planner import USUAL_JOB, branches_together, describe_layout
 from ....xdit_backend.forecast.words import layout_words
 from ....xdit_backend.host.calls import Call
-from ....xdit_backend.protocol.errors import ConfigError
 from ....xdit_backend.protocol.exchanges import exchange_words
 from ..supported.by_patches import COMPILE, DRAINED, WHOLE
-from ..supported.inputs import check_conditioning, check_finite, check_latent
+from ..supported.inputs import check_call, check_conditioning, check_finite, check_latent
+from ..supported.inside import wrappers_inside
 from ..supported.model import call_kernel, refuse_call, refuse_changed_modules, scales_of
 from ..supported.operations import free_u_of, guided_of, operations_of, scores_of
 from ..workers.groups import GROUPS, parking_bytes, show_text
@@ -22,6 +22,7 @@ from .displaced import DisplacedRun
 from .forecasts import Forecasts, spare_words
 from .networks import networks_of
 from .pipeline import PipelineRun
+from .references import RunReferences, default_method, num_kept, with_default_method
 
 MEMORY_TIMEOUT_S = 0.5                     # to wait for the workers' memory when a run ends
 
@@ -45,13 +46,14 @@ class RemoteModel:
         self._run_bytes = 0                                    # that a rank needs for a run, as reported to ComfyUI
         self._most_run_bytes = 0.0                             # forecast of the most it asked about since a run
         self.how = self._pipeline = self._schedule = None      # the first: of this run's split, in a person's words
-        self.changes, self.changes_uuid = {}, None             # see use_changes
+        self.changes, self.changes_uuid, self._references = {}, None, RunReferences()  # the first: see use_changes
 
     def attach(self, modules, weight_sources, additions):
         """The shell's diffusion model is made. modules: as it was made, of modules.remember_modules, to compare with.
         weight_sources(): where its weights are in the file, see file_weights.py; found once, which takes half a second
         for Flux. additions: additions.Additions."""
         self.modules, self.weight_sources, self.additions = modules, weight_sources, additions
+        self._default_method = default_method(modules[""][0])
 
     def _set_up(self, dtype, weights_memory=None):
         self.setup, self.memory = self._computing_in(dtype, weights_memory)
@@ -180,17 +182,12 @@ class RemoteModel:
         if context is None and self.family.runs_without_text:
             width = self.setup.transformer_config[self.family.conditioning["context"]]
             context = x.new_zeros(len(x), 0, width)
-        in_parts = self.family.parts and isinstance(x, list)
-        if not (in_parts or torch.is_tensor(timestep)) or not torch.is_tensor(context):
-            raise ConfigError("Use a sampler node, or the kind of model that the node is for: it calls this MODEL in "
-                              f"a way of its own, and {self.family.name} takes a latent, a timestep and conditioning.")
+        check_call(self.family, x, timestep, context)
         extra = self.family.unfold(extra | scales_of(self.family, transformer_options))
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         net = self.modules[""][0]
-        forwards = [vars(class_)["forward"] for class_ in type(net).__mro__ if "forward" in vars(class_)]
-        calls_wrappers = (self.family.sampled
-                          or any(WrapperExecutor.__name__ in forward.__code__.co_names for forward in forwards))
-        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options) if calls_wrappers else []
+        extra = with_default_method(extra, net, self._default_method)
+        wrappers = wrappers_inside(net, self.family, transformer_options)
         return WrapperExecutor.new_class_executor(self._answer, net, wrappers).execute(
             x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)
 
@@ -223,6 +220,7 @@ class RemoteModel:
                     exchange=self.config.exchange, kernel=call_kernel(self.config, transformer_options),
                     compile_backend=transformer_options.get(COMPILE, self.config.compile_backend))
         check_conditioning(self.setup, call.conditioning, x)
+        call = self._references.used_by(call, self.setup, transformer_options)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
         prediction = branches.ask(branches.ModelCall(self, call, schedule, sigmas, num_branches,
                                                     transformer_options.get(WHOLE), transformer_options.get(DRAINED)))
@@ -274,7 +272,7 @@ class RemoteModel:
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
         if together:
             layout = branches_together(layout)
-        self._check_memory(model_call, calls, layout)
+        self._check_run(model_call, calls, layout)
         if layout.displaced_degree > 1:
             return self._predict_displaced(model_call, calls, layout)
         client = self._client()
@@ -287,18 +285,19 @@ class RemoteModel:
         return self.forecasts.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
-    def _check_memory(self, model_call, calls, layout):
-        """Refuse a run that cannot fit, before its first call. A call for a patch is checked as one for the whole
-        latent."""
+    def _check_run(self, model_call, calls, layout):
+        """Refuse a run that cannot fit, before its first call, and calls that cannot have what is kept. A call for a
+        patch is checked as one for the whole latent."""
+        self._references.check_spread(calls, layout)
         latent = calls[0].latent
-        # branches that ComfyUI has put into one batch
-        together = max(1, model_call.num_branches // len(calls))
+        together = max(1, model_call.num_branches // len(calls))               # branches in one batch of ComfyUI's
         self.memory.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].given,
-                              max(1, latent.shape[0] // together), len(calls) * together, layout)
+                              max(1, latent.shape[0] // together), len(calls) * together, layout,
+                              num_kept(calls, self.family))
 
     def _predict_in_stages(self, model_call, calls):
         from . import patches
-        self._check_memory(model_call, calls, self.setup.layout(1))
+        self._check_run(model_call, calls, self.setup.layout(1))
         sigma = model_call.sigmas.max().item()
         predictions = patches.ask(self, calls, sigma)
         if predictions is not None:
@@ -332,6 +331,7 @@ class RemoteModel:
         """Have the workers drop the conditioning of the run, and what they cache with it. Returns the Client, if there
         is one."""
         self._end_pipeline()
+        self._references = RunReferences()
         client = GROUPS.client_if(self.devices)
         if client is not None:
             client.end_run(self)

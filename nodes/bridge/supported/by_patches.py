@@ -6,7 +6,7 @@ Called by wrappers.py before a run and at each step. The reasons travel in trans
 
 from comfy.patcher_extension import WrappersMP
 
-from .operations import adds_to, compares_branches, lllites_in, networks_in
+from .operations import adds_to, compares_branches, has_kept_references, lllites_in, networks_in
 
 # What is known to leave the calls of the model as the workers take them. All else makes every step whole.
 # Of a prompt: ComfyUI takes a part of the latent for it, or only a part of its prediction.
@@ -20,8 +20,10 @@ GUIDANCE = {"sampler_cfg_function": "a node that changes guidance",
             "denoise_mask_function": "a node that changes the noise mask"}
 HARMLESS = {"transformer_options", "disable_cfg1_optimization", "to_load_options", "torch_compile_kwargs"}
 OPTIONS = {"model_function_wrapper": "a node that wraps the model's function", "context_handler": "context windows"}
+CACHE = "Flux KV Cache"
 # Of the MODEL: objects that may be replaced
-OBJECTS = {"model_sampling", "latent_format", "diffusion_model"}               # the last: compiled, see modules.py
+OBJECTS = {"model_sampling", "latent_format", "diffusion_model",               # the last: compiled, see modules.py
+           "diffusion_model.params.default_ref_method"}
 # Samplers whose steps are element by element in space, by the names of their functions
 ELEMENTWISE = {f"sample_{name}" for name in (
     "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0",
@@ -46,6 +48,8 @@ def why_whole(conds, model_options):
         return options[WHOLE]
     if compares_branches(options):
         return "Normalized Attention Guidance"
+    if has_kept_references(options):
+        return CACHE
     for entry in (entry for cond in conds if cond for entry in cond):
         for key, text in PARTS.items():
             if entry.get(key) is not None:
@@ -95,6 +99,8 @@ def why_one_call(base_model, model_options):
               for kind in (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)]
     if compares_branches(options):
         return "Normalized Attention Guidance"
+    if has_kept_references(options):
+        return CACHE
     if (model_options.get("model_function_wrapper")
             or any(functions for by_key in around for functions in by_key.values())):
         return "a node that wraps the model's calls"

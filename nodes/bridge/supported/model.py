@@ -63,6 +63,8 @@ REFUSED_OPTIONS = {
     "patches": "model patches", "patches_replace": "model patches such as IP-Adapter",
     "rope_options": "a changed rotary scale",
 }
+# of a diffusion model: how it places references where a workflow does not say; remote.py reads it at each call
+DEFAULT_METHOD = "params.default_ref_method"
 SCALES = "rope_scales"                     # conditioning of families that take them
 WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
             WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model
@@ -236,8 +238,9 @@ def _object_patches(patcher):
     found = []
     for name, value in patcher.object_patches.items():
         top, _, rest = name.partition(".")
-        if (top == "diffusion_model" and not (rest in patcher.remote.modules
-                                              and is_module(value, patcher.remote.modules[rest][0]))):
+        known = (rest in patcher.remote.modules and is_module(value, patcher.remote.modules[rest][0])
+                 or rest == DEFAULT_METHOD and "ref_latents_method" in patcher.remote.family.choices)
+        if top == "diffusion_model" and not known:
             found.append(f"a replaced {name}")
     return found
 

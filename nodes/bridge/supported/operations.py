@@ -28,14 +28,17 @@ KNOWN = {
     "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"},
     "output_block_patch": {("nodes_freelunch.py", f"{node}.execute.<locals>.output_block_patch"): "free_u"
                            for node in ("FreeU", "FreeU_V2")},
-    "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows"},
+    "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows",
+                    ("nodes_flux.py", "KV_Attn_Input.__call__"): "keeps"},
     "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows"},
     "mlp_patch": {("lllite.py", "AnimaLLLiteMLPPatch.__call__"): "follows"},
-    "post_input": {("lllite.py", "AnimaLLLitePatch.__call__"): "leads"},
+    "post_input": {("lllite.py", "AnimaLLLitePatch.__call__"): "leads",
+                   ("nodes_flux.py", "FluxKVCache.execute.<locals>.model_input_patch"): "leaves_out"},
     "double_block": {("nodes_model_patch.py", "DiffSynthCnetPatch.__call__"): "network",
                      ("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds",
                      ("nodes_model_patch.py", "WanUni3CCnetPatch.__call__"): "adds"},
     "noise_refiner": {("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds"}}
+CACHE = "input_patch_obj"                  # the variable that Flux KV Cache's functions share
 OUTPUT, WAY_UP = "attn1_output_patch", "output_block_patch"
 NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attention Guidance or Normalized Attention "
          "Guidance")
@@ -52,7 +55,8 @@ def operation_of(kind, function):
             "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True,
             "network": lambda: True, "leads": lambda: True,
             "follows": lambda: kind == "mlp_patch" or function.targets == LLLITE_TARGETS[kind],
-            "free_u": lambda: _frees(function)}
+            "free_u": lambda: _frees(function), "keeps": lambda: _keeps(function),
+            "leaves_out": lambda: _leaves_out(function)}
     return name if name and does[name]() else None
 
 
@@ -111,6 +115,25 @@ def lllites_in(transformer_options):
         if found != [function.patch for function in follows.get(kind, [])]:
             raise UnsupportedError(f"Use Apply Anima LLLite as it is: a node has changed some of its patches ({kind}).")
     return found
+
+
+def has_kept_references(transformer_options):
+    """Has a MODEL something of Flux KV Cache?"""
+    return bool(_of_operation("keeps", transformer_options) or _of_operation("leaves_out", transformer_options))
+
+
+def keeps_references(family, transformer_options):
+    """Does a call keep the keys and values of references, or attend to those that are kept, as Flux KV Cache has it?
+    Raises UnsupportedError where ComfyUI's model does not heed that, and for two such nodes, after which it fails."""
+    kept = _of_operation("keeps", transformer_options).get("attn1_patch", [])
+    left_out = _of_operation("leaves_out", transformer_options).get("post_input", [])
+    if not has_kept_references(transformer_options):
+        return False
+    if family.is_unet or family.plan.kept is None:
+        raise UnsupportedError(f"Remove Flux KV Cache: it is for Flux models, and this is {family.name}.")
+    if len(kept) != 1 or kept != [_cell(function, CACHE).cell_contents for function in left_out]:
+        raise UnsupportedError("Use Flux KV Cache once, as it is: this MODEL has parts of several, or of none.")
+    return True
 
 
 def _of_operation(operation, transformer_options):
@@ -186,6 +209,33 @@ def _frees(function):
     return (torch.allclose(hidden[0, :half, 0], torch.tensor([0.0, strength]).expand(half, 2))
             and torch.allclose(hidden[0, half:, 0], torch.tensor([0.0, 1.0]).expand(channels - half, 2))
             and torch.allclose(skip, torch.tensor(weakness)))
+
+
+def _keeps(function):
+    """Does this object do what xdit_backend/parallel/references.py does? Tested with a new one of its class, with one
+    token of an image and one of a reference."""
+    fresh, place = type(function)(), {"block_type": "single", "block_index": 0}
+    keys, values, later = torch.randn(3, 1, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    with_references = {**place, "reference_image_num_tokens": [1]}
+    first, again = (fresh(keys, key, values, with_references) for key in (keys, later))
+    return (not function.cache and not fresh(keys, keys, values, place) and torch.equal(first["k"], keys)
+            and torch.equal(again["k"], torch.cat([later, keys[:, :, 1:]], 2))
+            and torch.equal(again["v"], torch.cat([values, values[:, :, 1:]], 2)))
+
+
+def _leaves_out(function):
+    """Does this function leave out the image's last tokens, those of references, once something is kept of them?"""
+    held, image = _cell(function, CACHE).cell_contents.cache, torch.zeros(1, 5, 2)
+
+    def tokens():
+        options = {"reference_image_num_tokens": [1, 2]}
+        return function({"img": image, "transformer_options": options})["img"].shape[1]
+    before = tokens()
+    held["tested"] = None
+    try:
+        return (before, tokens()) == (5, 2)
+    finally:
+        del held["tested"]
 
 
 def _tells_scores(function):

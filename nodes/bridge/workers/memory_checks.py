@@ -213,8 +213,8 @@ class MemoryCheck:
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(held)),
                      Hints(hints, self._lighter))
 
-    def check_run(self, shape, conditioning, num_images, branches, layout):
-        """Refuse a run that cannot fit, once for all its calls.
+    def check_run(self, shape, conditioning, num_images, branches, layout, kept_tokens=0):
+        """Refuse a run that cannot fit, once for all its calls. kept_tokens: of references, see cost.Job.
 
         shape: of the whole latent of a branch. conditioning: {name: tensor}. branches: of guidance, that are calls of
         their own or not.
@@ -225,7 +225,8 @@ class MemoryCheck:
         setup, degrees = self._setup, self._degrees(layout)
 
         def job(images, sizes):
-            return setup.job((images, shape[1], *sizes), conditioning, USUAL_JOB.steps, branches)
+            found = setup.job((images, shape[1], *sizes), conditioning, USUAL_JOB.steps, branches)
+            return dataclasses.replace(found, kept=kept_tokens) if kept_tokens else found
 
         def needed(images, sizes, config=setup.config):
             if setup.net is not None:
