@@ -91,7 +91,7 @@ def test_a_tensor_that_is_missing_is_named(tmp_path, shapes_of, kind):
     """Under the name it has in the file, or the one it has in diffusers."""
     shapes = shapes_of(kind)
     name = next(name for end in (".bias", ".weight") for name in reversed(shapes)
-                if name.endswith(end) and "1" in name and name not in families()[kind].values)     # those the node names
+                if name.endswith(end) and "1" in name and name not in families()[kind].values)  # the node names them
     del shapes[name]
     write_header(tmp_path / "model.safetensors", shapes)
 
