@@ -34,11 +34,10 @@ class Launches:
 
     def install(self, stack):
         """Note what inductor's graphs and operators launch, until the stack ends."""
-        run, (around, moments), attend = CompiledFxGraph.__call__, (StaleSplit.around, StaleSplit.moments), (
-            UNetHooks.attention_of_graph)
-        for place, functions in ((CompiledFxGraph, {"__call__": self._noted(run)}),
-                                 (StaleSplit, {"around": self._counted(around), "moments": self._counted(moments)}),
-                                 (UNetHooks, {"attention_of_graph": self._counted(attend)})):
+        of_splits = {name: self._counted(getattr(StaleSplit, name)) for name in ("around", "change")}
+        attend = self._counted(UNetHooks.attention_of_graph)
+        for place, functions in ((CompiledFxGraph, {"__call__": self._noted(CompiledFxGraph.__call__)}),
+                                 (StaleSplit, of_splits), (UNetHooks, {"attention_of_graph": attend})):
             stack.enter_context(replaced(place, **functions))
 
     def _noted(self, run):

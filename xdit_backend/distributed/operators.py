@@ -144,12 +144,12 @@ def _(rows_BCHW, name, starts, rank, kernel, stride, padding):
 
 
 @operator
-def moments_of_image(moments_2BG: Tensor, name: str) -> Tensor:
-    """Mean and biased variance of each group over the image, from those over this rank's rows. name: of the norm in its
-    block."""
-    return torch.stack(RUNNING.get().split_of_graph(name).moments(*moments_2BG.unbind()))
+def moments_change(moments_2BG: Tensor, name: str) -> Tensor:
+    """From mean and biased variance of each group over this rank's rows to those over the image: StaleSplit.change,
+    (4, B, G). name: of the norm in its block."""
+    return RUNNING.get().split_of_graph(name).change(moments_2BG)
 
 
-@moments_of_image.register_fake
+@moments_change.register_fake
 def _(moments_2BG, name):
-    return moments_2BG.new_empty(moments_2BG.shape)
+    return moments_2BG.new_empty(4, *moments_2BG.shape[1:])

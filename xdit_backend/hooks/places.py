@@ -96,11 +96,13 @@ def summed(forward, running):
         context = running()
         if context is None or context.mesh.sequence_degree == 1:
             return forward(hidden_states)
-        if torch.compiler.is_compiling():
-            return forward(hidden_states, total=operators.sequence_sum)
-        return forward(hidden_states,
-                       total=lambda part: all_reduce([part], context.mesh.sequence_group, context.traffic)[0])
+        return forward(hidden_states, total=operators.sequence_sum if torch.compiler.is_compiling() else _sum_of_ranks)
     return with_total
+
+
+def _sum_of_ranks(part):
+    context = operators.RUNNING.get().context()
+    return all_reduce([part], context.mesh.sequence_group, context.traffic)[0]
 
 
 def place_edges(model, plan, running):

@@ -181,10 +181,9 @@ class Hooks:
             if place.index < context.blocks.start:
                 return place.returned(self._pass_block(context, place, arguments))
             with self._weights_here(context, place):
-                run = functools.partial(self._run_forward, forward, context, place)
                 if context.is_plain:                           # with a mask that masks nothing, attention is slower
-                    return run(arguments | unmasked)
-                outputs = self._run_block(run, context, place, arguments)
+                    return self._run_forward(forward, context, place, arguments | unmasked)
+                outputs = self._run_block(forward, context, place, arguments)
             if place.index + 1 == context.blocks.stop < self.num_blocks:
                 shards = [*outputs.values(),
                           *(context.skips[source] for source in self._skips_over(context.blocks.stop))]
@@ -250,7 +249,7 @@ class Hooks:
             outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
             output = tuple(outputs[streams] for streams in list_.returns)
         else:
-            output = forward(arguments)
+            output = self._run_forward(forward, context, place, arguments)
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if place.index in self._skips.values():
             context.skips[place.index] = outputs[place.with_image]
@@ -272,23 +271,23 @@ class Hooks:
 
     def _cut_once(self, context, place, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
-        def cut(tensor, each):
-            if (each is None or each.ndim not in (None, tensor.ndim)
-                    or tensor.shape[each.dim] == 1 != sum(map(context.tokens.held, each.streams))):
-                return tensor
-            if place.has_placeholder(each.streams, context.tokens, self.plan.needs_text):
-                return tensor.narrow(each.dim, 0, 1)
-            return context.tokens.take(tensor, each.dim, each.streams)
-
         key = id(value), id(argument)
         if key not in context.cuts:
             if isinstance(value, (tuple, list)):
                 arguments = argument if isinstance(argument, tuple) else (argument,) * len(value)
-                result = tuple(cut(tensor, each) for tensor, each in zip(value, arguments))
+                result = tuple(self._cut(context, place, tensor, each) for tensor, each in zip(value, arguments))
             else:
-                result = cut(value, argument)
+                result = self._cut(context, place, value, argument)
             context.cuts[key] = (value, result)                # `value` is kept, so that its id stays its own
         return context.cuts[key][1]
+
+    def _cut(self, context, place, tensor, each):
+        if (each is None or each.ndim not in (None, tensor.ndim)
+                or tensor.shape[each.dim] == 1 != sum(map(context.tokens.held, each.streams))):
+            return tensor
+        if place.has_placeholder(each.streams, context.tokens, self.plan.needs_text):
+            return tensor.narrow(each.dim, 0, 1)
+        return context.tokens.take(tensor, each.dim, each.streams)
 
     def _read_once(self, context, mask, streams):
         if id(mask) not in context.cuts:

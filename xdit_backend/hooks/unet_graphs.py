@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..distributed.operators import moments_of_image, rows_around
+from ..distributed.operators import moments_change, rows_around
+from ..parallel import displaced
 from ..partition import halved
 
 
@@ -44,7 +45,9 @@ class GraphRows:
             variance_BG, mean_BG = torch.var_mean(grouped, 2, correction=0)
         else:
             variance_BG = mean_BG = grouped.new_zeros(grouped.shape[:2])
-        mean_BG, variance_BG = moments_of_image(torch.stack([mean_BG, variance_BG]), name)
+        own = torch.stack([mean_BG, variance_BG])
+        change = moments_change(own, name)
+        mean_BG, variance_BG = displaced.corrected_moments(own, change[:2], change[2], change[3])
         normed = (grouped - mean_BG[..., None]) * (variance_BG[..., None] + module.eps).rsqrt()
         normed = normed.reshape(wide.shape)
         if module.weight is not None:

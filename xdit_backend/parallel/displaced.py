@@ -89,6 +89,18 @@ class StaleSplit(RowSplit):
             known = exchange.gather(fresh)
         return image_moments(torch.stack(list(known)), self.shares(fresh)).unbind()
 
+    def change(self, fresh):
+        """What corrected_moments is given beside `fresh` for the moments of the image, as one tensor, (4, B, G). Of a
+        graph, which computes with it; the exchange sends a copy of `fresh`."""
+        exchange = self.exchange
+        if exchange.norms == "corrected" and exchange.is_stale:
+            exchange.share(self.key, fresh.clone(), [fresh.shape] * exchange.num_ranks)
+            difference, mean_before, offset = self._correction(fresh)
+        else:
+            difference = torch.stack(self.moments(*fresh.unbind())) - fresh
+            mean_before, offset = fresh[0], torch.zeros_like(fresh[0])
+        return torch.cat([difference, mean_before[None], offset[None]])
+
     def _correction(self, like):
         """See correction_of; found at once for all norms that arrive together: many small steps would cost more."""
         exchange = self.exchange
