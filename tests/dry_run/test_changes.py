@@ -1,6 +1,6 @@
-"""A LoRA that is merged into weights of a published model's size, and taken out again, as the worker does it: without
-a wait or a mix of devices, with no more beside the weights than a batch of changes and the sums of one tensor, and all
-held as before."""
+"""A LoRA that is merged into weights of a published model's size, and taken out again, by the worker's commands:
+without a wait or a mix of devices, with no more beside the weights than a batch of changes and the sums of one tensor,
+and all held as before. A version of the weights that is kept is gone back to without a kernel."""
 
 import dataclasses
 
@@ -12,14 +12,16 @@ from tests.dry_run.test_loading import Copies, Holes, sparse_folder
 from tests.dry_run.test_published import forecast_of
 from xdit_backend.bench.size import parse_layout
 from xdit_backend.checkpoints import changes, loading
-from xdit_backend.checkpoints.changes import SUMMED, change_weights
+from xdit_backend.checkpoints.changes import SUMMED
 from xdit_backend.dry_run.calls import HostMemory
 from xdit_backend.dry_run.device_work import DeviceWork
 from xdit_backend.dry_run.pretended import CUDA, pretended_cuda
 from xdit_backend.dry_run.rank import load, outline
 from xdit_backend.host import changes as changes_of_host
 from xdit_backend.host.changes import BATCH_BYTES, Change, batches
-from xdit_backend.protocol import specs
+from xdit_backend.protocol import messages, specs
+from xdit_backend.protocol.transfers import StagingBuffers
+from xdit_backend.worker.models import Loaded, Models
 
 LORA_RANK = 16
 SUMS_BYTES = 16 * SUMMED       # as they are in the file, and in float32 with product and sum
@@ -39,6 +41,18 @@ def batches_of(checkpoint, memory, itemsize):
         return specs.Change(None, (specs.LowRank(up, down, 0.5),), "bfloat16", "float32")
     return ([{name: added(shapes[name]) for name in part} for part in parts],
             [dict.fromkeys(part, specs.Change(None, ())) for part in parts])
+
+
+def models_with(transformer):
+    """(a worker's Models that hold a Transformer alone, its name)"""
+    models, name = Models(0, 1, CUDA, StagingBuffers(CUDA), lambda *_: None), transformer.spec.name
+    models._loaded[name] = Loaded(transformer, None, torch.bfloat16, range(0))
+    return models, name
+
+
+def change(models, name, changes, spare_bytes=0, **version):
+    """Carry out messages.ChangeWeights; returns the numbers that are told of the weights."""
+    return models.change(messages.ChangeWeights(1, name, changes, **version), spare_bytes)
 
 
 class Held:
@@ -77,12 +91,14 @@ def test_a_lora_is_merged_in_little_memory_and_without_a_wait(tmp_path, monkeypa
     with monkeypatch.context() as changed, pretended_cuda(), DeviceWork() as work, Holes():
         held = Held(changed)
         loaded = loading.load_transformer(spec, CUDA)
+        models, name = models_with(loaded)
         before = work.held_bytes
         for way in ways:
             for batch in way:
                 work.start_over()
-                change_weights(loaded, batch)
+                told = change(models, name, batch)
 
+                assert told["offloaded_bytes"] == 0 if not budget_bytes else told["offloaded_bytes"] > 0
                 assert work.waits == {} and work.mixed == {} and work.held_bytes == before
                 # what comes from host memory is taken from the file there again, and the device has nothing to do
                 least = 0 if budget_bytes and way is ways[1] else 1
@@ -125,16 +141,38 @@ def test_a_lora_is_added_beside_packed_weights(monkeypatch, type_, layout_name):
     add, take_out = batches_of(plain, memory, 1)
     model, packed = outline(plain, spec)
     with pretended_cuda(), DeviceWork() as work, Holes():
-        loaded = load(plain, spec, model, packed, (range(2 * NUM_BLOCKS), 0)).transformer
+        models, name = models_with(load(plain, spec, model, packed, (range(2 * NUM_BLOCKS), 0)).transformer)
         before = work.held_bytes
         work.start_over()
         for batch in add:
-            change_weights(loaded, batch)
+            change(models, name, batch)
         added, peak_bytes, waits, mixed = work.held_bytes - before, work.peak_bytes, work.waits, work.mixed
         for batch in take_out:
-            change_weights(loaded, batch)
+            change(models, name, batch)
 
         assert waits == {} and mixed == {} and work.held_bytes == before
     whole = sum(4 * LORA_RANK * sum(plain.shapes[name]) for batch in add for name in batch)
     assert added == whole if spec.tensor_degree == 1 else whole / 2 < added < whole
     assert peak_bytes - before <= added + 8 * LORA_RANK * max(sum(plain.shapes[name]) for name in add[0])
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("spare_bytes", [2 ** 40, 0])
+def test_a_version_of_the_weights_is_gone_back_to_without_a_kernel(tmp_path, monkeypatch, spare_bytes):
+    """Where there was room to keep it, as of LoRA hooks, which change weights in every step; else it was not kept."""
+    model, memory = published(MODEL, NUM_BLOCKS)[0], HostMemory()
+    checkpoint = sparse_folder(tmp_path, model)
+    monkeypatch.setattr(changes, "map_segment", memory.map)
+    monkeypatch.setattr(loading, "CopyThread", lambda device, staging: Copies())
+    outside = loading.build_empty(model.family, checkpoint.config)
+    monkeypatch.setattr(loading, "build_empty", lambda family, config: outside)
+    add, _ = batches_of(checkpoint, memory, 2)
+    with pretended_cuda(), DeviceWork() as work, Holes():
+        models, name = models_with(loading.load_transformer(spec_of(checkpoint, parse_layout("one")), CUDA))
+        for index, batch in enumerate(add):
+            change(models, name, batch, spare_bytes, version=1, begins=index == 0)
+        work.start_over()
+        answers = [models.go_back(messages.ReturnWeights(1, name, to, left)) for to, left in ((1, 2), (2, 1), (3, 2))]
+
+        assert [answer["kept"] for answer in answers] == [spare_bytes > 0, spare_bytes > 0, 0]
+        assert work.kernels == 0 and work.waits == {} and work.mixed == {}

@@ -130,6 +130,21 @@ def test_a_peak_of_a_stage_of_other_families_is_what_was_forecast(name):
     assert abs(off_by(name, "pipefusion2", blocks=None, ranks=(0, -1))) < ALLOWED
 
 
+@pytest.mark.parametrize("layout", ["ulysses2-tensor2", *(
+    pytest.param(layout, marks=pytest.mark.slow) for layout in ("ring2-tensor2", "displaced2-ulysses2",
+                                                                "displaced2-tensor2"))])
+def test_a_peak_where_tensor_parallelism_leaves_attention_whole_is_what_was_forecast(layout):
+    """Of Hunyuan3D 2.1, whose heads are of numbers of all three projections."""
+    assert abs(off_by("hunyuan3d-2.1", layout)) < ALLOWED
+
+
+def test_it_notices_attention_that_is_taken_to_be_divided():
+    def divided(net, *given):
+        return rank_memory(dataclasses.replace(net, whole_attention=False), *given)
+
+    assert off_by("hunyuan3d-2.1", "ulysses2-tensor2", divided) < -0.1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, layout, branches", [
     ("ace-step-1.5", "pipefusion2", 2), ("ace-step-1.5", "pipefusion4", 1), ("boogu-image", "pipefusion2", 2),

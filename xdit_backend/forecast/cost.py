@@ -27,13 +27,14 @@ class Net:
     blocks: int
     width: int
     heads: int
-    elements: float                        # of matrices that an image token passes in a block, in squares of the width
+    elements: float                        # of the matrices that an image token passes in a block, in width ** 2
     parameters: float                      # of all of it
     key_heads: int = 0                     # 0: as many as heads
     joint: bool = True                     # text runs through the blocks; else blocks read it by cross-attention
     attention: str = "all"                 # "all" tokens, those of the own "frame", or "linear"
     shared: float = 1.0                    # share of the blocks whose attention crosses ranks
     skips: int = 0                         # U-shaped: so many later blocks read what an earlier one has given
+    whole_attention: bool = False          # which tensor parallelism does not divide
     shards_text: bool = True               # sequence parallelism shards text too
     text_once: bool = False                # PipeFusion runs text with the first patch of a step alone
     branches_apart: bool = False           # and both branches of guidance one after the other
@@ -42,7 +43,7 @@ class Net:
     weight_bytes: float = 0.0              # of all parameters, as they are held; 0: as hidden states
     outside_bytes: float = 0.0             # of them, what every stage holds: those outside the blocks
     sums: float = 2.0                      # of all its tokens that tensor ranks add up in a block, on average
-    agreed: float = 0.0                    # of them, before which the ranks agree on a number of each token
+    agreed: float = 0.0                    # of them, before which ranks agree on a number of each token
     # format of ComfyUI's -> share of the matrices' elements that are held in it (checkpoints/layers.py)
     formats: dict[str, float] = field(default_factory=dict, hash=False)
     block_bytes: tuple[float, ...] = ()    # of each block's weights, by which it is given to a stage; (): all are alike

@@ -3,6 +3,7 @@
 What the choice of stages, the refusal of a run that cannot fit, ComfyUI's accounting and the benches all use.
 """
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -79,7 +80,7 @@ def _beside_kept(net, job, degrees, most, kept_bytes, num_blocks):
 
 def _kept(net, job, degrees, settings, num_blocks):
     """Bytes of keys and values of a rank with so many blocks: (on the device, in host memory)."""
-    tokens, text = job.tokens + (job.text if net.joint else 0), 0.0
+    tokens, text, degrees = job.tokens + (job.text if net.joint else 0), 0.0, _of_attention(net, degrees)
     a_block = ((net.live or Live()).keys * key_share(net, degrees) * degrees.batch(job) * tokens * net.width
                * net.element_bytes / degrees.ulysses / degrees.tensor)
     if degrees.displaced > 1:
@@ -103,6 +104,11 @@ def unet_memory(live, hidden_bytes, images, kept_bytes, degrees):
     if degrees.displaced == 1:
         return Memory(0.0, 0.0, images * live.alone * hidden_bytes)
     return Memory(0.0, kept_bytes, live.block * hidden_bytes / degrees.displaced)
+
+
+def _of_attention(net, degrees):
+    """By what a rank's heads are a part of all."""
+    return dataclasses.replace(degrees, tensor=1) if net.whole_attention else degrees
 
 
 def key_share(net, degrees):
@@ -169,16 +175,17 @@ def _live_rows(net, job, degrees, settings, blocks):
         return _of_batch(_with_skips(net, blocks, most), live.shared, batch)
     residual = max(0.0, live.residual - live.held)
     block = _divided(live.block, residual, degrees)
-    exchange = _divided(live.exchange, min(residual, ENTERED, max(0.0, live.exchange - PACKED)), degrees)
+    of_heads = _of_attention(net, degrees)
+    exchange = _divided(live.exchange, min(residual, ENTERED, max(0.0, live.exchange - PACKED)), of_heads)
     if degrees.tensor > 1:
         block = max(block, live.whole - live.held)
     if degrees.ring > 1 or sequence > degrees.sequence:
-        exchange += (RING_AND_ULYSSES if degrees.ulysses > 1 else RING) / degrees.tensor
+        exchange += (RING_AND_ULYSSES if degrees.ulysses > 1 else RING) / of_heads.tensor
     block, exchange = (each / sequence / degrees.displaced for each in (block, exchange))
     told, inside = 0.0, max(block, exchange) if sequence > 1 else block
     if degrees.displaced > 1:                                  # all keys and values of a layer, in one piece
-        told = _told(live, net.key_share, degrees)
-        with_keys = (2 * key_share(net, degrees) / degrees.ulysses / degrees.tensor
+        told = _told(live, net.key_share, of_heads)
+        with_keys = (2 * key_share(net, of_heads) / degrees.ulysses / of_heads.tensor
                      + exchange + UNPACKED / sequence / degrees.displaced)
         # those of the block before are told where this one's are shared; all but the first have no whole beside them
         inside = max(block + told, with_keys, exchange + live.joined * told if sequence > 1 else 0.0)

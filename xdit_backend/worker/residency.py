@@ -32,7 +32,7 @@ class Residency:
                          if not weight.is_meta and id(weight) not in apart]
         self._host_copies = [files.get(id(weight)) for weight in self._weights]
         sizes = [aligned(weight.nbytes, ALIGNMENT) for weight in self._weights]
-        self._sums = list(itertools.accumulate(sizes))
+        self._sums = list(itertools.accumulate(sizes, initial=0))               # of the first so many
         self._num_parked, self._buffer_bytes = 0, 0 if offloaded is None else aligned(offloaded.buffer_bytes, ALIGNMENT)
         self._are_buffers_parked = False
         self._largest_bytes = max(sizes, default=0)
@@ -48,7 +48,7 @@ class Residency:
     @property
     def parked_bytes(self):
         buffers = self._buffer_bytes if self._are_buffers_parked else 0
-        return buffers + (self._sums[self._num_parked - 1] if self._num_parked else 0)
+        return buffers + self._sums[self._num_parked]
 
     @property
     def device_bytes(self):
@@ -59,7 +59,7 @@ class Residency:
     def num_weights(self, num_bytes):
         """How many of the first weights make up so many bytes with the buffers, or the least that are more."""
         num_bytes -= self._buffer_bytes
-        return bisect.bisect_left(self._sums, num_bytes) + 1 if num_bytes > 0 else 0
+        return bisect.bisect_left(self._sums, num_bytes)
 
     def park(self, targets, own, segment):
         """Release the device's copies of the first weights, until targets[own] bytes are in host memory alone.
