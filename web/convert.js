@@ -24,7 +24,7 @@ const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", 
 // Nodes whose change of a MODEL the workers refuse (docs/nodes.md); what these inputs bring is refused too.
 export const REFUSED = [
   "HiDreamO1PatchSeamSmoothing", "HyperTile",
-  "LTXVReferenceAudio", "PatchModelAddDownscale",
+  "PatchModelAddDownscale",
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
   "USOStyleReference", "WanInfiniteTalkToVideo",
 ];

@@ -768,4 +768,6 @@ export const ZH = {
     "请把 displaced_degree 设为 1，改用 ulysses_degree、ring_degree、tensor_degree、cfg_degree 或 data_degree，或移除 Flux KV Cache：错位补丁保存自己的键和值。",
   "Set cfg_degree and data_degree to 1, or remove Flux KV Cache: the calls of this run have unlike numbers of images, of which some need what other devices keep.":
     "请把 cfg_degree 和 data_degree 设为 1，或移除 Flux KV Cache：这次运行的各次调用图像数量不同，其中一些需要其他设备保存的内容。",
+  "Encode the reference sound with LTX-2's audio VAE: its tokens have the shape {}, and this model's are (batch, length, {}).":
+    "请用 LTX-2 的音频 VAE 编码参考声音：它的 token 形状为 {0}，而此模型的为 (batch, length, {1})。",
 };

@@ -24,7 +24,9 @@ from ..vocabulary.sound import (
     VIDEO,
     call_shapes,
     num_sounds,
+    places_after_reference,
     split_parts,
+    unfold,
     unpack_sound,
 )
 from .ltx import LTX
@@ -85,9 +87,14 @@ def _amend(model, config):
         if hasattr(module, "to_q"):
             module.norm_q.eps = module.norm_k.eps = 1e-5
 
-    def forward_at(*, most_times, **inputs):
+    def forward_at(*, most_times, num_references, **inputs):
         now[:] = [most_times]
-        return (forward(**inputs),)
+        if not num_references:
+            return (forward(**inputs),)
+        sounds = inputs["audio_hidden_states"]
+        places = places_after_reference(model.audio_rope, num_references, sounds.shape[1], len(sounds), sounds.device)
+        video, sound = forward(**inputs, audio_coords=places)
+        return ((video, sound[:, num_references:]),)
     model.forward = forward_at
 
     def gate(module, which):
@@ -116,7 +123,8 @@ LTX2 = dataclasses.replace(
            if name != "caption_channels"},
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
     settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, config_from_tensors=("_text_width",), **CONNECTORS,
-    conditioning=LTX.conditioning | {"context": "_text_width"}, ignored=(*LTX.ignored, "audio_denoise_mask"),
+    conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None},
+    unfold=lambda conditioning: unfold(LTX.unfold(conditioning)), ignored=(*LTX.ignored, "audio_denoise_mask"),
     parts={"audio": unpack_sound}, split_parts=split_parts, call_shapes=call_shapes, lengths={"audio": num_sounds},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
         "encoder_hidden_states": lambda call: _text(call)[0],

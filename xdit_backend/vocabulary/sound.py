@@ -1,5 +1,7 @@
 """LTX-2's sound, a stream of tokens beside the video's: what a file says of it, how a call hands it over,
-what the forward is given."""
+what the forward is given. Before its own tokens it has those of a reference, whose voice it is to have: without noise,
+and at times that end before the video begins.
+"""
 
 import torch
 
@@ -61,19 +63,66 @@ def call_shapes(config, shape, length=None):
     return sound | {"audio_times": (shape[0],), "most_times": (1, 2)}
 
 
+def unfold(conditioning):
+    """With the tokens of a reference, (1 or B, T, C F), by themselves."""
+    reference = conditioning.get("ref_audio")
+    return conditioning | {"ref_audio": reference["tokens"]} if isinstance(reference, dict) else conditioning
+
+
+def num_references(conditioning):
+    """Tokens of the reference; 0 without one."""
+    return conditioning["ref_audio"].shape[1] if "ref_audio" in conditioning else 0
+
+
 def num_sounds(conditioning):
-    """Tokens of sound; where a latent has none, one that nothing reads."""
-    return conditioning["audio"].shape[2] if "audio" in conditioning else 1
+    """Tokens of sound, with those of the reference; where there are none, one that nothing reads."""
+    own = conditioning["audio"].shape[2] if "audio" in conditioning else 0
+    return own + num_references(conditioning) or 1
 
 
 def unpack_sound(tokens):
     return tokens.unflatten(2, (-1, FREQUENCIES)).transpose(1, 2)
 
 
+def _is_silent(call):
+    return not {"audio", "ref_audio"} & call.conditioning.keys()
+
+
 def _tokens(call):
-    if "audio" not in call.conditioning:
-        return call.latent.new_zeros(len(call.latent), 1, call.config["audio_in_channels"])
-    return call.conditioning["audio"].transpose(1, 2).flatten(2)              # (B, C, T, F) -> (B, T, C * F)
+    width, reference = call.config["audio_in_channels"], call.conditioning.get("ref_audio")
+    if _is_silent(call):
+        return call.latent.new_zeros(len(call.latent), 1, width)
+    if reference is not None and (reference.ndim != 3 or reference.shape[2] != width):
+        raise ConfigError("Encode the reference sound with LTX-2's audio VAE: its tokens have the shape "
+                          f"{tuple(reference.shape)}, and this model's are (batch, length, {width}).")
+    pieces = [] if reference is None else [reference.expand(len(call.latent), -1, -1)]
+    if "audio" in call.conditioning:
+        pieces.append(call.conditioning["audio"].transpose(1, 2).flatten(2))  # (B, C, T, F) -> (B, T, C * F)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _times(call):
+    """(B,), or one for each token, (B, T, 1) or (B, T): a reference is at time zero."""
+    times, count = call.conditioning["audio_times"], num_references(call.conditioning)
+    if not count:
+        return times
+    own = times.reshape(len(times), -1).expand(-1, num_sounds(call.conditioning) - count)
+    return torch.cat([own.new_zeros(len(own), count), own], 1)
+
+
+def _most_times(call):
+    """(B or 1, 2): the video's latest time, and the sound's, which is 0 of a reference alone."""
+    most = given("most_times")(call)
+    is_alone = "ref_audio" in call.conditioning and "audio" not in call.conditioning
+    return most * most.new_tensor([1, 0]) if is_alone else most
+
+
+def places_after_reference(rope, count, num_tokens, batch, device):
+    """(B, 1, T, 2): the seconds at which each token begins and ends, after a reference of so many tokens, which ends
+    a token's length before 0. rope: diffusers' of the sound."""
+    reference, own = (rope.prepare_audio_coords(batch, length, device) for length in (count, num_tokens - count))
+    a_token = rope.scale_factors[0] * rope.hop_length / rope.sampling_rate
+    return torch.cat([reference - (reference[0, 0, -1, 1].item() + a_token), own], 2)
 
 
 def _latest(times):
@@ -82,9 +131,10 @@ def _latest(times):
 
 
 ARGUMENTS = {
-    "audio_hidden_states": _tokens, "audio_timestep": lambda call: 1000 * call.conditioning["audio_times"],
+    "audio_hidden_states": _tokens, "audio_timestep": lambda call: 1000 * _times(call),
+    "num_references": lambda call: num_references(call.conditioning),
     "audio_num_frames": lambda call: num_sounds(call.conditioning),
-    "isolate_modalities": lambda call: "audio" not in call.conditioning,
-    "audio_encoder_attention_mask": text_mask, "most_times": given("most_times"),
+    "isolate_modalities": _is_silent,
+    "audio_encoder_attention_mask": text_mask, "most_times": _most_times,
     "sigma": lambda call: _latest(call.timestep),
-    "audio_sigma": lambda call: _latest(call.conditioning["audio_times"])}
+    "audio_sigma": lambda call: _latest(_times(call))}
