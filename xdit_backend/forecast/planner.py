@@ -345,6 +345,9 @@ def branches_together(layout):
     return dataclasses.replace(layout, cfg_degree=layout.data_degree * layout.cfg_degree, data_degree=1)
 
 
-def describe_layout(layout):
-    """A layout in a person's words, e.g. "CFG 2 x Ulysses 2"."""
+def describe_layout(layout, num_branches=0):
+    """A layout in a person's words, e.g. "CFG 2 x Ulysses 2". num_branches: beyond which ranks rest, if that is to be
+    said."""
+    if num_branches:
+        layout = dataclasses.replace(layout, cfg_degree=min(layout.cfg_degree, num_branches))
     return " x ".join(method_words(lambda axis: getattr(layout, f"{axis}_degree"))) or "one device"

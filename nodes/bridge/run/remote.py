@@ -272,13 +272,14 @@ class RemoteModel:
                                     is_planned=not together)
         calls = self.forecasts.with_copies(calls)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
-        if together:
+        are_whole = "data" in self.family.refused              # batches
+        if together or are_whole:
             layout = branches_together(layout)
         self._check_memory(model_call, calls, layout)
         if layout.displaced_degree > 1:
             return self._predict_displaced(model_call, calls, layout)
         client = self._client()
-        how = describe_layout(layout) if plan is None else layout_words(plan.chosen)
+        how = describe_layout(layout, len(calls) * are_whole) if plan is None else layout_words(plan.chosen)
         if together:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")
