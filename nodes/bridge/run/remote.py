@@ -6,8 +6,8 @@ import torch
 
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 
-from ....xdit_backend.forecast.planner import USUAL_JOB, branches_together, describe_layout
-from ....xdit_backend.forecast.words import layout_words
+from ....xdit_backend.forecast.planner import USUAL_JOB, branches_together
+from ....xdit_backend.forecast.words import describe_layout, layout_words
 from ....xdit_backend.host.calls import Call
 from ....xdit_backend.protocol.errors import ConfigError
 from ....xdit_backend.protocol.exchanges import exchange_words
@@ -265,14 +265,13 @@ class RemoteModel:
     def _predict(self, model_call, calls):
         if self.spec.stages is not None:
             return self._predict_in_stages(model_call, self.forecasts.with_copies(calls))
-        latent, conditioning = calls[0].latent, calls[0].given
+        latent, conditioning, are_whole = calls[0].latent, calls[0].given, "data" in self.family.refused
         num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
         plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
         calls = self.forecasts.with_copies(calls)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
-        are_whole = "data" in self.family.refused              # batches
         if together or are_whole:
             layout = branches_together(layout)
         self._check_memory(model_call, calls, layout)
