@@ -30,7 +30,8 @@ EXACT = 1e-10
 SIZES = {"rows": 6, "columns": 10, "batch": 2}
 # What a folder cannot say of a tiny model: it is as published ones are.
 PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].tiny.config["_conditioner"] | {"num_attention_heads": 16}},
-             **{name: {"block_out_channels": (64,) * len(UNETS[name]["block_out_channels"]), "norm_num_groups": 32}
+             **{name: {"block_out_channels": (64,) * len(UNETS[name]["block_out_channels"])} | (
+                 {"norm_num_groups": 32} if "norm_num_groups" in UNETS[name] else {"num_attention_heads": (1, 1, 1)})
                 for name in UNETS},
              # nor a file of Wan: that heads are of 128
              **dict.fromkeys(("Wan Camera", "Wan HuMo", "Wan Animate", "Wan SCAIL", "Wan SCAIL-2", "Wan S2V",

@@ -34,7 +34,8 @@ LOADERS = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name", "Im
            "unCLIPCheckpointLoader": "ckpt_name", "XDiTLoadModel": "model_name"}
 # the tiny model in the place of a published file, by what its name contains; the first that fits
 KINDS = (
-    ("v1-5|dreamshaper_8", "sd15"), ("x4-upscaler", "sd-x4-upscaler"),
+    ("v1-5|dreamshaper_8", "sd15"), ("x4-upscaler", "sd-x4-upscaler"), ("zero123", "stable-zero123"),
+    ("sv3d_u", "sv3d-u"), ("sv3d_p", "sv3d-p"), ("^svd", "svd"),
     ("sd_xl_refiner", "sdxl-refiner"), ("sd_xl|sdxl", "sdxl"),
     ("sd3.5_large", "sd35-large"), ("schnell", "flux-schnell"), ("flux1?.?1?-fill|fill-dev", "flux-fill"),
     ("flux1-canny|flux1-depth", "flux-canny"), ("flux-2-klein", "flux2-klein"), ("flux-2|flux2", "flux2"),

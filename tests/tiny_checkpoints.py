@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 SEED = 1234
-SHORT = {"Flux.1": "flux", "Flux.2": "flux2", "PixArt-Sigma": "pixart", "SD 1.5": "sd15", "SD 2": "sd2"}
+SHORT = {"Flux.1": "flux", "Flux.2": "flux2", "PixArt-Sigma": "pixart", "SD 1.5": "sd15", "SD 2": "sd2",
+         "Stable Video Diffusion": "svd"}
 REFINER = {"num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transformer_depth": [0, 2, 2, 0],
            "transformer_depth_middle": 2,
            "transformer_depth_output": [0, 0, 2, 2, 2, 2, 0, 0], "context_dim": 1280, "adm_in_channels": 2560}
@@ -66,6 +67,7 @@ VARIANTS = {"chroma-radiance-x0": ("chroma-radiance", {
                                      "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2]}),
             "sd15-inpaint": ("sd15", {"in_channels": 9}), "sd15-ip2p": ("sd15", {"in_channels": 8}),
             "stable-zero123": ("sd15", {"in_channels": 8}),
+            "sv3d-u": ("svd", {"adm_in_channels": 256}), "sv3d-p": ("svd", {"adm_in_channels": 1280}),
             "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER),
             # whose layers on the way up are not those of the way down, and without attention in the middle
             "ssd-1b": ("sdxl", {"num_res_blocks": [2, 2, 2], "transformer_depth": [0, 0, 1, 1, 2, 2],
@@ -80,7 +82,7 @@ VARIANTS = {"chroma-radiance-x0": ("chroma-radiance", {
 # where another class of comfy.supported_models detects a variant
 DETECTED = {"sdxl-refiner": "SDXLRefiner", "ssd-1b": "SSD1B", "koala-700m": "KOALA_700M",
             "sd2-unclip": "SD21UnclipL", "lotus": "LotusD", "sd15-ip2p": "SD15_instructpix2pix",
-            "stable-zero123": "Stable_Zero123",
+            "stable-zero123": "Stable_Zero123", "sv3d-u": "SV3D_u", "sv3d-p": "SV3D_p",
             "cosmos-predict1-video": "CosmosI2V", "cosmos-predict2-video": "CosmosI2VPredict2"}
 # Families that ComfyUI's detection tells by a width of the published ones: here by one that no other tiny file has.
 TOLD = {"z-image-pixel": {"image_model": "lumina2", "dim": 512}}

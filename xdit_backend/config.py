@@ -266,15 +266,14 @@ def validate_layout(layout, num_heads, family, num_key_heads=None):
                           f"not divide {family}'s {num_heads} attention heads.")
 
 
-def refuse_methods(layout, refused, family):
-    """Refuse methods that a family cannot have. refused: {degree, without "_degree": why}.
+def refuse_methods(layout, refused, family, others=("cfg", "data", "ulysses", "ring", "tensor")):
+    """Refuse methods that a family cannot have. refused: {degree, without "_degree": why}. others: to choose from.
     Raises ConfigError with what would work."""
     for name, reason in refused.items():
         value = getattr(layout, f"{name}_degree")
         if value > 1:
-            others = [f"{other}_degree" for other in ("cfg", "data", "ulysses", "ring", "tensor")
-                      if other not in refused]
-            raise ConfigError(f"Set {name}_degree to 1, and use {_one_of(others)}: {name}_degree={value} cannot be, "
+            left = [f"{other}_degree" for other in others if other not in refused]
+            raise ConfigError(f"Set {name}_degree to 1, and use {_one_of(left)}: {name}_degree={value} cannot be, "
                               f"as xDiT does not run {family} so, because {reason}.")
 
 

@@ -274,6 +274,8 @@ def unet_blocks(model):
                                                                       getattr(block, "attentions", None) or ())):
             paths.append(f"{side}.resnets.{number}")
             if attention is not None:
-                paths += [f"{side}.attentions.{number}.transformer_blocks.{inner}"
-                          for inner in range(len(attention.transformer_blocks))]
+                lists = [kind for kind in ("transformer_blocks", "temporal_transformer_blocks")
+                         if hasattr(attention, kind)]          # which take turns
+                paths += [f"{side}.attentions.{number}.{kind}.{inner}"
+                          for inner in range(len(attention.transformer_blocks)) for kind in lists]
     return paths

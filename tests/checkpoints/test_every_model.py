@@ -7,7 +7,6 @@ import pytest
 
 from tests.checkpoints.test_header import (
     HUNYUAN_IMAGE,
-    SD21,
     write_header,
 )
 from tests.comfyui_server import comfyui_folder
@@ -26,6 +25,7 @@ FAMILY = {
     "WAN21_SCAIL": "Wan SCAIL", "WAN21_SCAIL2": "Wan SCAIL-2", "WAN22_S2V": "Wan S2V",
     "WAN22_WanDancer": "WanDancer",
     "SD15": "SD 1.5", "SD15_instructpix2pix": "SD 1.5", "Stable_Zero123": "SD 1.5", "SD20": "SD 2", "LotusD": "SD 2",
+    **dict.fromkeys(("SVD_img2vid", "SV3D_u", "SV3D_p"), "Stable Video Diffusion"),
     "SD_X4Upscaler": "SD x4 upscaler", "SD21UnclipL": "SD 2",
     "SD21UnclipH": "SD 2", "SDXL": "SDXL", "SDXL_instructpix2pix": "SDXL",
     "SDXLRefiner": "SDXL", "KOALA_1B": "SDXL", "SSD1B": "SDXL",
@@ -50,8 +50,6 @@ FAMILY = {
     "WAN21_CausalAR_T2V": "Wan", "WAN21_FlowRVS": "Wan"}
 # class of ComfyUI's -> (a family's tensors, what it has beside those, what the refusal says)
 REFUSED = {
-    **dict.fromkeys(("SV3D_u", "SV3D_p", "SVD_img2vid"), (
-        SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "Stable Video Diffusion")),
     **dict.fromkeys(("Stable_Cascade_B", "Stable_Cascade_C"), ({}, {"clf.1.weight": (2, 2)}, "Stable Cascade")),
     "ACEStep": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step 1.0"),
     "HiDreamO1": ({}, {"t_embedder1.mlp.0.weight": (2, 2), "visual.blocks.0.mlp.linear_fc2.weight": (2, 2)},

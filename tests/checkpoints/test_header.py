@@ -286,6 +286,18 @@ SD15 = unet(SD_WIDTHS, SD_DEPTHS, 1, 768, linear=False)
 SD15_INPAINTING = unet(SD_WIDTHS, SD_DEPTHS, 1, 768, linear=False, channels=9)
 SD21 = unet(SD_WIDTHS, SD_DEPTHS, 1, 1024)
 SD_X4 = {**unet((256, 512, 512, 1024), (0, 1, 1, 1), 1, 1024, channels=7), "label_emb.weight": (1000, 1024)}
+
+
+def of_videos(vector):
+    """The same that looks along frames beside each layer."""
+    shapes = unet(SD_WIDTHS, SD_DEPTHS, 1, 1024, vector, channels=8)
+    return shapes | {name.replace(".0.in_layers.", ".0.time_stack.in_layers."): shape
+                     for name, shape in shapes.items()} | {
+        name.replace(".transformer_blocks.0.attn2.to_k", f".time_stack.0.{which}"): shape
+        for name, shape in shapes.items() if name.endswith(".transformer_blocks.0.attn2.to_k.weight")
+        for which in ("attn1.to_q", "attn2.to_q")}
+
+
 SDXL_BASE = unet((320, 640, 1280), (0, 2, 10), 10, 2048, 2816)
 SSD_1B = unet((320, 640, 1280), (0, 2, 4), -1, 2048, 2816, up=((4, 4, 10), (2, 1, 1), (0, 0, 0)))
 VEGA = unet((320, 640, 1280), (0, 1, 2), -1, 2048, 2816, up=((2, 2, 2), (1, 1, 1), (0, 0, 0)))
@@ -513,6 +525,11 @@ PUBLISHED = {
         "block_out_channels": (256, 512, 512, 1024), "attention_head_dim": (8,) * 4, "in_channels": 7,
         "down_block_types": ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 3, "num_class_embeds": 1000,
         "only_cross_attention": (True, True, True, False), "class_embed_type": None}),
+    "svd": ("Stable Video Diffusion", of_videos(768), {
+        "in_channels": 8, "block_out_channels": SD_WIDTHS, "num_attention_heads": (5, 10, 20, 20),
+        "down_block_types": ("CrossAttnDownBlockSpatioTemporal",) * 3 + ("DownBlockSpatioTemporal",),
+        "projection_class_embeddings_input_dim": 768, "transformer_layers_per_block": (1, 1, 1, 1)}),
+    "sv3d-p": ("Stable Video Diffusion", of_videos(1280), {"projection_class_embeddings_input_dim": 1280}),
     "sdxl": ("SDXL", SDXL_BASE, {"block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10),
                                  "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048,
                                  "use_linear_projection": True,
@@ -639,7 +656,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (WAN_14B, {"more_blocks.0.before_proj.weight": (1, 1)}, "more_blocks"),
     (HUNYUAN_IMAGE, {"time_r_in.in_layer.weight": (3584, 256)}, "the time of the next step"),
     (HUNYUAN_IMAGE, {"img_in.proj.weight": (3328, 64, 1, 1, 1)}, "it is the refiner"),
-    (SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "Stable Video Diffusion"),
+    (SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "it reads no picture where it looks along frames"),
     (unet((320, 640, 1280), (0, 2, 4), 4, 2048, 2816),
      {"input_blocks.5.1.transformer_blocks.2.attn2.to_k.weight": (640, 2048)},
      "where diffusers' U-Net cannot have them")], ids=lambda value: value if isinstance(value, str) else "")

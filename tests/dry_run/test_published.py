@@ -35,7 +35,7 @@ ON_FOUR = "ulysses4", "ring4", "tensor4", "displaced4", "displaced2-ulysses2", "
 # published models whose numbers are those of the header of a published file -> the file, in tests/checkpoints
 HEADERS = {name: name for name in ("longcat-image", "pixart-alpha", "ernie-image", "krea-2", "hidream-i1",
                                    "cosmos-predict2-2b", "anima", "kandinsky-5-lite", "kandinsky-5-image",
-                                   "cogvideox-1.5-5b", "sd1.5", "sd2.1", "sd-x4", "omnigen2", "lens", "joyimage",
+                                   "cogvideox-1.5-5b", "sd1.5", "sd2.1", "sd-x4", "svd", "omnigen2", "lens", "joyimage",
                                    "minimax-h3", "chroma-radiance", "mage-flow",
                                    "stable-audio-open-1.0", "stable-audio-3-medium")} | {
     "ace-step-1.5": "ace-step15", "hunyuan3d-2": "hunyuan3d-2", "hunyuan3d-2.1": "hunyuan3d-2.1",
@@ -170,7 +170,7 @@ def test_a_peak_of_a_unet_is_what_was_forecast(name, how):
     family, degrees = checkpoint.family, degrees_of(parse_layout(layout_name), ParallelConfig())
 
     model = build_empty(family, checkpoint.config)
-    found = unet_run_memory(family, model, sizes, (1, branches), degrees, torch.bfloat16,
+    found = unet_run_memory(family, model, sizes, (run.shape[0], branches), degrees, torch.bfloat16,
                             num_tokens=run.conditioning["context"][1])
 
     peak_bytes = counted((checkpoint, run), layout_name, 0).peak_bytes

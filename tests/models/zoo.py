@@ -106,7 +106,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     left out? Else its inputs are.
     """
     family = FAMILIES[name]
-    config = family.tiny.config | more
+    config, batch = family.tiny.config | more, batch * (family.tiny.frames if family.has_frames_as_batch else 1)
     torch.manual_seed(0)
     model = build(family, config).eval().to(dtype).requires_grad_(False)
     _wake(model)

@@ -122,8 +122,12 @@ class ComfyUI:
                                size=in_dims(families()[kind], size) if families()[kind].is_comfyuis else ())
         pooled = made.get("y")
         if pooled is not None and families()[kind].is_unet:    # the rest of it ComfyUI makes of the picture's size
-            pooled = pooled[:, :1280] if pooled.ndim > 1 else None
+            pooled = pooled[:, :1280] if pooled.ndim > 1 and not families()[kind].has_frames_as_batch else None
         options = {} if pooled is None else {"pooled_output": pooled}
+        if families()[kind].has_frames_as_batch:               # of which ComfyUI makes the vector
+            options |= {"motion_bucket_id": 100 + seed, "fps": 9, "augmentation_level": 0.1 * seed,
+                        "concat_latent_image": torch.randn(1, 4, *size, generator=generator),
+                        "elevation": [5.0, 10.0, 15.0], "azimuth": [0.0, 90.0, 200.0 + seed]}
         if kind == "sd-x4-upscaler":                           # of which ComfyUI makes what stands beside the latent
             options |= {"concat_image": torch.randn(1, 3, *size, generator=generator), "noise_augmentation": 0.3}
         if "encoder_hidden_states_llama3" in made:

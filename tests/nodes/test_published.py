@@ -43,6 +43,8 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     if family.is_unet:
         unet |= ({"num_heads": 8, "num_head_channels": -1} if family_name in ("SD 1.5", "SD x4 upscaler")
                  else {"num_heads": -1, "num_head_channels": 64})
+        if family.has_frames_as_batch:
+            assert unet["use_temporal_attention"] and not unet["disable_temporal_crossattention"]
         if family_name == "SD x4 upscaler":
             unet |= comfy.supported_models.SD_X4Upscaler.unet_extra_config
     module, _, class_name = family.tiny.native.partition(":")

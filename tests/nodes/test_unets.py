@@ -15,7 +15,8 @@ KINDS = [kind for kind, family in families().items() if family.is_unet and kind 
 LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2}),
            "displaced2": ("cpu,cpu", {"displaced": 2, "displaced_mode": "full_sync"})}
 MATRIX = [*((kind, "one") for kind in KINDS), ("sdxl", "cfg2"), ("sdxl-inpaint", "data2"),
-          ("ssd-1b", "displaced2"), ("koala-700m", "displaced2")]
+          ("ssd-1b", "displaced2"), ("koala-700m", "displaced2"),
+          *((kind, layout) for kind in ("svd", "sv3d-u", "sv3d-p") for layout in ("cfg2", "displaced2"))]
 # sampler, scheduler, size, images
 RUNS = [("euler", "normal", (16, 18), 1), ("dpmpp_2m", "karras", (17, 23), 2),
         ("dpmpp_2s_ancestral", "simple", (9, 16), 3)]
@@ -102,6 +103,32 @@ def test_a_picture_from_another_side_equals_native_ksampler(comfyui, layout):
     native = comfyui.sample(comfyui.native(kind), kind, positive=positive, negative=negative, latent=latent)
     close(result, native, TOLERANCE)
     assert relative_error(result[:1], native[1:2]) > 0.01
+
+
+def test_guidance_that_grows_along_a_video_equals_native_ksampler(comfyui):
+    """Of VideoLinearCFGGuidance, and of frames that differ."""
+    from comfy_extras.nodes_video_model import VideoLinearCFGGuidance
+    guide = VideoLinearCFGGuidance().patch
+    model, native = comfyui.ours("svd", comfyui.config("cpu,cpu", cfg=2)), comfyui.native("svd")
+    latent = comfyui.latent("svd", 4, (12, 10))
+
+    result = comfyui.sample(guide(model, 1.5)[0], "svd", latent=latent)
+
+    wanted = comfyui.sample(guide(native, 1.5)[0], "svd", latent=latent)
+    close(result, wanted, TOLERANCE)
+    assert relative_error(comfyui.sample(native, "svd", latent=latent), wanted) > 100 * TOLERANCE
+
+
+def test_frames_of_a_video_are_not_shared_out(comfyui, said):
+    """By hand it is refused; by itself a device rests, and nothing else is said."""
+    with pytest.raises(comfyui.errors.ConfigError, match="Set data_degree to 1, and use cfg_degree or displaced_de"):
+        comfyui.ours("svd", comfyui.config("cpu,cpu", data=2))
+    latent = comfyui.latent("svd", 2, (8, 8))
+
+    result = comfyui.sample(comfyui.ours("svd", comfyui.config("cpu,cpu")), "svd", latent=latent, steps=1, cfg=1.0)
+
+    close(result, comfyui.sample(comfyui.native("svd"), "svd", latent=latent, steps=1, cfg=1.0), TOLERANCE)
+    assert said[0].startswith("running on cpu, cpu: one device")
 
 
 SPREAD = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias"

@@ -136,10 +136,10 @@ class StaleUNet:
         bands = range(len(self.bands)) if self.band is None else [self.band]
         shares = []
         for band in range(len(self.bands)):
-            first, last = self._rows(band, x.shape[2])
-            shares.append((last - first) / x.shape[2])
+            first, last = self._rows(band, x.shape[-2])
+            shares.append((last - first) / x.shape[-2])
             if band in bands:
-                part = x[:, :, first:last].reshape(batch, groups, -1)
+                part = x[..., first:last, :].reshape(batch, groups, -1)
                 self.now.setdefault(name, {})[band] = torch.stack([part.mean(-1), (part ** 2).mean(-1)])
         if self.band is None:
             return forward(x)
@@ -157,7 +157,8 @@ class StaleUNet:
         self.num_negative += int((variance < 0).sum())
         variance = torch.where(variance < 0, own[1] - own[0] ** 2, variance)
         normal = (x.reshape(batch, groups, -1) - mean[..., None]) / (variance[..., None] + module.eps).sqrt()
-        return normal.view_as(x) * module.weight[:, None, None] + module.bias[:, None, None]
+        weight, bias = (each.view(-1, *[1] * (x.ndim - 2)) for each in (module.weight, module.bias))
+        return normal.view_as(x) * weight + bias
 
 
 class StaleTransformer:

@@ -168,7 +168,9 @@ def test_every_mode_equals_the_oracle(mode):
     pytest.param("SD 1.5", {"rows": 17, "columns": 9}, (), (0, 8, 16, 17), marks=pytest.mark.slow),
     pytest.param("SD 2", {"rows": 37, "columns": 19}, (), (0, 16, 32, 37), marks=pytest.mark.slow),
     # the first attention of its upper levels reads the text
-    pytest.param("SD x4 upscaler", {"rows": 21, "columns": 11}, (), (0, 16, 21))], ids=str)
+    pytest.param("SD x4 upscaler", {"rows": 21, "columns": 11}, (), (0, 16, 21)),
+    # norms of whole videos, and attention along frames
+    pytest.param("Stable Video Diffusion", {"rows": 13, "columns": 10}, (), (0, 8, 13))], ids=str)
 def test_uneven_and_odd_bands_equal_the_oracle(name, shape, speeds, starts):
     """Of ranks that are alike or not. Euler and Heun, one warm-up step and two, and all: that is the one model. Runs
     follow one another on the same hooks."""
@@ -226,12 +228,15 @@ def test_text_that_is_projected_in_every_call_is_noticed():
     assert projections == [counts["of text"] * (len(SIGMAS) - 1)]
 
 
-@pytest.mark.parametrize("name, num_ranks, shape", [("SDXL", 3, ODD), ("SD 1.5", 2, {"rows": 17, "columns": 9})])
+@pytest.mark.parametrize("name, num_ranks, shape", [
+    ("SDXL", 3, ODD), ("SD 1.5", 2, {"rows": 17, "columns": 9}),
+    *(pytest.param(name, 2, {"rows": 17, "columns": 9}, marks=pytest.mark.slow)
+      for name in ("SD x4 upscaler", "Stable Video Diffusion"))])
 def test_what_is_kept_is_the_formula_to_the_byte(name, num_ranks, shape):
     """And with it what is sent: a row of every bucket, to all others."""
     on_all = run_ranks(on_ranks, num_ranks, name, [(shape, 1, False, "corrected_async_gn", 4096)], timeout_s=1800)
-    told = exchanged_bytes(example(name).model, (shape["rows"], shape["columns"]), num_ranks, torch.float64,
-                           shape.get("batch", 1))
+    one = example(name, **shape)
+    told = exchanged_bytes(one.model, (shape["rows"], shape["columns"]), num_ranks, torch.float64, len(one.latent))
 
     assert [seen[0][4] for _, seen, *_ in on_all] == [num_ranks * told] * num_ranks
 

@@ -27,11 +27,10 @@ from ..forecast.more_devices import spread_that_fits
 from ..forecast.planner import (
     USUAL_JOB,
     degrees_of,
-    describe_layout,
     memory_settings,
     plan_run,
 )
-from ..forecast.words import weights_words
+from ..forecast.words import describe_layout, weights_words
 from ..protocol.errors import ConfigError
 from ..protocol.specs import Layout
 from .plan import WEIGHT_TYPES

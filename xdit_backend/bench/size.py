@@ -34,9 +34,9 @@ from ..forecast.planner import (
     Devices,
     choose_layout,
     choose_spread,
-    describe_layout,
     usual_branches,
 )
+from ..forecast.words import describe_layout
 from ..partition import FULL
 from ..protocol.errors import ConfigError, UnsupportedError
 from ..protocol.specs import Layout

@@ -13,7 +13,7 @@ from ..models import FAMILIES
 from ..protocol.errors import CheckpointError
 from ..protocol.specs import ModelSpec
 from ..vocabulary.family import Family
-from ..vocabulary.unet import publishers_names
+from ..vocabulary.unet import CLASSES, publishers_names
 from . import gguf, kitchen
 from .folder import Folder, extra_parts, read_folder
 from .layers import Layer, layers_of
@@ -24,7 +24,6 @@ from .transformer import metadata_of, model_config
 
 # ComfyUI saves some under model.model.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")
-UNET = "UNet2DConditionModel"
 IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of one under diffusers' names
 
 
@@ -189,7 +188,7 @@ def _read_gguf(path):
 
 def _read_folder(path):
     names, folder = extra_parts(), read_folder(path)
-    is_unet, renamed, tensors = class_name(folder.config) == UNET, {}, {}
+    is_unet, renamed, tensors = class_name(folder.config) in CLASSES, {}, {}
     for file in map(str, folder.files):
         read = read_safetensors(file)[0]
         name_of = names.get(os.path.basename(os.path.dirname(file)))

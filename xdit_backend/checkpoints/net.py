@@ -69,12 +69,14 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     """The Job of a run. shape: of the latents of one branch;
     conditioning: {name: tensor} of the whole forward, as workers get it."""
     counts = family.token_counts(shape, conditioning)
-    sequences = family.latent.sequences(shape)
+    images, sequences = shape[0], family.latent.sequences(shape)
+    if "data" in family.refused:                               # nobody shares out what is together then
+        images, sequences = 1, images * sequences
     tokens, text = counts.pop("image") * sequences, sum(counts.values())
     if not net.joint:
         tokens += sum(count for stream, count in counts.items() if stream != "text")           # of the model's own
         text = family.lengths["text"](conditioning) if "text" in family.lengths else conditioning["context"].shape[1]
-    return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0],
+    return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=images,
                sequences=sequences)
 
 
@@ -85,6 +87,8 @@ def unet_run_memory(family, model, sizes, batch, degrees, dtype, **kept):
     own = -(-images // degrees.data) * -(-branches // degrees.cfg)
     hidden_bytes = math.prod(sizes) * family.width(model.config) * dtype.itemsize
     kept_in_all = kept_bytes(model, sizes, degrees.displaced, dtype, own, **kept)
+    if family.has_frames_as_batch:                             # which go through it together
+        own, hidden_bytes = own // images, images * hidden_bytes
     return unet_memory(Live(**family.live), hidden_bytes, own, kept_in_all, degrees)
 
 
@@ -120,7 +124,9 @@ def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
                     for rank, size in enumerate(sizes)]
             total += slot_bytes([(batch, module.in_channels, count, columns) for count in rows], dtype)
         elif isinstance(module, torch.nn.GroupNorm):
-            total += slot_bytes([(2, batch, module.num_groups)], torch.promote_types(dtype, torch.float32))
+            # of a video, where it looks along frames
+            count = 1 if ".temporal_res_block." in name else batch
+            total += slot_bytes([(2, count, module.num_groups)], torch.promote_types(dtype, torch.float32))
         elif attentions.get(name) == "rows":
             total += slot_bytes([(2, batch, size * columns, module.to_k.out_features) for size in sizes], dtype)
     return total

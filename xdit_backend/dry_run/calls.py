@@ -83,7 +83,7 @@ class Calls:
     def sized(self, shape, name=""):
         """With both branches, where they are one batch. A number that all share, such as vace_strength.0, is one."""
         batch = self.run.shape[0]
-        if "." in name and len(shape) == 1:
+        if "." in name and len(shape) == 1 or name in self.loaded.family.counts:
             return shape
         times = 1 if self.are_apart else self.run.branches
         return (batch * times, *shape[1:]) if shape and shape[0] == batch else shape

@@ -13,7 +13,7 @@ def latent_shape(family, config, size, frames=1, batch=1):
         sizes.insert(0, (frames - 1) // of_frames + 1)
     if len(family.patch_size(config)) == 1:                    # sound, as long as the picture has tokens
         sizes = [sizes[0] * sizes[1]]
-    return (batch, family.taken_channels(config), *sizes)
+    return (frames * batch if family.has_frames_as_batch else batch, family.taken_channels(config), *sizes)
 
 
 def conditioning_shapes(family, config, shape, tokens):
@@ -43,6 +43,8 @@ def _special(name, config, shape, width):
     if name == "clip_fea" and config.get(width) is not None and config.get("added_kv_proj_dim"):
         return {name: (batch, config.get("pos_embed_seq_len") or PICTURE_TOKENS, config[width])}
     if name == "y" and config.get("num_class_embeds"):
+        return {name: (batch,)}
+    if name == "num_video_frames":
         return {name: (batch,)}
     if name == "vace_context":
         return {name: (batch, 1, config["vace_in_channels"], *shape[2:])}

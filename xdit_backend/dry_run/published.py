@@ -136,6 +136,8 @@ PUBLISHED = {
         "in_channels": 7, "block_out_channels": (256, 512, 512, 1024), "cross_attention_dim": 1024,
         "down_block_types": SD15["down_block_types"][::-1], "up_block_types": SD15["up_block_types"][::-1],
         "use_linear_projection": True}),
+    "svd": Published("Stable Video Diffusion", (1024, 576), 14, tokens=1, given={
+        "sample_size": 64, "num_attention_heads": (5, 10, 20, 20), "transformer_layers_per_block": (1, 1, 1, 1)}),
     "omnigen2": Published("OmniGen 2", tokens=256, given={
         "in_channels": 16, "hidden_size": 2520, "num_layers": 32, "num_refiner_layers": 2, "num_attention_heads": 21,
         "num_kv_heads": 7, "text_feat_dim": 2048, "multiple_of": 10240, "axes_dim_rope": (40, 40, 40)}),

@@ -16,7 +16,6 @@ from .choice import WORTH, Forecast, Machine, are_alike, candidates, choose, for
 from .cost import Degrees, Device, Job, Links
 from .decoding import work_seconds
 from .memory import MemorySettings, weight_bytes
-from .words import method_words
 
 USUAL = {"cuda": Device(1e14, 1e14, 1e12), "cpu": Device(5e10, 3e10, 1e10, block_launch_s=5e-4)}
 LONG_S = 20.0                              # of a run, on one usual device: from then on devices are measured before it
@@ -343,8 +342,3 @@ def branches_together(layout):
     """The layout of a call whose images may not be apart, since something compares them in each layer:
     other ranks rest."""
     return dataclasses.replace(layout, cfg_degree=layout.data_degree * layout.cfg_degree, data_degree=1)
-
-
-def describe_layout(layout):
-    """A layout in a person's words, e.g. "CFG 2 x Ulysses 2"."""
-    return " x ".join(method_words(lambda axis: getattr(layout, f"{axis}_degree"))) or "one device"

@@ -1,5 +1,7 @@
 """A plan in a person's words: what is chosen, how fast, why, and what came second. Pure text."""
 
+from dataclasses import replace
+
 from .calibration import NEW
 from .choice import is_worth_it
 
@@ -15,6 +17,14 @@ REASONS = {"compute": "the devices compute nearly all of the time",
 def method_words(degree_of):
     """Of each method that is on, e.g. ["CFG 2", "Ulysses 2"]. degree_of(axis): its degree."""
     return [f"{name} {degree_of(axis)}" for axis, name in METHODS.items() if degree_of(axis) > 1]
+
+
+def describe_layout(layout, num_branches=0):
+    """A layout in a person's words, e.g. "CFG 2 x Ulysses 2". num_branches: beyond which ranks rest, if that is to be
+    said."""
+    if num_branches:
+        layout = replace(layout, cfg_degree=min(layout.cfg_degree, num_branches))
+    return " x ".join(method_words(lambda axis: getattr(layout, f"{axis}_degree"))) or "one device"
 
 
 def layout_words(one):

@@ -260,6 +260,11 @@ class Family:
         return isinstance(self.plan, UNetPlan)
 
     @property
+    def has_frames_as_batch(self):
+        """Are the images of a latent the frames of one video?"""
+        return "num_video_frames" in self.counts
+
+    @property
     def blocks(self):
         """The plan's lists of blocks; a U-Net has none."""
         return () if self.is_unet else self.plan.blocks

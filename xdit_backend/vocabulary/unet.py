@@ -4,6 +4,7 @@ is given.
 A U-Net has no list of blocks that tokens pass: it works on images, each level on one of half the size.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from .plan import UNetPlan
 
 LATENT = Unpacked((1, 1))
 
+OF_VIDEOS = "UNetSpatioTemporalConditionModel"
+CLASSES = "UNet2DConditionModel", OF_VIDEOS                    # of diffusers, whose files have the publisher's names
+
 # what the publisher's names begin with -> diffusers'
 OUTSIDE = {"input_blocks.0.0.": "conv_in.", "out.0.": "conv_norm_out.", "out.2.": "conv_out.",
            "time_embed.0.": "time_embedding.linear_1.",
@@ -31,8 +35,19 @@ KEYS = table(
     # say how a file is sampled; with which ComfyUI projects what a vision model says of a picture
     (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr|cc_projection\..*)$", None),
     *((rf"^{re.escape(own)}", other) for own, other in OUTSIDE.items()),
-    *((rf"(resnets\.\d+)\.{re.escape(own)}", rf"\1.{other}") for own, other in IN_RESNET.items()))
-OF_RESNET = re.compile(rf"(resnets\.\d+\.)({'|'.join(map(re.escape, IN_RESNET.values()))})")
+    *((rf"(resnets\.\d+(?:\.time_stack)?)\.{re.escape(own)}", rf"\1.{other}") for own, other in IN_RESNET.items()))
+OF_RESNET = re.compile(rf"(resnets\.\d+\.(?:time_stack\.)?)({'|'.join(map(re.escape, IN_RESNET.values()))})")
+# of U-Nets of videos, in diffusers' names of the others: what looks along frames is beside what it follows
+VIDEO_KEYS = table((r"^class_embedding\.", "add_embedding."),
+                   (r"(resnets\.\d+)\.(?=norm|conv|time_emb_proj)", r"\1.spatial_res_block."),
+                   (r"(resnets\.\d+)\.time_stack\.", r"\1.temporal_res_block."),
+                   (r"(attentions\.\d+)\.time_stack\.", r"\1.temporal_transformer_blocks."),
+                   (r"time_pos_embed\.0\.", "time_pos_embed.linear_1."),
+                   (r"time_pos_embed\.2\.", "time_pos_embed.linear_2."))
+# and back
+FROM_VIDEO = ((".spatial_res_block.", "."), (".temporal_res_block.", ".time_stack."),
+              (".temporal_transformer_blocks.", ".time_stack."), (".time_pos_embed.linear_1.", ".time_pos_embed.0."),
+              (".time_pos_embed.linear_2.", ".time_pos_embed.2."))
 OF_LEVEL = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)")
 
 
@@ -59,13 +74,9 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
         name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT,
         convert=convert, config_from_tensors=("sample_size",),
         recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
-                                  and _context_width(shapes) in architecture.context_widths
+                                  and _context_width(shapes) in architecture.context_widths and not looks_along(shapes)
                                   and has("label_emb.weight")(shapes) == (architecture.num_classes is not None)),
-        refusals=(because("it makes videos (Stable Video Diffusion)",
-                          lambda shapes: any(".time_stack." in key for key in shapes)),
-                  *refusals,
-                  because("its levels have layers, or attention, where diffusers' U-Net cannot have them", _is_uneven)),
-        config=_config_rules(architecture), amend=_amend,
+        refusals=(*refusals, EVEN), config=config_rules(architecture), amend=_amend,
         live={"alone": architecture.alone, "block": architecture.block},
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
@@ -75,7 +86,12 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
         plan=PLAN)
 
 
-def _config_rules(architecture):
+def looks_along(shapes):
+    """Does a U-Net look along the frames of videos?"""
+    return any(".time_stack." in name for name in shapes)
+
+
+def config_rules(architecture):
     """Arguments of diffusers' class from a file's shapes."""
     return config_of(
         sample_size=64, in_channels=size("input_blocks.0.0.weight", 1), out_channels=size("out.2.weight", 0),
@@ -115,6 +131,11 @@ def convert(tensors, config):
     return KEYS({_in_level(name, config["layers_per_block"]): tensor for name, tensor in tensors.items()}, config)
 
 
+def convert_of_videos(tensors, config):
+    """The same of a U-Net that looks along the frames of videos."""
+    return VIDEO_KEYS(convert(tensors, config), config)
+
+
 def settings_of(folder_config):
     """What a folder's config.json says, in the words of the config that is made from a file's shapes; without what its
     tensors tell, or ComfyUI does: types of arithmetic, how SDXL's vector is made.
@@ -146,6 +167,10 @@ def _alike(depth):
 
 def publishers_names(names):
     """{diffusers' name: the publisher's} of the tensors of a U-Net; what is no U-Net's keeps its name."""
+    if any(".temporal_res_block." in name for name in names):
+        of_others = {name: functools.reduce(lambda name, pair: name.replace(*pair), FROM_VIDEO, name) for name in names}
+        found = publishers_names(of_others.values())
+        return {name: found[other] for name, other in of_others.items()}
     num_layers = len({name.split(".")[3] for name in names if name.startswith("down_blocks.0.resnets.")})
     with_attention = {name.split(".")[1] for name in names if name.startswith("up_blocks.") and ".attentions." in name}
     return {name: _publishers_name(name, num_layers, with_attention) for name in names}
@@ -269,6 +294,9 @@ def _is_uneven(shapes):
     return (len({len(layers) for layers in levels}) > 1 or any(len(set(depths)) > 1 for depths in down)
             or any((depth > 0) != (depths[0] > 0) for depths, of_level in zip(reversed(down), up) for depth in of_level)
             or bool(middle) and down[-1][0] not in (0, middle))
+
+
+EVEN = because("its levels have layers, or attention, where diffusers' U-Net cannot have them", _is_uneven)
 
 
 def _context_width(shapes):

@@ -20,7 +20,8 @@ def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dty
     """
     family = checkpoint.family
     if config.mode == "manual":
-        refuse_methods(config.layout, family.refused, family.name)
+        refuse_methods(config.layout, family.refused, family.name,
+                       *[("cfg", "data", "displaced")] * family.is_unet)
         validate_layout(config.layout, family.num_heads(checkpoint.config), family.name,
                         family.num_key_heads(checkpoint.config))
         if not family.is_unet:

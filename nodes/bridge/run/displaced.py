@@ -7,7 +7,8 @@ node works.
 
 import dataclasses
 
-from ....xdit_backend.forecast.planner import branches_together, describe_layout
+from ....xdit_backend.forecast.planner import branches_together
+from ....xdit_backend.forecast.words import describe_layout
 from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_bands, halved, num_tokens
 from ....xdit_backend.protocol.displaced_modes import AUTO, MODES, chosen_for

@@ -9,7 +9,8 @@ import dataclasses
 import torch
 
 from ....xdit_backend.forecast.for_speed import quality_words
-from ....xdit_backend.forecast.planner import branches_together, choose_num_patches, describe_layout, warmup_layout
+from ....xdit_backend.forecast.planner import branches_together, choose_num_patches, warmup_layout
+from ....xdit_backend.forecast.words import describe_layout
 from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_patches, num_tokens, opens_step
 from ....xdit_backend.protocol.exchanges import exchange_words

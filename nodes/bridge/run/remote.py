@@ -6,8 +6,8 @@ import torch
 
 from comfy.patcher_extension import WrapperExecutor
 
-from ....xdit_backend.forecast.planner import USUAL_JOB, branches_together, describe_layout
-from ....xdit_backend.forecast.words import layout_words
+from ....xdit_backend.forecast.planner import USUAL_JOB, branches_together
+from ....xdit_backend.forecast.words import describe_layout, layout_words
 from ....xdit_backend.host.calls import Call
 from ....xdit_backend.protocol.exchanges import exchange_words
 from ..supported.by_patches import COMPILE, DRAINED, WHOLE
@@ -263,20 +263,20 @@ class RemoteModel:
     def _predict(self, model_call, calls):
         if self.spec.stages is not None:
             return self._predict_in_stages(model_call, self.forecasts.with_copies(calls))
-        latent, conditioning = calls[0].latent, calls[0].given
+        latent, conditioning, are_whole = calls[0].latent, calls[0].given, "data" in self.family.refused
         num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
         plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
         calls = self.forecasts.with_copies(calls)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
-        if together:
+        if together or are_whole:
             layout = branches_together(layout)
         self._check_run(model_call, calls, layout)
         if layout.displaced_degree > 1:
             return self._predict_displaced(model_call, calls, layout)
         client = self._client()
-        how = describe_layout(layout) if plan is None else layout_words(plan.chosen)
+        how = describe_layout(layout, len(calls) * are_whole) if plan is None else layout_words(plan.chosen)
         if together:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")

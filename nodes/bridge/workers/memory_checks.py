@@ -23,10 +23,9 @@ from ....xdit_backend.forecast.more_devices import spread_that_fits
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
-    describe_layout,
     memory_settings,
 )
-from ....xdit_backend.forecast.words import disk_words, weights_words
+from ....xdit_backend.forecast.words import describe_layout, disk_words, weights_words
 from ....xdit_backend.host_memory import available_memory, disk_bytes_s
 from ....xdit_backend.partition import ranks_by_part
 from ....xdit_backend.protocol.devices import machine_of, own_name
