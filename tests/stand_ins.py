@@ -29,6 +29,7 @@ VAES = {"sd3": "vae-sd3", "wan": "vae-wan", "wan22-ti2v": "vae-wan22", "flux2": 
 # tokens and width of what a model is told of a picture
 SEEN = {"hunyuan3d-2.1": (4, 1024), "hunyuan3d-2": (4, 24), "wan-flf": (4, 1280), "wan": (257, 1280),
         "hunyuanvideo-1.5": (729, 1152)}
+SOUNDS = "ace-step-1.0", "stable-audio-open", "stable-audio-3"
 LARGE = 256 * 256                          # pixels; nodes that are told no size make a million
 CONTROL = {"sd15": "sd15", "sdxl": "sdxl", "qwen-image": "qwen-instantx", "sd3": "sd3-instantx",
            "sd35-large": "sd35-stability", "flux": "flux-instantx"}
@@ -223,6 +224,9 @@ class StandIns:
         if self.kind.startswith(("minimax", "mage")):          # of whose there are no tiny ones
             encode = _as_minimax_encodes if self.kind.startswith("minimax") else _as_mage_encodes
             return SimpleNamespace(encode=encode, decode=_pixels_of)
+        if self.kind in SOUNDS:                                # of which nothing is encoded but what is as long
+            shape = self.comfyui.latent(self.kind)["samples"].shape
+            return SimpleNamespace(encode=lambda sound: torch.randn(shape, generator=torch.Generator().manual_seed(9)))
         if self.kind.startswith("hunyuan3d"):                  # 64 channels of 8 tokens, as a cube
             return SimpleNamespace(decode=lambda latent, **_: latent[:, :, :8].reshape(-1, 8, 8, 8))
         kind = "vae-sd" if "ft-mse" in file else vae_of(self.kind)

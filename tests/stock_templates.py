@@ -49,7 +49,7 @@ KINDS = (
     ("hunyuan_video_t2v", "hunyuanvideo"), ("ltx-2.3", "ltx-2.3"), ("ltx-2-", "ltx-2"), ("ltx-video", "ltx-video"),
     ("anima", "anima"), ("lotus", "lotus"), ("kandinsky5lite_t2i", "kandinsky-5-image"), ("kandinsky5", "kandinsky-5"),
     ("stable_audio_3", "stable-audio-3"), ("stable-audio-open", "stable-audio-open"),
-    ("acestep_v1.5|ace_step_1.5", "ace-step-1.5"),
+    ("ace_step_v1_", "ace-step-1.0"), ("acestep_v1.5|ace_step_1.5", "ace-step-1.5"),
     ("hunyuan.?3d.*v2.1", "hunyuan3d-2.1"), ("hunyuan.?3d", "hunyuan3d-2"),
     ("minimax", "minimax-h3"), ("omnigen2", "omnigen-2"), ("boogu", "boogu-image"), ("^lens", "lens"),
     ("ideogram", "ideogram-4"), ("joyai", "joyimage"), ("longcat", "longcat-image"), ("ovis", "ovis-image"),

@@ -44,7 +44,7 @@ def test_twice_is_once(converted):
     assert [name for name, entry in converted.items() if entry["again"]] == []
 
 
-@pytest.mark.parametrize("name, model", [("audio_ace_step_1_t2a_song.json", "ACE-Step 1.0")])
+@pytest.mark.parametrize("name, model", [("txt_to_image_to_video.json", "Stable Video Diffusion")])
 def test_a_model_that_is_not_run_is_told_by_its_nodes_where_its_file_is_not_here(converted, name, model):
     """By those that are on: a loader whose prompts are bypassed goes by its file."""
     left = converted[name]["left"]

@@ -143,11 +143,14 @@ def transformer(kind, size="test"):
 
 def thin_parts():
     """Have ComfyUI's classes make the parts thin whose widths they fix."""
+    import comfy.ldm.ace.model as ace
     import comfy.ldm.anima.model as anima
     import comfy.ldm.genmo.joint_model.asymm_models_joint as mochi
     import comfy.ldm.modules.diffusionmodules.mmdit as mmdit
     adapter, processor, feed_forward = anima.LLMAdapter, mmdit.ContextProcessor, mochi.FeedForward
     if isinstance(adapter, type):                              # not done yet
+        ace.LyricEncoder = functools.partial(ace.LyricEncoder, output_size=64, attention_heads=4, linear_units=96,
+                                             num_blocks=1)
         anima.LLMAdapter = functools.partial(adapter, **ADAPTER)
         # Of Mochi's blocks the width is asserted.
         mochi.FeedForward = lambda in_features, hidden_size, **place: feed_forward(

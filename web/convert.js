@@ -35,7 +35,7 @@ const STAY = {
 };
 // Nodes that make conditioning for models that the workers do not run: a file that is not here can be told by them.
 export const FOR_OTHERS = {
-  TextEncodeAceStepAudio: "ACE-Step 1.0", StableCascade_StageC_VAEEncode: "Stable Cascade",
+  StableCascade_StageC_VAEEncode: "Stable Cascade",
   StableCascade_StageB_Conditioning: "Stable Cascade",
 };
 const REFUSED_INPUTS = ["GLIGEN", "IPADAPTER"];

@@ -1,5 +1,5 @@
-"""Names and shapes of published files of Stable Audio Open 1.0 and Stable Audio 3, which ComfyUI's own modules take.
-Used by test_header.py."""
+"""Names and shapes of published files of Stable Audio Open 1.0, Stable Audio 3 and ACE-Step 1.0, which ComfyUI's own
+modules take. Used by test_header.py."""
 
 from tests.checkpoints.published_comfyui import blocks
 
@@ -46,3 +46,42 @@ def stable_audio3(width, depth, twice):
             **_linear("transformer.global_cond_embedder.2", 6 * width, width), **blocks("transformer.layers.", depth, {
                 **_norms(width, "gamma"), **norms, **_block(width, width, twice), "to_scale_shift_gate": (6 * width,),
                 **_linear("to_local_embed.0", width, 257), **_linear("to_local_embed.2", width, width)})}
+
+
+def _square(width, *names):
+    return {key: shape for name in names for key, shape in _linear(name, width, width).items()}
+
+
+def _conv(name, *shape, bias=True):
+    return {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if bias else {})
+
+
+def _norm(name, width):
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+ACE_STEP = {
+    **blocks("transformer_blocks.", 24, {
+        "scale_shift_table": (6, 2560),
+        **_square(2560, *(f"{attention}.{name}" for attention in ("attn", "cross_attn")
+                          for name in ("to_q", "to_k", "to_v", "to_out.0"))),
+        **_square(2560, *(f"cross_attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"))),
+        **_conv("ff.inverted_conv.conv", 12800, 2560, 1), **_conv("ff.depth_conv.conv", 12800, 1, 3),
+        **_conv("ff.point_conv.conv", 2560, 6400, 1, bias=False)}),
+    **_linear("timestep_embedder.linear_1", 2560, 256), **_linear("timestep_embedder.linear_2", 2560, 2560),
+    **_linear("t_block.1", 15360, 2560), **_linear("speaker_embedder", 2560, 512),
+    **_linear("genre_embedder", 2560, 768), "lyric_embs.weight": (6693, 1024),
+    **_linear("lyric_encoder.embed.out.0", 1024, 1024), **_norm("lyric_encoder.embed.out.1", 1024),
+    **_norm("lyric_encoder.after_norm", 1024),
+    **blocks("lyric_encoder.encoders.", 6, {
+        "self_attn.pos_bias_u": (16, 64), "self_attn.pos_bias_v": (16, 64),
+        **_square(1024, *(f"self_attn.linear_{name}" for name in ("q", "k", "v", "out"))),
+        **_linear("self_attn.linear_pos", 1024, 1024, False), **_linear("feed_forward.w_1", 4096, 1024),
+        **_linear("feed_forward.w_2", 1024, 4096), **_norm("norm_ff", 1024), **_norm("norm_mha", 1024)}),
+    **_linear("lyric_proj", 2560, 1024),
+    **{key: shape for number, width in enumerate((1024, 768)) for key, shape in {
+        **_linear(f"projectors.{number}.0", 5120, 2560), **_linear(f"projectors.{number}.2", 5120, 5120),
+        **_linear(f"projectors.{number}.4", width, 5120)}.items()},
+    **_conv("proj_in.early_conv_layers.0", 2048, 8, 16, 1), **_norm("proj_in.early_conv_layers.1", 2048),
+    **_conv("proj_in.early_conv_layers.2", 2560, 2048, 1, 1), "final_layer.scale_shift_table": (2, 2560),
+    **_linear("final_layer.linear", 128, 2560)}

@@ -16,7 +16,8 @@ from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
 
 FAMILY = {
-    "ACEStep15": "ACE-Step 1.5", "StableAudio": "Stable Audio Open", "StableAudio3": "Stable Audio 3",
+    "ACEStep": "ACE-Step 1.0", "ACEStep15": "ACE-Step 1.5",
+    "StableAudio": "Stable Audio Open", "StableAudio3": "Stable Audio 3",
     "Hunyuan3Dv2mini": "Hunyuan3D 2", "Hunyuan3Dv2": "Hunyuan3D 2", "Hunyuan3Dv2_1": "Hunyuan3D 2.1",
     "MiniMaxH3": "MiniMax H3",
     "Omnigen2": "OmniGen 2", "Boogu": "Boogu-Image", "Lens": "Lens", "Ideogram4": "Ideogram 4", "JoyImage": "JoyImage",
@@ -51,7 +52,6 @@ FAMILY = {
 # class of ComfyUI's -> (a family's tensors, what it has beside those, what the refusal says)
 REFUSED = {
     **dict.fromkeys(("Stable_Cascade_B", "Stable_Cascade_C"), ({}, {"clf.1.weight": (2, 2)}, "Stable Cascade")),
-    "ACEStep": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step 1.0"),
     "HiDreamO1": ({}, {"t_embedder1.mlp.0.weight": (2, 2), "visual.blocks.0.mlp.linear_fc2.weight": (2, 2)},
                   "HiDream-O1"),
     "SeedVR2": ({}, {"blocks.0.mlp.all.proj_in_gate.weight": (2, 2)}, "SeedVR2"),

@@ -66,6 +66,7 @@ def tiny(name):
     rows, columns = SMALL_ROWS * unit(family), columns * unit(family)
     size = {1: (rows * columns,), 2: (rows, columns), 3: (family.tiny.frames, rows, columns)}[
         len(family.patch_size(config))]
+    size = size if family.tiny.rows is None else (family.tiny.rows, rows * columns)
     shape = (family.tiny.frames if family.has_frames_as_batch else 1, family.taken_channels(config), *size)
     return Unwritten(name, family, config), Run(shape, *conditioning_shapes(family, config, shape, TEXT_TOKENS))
 

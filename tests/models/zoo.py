@@ -123,6 +123,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     columns += 60 if name.startswith("PixArt") else 0
     shape = {1: (rows * columns + 1,), 2: (rows, columns), 3: (frames or family.tiny.frames, rows, columns)}[
         len(family.latent.patch)]
+    shape = shape if family.tiny.rows is None else (family.tiny.rows, rows * columns + 1)
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
     conditioning = conditioning_of(family, config, generator, {"context": num_text_tokens}, batch, shape)
     if not thin:
@@ -232,7 +233,10 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
     No masks."""
     made = {}
     for name, width in family.conditioning.items():
-        if name in family.tiny.drawn:
+        if name == "lyric_token_idx":
+            made[name] = torch.randint(0, config["lyric_encoder_vocab_size"], (batch, lengths["context"] + 2),
+                                       generator=generator)
+        elif name in family.tiny.drawn:
             made[name] = torch.randn(family.tiny.drawn[name](config, (batch, 0, *size), lengths["context"]),
                                      generator=generator)
         elif name == "y" and config.get("num_class_embeds"):   # one of them

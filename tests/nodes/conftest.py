@@ -30,6 +30,8 @@ def in_pixels(kind, size):
 
 def in_dims(family, size):
     """The dims of a latent after its channels, for rows and columns; of sound its length, an odd one."""
+    if family.tiny.rows is not None:
+        return family.tiny.rows, 2 * size[0] * size[-1] + 1
     return {1: (2 * size[0] * size[-1] + 1,), 2: size, 3: (family.tiny.frames, *size)}[len(family.latent.patch)]
 
 
@@ -157,6 +159,8 @@ class ComfyUI:
         if "lyric_embed" in made:                              # and sound to sing like, or none
             options["conditioning_lyrics"] = made["lyric_embed"]
             options |= {"reference_audio_timbre_latents": [made["refer_audio"]]} if seed % 2 else {}
+        if "lyric_token_idx" in made:
+            options |= {"conditioning_lyrics": made["lyric_token_idx"], "lyrics_strength": 0.6 + 0.1 * (seed % 3)}
         options |= {"fps": 30 / len(made["frame_lasts"])} if "frame_lasts" in made else {}
         if "ref_mask_flag" in made:
             options["ref_mask_flag"] = bool(len(made["ref_mask_flag"]))

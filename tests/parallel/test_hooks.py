@@ -322,7 +322,7 @@ def attention_calls(rank, world_size, name):
 
 
 @pytest.mark.parametrize("name, expected",
-                         [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8, "LTX-2": 12, "Sana": 0,
+                         [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8, "LTX-2": 12, "Sana": 0, "ACE-Step 1.0": 0,
                                   "OmniGen 2": 5, "Hunyuan3D 2.1": 5, "Wan S2V": 5, "WanDancer": 5,
                                   "Boogu-Image": 9, "Wan Animate": 10, "Stable Audio 3": 8}.get(name, 4))
                           for name in having("ring")])

@@ -13,8 +13,7 @@ def article(name):
 
 
 # models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
-NOT_RUN = {".genre_embedder.": "ACE-Step 1.0",
-           ".clf.1.": "Stable Cascade"}
+NOT_RUN = {".clf.1.": "Stable Cascade"}
 NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".context_repo_layers.": "TripoSplat",
                     ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT"}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these

@@ -62,6 +62,10 @@ def _special(name, config, shape, width):
         return {name: (batch, 256, config[width])}
     if name == "local_add_cond":
         return {name: (batch, config["local_add_cond_dim"], *shape[2:])}
+    if name == "lyric_token_idx":
+        return {name: (batch, 256)}
+    if name == "lyrics_strength":
+        return {name: (3,)}
     if name == "refer_audio":
         return {name: shape}
     if name == "ofs":

@@ -166,6 +166,12 @@ PUBLISHED = {
         "io_channels": 256, "embed_dim": 1536, "depth": 24, "num_heads": 24, "cond_token_dim": 768,
         "global_cond_dim": 768, "project_cond_tokens": True, "local_add_cond_dim": 257,
         "attn_kwargs": {"qk_norm": "rms", "differential": True}, "timestep_features_type": "expo"}),
+    # 120 s of songs, 10.8 tokens a second
+    "ace-step-1.0": Published("ACE-Step 1.0", (1292, 1024), tokens=256, given={
+        "in_channels": 8, "out_channels": 8, "num_layers": 24, "inner_dim": 2560, "num_attention_heads": 20,
+        "mlp_ratio": 2.5, "speaker_embedding_dim": 512, "text_embedding_dim": 768, "ssl_latent_dims": [1024, 768],
+        "lyric_encoder_vocab_size": 6693, "lyric_hidden_size": 1024, "_lyric_heads": 16, "_lyric_units": 4096,
+        "_lyric_blocks": 6}),
     # 120 s of sound, 25 numbers a second: as many as such a picture has tokens
     "ace-step-1.5": Published("ACE-Step 1.5", (1920, 1600), tokens=256, given={
         "in_channels": 192, "hidden_size": 2048, "text_hidden_dim": 1024, "num_dit_layers": 24, "num_lyric_layers": 8,

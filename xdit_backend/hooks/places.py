@@ -92,11 +92,12 @@ def summed(forward, running):
     """A module's forward with a `total` argument that adds up its sums over the tokens of all ranks. running() -> the
     ForwardContext, if any."""
     @functools.wraps(forward)
-    def with_total(hidden_states):
+    def with_total(*args, **kwargs):
         context = running()
         if context is None or context.mesh.sequence_degree == 1:
-            return forward(hidden_states)
-        return forward(hidden_states, total=operators.sequence_sum if torch.compiler.is_compiling() else _sum_of_ranks)
+            return forward(*args, **kwargs)
+        total = operators.sequence_sum if torch.compiler.is_compiling() else _sum_of_ranks
+        return forward(*args, **kwargs, total=total)
     return with_total
 
 

@@ -50,7 +50,7 @@ def _summed(forward, only_first, current):
         outputs = forward(*args, **kwargs)
         if torch.is_tensor(outputs):
             return _sums([outputs], current)[0] if outputs.numel() else outputs
-        parts = outputs[:1] if only_first else outputs
+        parts = outputs[:1] if only_first or outputs[-1] is None else outputs
         return (*_sums(list(parts), current), *outputs[len(parts):])
     return summed
 

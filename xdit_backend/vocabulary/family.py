@@ -31,6 +31,7 @@ class Tiny:
     native: str = ""                       # ComfyUI's class, "module:Class"
     arguments: dict = field(default_factory=dict)              # of ComfyUI's class
     frames: int = 3                        # of a latent that has a dim for them
+    rows: int | None = None                # of a latent that has so many, whatever it is of
     # conditioning -> (config, shape of the latent, tokens of text) -> its shape, where a width in the config does not
     # say it; of a family that is ComfyUI's own module, without which that is not compared before it runs
     drawn: dict[str, Callable] = field(default_factory=dict)

@@ -25,8 +25,8 @@ STAGES = Mesh(dict.fromkeys(AXES, 1) | {"pipefusion": 2}, dict.fromkeys(AXES, 0)
 
 
 def check_pieces(family):
-    """Compare the family's tiny model with itself in two stages, whole and in two patches. Raises CheckpointError, with
-    ComfyUI's version, where they differ, or where the class fails."""
+    """Compare the family's tiny model with itself in two stages, whole and, where it may be of patches, in two. Raises
+    CheckpointError, with ComfyUI's version, where they differ, or where the class fails."""
     with torch.no_grad(), torch.device("cpu"):
         try:
             error = _largest_error(family)
@@ -47,8 +47,10 @@ def _largest_error(family):
     of_tokens = max(1, family.latent.patch[-1] // 2)           # of models of pixels, whose tokens are larger
     sides = tuple(of_tokens * length for length in SIZE)
     size = {1: (LENGTH,), 2: sides, 3: (FRAMES, *sides)}[len(family.latent.patch)]
+    size = size if family.tiny.rows is None else (family.tiny.rows, LENGTH)
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
-    conditioning = {name: torch.randn(shape, generator=generator)
+    conditioning = {name: torch.randint(3, shape, generator=generator) if name.endswith("_idx")
+                    else torch.randn(shape, generator=generator)
                     for name, shape in drawn_shapes(family, config, latent.shape, TEXT).items()}
     timestep = torch.full((1,), 0.7 * family.time_scale)
     output = model(**family.inputs(latent, timestep, conditioning, config))[0]
@@ -67,11 +69,12 @@ def _largest_error(family):
             output, message = hooks.run(context)
         return family.prediction(output, piece)
 
-    pieces = cut_patches(latent.shape, family.latent.patch, 2)
-    dim = pieces[0][0].dim
-    in_stages = predict(latent)
-    in_patches = torch.cat([predict(latent.narrow(dim, patch.start, rows), patch) for patch, rows in pieces], dim)
-    return max(((each - whole).norm() / whole.norm()).item() for each in (in_stages, in_patches))
+    found = [predict(latent)]
+    if "pipefusion" not in family.refused:
+        pieces = cut_patches(latent.shape, family.latent.patch, 2)
+        dim = pieces[0][0].dim
+        found.append(torch.cat([predict(latent.narrow(dim, patch.start, rows), patch) for patch, rows in pieces], dim))
+    return max(((each - whole).norm() / whole.norm()).item() for each in found)
 
 
 def drawn_shapes(family, config, shape, num_tokens):

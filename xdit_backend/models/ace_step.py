@@ -1,0 +1,121 @@
+"""ACE-Step 1.0, ComfyUI's own module: sound as one row of tokens with linear attention, by sums over all of them, and
+feed-forwards that read neighbours; tags and lyrics by cross-attention."""
+
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+
+from ..vocabulary.comfyui import handed_on, same_names
+from ..vocabulary.describe import Whole, blocks, config_of, has, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+
+ROWS, HEAD_SIZE, LARGEST = 16, 128, 65504.0
+LATENT, IMAGE = Whole((ROWS, 1)), ("image",)
+NATIVE, POINTS = "comfy.ldm.ace.model:ACEStepTransformer2DModel", "transformer_blocks.0.ff.point_conv.conv.weight"
+LYRICS, PIECES = "lyric_encoder.encoders.", 3
+SUMS = ("its attention keeps sums over all tokens, of which no part is a patch's or a rank's own to be left from the "
+        "step before")
+
+
+def _turned(tensor_BNTH, tables):
+    """Queries or keys turned by tables of positions (T, H), in float32 or wider."""
+    wide = torch.promote_types(tensor_BNTH.dtype, torch.float32)
+    even, odd = tensor_BNTH.unflatten(-1, (-1, 2)).unbind(-1)
+    beside = torch.stack([-odd, even], -1).flatten(-2)
+    cos, sin = tables
+    return (tensor_BNTH.to(wide) * cos + beside.to(wide) * sin).to(tensor_BNTH.dtype)
+
+
+def _attend(self, hidden_states, rotary_freqs_cis, total=lambda part: part, **others):
+    """Linear attention, in float32 or wider. total: from the sums over the tokens here to those over all.
+    (B, T, C) -> ((B, T, C), None)."""
+    def heads(tensor):
+        return tensor.unflatten(2, (self.heads, -1)).transpose(1, 2)                            # (B, N, T, H)
+
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)
+    query, key = (_turned(heads(layer(hidden_states)), rotary_freqs_cis).relu().to(wide)
+                  for layer in (self.to_q, self.to_k))
+    # whose last sums are those of the keys
+    value = F.pad(heads(self.to_v(hidden_states)).transpose(2, 3).to(wide), (0, 0, 0, 1), value=1.0)
+    out = total(value @ key) @ query.transpose(2, 3)           # (B, N, H + 1, T)
+    out = (out[:, :, :-1] / (out[:, :, -1:] + 1e-15)).flatten(1, 2).transpose(1, 2).to(hidden_states.dtype)
+    return self.to_out[0](out).clip(-LARGEST, LARGEST), None
+
+
+def _amend(model, config):
+    """ComfyUI's attention does not say its sums, and turns queries and keys in float32 whatever they are; its encoder
+    of lyrics is of one size."""
+    encoder = model.lyric_encoder
+    model.lyric_encoder = type(encoder)(
+        config["lyric_hidden_size"], output_size=config["lyric_hidden_size"], attention_heads=config["_lyric_heads"],
+        linear_units=config["_lyric_units"], num_blocks=config["_lyric_blocks"], static_chunk_size=0,
+        dtype=model.lyric_proj.weight.dtype, operations=torch.nn)
+    for block in model.transformer_blocks:
+        block.attn.forward = MethodType(_attend, block.attn)
+        block.cross_attn.processor.apply_rotary_emb = _turned
+
+
+def _in_pieces(arguments):
+    """The strength of lyrics as numbers that half precision has, of which it is the sum."""
+    strength = arguments.get("lyrics_strength")
+    if strength is None or torch.is_tensor(strength):
+        return arguments
+    pieces = []
+    for _ in range(PIECES):
+        pieces.append(torch.tensor(float(strength) - sum(pieces)).bfloat16().item())
+    return arguments | {"lyrics_strength": torch.tensor(pieces)}
+
+
+def _strength(call):
+    """Of lyrics, (), in float32 or wider."""
+    pieces = call.conditioning.get("lyrics_strength")
+    return 1.0 if pieces is None else pieces.to(torch.promote_types(call.latent.dtype, torch.float32)).sum()
+
+
+def _widths(shapes):
+    """Of what two models of sound say, which the class holds beside."""
+    return [shapes[f"projectors.{number}.4.weight"][0] for number in range(blocks("projectors.")(shapes))]
+
+
+TINY = {"in_channels": 8, "out_channels": 8, "num_layers": 4, "inner_dim": 32, "attention_head_dim": 8,
+        "num_attention_heads": 4, "mlp_ratio": 2.5, "max_position": 512, "rope_theta": 1000000.0,
+        "speaker_embedding_dim": 16, "text_embedding_dim": 24, "ssl_latent_dims": [8, 12],
+        "lyric_encoder_vocab_size": 64, "lyric_hidden_size": 64, "patch_size": [ROWS, 1], "_lyric_heads": 4,
+        "_lyric_units": 96, "_lyric_blocks": 1}
+
+ACE_STEP = Family(
+    name="ACE-Step 1.0", title="ACE-Step 1.0", transformer=NATIVE,
+    recognise=has("genre_embedder.weight", "speaker_embedder.weight", POINTS, "lyric_embs.weight"),
+    config=config_of(
+        in_channels=size("proj_in.early_conv_layers.0.weight", 1),
+        out_channels=size("final_layer.linear.weight", 0, ROWS), num_layers=blocks("transformer_blocks."),
+        inner_dim=size("genre_embedder.weight", 0), attention_head_dim=HEAD_SIZE,
+        num_attention_heads=size("genre_embedder.weight", 0, HEAD_SIZE), max_position=32768, rope_theta=1000000.0,
+        mlp_ratio=lambda shapes: shapes[POINTS][1] / shapes[POINTS][0],
+        speaker_embedding_dim=size("speaker_embedder.weight", 1), text_embedding_dim=size("genre_embedder.weight", 1),
+        ssl_latent_dims=_widths, lyric_encoder_vocab_size=size("lyric_embs.weight", 0),
+        lyric_hidden_size=size("lyric_embs.weight", 1), patch_size=[ROWS, 1],
+        _lyric_heads=size(f"{LYRICS}0.self_attn.pos_bias_u", 0), _lyric_blocks=blocks(LYRICS),
+        _lyric_units=size(f"{LYRICS}0.feed_forward.w_1.weight", 0)),
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), amend=_amend,
+    computes_as_made=True, unfold=_in_pieces,
+    conditioning={"context": "text_embedding_dim", "speaker_embeds": "speaker_embedding_dim", "lyric_token_idx": None,
+                  "lyrics_strength": None},
+    arguments=handed_on(LATENT, "context", "speaker_embeds", "lyric_token_idx", lyrics_strength=_strength),
+    refused={"pipefusion": SUMS, "displaced": SUMS},
+    num_heads=lambda config: config["num_attention_heads"], width=lambda config: config["inner_dim"],
+    num_channels=lambda config: config["out_channels"], pixels=lambda config: (1, 64, 1),
+    # most while lyrics are encoded and the sound is cut into tokens, which every rank does for itself
+    live={"residual": 17.59, "outside": 14.16, "shared": 2.79},
+    plan=ModelPlan(
+        blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
+        attention={}, sums=("attn",), halos=("ff.depth_conv",), tokens={"rotary_freqs_cis": TokenArgument(0, IMAGE)}),
+    tiny=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")} | {
+        "inner_dim": 256, "attention_head_dim": HEAD_SIZE, "num_attention_heads": 2, "speaker_embedding_dim": 512,
+        "max_position": 32768}, rows=ROWS, detected="ACEStep",
+        drawn={"speaker_embeds": lambda config, shape, tokens: (shape[0], config["speaker_embedding_dim"]),
+               "lyric_token_idx": lambda config, shape, tokens: (shape[0], tokens + 2),
+               "lyrics_strength": lambda config, shape, tokens: (PIECES,)}),
+)
