@@ -1,8 +1,7 @@
 """What a forecast computes with, and the seconds of one block on one rank. Pure arithmetic; seconds.py adds up a run.
 
 A block on a rank takes as long as its device computes and waits for others, or as its host needs to launch its kernels,
-whichever is longer. Rows are tokens times images. Sources: the methods' papers as docs/algorithms.md cites them, and
-published timings.
+whichever is longer. Rows are tokens times images. Sources: the papers that docs/algorithms.md cites, published timings.
 """
 
 import math
