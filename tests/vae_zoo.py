@@ -13,7 +13,10 @@ from diffusers import (
     AutoencoderKLWan,
 )
 
-from xdit_backend.autoencoders import family_of
+from tests.tiny_checkpoints import fill
+from xdit_backend.autoencoders import FAMILIES, family_of
+from xdit_backend.checkpoints.vae import class_of
+from xdit_backend.comfyui.place import find_comfyui
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,20 @@ if hasattr(diffusers, "AutoencoderKLHunyuanImage"):
 if hasattr(diffusers, "AutoencoderKLHunyuanVideo15"):          # in pieces of two frames and one, and of one and four
     KINDS["hunyuan 1.5"] = Kind(hunyuan15, 4, scale=4, frames=3, pixel_frames=5,
                                 mutants=("zeros for borrowed rows", "own tokens"), encode_mutants=())
+
+
+def of_comfyui(key, channels):
+    """One of ComfyUI's class, which is small as it is, and whose layers are as memory was."""
+    vae = class_of(FAMILIES[key])(latent_channels=channels)
+    with torch.no_grad():
+        fill(vae, torch.Generator().manual_seed(0))
+    return vae
+
+
+if find_comfyui() is not None:
+    KINDS["taehv"] = Kind(lambda: of_comfyui("taehv", 16), 16, frames=2, pixel_frames=5, encode_mutants=())
+    KINDS["taef2"] = Kind(lambda: of_comfyui("tiny_flux2", 128), 128, scale=16, mutants=KL_MUTANTS[:2],
+                          encode_mutants=())
 
 
 def tiny_vae(kind, dtype=torch.float64):

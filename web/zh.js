@@ -221,8 +221,6 @@ export const ZH = {
     "它是 LTX-Video 0.9.1 的 VAE，其解码器在各层之间向图像加入随机噪声。",
   "It lacks tensors that Mochi's VAE has; its {} tensors begin with {}.":
     "它缺少 Mochi 的 VAE 所有的张量；它的 {0} 个张量以 {1} 开头。",
-  "It is a tiny autoencoder of Flux.2's latents, whose blocks have norms.":
-    "它是 Flux.2 latent 的小型自编码器，其各块带有归一化。",
   "Queue the prompt again, which loads the file anew: {} has changed on disk since Load xDiT Model read it, and its weights are needed again.":
     "请再次排队：会重新加载文件：{0} 在“加载 xDiT 模型”读取之后在磁盘上已更改，而现在又需要它的权重。",
   "Queue the prompt again, which loads the file anew: {} was written to while a run had weights come from it.":
@@ -770,4 +768,6 @@ export const ZH = {
     "请把 cfg_degree 和 data_degree 设为 1，或移除 Flux KV Cache：这次运行的各次调用图像数量不同，其中一些需要其他设备保存的内容。",
   "Encode the reference sound with LTX-2's audio VAE: its tokens have the shape {}, and this model's are (batch, length, {}).":
     "请用 LTX-2 的音频 VAE 编码参考声音：它的 token 形状为 {0}，而此模型的为 (batch, length, {1})。",
+  "Use a picture whose sides are multiples of {} pixels: this VAE makes a row of a latent of so many, and the picture has {} x {}.":
+    "请使用边长为 {0} 像素整数倍的图像：此 VAE 的 latent 每行对应这么多像素，而该图像为 {1} x {2}。",
 };

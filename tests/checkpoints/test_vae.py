@@ -28,7 +28,7 @@ import comfy.ldm.hunyuan_video.vae, comfy.ldm.hunyuan_video.vae_refiner
 import comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae
 import comfy.ldm.genmo.vae.model
 import comfy.ldm.wan.vae, comfy.ldm.wan.vae2_2, comfy.ldm.cogvideo.vae
-import comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.taesd.taesd
+import comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.taesd.taesd, comfy.taesd.taehv
 
 AutoencoderKL = comfy.ldm.models.autoencoder.AutoencoderKL
 config = dict(double_z=True, z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4],
@@ -85,11 +85,14 @@ tiny = {
     "cosmos, other frames": (tiny_checkpoints.autoencoder("vae-cosmos"), (2, 16, 2, 3, 1), (1, 3, 14, 16, 24)),
     "cosmos, one frame": (tiny_checkpoints.autoencoder("vae-cosmos"), (1, 16, 1, 2, 3), (2, 3, 1, 16, 24)),
     "taesd": (comfy.taesd.taesd.TAESD(latent_channels=16), (2, 16, 3, 5), (2, 3, 24, 40)),
+    "taef2": (comfy.taesd.taesd.TAESD(latent_channels=128), (2, 128, 3, 2), (2, 3, 48, 32)),
+    "taehv": (comfy.taesd.taehv.TAEHV(latent_channels=16), (1, 16, 3, 2, 3), (1, 3, 7, 16, 24)),
+    "taehv, of LTX-2": (comfy.taesd.taehv.TAEHV(latent_channels=128), (1, 128, 2, 2, 1), (1, 3, 9, 64, 32)),
 }
 for kind, (vae, latent_shape, picture_shape) in tiny.items():
     with torch.no_grad():
         tiny_checkpoints.fill(vae.eval(), torch.Generator().manual_seed(0))
-        if kind == "taesd":                                    # the host's part
+        if kind in ("taesd", "taef2"):                         # the host's part
             vae.vae_scale.fill_(1), vae.vae_shift.zero_()
         if kind.startswith("ltx"):
             vae.per_channel_statistics.get_buffer("std-of-means").fill_(1)
@@ -112,7 +115,6 @@ others = {
         decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder",
                         "params": {**config, "video_kernel_size": [3, 1, 1], "alpha": 0.0}}),
     "LTX 0.9.1": lambda: comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(version=1),
-    "TAESD of Flux.2": lambda: comfy.taesd.taesd.TAESD(latent_channels=128),
 }
 refiner = {"block_out_channels": [128, 256, 512, 1024, 1024], "in_channels": 3, "out_channels": 3, "num_res_blocks": 2,
            "ffactor_spatial": 16, "ffactor_temporal": 4, "z_channels": 32}
@@ -156,6 +158,7 @@ def tensors(made_by_comfyui):
 DECODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.decoder})
 ENCODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.encoder})
 KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "ltx 2", "taesd",
+         "taef2", "taehv", "taehv, of LTX-2",
          "hunyuan", "hunyuan, one frame", "hunyuan image", "hunyuan 1.5", "hunyuan 1.5, one frame", "mochi",
          "mochi, one frame", "cosmos", "cosmos, other frames", "cosmos, one frame",
          "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
@@ -296,7 +299,7 @@ def test_vaes_of_the_published_sizes_fit(made_by_comfyui, kind, prefixes):
 @pytest.mark.parametrize("kind, named", [
     ("Flux.2", "Flux.2"), ("HunyuanImage's refiner", "HunyuanImage's refiner"),
     ("Stable Video Diffusion", "Stable Video Diffusion"),
-    ("LTX 0.9.1", "adds random noise"), ("TAESD of Flux.2", "tiny autoencoder of Flux.2"),
+    ("LTX 0.9.1", "adds random noise"),
 ])
 def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):
     tensors = {name: torch.empty(shape, device="meta") for name, shape in made_by_comfyui[2][kind].items()}

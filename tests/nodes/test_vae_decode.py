@@ -86,6 +86,33 @@ def test_wans_upscaling_vae_equals_native_vae_decode(comfyui):
         close(picture, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 2e-5)
 
 
+@pytest.mark.parametrize("name, channels, shape", [
+    ("taehv:TAEHV", 16, (1, 16, 3, 5, 4)),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("taehv:TAEHV", 32, (1, 32, 2, 3, 4)), ("taehv:TAEHV", 48, (2, 48, 2, 3, 1)),
+        ("taehv:TAEHV", 128, (1, 128, 2, 2, 3)), ("taesd:TAESD", 128, (2, 128, 5, 4))))], ids=str)
+def test_tiny_vaes_of_comfyuis_own_class_equal_native_nodes(comfyui, name, channels, shape):
+    """Pixels that are shown as they are, and those from -1 to 1; both ways."""
+    import comfy.sd
+    module, _, class_name = name.partition(":")
+    model = getattr(importlib.import_module(f"comfy.taesd.{module}"), class_name)(latent_channels=channels)
+    fill(model, torch.Generator().manual_seed(1))
+    vae = comfy.sd.VAE(sd=model.state_dict(), metadata={"tae_latent_channels": channels})
+    samples, config = {"samples": torch.randn(shape, generator=torch.Generator().manual_seed(2))}, comfyui.config(
+        "cpu,cpu")
+
+    with torch.inference_mode():
+        want = comfyui.nodes.VAEDecode().decode(vae, samples)[0]
+        latent = comfyui.nodes.VAEEncode().encode(vae, want.clamp(0, 1))[0]["samples"]
+        picture = comfyui.vae_decode.execute(samples, vae, config).args[0]
+        encoded = comfyui.vae_encode.execute(want.clamp(0, 1), vae, config).args[0]["samples"]
+
+    assert picture.shape == want.shape and encoded.shape == latent.shape
+    close(picture, want, 2e-5)
+    close(encoded, latent, 2e-5)
+    assert want.std() > 0.01
+
+
 def test_a_finished_decode_says_what_it_took(comfyui, vae_of, monkeypatch):
     """The last that the node says, after what the workers have told of their progress."""
     bridge, texts = f"{comfyui.pack.__name__}.nodes.bridge", []

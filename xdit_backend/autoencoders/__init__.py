@@ -9,19 +9,20 @@ from .hunyuan_video15 import HUNYUAN_VIDEO15
 from .kl import KL
 from .ltx import LTX
 from .mochi import MOCHI
-from .tiny import TINY
+from .taehv import TAEHV
+from .tiny import FLUX2_TINY, TINY
 from .wan import WAN
 
-# HunyuanVideo 1.5's tensors have the names of HunyuanVideo's too, and is asked for first.
+# HunyuanVideo 1.5's tensors have the names of HunyuanVideo's too, and is asked for first; so is Flux.2's tiny one.
 FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video15": HUNYUAN_VIDEO15, "hunyuan_video": HUNYUAN_VIDEO,
-            "hunyuan_image": HUNYUAN_IMAGE, "mochi": MOCHI, "cogvideox": COGVIDEOX, "cosmos": COSMOS, "tiny": TINY,
-            "dc": DC}
+            "hunyuan_image": HUNYUAN_IMAGE, "mochi": MOCHI, "cogvideox": COGVIDEOX, "cosmos": COSMOS,
+            "tiny_flux2": FLUX2_TINY, "tiny": TINY, "taehv": TAEHV, "dc": DC}
 
 
 def family_of(vae):
-    """The family of diffusers' autoencoder, by its class; None where it is of none."""
+    """The family of an autoencoder, by its class; None where it is of none."""
     names = {cls.__name__ for cls in type(vae).__mro__}
-    return next((family for family in FAMILIES.values() if family.autoencoder in names), None)
+    return next((family for family in FAMILIES.values() if family.class_name in names), None)
 
 
 def supported(last="and"):

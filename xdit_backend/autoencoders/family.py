@@ -30,12 +30,32 @@ def encode_whole(vae, picture):
     return latent if isinstance(latent, torch.Tensor) else latent.mode()
 
 
+def signed_pixels(vae, picture):
+    """float32 in [0, 1], of a picture in [-1, 1]."""
+    return picture.float().add_(1).div_(2).clamp_(0, 1)
+
+
+class OfComfyUI(torch.nn.Module):
+    """What is asked of diffusers' autoencoders and classes of ComfyUI's lack."""
+
+    use_tiling = False
+
+    @property
+    def device(self):
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self):
+        return next(self.parameters()).dtype
+
+
 @dataclass(frozen=True)
 class VaeFamily:
     """Everything this project knows of one family of VAEs.
 
     models: whose VAEs they are, in a person's words; () where ComfyUI has no VAE object of it.
-    autoencoder: its class in diffusers, which is no other family's.
+    autoencoder: its class in diffusers, which is no other family's; or ComfyUI's, "comfy.module:Class", which is made
+        an OfComfyUI.
     marks: a tensor's name with one of these is found in no family after it. The one without takes what has no mark of
     another.
     decoder, encoder: what the names of each half's tensors begin with. Either half may be missing.
@@ -46,6 +66,7 @@ class VaeFamily:
     convert(tensors, arguments): the tensors under diffusers' names.
     finish(vae, settings): gives the model without weights what its class has no argument for.
     decode(vae, latent), encode(vae, picture): as ComfyUI does it, given diffusers' autoencoder; encode gives the mean.
+    pixels(vae, picture): what decode gives, as ComfyUI's nodes give it, float32. It may write into the picture.
     over_frames(module): does its attention go over the frames of one place, which every rank has?
     by_frames: can its decoder be split by frames too? Most video autoencoders go through their frames in order, a few
         at a time, so that a rank would wait for the one before to end.
@@ -62,8 +83,17 @@ class VaeFamily:
     finish: Callable = lambda vae, settings: None
     decode: Callable = decode_whole
     encode: Callable = encode_whole
+    pixels: Callable = signed_pixels
     over_frames: Callable = lambda module: False
     by_frames: bool = False
+
+    @property
+    def class_name(self):
+        return self.autoencoder.rpartition(":")[2]
+
+    @property
+    def is_comfyuis(self):
+        return ":" in self.autoencoder
 
 
 def need_diffusers(whose, version):

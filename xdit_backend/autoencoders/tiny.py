@@ -1,15 +1,12 @@
-"""Tiny autoencoders (TAESD) of pictures, of any latent's channels but Flux.2's."""
+"""Tiny autoencoders (TAESD) of pictures; Flux.2's, whose blocks have norms, as ComfyUI's own module."""
 
 import re
 
-from ..protocol.errors import CheckpointError
 from .family import VaeFamily, size_of
 
 
 def _config(shapes, settings):
     given = size_of(shapes)
-    if any(".pool." in name for name in shapes):
-        raise CheckpointError("It is a tiny autoencoder of Flux.2's latents, whose blocks have norms.")
     return {"latent_channels": given("taesd_decoder.1.weight", 1) or given("taesd_encoder.14.weight", 0)}
 
 
@@ -29,4 +26,22 @@ TINY = VaeFamily(
     encoder=("taesd_encoder.",),
     config=_config,
     convert=_convert,
+)
+
+
+def _without_scale(vae, settings):
+    """They are the host's."""
+    del vae.vae_scale, vae.vae_shift
+
+
+FLUX2_TINY = VaeFamily(
+    models=("TAEF2",),
+    autoencoder="comfy.taesd.taesd:TAESD",
+    markers=(".pool.0.",),
+    decoder=("taesd_decoder.",),
+    encoder=("taesd_encoder.",),
+    config=lambda shapes, settings: {"latent_channels": 128},
+    finish=_without_scale,
+    decode=lambda vae, latent: vae.taesd_decoder(latent).sub(0.5).mul(2),
+    encode=lambda vae, picture: vae.taesd_encoder(picture * 0.5 + 0.5),
 )

@@ -1,4 +1,5 @@
-"""Build diffusers' autoencoder from the tensors of a VAE that ComfyUI has loaded. Called by the worker, offline."""
+"""Build diffusers' autoencoder, or ComfyUI's own, from the tensors of a VAE that ComfyUI has loaded. Called by the
+worker, offline."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -7,6 +8,8 @@ import diffusers
 import torch
 
 from ..autoencoders import FAMILIES, supported
+from ..autoencoders.family import OfComfyUI
+from ..comfyui.modules import class_at
 from ..protocol.errors import CheckpointError
 from ..protocol.transfers import StagingBuffers
 
@@ -36,12 +39,13 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
     except CheckpointError as error:
         raise _refusal(str(error)) from None
     with torch.device("meta"):
-        vae = getattr(diffusers, family.autoencoder)(**config)
+        vae = class_of(family)(**config)
     family.finish(vae, settings)
     weights = family.convert(tensors, config)
     for half, quant in (("encoder", "quant_conv"), ("decoder", "post_quant_conv")):
-        if not any(name.startswith(f"{half}.") for name in weights):
-            delattr(vae, half)
+        name = getattr(family, half)[0].rstrip(".") if family.is_comfyuis else half
+        if not any(each.startswith(f"{name}.") for each in weights):
+            delattr(vae, name)
             if getattr(vae, quant, None) is not None:
                 setattr(vae, quant, None)
     _check_fit(tensors, weights, vae)
@@ -49,6 +53,14 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
     copies = {name: staging.to_device(weight).to(dtype) for name, weight in weights.items()}
     vae.load_state_dict(copies, assign=True)
     return vae.eval().requires_grad_(False)
+
+
+def class_of(family):
+    """Of its autoencoder. Raises CheckpointError where that is ComfyUI's, which this machine lacks."""
+    if not family.is_comfyuis:
+        return getattr(diffusers, family.autoencoder)
+    theirs = class_at(family.autoencoder)
+    return type(theirs.__name__, (OfComfyUI, theirs), {})
 
 
 def _refusal(reason):

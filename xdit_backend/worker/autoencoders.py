@@ -7,6 +7,7 @@ from itertools import count as count_from
 import torch
 import torch.distributed as dist
 
+from ..autoencoders import family_of
 from ..checkpoints.vae import load_autoencoder
 from ..distributed.rows import all_sums
 from ..parallel.vae import Pieces, Ranks, decode_rows, encode_rows
@@ -66,8 +67,8 @@ class Autoencoders:
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), ranks, traffic,
                                     pieces)
             if share is not None:
-                # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
-                pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
+                # BCHW -> BHWC, as ComfyUI's VAE gives it
+                pixels = family_of(vae).pixels(vae, share.tensor[0]).movedim(0, -1)
                 self._staging.to_host(
                     pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
         self._record("decode", start, traffic)

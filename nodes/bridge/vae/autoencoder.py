@@ -29,7 +29,8 @@ def decode(vae, latent, config):
         raise UnsupportedError(f"Connect the VAE that belongs to the model: the latent has {latent.shape[1]} "
                                f"channels and {latent.ndim} dims, and this VAE decodes {vae.latent_channels} "
                                f"channels and {vae.latent_dim + 2} dims.")
-    least, scale = kind.least_side(vae.first_stage_model), vae.spacial_compression_decode()
+    least = kind.least_side(vae.first_stage_model)
+    scale = vae.spacial_compression_decode() if kind.side is None else kind.side(vae)
     if min(latent.shape[-2:]) < least:                         # ComfyUI's own node ends in an error of torch's
         rows, columns = latent.shape[-2:]
         raise UnsupportedError(f"Use a picture of at least {least * scale} x {least * scale} pixels: the latent has "
@@ -53,7 +54,10 @@ def encode(vae, pixels, config):
     """
     kind = _kind_of(vae, "Encode")
     pixels = vae.vae_encode_crop_pixels(pixels)
-    scale = vae.spacial_compression_encode()
+    scale = vae.spacial_compression_encode() if kind.side is None else kind.side(vae)
+    if any(side % scale for side in pixels.shape[1:3]):
+        raise UnsupportedError(f"Use a picture whose sides are multiples of {scale} pixels: this VAE makes a row of a "
+                               f"latent of so many, and the picture has {pixels.shape[1]} x {pixels.shape[2]}.")
     if 0 in pixels.shape:
         raise UnsupportedError(f"Use a picture of at least {scale} x {scale} pixels: this one is smaller than what "
                                "this VAE encodes.")

@@ -19,6 +19,7 @@ import comfy.ldm.lightricks.vae.causal_video_autoencoder as ltx
 import comfy.ldm.models.autoencoder as autoencoder
 import comfy.ldm.wan.vae
 import comfy.ldm.wan.vae2_2
+import comfy.taesd.taehv
 import comfy.taesd.taesd
 from comfy.ldm.modules.diffusionmodules.model import Decoder
 
@@ -39,6 +40,7 @@ class Kind:
     encoded_frames: Callable = lambda vae, frames: vae.downscale_ratio[0](frames)
     settings: Callable = lambda model: {}  # what the tensors do not tell
     least_side: Callable = lambda model: 1         # rows and columns of a latent that it decodes
+    side: Callable | None = None           # (VAE) -> rows of a picture to one of a latent; None: as ComfyUI's VAE says
     latent_patch: int = 1                  # rows of the network's latent to a row of ComfyUI's
 
 
@@ -112,6 +114,23 @@ def _normalised_cosmos(model, latent):
     return (latent - mean) / deviation * model.sigma_data
 
 
+def _is_taesd(model):
+    return isinstance(model, comfy.taesd.taesd.TAESD)
+
+
+def _of_flux2(model):
+    return isinstance(model.taesd_decoder, comfy.taesd.taesd.DecoderFlux2)
+
+
+def _scaled_tiny(vae, latent):
+    model = vae.first_stage_model
+    return (latent - model.vae_shift.to(latent)) * model.vae_scale.to(latent)
+
+
+def _unscaled_tiny(model, latent):
+    return latent / model.vae_scale.to(latent) + model.vae_shift.to(latent)
+
+
 def kind_of(model):
     """The Kind of a first_stage_model, or None."""
     return next((kind for kind in KINDS if kind.recognises(model)), None)
@@ -139,9 +158,14 @@ KINDS = (
          _unnormalised_cosmos, _normalised_cosmos,
          # The first frame four times, then four make one, then two, the first again before them.
          encoded_frames=lambda vae, frames: (-(-(frames + 3) // 4) + 1) // 2),
-    Kind(FAMILIES["tiny"],
-         lambda model: isinstance(model, comfy.taesd.taesd.TAESD) and model.taesd_decoder[1].weight.shape[1] != 32,
-         lambda vae, latent: (latent - vae.first_stage_model.vae_shift.to(latent))
-         * vae.first_stage_model.vae_scale.to(latent),
-         lambda model, latent: latent / model.vae_scale.to(latent) + model.vae_shift.to(latent)),
+    Kind(FAMILIES["tiny_flux2"], lambda model: _is_taesd(model) and _of_flux2(model), _scaled_tiny, _unscaled_tiny,
+         side=lambda vae: 16),
+    Kind(FAMILIES["tiny"], lambda model: _is_taesd(model) and not _of_flux2(model), _scaled_tiny, _unscaled_tiny),
+    Kind(FAMILIES["taehv"], lambda model: isinstance(model, comfy.taesd.taehv.TAEHV),
+         lambda vae, latent: vae.first_stage_model.process_in(latent),
+         lambda model, latent: model.process_out(latent),
+         decoded_frames=lambda vae, frames: (frames * vae.first_stage_model.t_upscale
+                                             - vae.first_stage_model.frames_to_trim),
+         encoded_frames=lambda vae, frames: -(-frames // vae.first_stage_model.t_downscale),
+         side=lambda vae: 8 * vae.first_stage_model.patch_size),
 )
