@@ -27,6 +27,7 @@ from .compiled import CompiledBlocks
 from .free_u import free_u
 from .networks import with_networks
 from .own_code import OwnCode, functional, torch_with
+from .tiles import attend_in_tiles
 from .turns import take_turns
 
 
@@ -155,7 +156,7 @@ class UNetHooks:
         def hooked(*args, **kwargs):
             context = self._context
             if (context is None or not context.compile_backend or self._is_split or context.operations
-                    or context.guided or context.networks or context.free_u):
+                    or context.guided or context.networks or context.free_u or context.tiles):
                 return forward(*args, **kwargs)
             return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
         return hooked
@@ -226,7 +227,7 @@ class UNetHooks:
                 return forward(*args, **kwargs)
             operation = next((context.operations[place] for place in places if place in context.operations), None)
             split = self._split(name, level) if self._is_split and of_rows else None
-            if split is not None or operation is not None:
+            if split is not None or operation is not None or context.tiles and of_rows:
                 context.attention = RunningSelfAttention(split, operation)
             output = forward(*args, **kwargs)
             context.attention = None
@@ -263,6 +264,9 @@ class UNetHooks:
             key, value = keys_and_values(key, value, [size * width for size in split.sizes], split.exchange, split.key)
         if now.operation == "scores":
             self._write_scores(query, key)
+        if str(query.shape[2]) in self._context.tiles:
+            return attend_in_tiles(self._context.tiles[str(query.shape[2])], query, key, value, lambda *each: attend(
+                *each, self._context.kernel, attn_mask, is_causal, scale))
         return attend(query, key, value, self._context.kernel, attn_mask, is_causal, scale)
 
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):

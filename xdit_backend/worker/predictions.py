@@ -260,7 +260,7 @@ class Predictions:
         scores = None if branch.scores is None else self._map(branch.scores)[:, rows]
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
-                              networks=self.networks.of(branch.networks), free_u=branch.free_u,
+                              networks=self.networks.of(branch.networks), free_u=branch.free_u, tiles=branch.tiles,
                               # no graph knows of networks inside of blocks
                               compile_backend=("" if any(use.where == "layers" for use in branch.networks)
                                                else command.compile_backend), kernel=self._kernel,
