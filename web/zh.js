@@ -43,6 +43,14 @@ export const ZH = {
     "请删除更改 {0} 的 LoRA 或节点，或使用“UNet加载器”：此 MODEL 的文件中没有它。",
   "Remove Apply ControlNet: ComfyUI's {} takes no ControlNet conditioning, and would drop this workflow's without notice.":
     "请删除“应用ControlNet”：ComfyUI 的 {0} 不接受 ControlNet 条件，此工作流中的会在没有提示的情况下失效。",
+  "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove HyperTile: it cuts whole pictures into tiles, and each device has some rows of them.":
+    "请在 xDiT 并行配置中把 displaced_degree 设为 1，并提高 cfg_degree 或 data_degree，或移除 HyperTile：它把整张图像切成小块，而每个设备只有其中几行。",
+  "Remove HyperTile: some of what it cuts in {} are no pixels of one picture.":
+    "请移除 HyperTile：它在 {0} 中切分的一部分内容不是同一张图像的像素。",
+  "Remove HyperTile, or the other node that changes self-attention (another HyperTile, Perturbed-Attention or Self-Attention Guidance): each takes what the other makes.":
+    "请移除 HyperTile，或另一个改变自注意力的节点（另一个 HyperTile、扰动注意力引导或自注意力引导）：它们互相使用对方的结果。",
+  "Set swap_size of HyperTile to 2 or less: above that it draws lots for the size of tiles in every layer, and each device would draw its own.":
+    "请把 HyperTile 的 swap_size 设为 2 或更小：更大时它在每一层随机选择小块的大小，而每个设备会各自抽取。",
   "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove FreeU: it filters the frequencies of whole pictures, and each device has some rows of them.":
     "请在 xDiT 并行配置中把 displaced_degree 设为 1，并提高 cfg_degree 或 data_degree，或移除 FreeU：它要对整张图像的频率滤波，而每个设备只有其中几行。",
   "Remove the node that adds model patches ({}): ComfyUI's {} does not heed them all, and they would be dropped without notice.":

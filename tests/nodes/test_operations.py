@@ -141,6 +141,40 @@ def test_free_u_equals_native_ksampler(comfyui, degrees):
     assert relative_error(reference, comfyui.sample(models[1], "sd15-blocks", steps=2, latent=latent)) > 1e-3
 
 
+def tiled(comfyui, model, **settings):
+    from tests.model_nodes import model_nodes, run_node
+    return run_node(model_nodes(comfyui)["HyperTile"], {
+        "model": model, "tile_size": 32, "swap_size": 2, "max_depth": 1, "scale_depth": True, **settings})[0]
+
+
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, *(pytest.param(degrees, marks=pytest.mark.slow) for degrees in (
+    {}, {"data": 2}, {"cfg": 2, "compile": "blocks"}))], ids=str)
+def test_hyper_tile_equals_native_ksampler(comfyui, degrees):
+    """Tiles that are no squares, of two sizes of the image; with guidance that PAG's kin do not make."""
+    devices, kind = "cpu,cpu" if degrees else "cpu", "sd15-blocks"
+    latent = comfyui.latent(kind, batch=2 if "data" in degrees else 1, size=(24, 16))
+    models = comfyui.ours(kind, comfyui.config(devices, **degrees)), comfyui.native(kind)
+
+    result, reference = (comfyui.sample(tiled(comfyui, model), kind, steps=2, latent=latent) for model in models)
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, comfyui.sample(models[1], kind, steps=2, latent=latent)) > 1e-3
+
+
+def test_hyper_tile_is_refused_by_name_where_it_cannot_be(comfyui):
+    for kind, degrees, settings, message in (
+            ("sd15", {"displaced": 2}, {}, "^Set displaced_degree to 1 .* or remove HyperTile"),
+            ("sd15", {}, {"swap_size": 3}, "^Set swap_size of HyperTile to 2 or less"),
+            ("sd-x4-upscaler", {}, {}, "^Remove HyperTile: some of what it cuts in SD x4 upscaler"),
+            ("svd", {}, {}, "^Remove HyperTile: some of what it cuts in Stable Video"),
+            ("pixart", {}, {}, "does not heed what it replaces .*attn1_patch")):
+        config = comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)
+        model = tiled(comfyui, comfyui.ours(kind, config), **settings)
+
+        with pytest.raises(comfyui.errors.UnsupportedError, match=message):
+            comfyui.sample(model, kind, steps=1, latent=comfyui.latent(kind, size=(16, 16)))
+
+
 def test_free_u_is_refused_by_name_where_it_cannot_be(comfyui):
     for kind, degrees, message in (("sd15", {"displaced": 2}, "^Set displaced_degree to 1 .* or remove FreeU"),
                                    ("sd15", {}, None), ("pixart", {}, "does not heed what it replaces .*output_block")):

@@ -173,11 +173,10 @@ def test_auto_takes_branches_apart(comfyui, said):
 
 
 def test_what_reaches_inside_is_refused_by_name(comfyui):
-    """HyperTile cuts the tokens of attentions."""
+    """ToMe merges tokens of attentions."""
     model = comfyui.ours("sd15", comfyui.config("cpu"))
     from tests.model_nodes import model_nodes, run_node
-    patched = run_node(model_nodes(comfyui)["HyperTile"], {"model": model, "tile_size": 64, "swap_size": 2,
-                                                           "max_depth": 0, "scale_depth": False})[0]
+    patched = run_node(model_nodes(comfyui)["TomePatchModel"], {"model": model, "ratio": 0.3})[0]
 
     with pytest.raises(comfyui.errors.UnsupportedError, match="model patches"):
         comfyui.sample(patched, "sd15")

@@ -77,6 +77,7 @@ class ForwardContext:
     biases: dict = field(default_factory=dict)         # attention -> Family.biases of this forward's image
     guided: tuple = ()                     # specs.Nag, one after the other, of what every self-attention gives
     free_u: tuple = ()                     # specs.FreeU of a U-Net, one after the other
+    tiles: dict = field(default_factory=dict)          # specs.Branch.tiles of its self-attentions
     networks: tuple = ()                   # (specs.NetworkUse, networks.Network), one after the other
     scores: Any = None                     # specs.Branch.scores of these images, to be filled
     # by place (Family.control_shapes): what this rank adds there

@@ -27,6 +27,7 @@ from .compiled import CompiledBlocks
 from .free_u import free_u
 from .networks import with_networks
 from .own_code import OwnCode, functional, torch_with
+from .tiles import attend_in_tiles
 from .turns import take_turns
 from .unet_control import ControlPlaces
 from .unet_graphs import GraphRows
@@ -165,7 +166,7 @@ class UNetHooks:
             context = self._context
             # what no graph knows of
             if (context is None or not context.compile_backend or context.operations or context.guided
-                    or context.networks or context.free_u):
+                    or context.networks or context.free_u or context.tiles):
                 return forward(*args, **kwargs)
             self._graph_rows, context.block = GraphRows.of(context, self.num_levels), path
             return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
@@ -217,7 +218,7 @@ class UNetHooks:
                 return forward(*args, **kwargs)
             operation = next((context.operations[place] for place in places if place in context.operations), None)
             split = self._split(name, level) if self._is_split and inner else None
-            if split is not None or operation is not None:
+            if split is not None or operation is not None or context.tiles and inner:
                 context.attention = RunningSelfAttention(split, operation)
             output = forward(*args, **kwargs)
             context.attention = None
@@ -250,6 +251,9 @@ class UNetHooks:
             key, value = _of_all_rows(key, value, now.split, attn_mask is not None or is_causal)
         if now.operation == "scores":
             self._write_scores(query, key)
+        if str(query.shape[2]) in self._context.tiles:
+            return attend_in_tiles(self._context.tiles[str(query.shape[2])], query, key, value, lambda *each: attend(
+                *each, self._context.kernel, attn_mask, is_causal, scale))
         return attend(query, key, value, self._context.kernel, attn_mask, is_causal, scale)
 
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):

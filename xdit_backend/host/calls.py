@@ -25,6 +25,7 @@ class Call:
     scores: torch.Tensor | None = None     # to be filled, as Branch.scores
     guided: tuple[specs.Nag, ...] = ()  # what is done to attentions: specs.Branch
     free_u: tuple[specs.FreeU, ...] = ()   # of a U-Net: specs.Branch
+    tiles: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)          # of a U-Net: specs.Branch
     # ((specs.NetworkUse, networks.Network), ...): what is added inside the model
     networks: tuple = ()
     call_conditioning: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
@@ -108,7 +109,8 @@ def share_call(call, name, num_channels, store, segments):
     scores, call_conditioning = filled.pop("scores", None), {key: share(tensor) for key,
                                                              tensor in call.call_conditioning.items()}
     branch = specs.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided,
-                          call.free_u, tuple(use for use, _ in call.networks), call_conditioning, call.kept, filled)
+                          call.free_u, call.tiles, tuple(use for use, _ in call.networks), call_conditioning, call.kept,
+                          filled)
     return branch, view, extra_outputs
 
 

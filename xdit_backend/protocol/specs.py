@@ -198,6 +198,8 @@ class Branch:
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
     guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
     free_u: tuple[FreeU, ...] = ()         # of a U-Net, one after the other
+    # tokens of a U-Net's self-attention -> rows and columns of its tiles, rows and columns of one (hooks/tiles.py)
+    tiles: dict[str, tuple[Natural, Natural, Natural, Natural]] = dataclasses.field(default_factory=dict)
     networks: tuple[NetworkUse, ...] = ()  # one after the other
     # conditioning of this call alone, such as parts of the latent
     call_conditioning: dict[str, Segment] = dataclasses.field(default_factory=dict)

@@ -50,6 +50,10 @@ class DisplacedRun:
             raise UnsupportedError("Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree "
                                    "higher, or remove FreeU: it filters the frequencies of whole pictures, and each "
                                    "device has some rows of them.")
+        if any(call.tiles for call in calls):
+            raise UnsupportedError("Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree "
+                                   "higher, or remove HyperTile: it cuts whole pictures into tiles, and each device "
+                                   "has some rows of them.")
         requests = [dataclasses.replace(call, name=self._client.name_conditioning(call.conditioning, run=self))
                     for call in calls]
         # Ranks of each CFG branch keep their own.

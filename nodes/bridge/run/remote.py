@@ -14,7 +14,7 @@ from ..supported.by_patches import COMPILE, DRAINED, WHOLE
 from ..supported.inputs import check_call, check_conditioning, check_finite, check_latent
 from ..supported.inside import wrappers_inside
 from ..supported.model import call_kernel, refuse_call, refuse_changed_modules, scales_of
-from ..supported.operations import free_u_of, guided_of, operations_of, scores_of
+from ..supported.operations import free_u_of, guided_of, operations_of, scores_of, tiles_of
 from ..workers.groups import GROUPS, parking_bytes, show_text
 from ..workers.placement import ask_for_memory
 from .control import places_of
@@ -214,7 +214,7 @@ class RemoteModel:
         networks, pictures = networks_of(*asked, x)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
                     control=places_of(*asked[:2], control, x.shape) | added | pictures, networks=networks,
-                    free_u=free_u_of(self.family, transformer_options),
+                    free_u=free_u_of(self.family, transformer_options), tiles=tiles_of(*asked, x.shape),
                     operations=operations_of(*asked), scores=scores and scores.buffer, parts=parts,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
                     exchange=self.config.exchange, kernel=call_kernel(self.config, transformer_options),

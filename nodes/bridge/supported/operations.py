@@ -25,11 +25,13 @@ KNOWN = {
             ("nodes_slg.py", "SkipLayerGuidanceDiTSimple.execute.<locals>.skip"): "skip"},
     "attn1": {("nodes_pag.py", "PerturbedAttentionGuidance.execute.<locals>.perturbed_attention"): "values",
               ("nodes_sag.py", "SelfAttentionGuidance.execute.<locals>.attn_and_record"): "scores"},
-    "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"},
+    "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag",
+                           ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_out"): "tiles"},
     "output_block_patch": {("nodes_freelunch.py", f"{node}.execute.<locals>.output_block_patch"): "free_u"
                            for node in ("FreeU", "FreeU_V2")},
     "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows",
-                    ("nodes_flux.py", "KV_Attn_Input.__call__"): "keeps"},
+                    ("nodes_flux.py", "KV_Attn_Input.__call__"): "keeps",
+                    ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_in"): "tiles"},
     "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows"},
     "mlp_patch": {("lllite.py", "AnimaLLLiteMLPPatch.__call__"): "follows"},
     "post_input": {("lllite.py", "AnimaLLLitePatch.__call__"): "leads",
@@ -56,7 +58,7 @@ def operation_of(kind, function):
             "network": lambda: True, "leads": lambda: True,
             "follows": lambda: kind == "mlp_patch" or function.targets == LLLITE_TARGETS[kind],
             "free_u": lambda: _frees(function), "keeps": lambda: _keeps(function),
-            "leaves_out": lambda: _leaves_out(function)}
+            "leaves_out": lambda: _leaves_out(function), "tiles": lambda: kind == OUTPUT or _tiles(function)}
     return name if name and does[name]() else None
 
 
@@ -87,8 +89,7 @@ def operations_of(family, config, transformer_options):
 def guided_of(family, transformer_options):
     """The specs.Nag of a call, one after the other; () for a call with one prompt, where ComfyUI's nodes do nothing.
     Raises UnsupportedError where ComfyUI's model ignores such patches."""
-    functions, parts = transformer_options.get("patches",
-                                               {}).get(OUTPUT, ()), transformer_options.get("cond_or_uncond", ())
+    functions, parts = _guiding(transformer_options), transformer_options.get("cond_or_uncond", ())
     if functions and not (family.is_unet or family.plan.takes_output_patches):
         raise _ignored_patches(family, OUTPUT)
     if not (0 in parts and 1 in parts):
@@ -155,7 +156,62 @@ def free_u_of(family, transformer_options):
 
 def compares_branches(transformer_options):
     """Are the branches of a call compared in each layer, so that they must stay in one batch?"""
-    return bool(transformer_options.get("patches", {}).get(OUTPUT))
+    return bool(_guiding(transformer_options))
+
+
+def _guiding(transformer_options):
+    return [function for function in transformer_options.get("patches", {}).get(OUTPUT, ())
+            if getattr(function, "__name__", "") != "hypertile_out"]
+
+
+def tiles_of(family, config, transformer_options, shape):
+    """specs.Branch.tiles of a call: what HyperTile's own function says of each size of the image. shape: of the latent.
+
+    Raises UnsupportedError where ComfyUI's model ignores it, where tiles are chosen by chance, and where something else
+    is in the place of the attention, or its keys are no pixels of one image.
+    """
+    functions = _of_operation("tiles", transformer_options).get("attn1_patch", [])
+    if not functions:
+        return {}
+    if not family.is_unet:
+        raise _ignored_patches(family, "attn1_patch")
+    if family.has_frames_as_batch or config["only_cross_attention"]:
+        raise UnsupportedError(f"Remove HyperTile: some of what it cuts in {family.name} are no pixels of one picture.")
+    if len(functions) > 1 or transformer_options.get("patches_replace", {}).get("attn1"):
+        raise UnsupportedError("Remove HyperTile, or the other node that changes self-attention (another HyperTile, "
+                               "Perturbed-Attention or Self-Attention Guidance): each takes what the other makes.")
+    if _cell(functions[0], "swap_size").cell_contents > 2:
+        raise UnsupportedError("Set swap_size of HyperTile to 2 or less: above that it draws lots for the size of "
+                               "tiles in every layer, and each device would draw its own.")
+    found = {}
+    for _, rows, columns in family.control_shapes(config, shape).values():
+        cut, tile = _tile_of(functions[0], torch.empty(1, rows * columns, 1, device="meta"), shape)
+        if tile is not None:
+            found[str(rows * columns)] = tile
+    return found
+
+
+def _tile_of(function, tokens_BTC, shape):
+    """(these tokens as HyperTile cuts them, rows and columns of tiles and of one; None where it does not)"""
+    cut = function(tokens_BTC, None, None, {"original_shape": list(shape)})[0]
+    held = _cell(function, "temp")
+    tile, held.cell_contents = held.cell_contents, None
+    if tile is None:
+        return cut, None
+    rows, columns, height, width = tile
+    return cut, (rows, columns, height // rows, width // columns)
+
+
+def _tiles(function):
+    """Does this function cut tokens as xdit_backend/hooks/tiles.py does? Tested with a picture of 2 x 2 tiles, where
+    it cuts one."""
+    side = 2 * _cell(function, "latent_tile_size").cell_contents
+    tokens = torch.arange(side * side).view(1, -1, 1)
+    cut, tile = _tile_of(function, tokens, (1, 4, side, side))
+    if tile is None:
+        return torch.equal(cut, tokens)
+    rows, columns, height, width = tile
+    return torch.equal(cut, tokens.view(rows, height, columns, width).transpose(1, 2).reshape(rows * columns, -1, 1))
 
 
 class Scores:
