@@ -16,7 +16,7 @@ def article(name):
 NOT_RUN = {".genre_embedder.": "ACE-Step 1.0",
            ".clf.1.": "Stable Cascade", ".rotary_pos_emb.inv_freq": "Stable Audio"}
 NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".context_repo_layers.": "TripoSplat",
-                    ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT"}
+                    ".mlp.all.proj_in_gate.": "SeedVR2"}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
 BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)

@@ -37,8 +37,10 @@ from .minimax_h3 import MINIMAX_H3
 from .mochi import MOCHI
 from .omnigen2 import OMNIGEN2
 from .ovis import OVIS
+from .pid import PID
 from .pixart import PIXART
 from .pixart_alpha import PIXART_ALPHA
+from .pixeldit import PIXELDIT
 from .qwen_image import QWEN_IMAGE
 from .sana import SANA
 from .sd2 import SD2
@@ -63,7 +65,8 @@ FAMILIES = {family.name: family for family in (
     HIDREAM, HUNYUAN_IMAGE, AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5,
     KANDINSKY5_IMAGE, MOCHI, MINIMAX_H3, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1,
     OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL, WAN_SCAIL2,
-    WAN_S2V, WAN_DANCER, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21, Z_IMAGE_PIXEL)}
+    WAN_S2V, WAN_DANCER, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21, Z_IMAGE_PIXEL,
+    PIXELDIT, PID)}
 
 
 def supported(last="and"):
