@@ -43,6 +43,7 @@ KINDS = (
     ("radiance-x0", "chroma-radiance-x0"), ("radiance", "chroma-radiance"), ("chroma", "chroma"),
     ("mage_flow", "mage-flow"), ("neta", "lumina-2"), ("qwen_image_edit_2511", "qwen-image-2511"),
     ("layered", "qwen-image-layered"), ("qwen_image|firered", "qwen-image"), ("zeta", "z-image-pixel"),
+    ("pixeldit", "pixeldit"), ("^pid", "pid"),
     ("z_image", "z-image"),
     ("ernie", "ernie-image"), ("krea2", "krea-2"),
     ("hidream_[ie]1", "hidream-i1"), ("hunyuanvideo1.5|capybara", "hunyuanvideo-1.5"),

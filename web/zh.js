@@ -183,6 +183,8 @@ export const ZH = {
     "请编码与视频等长的声音：它有 {0} 帧，视频的 {1} 个令牌无法按帧分开。",
   "Use a width and a height that are multiples of 16 pixels: Wan S2V takes references of even sides, and this one is of {}.":
     "请使用 16 像素倍数的宽和高：Wan S2V 的参考需要偶数边长，而此参考为 {0}。",
+  "Put PiD Conditioning after both prompts, with a latent of {} channels, which this file of PiD draws: the latent there has {}.":
+    "请在两个提示词之后都接上 PiD Conditioning，并给它 {0} 通道的 latent，此 PiD 文件绘制的正是这种 latent：那里的 latent 有 {1} 个通道。",
   "Use a width and a height of at least 64 pixels: Wan S2V reads frames that came before in squares of that size.":
     "请使用至少 64 像素的宽和高：Wan S2V 以该大小的方块读取之前的帧。",
   "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video and its reference cannot be parted.":

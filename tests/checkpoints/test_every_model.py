@@ -38,7 +38,8 @@ FAMILY = {
     "HunyuanImage21": "HunyuanImage",
     "HunyuanVideo": "HunyuanVideo", "HunyuanVideoI2V": "HunyuanVideo", "HunyuanVideoSkyreelsI2V": "HunyuanVideo",
     "CosmosT2V": "Cosmos-Predict1", "CosmosI2V": "Cosmos-Predict1", "CosmosT2IPredict2": "Cosmos-Predict2",
-    "CosmosI2VPredict2": "Cosmos-Predict2", "ZImage": "Z-Image", "ZImagePixelSpace": "Z-Image pixel",
+    "CosmosI2VPredict2": "Cosmos-Predict2", "ZImage": "Z-Image", "PixelDiTT2I": "PixelDiT",
+    "PiD": "PiD", "ZImagePixelSpace": "Z-Image pixel",
     "Lumina2": "Lumina 2", "WAN21_T2V": "Wan",
     "WAN21_I2V": "Wan",
     "WAN22_T2V": "Wan", "WAN21_FunControl2V": "Wan", "WAN21_Vace": "Wan VACE", "HiDream": "HiDream-I1",
@@ -55,8 +56,6 @@ REFUSED = {
     "HiDreamO1": ({}, {"t_embedder1.mlp.0.weight": (2, 2), "visual.blocks.0.mlp.linear_fc2.weight": (2, 2)},
                   "HiDream-O1"),
     "SeedVR2": ({}, {"blocks.0.mlp.all.proj_in_gate.weight": (2, 2)}, "SeedVR2"),
-    "PixelDiTT2I": ({}, {"pixel_embedder.proj.weight": (2, 2)}, "PixelDiT"),
-    "PiD": ({}, {"core.pixel_embedder.proj.weight": (2, 2)}, "PixelDiT"),
     "HunyuanImage21Refiner": (HUNYUAN_IMAGE, {"img_in.proj.weight": (3328, 64, 1, 1, 1)}, "refiner"),
     "TripoSplat": ({}, {"context_repo_layers.0.norm.weight": (2,)}, "TripoSplat"),
     **{name: ({}, {mark: (2, 2)}, "finds things in pictures") for name, mark in (

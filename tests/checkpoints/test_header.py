@@ -304,6 +304,8 @@ VEGA = unet((320, 640, 1280), (0, 1, 2), -1, 2048, 2816, up=((2, 2, 2), (1, 1, 1
 KOALA_700M = unet((320, 640, 1280), (0, 2, 5), None, 2048, 2816, num_layers=1)
 SDXL_REFINER = unet((384, 768, 1536, 1536), (0, 4, 4, 0), 4, 1280, 2560)
 
+PIXELDIT = {"hidden_size": 1536, "num_groups": 24, "pixel_hidden_size": 16, "pixel_attn_hidden_size": 1152,
+            "pixel_num_groups": 16, "patch_depth": 14, "pixel_depth": 2, "txt_embed_dim": 2304}
 PUBLISHED = {
     "sd3.5-large": ("SD3", SD35_LARGE, {"num_layers": 38, "num_attention_heads": 38, "joint_attention_dim": 4096,
                                         "pooled_projection_dim": 2048, "pos_embed_max_size": 192, "qk_norm": "rms_norm",
@@ -398,6 +400,15 @@ PUBLISHED = {
         "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
         "axes_dims": (32, 48, 48), "multiple_of": 10240, "decoder_hidden_size": 3840, "decoder_num_res_blocks": 4,
         "decoder_max_freqs": 8}),
+    "pixeldit": ("PixelDiT", published_pixels.PIXELDIT, PIXELDIT),
+    "pid": ("PiD", published_pixels.PID, PIXELDIT | {
+        "lq_latent_channels": 16, "lq_hidden_dim": 512, "lq_num_res_blocks": 4, "lq_interval": 2, "rope_ref_h": 1024,
+        "latent_spatial_down_factor": 8, "lq_gate_per_token": False, "pit_lq_inject": False}),
+    "pid-1.5": ("PiD", published_pixels.PID15, {
+        "lq_latent_channels": 16, "lq_gate_per_token": True, "pit_lq_inject": True, "rope_ref_h": 2048,
+        "lq_conv_padding_mode": "replicate", "lq_latent_unpatchify_factor": 1}),
+    "pid-1.5-flux2": ("PiD", published_pixels.PID15 | {"lq_proj.latent_proj.0.weight": (512, 32, 3, 3)}, {
+        "lq_latent_channels": 128, "latent_spatial_down_factor": 16, "lq_latent_unpatchify_factor": 2}),
     "joyimage": ("JoyImage", published_comfyui.JOYIMAGE, {
         "hidden_size": 4096, "num_layers": 40, "num_attention_heads": 32, "in_channels": 16, "text_dim": 4096,
         "mlp_width_ratio": 4.0, "rope_dim_list": (16, 56, 56)}),
@@ -649,6 +660,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (CHROMA_RADIANCE, {"img_in_patch.weight": (3072, 3, 32, 32)}, "its patches are not of 16 x 16 pixels"),
     (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
     (published_pixels.Z_IMAGE_PIXEL, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
+    (published_pixels.PIXELDIT, {"core.s_embedder.proj.weight": (1536, 3072)}, "its patches are not of 16 x 16"),
     (published_pixels.Z_IMAGE_PIXEL, {"x_embedder.weight": (3840, 768)}, "its patches are not of 32 x 32 pixels"),
     (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attentions between video and sound"),

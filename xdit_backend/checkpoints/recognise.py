@@ -15,7 +15,7 @@ def article(name):
 # models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
 NOT_RUN = {".clf.1.": "Stable Cascade"}
 NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".context_repo_layers.": "TripoSplat",
-                    ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT"}
+                    ".mlp.all.proj_in_gate.": "SeedVR2"}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
 BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)

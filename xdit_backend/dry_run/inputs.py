@@ -68,6 +68,11 @@ def _special(name, config, shape, width):
         return {name: (3,)}
     if name == "refer_audio":
         return {name: shape}
+    if name == "lq_latent":                                    # of a picture a fourth as large
+        pixels = 4 * config["latent_spatial_down_factor"]
+        return {name: (batch, config["lq_latent_channels"], *(-(-side // pixels) for side in shape[2:]))}
+    if name == "degrade_sigma":
+        return {name: (batch,)}
     if name == "ofs":
         return {name: (1,)} if config.get("ofs_embed_dim") else {}
     return {} if name == "guidance" or name.endswith("attention_mask") else None

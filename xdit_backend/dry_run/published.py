@@ -54,6 +54,9 @@ WAN_14B = {"text_dim": 4096, "ffn_dim": 13824, "num_layers": 40}
 # under the names of ComfyUI's class
 WAN_14B_OF_COMFYUI = {"out_dim": 16, "dim": 5120, "num_heads": 40, "text_dim": 4096, "freq_dim": 256,
                       "ffn_dim": 13824, "num_layers": 40, "cross_attn_norm": True}
+PIXELDIT_1B = {"hidden_size": 1536, "num_groups": 24, "pixel_hidden_size": 16, "pixel_attn_hidden_size": 1152,
+               "pixel_num_groups": 16, "patch_depth": 14, "pixel_depth": 2, "txt_embed_dim": 2304,
+               "_drawn_width": 5632}
 COSMOS2_2B = {"num_attention_heads": 16, "rope_scale": (1.0, 4.0, 4.0)}
 KANDINSKY5 = {"in_visual_dim": 16, "out_visual_dim": 16}
 SD15 = {
@@ -190,6 +193,11 @@ PUBLISHED = {
         "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "n_kv_heads": 30, "multiple_of": 10240,
         "cap_feat_dim": 2560, "axes_dims": (32, 48, 48), "decoder_hidden_size": 3840, "decoder_num_res_blocks": 4,
         "decoder_max_freqs": 8}),
+    "pixeldit": Published("PixelDiT", tokens=300, given=PIXELDIT_1B),
+    "pid": Published("PiD", (4096, 4096), tokens=300, branches=1, given=PIXELDIT_1B | {
+        "lq_latent_channels": 16, "lq_hidden_dim": 512, "lq_interval": 2, "lq_num_res_blocks": 4,
+        "latent_spatial_down_factor": 8, "lq_latent_unpatchify_factor": 1, "lq_gate_per_token": False,
+        "pit_lq_inject": False, "lq_conv_padding_mode": "zeros", "rope_ref_h": 1024, "rope_ref_w": 1024}),
     "wan2.1-vace-14b-480p": Published("Wan VACE", (832, 480), 81),
     "wan2.1-fun-camera-14b-480p": Published("Wan Camera", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
         "in_dim": 32, "model_type": "camera", "in_dim_control_adapter": 24, "_image_dim": 1280,

@@ -38,8 +38,10 @@ from .minimax_h3 import MINIMAX_H3
 from .mochi import MOCHI
 from .omnigen2 import OMNIGEN2
 from .ovis import OVIS
+from .pid import PID
 from .pixart import PIXART
 from .pixart_alpha import PIXART_ALPHA
+from .pixeldit import PIXELDIT
 from .qwen_image import QWEN_IMAGE
 from .sana import SANA
 from .sd2 import SD2
@@ -69,7 +71,7 @@ FAMILIES = {family.name: family for family in (
     KANDINSKY5_IMAGE, MOCHI, MINIMAX_H3, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SD_X4, SDXL, SVD,
     COSMOS1, OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL,
     WAN_SCAIL2, WAN_S2V, WAN_DANCER, STABLE_AUDIO, STABLE_AUDIO3, ACE_STEP, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21,
-    Z_IMAGE_PIXEL)}
+    Z_IMAGE_PIXEL, PIXELDIT, PID)}
 
 
 def supported(last="and"):

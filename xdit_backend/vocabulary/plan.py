@@ -34,6 +34,9 @@ class BlockList:
     patched: str | None = None             # what ComfyUI's block patches call these blocks, "double" or "single"
     # what its patches that add to the image after each of these blocks are called, such as "double_block"
     added: str | None = None
+    # argument of the class, or rule under "_" of the family, that says how wide their image tokens are, where these are
+    # not as wide as the family's
+    width: str | None = None
     paired: str | None = None              # a ModuleList of as many blocks, each called by the block of its number
     # where these streams differ from those of the list before, the model's forward joins or separates tensors between
     streams: dict[str, str | tuple[str, ...]] | None = None
@@ -101,7 +104,7 @@ class ModelPlan:
     tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
     rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
     halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own
-    rereads: bool = False                  # the forward reads the latent after the blocks too
+    rereads: bool = False                  # the forward reads the latent after or between the blocks too
     # such a module after the blocks, of the whole picture -> its rows to a row of tokens. A patch reads what its
     # neighbours have given last.
     edges: dict[str, int] = field(default_factory=dict)

@@ -210,7 +210,7 @@ class Predictions:
     def _latent(self, loaded, mesh, part):
         """A part's latents on the device. Of stages that use only the shape, as most after the first, zeros."""
         (branch, first, last), stage = part, mesh.ranks["pipefusion"]
-        if stage == 0 or (loaded.family.plan.rereads and stage == mesh.degrees["pipefusion"] - 1):
+        if stage == 0 or loaded.family.plan.rereads:
             return on_device(self._map(branch.latent)[first:last], self._device).to(loaded.dtype)
         return torch.zeros((last - first, *branch.latent.shape[1:]), dtype=loaded.dtype, device=self._device)
 

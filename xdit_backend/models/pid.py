@@ -1,0 +1,120 @@
+"""PiD and PiD 1.5, ComfyUI's own module: PixelDiT that draws a latent of another model in pixels, four times as large;
+before its blocks, what is said of that latent is added to each token."""
+
+import dataclasses
+from types import MethodType
+
+import torch
+
+from ..protocol.errors import ConfigError
+from ..vocabulary.comfyui import handed_on
+from ..vocabulary.describe import blocks, config_of, given, has, size
+from ..vocabulary.family import Tiny
+from ..vocabulary.forward_value import ForwardValue
+from ..vocabulary.pixel_blocks import amend, draw, with_places
+from .pixeldit import LATENT, PIXELDIT, RULES, TINY
+
+NATIVE, LQ = "comfy.ldm.pixeldit.pid:PidNet", "lq_proj.latent_proj.0.weight"
+PER_TOKEN, IS_NEWER = "lq_proj.gate_modules.0.content_proj.weight", has("lq_proj.pit_head.weight")
+PIXELS = 32                                # of the picture, for each of the latent that is drawn, where that has 8
+
+
+def _amend(model, config):
+    """What ComfyUI's forward does before a block is done in it, where a rank has some of the tokens."""
+    said, gates = ForwardValue(model), model.lq_proj.gate_modules
+
+    def remember(s, i, pid_lq_features, pid_degrade_sigma, pid_pit_lq_feature=None, **_):
+        if i == 0:
+            said.set((pid_lq_features, pid_pit_lq_feature, pid_degrade_sigma))
+        return s
+
+    model._pre_patch_block, model._pre_pixel_blocks = remember, lambda s, **_: s
+    amend(model, config)
+    for number, block in enumerate(model.patch_blocks):
+        index = model.lq_proj.output_index(number)
+        if model.lq_proj.is_gate_active(number) and index < len(gates):
+            vars(block).update(gate=gates[index], index=index, said=said)      # no module of the block in files
+            block.forward = MethodType(_with_gate, block)
+    if model.pit_lq_inject:
+        first = model.pixel_blocks[0]
+        vars(first).update(gate=model.pit_lq_gate, said=said)
+        first.forward = MethodType(_draw_first, first)
+
+
+def _with_gate(self, x, y, c, pos_img, pos_txt=None, attn_mask=None, transformer_options={}, places=None):
+    features, _, sigma = self.said.get()
+    x = self.gate(x, _own(features[self.index], places), sigma)
+    return with_places(self, x, y, c, pos_img, pos_txt, attn_mask, transformer_options)
+
+
+def _draw_first(self, x, s_cond, image_height, image_width, patch_size, mask=None, transformer_options={},
+                places=None):
+    _, feature, sigma = self.said.get()
+    condition, pixels = x.split([self.context_dim, x.shape[2] - self.context_dim], 2)
+    condition = self.gate(condition, _own(feature, places), sigma)
+    return draw(self, torch.cat([condition, pixels], 2), s_cond, image_height, image_width, patch_size, mask,
+                transformer_options, places)
+
+
+def _own(feature_BTC, places):
+    return feature_BTC if places is None else feature_BTC[:, places[0]]
+
+
+def _for_whole(module, forward, rows, tokens, args, kwargs):
+    """What is said of the latent, for each token of the whole picture."""
+    return forward(**kwargs | {"target_pH": rows.whole_token_rows})
+
+
+def _low(call):
+    """The latent that is drawn."""
+    latent, channels = given("lq_latent")(call), call.config["lq_latent_channels"]
+    if latent is None or latent.shape[1] != channels:
+        found = 0 if latent is None else latent.shape[1]
+        raise ConfigError(f"Put PiD Conditioning after both prompts, with a latent of {channels} channels, which this "
+                          f"file of PiD draws: the latent there has {found}.")
+    return latent
+
+
+def _channels(shapes):
+    """Of the latent; of Flux.2's, PiD 1.5 reads a quarter at four places."""
+    return shapes[LQ][1] * (4 if IS_NEWER(shapes) and shapes[LQ][1] == 32 else 1)
+
+
+def _interval(shapes):
+    depth, gates = blocks("patch_blocks.")(shapes), blocks("lq_proj.gate_modules.")(shapes)
+    return -(-depth // gates)
+
+
+def _of_latent(config, shape, tokens):
+    return shape[0], config["lq_latent_channels"], *(-(-side // PIXELS) for side in shape[-2:])
+
+
+NEWER = {"lq_conv_padding_mode": "replicate", "lq_gate_per_token": True, "pit_lq_inject": True, "rope_ref_h": 2048,
+         "rope_ref_w": 2048}
+OWN = {"lq_latent_channels": 4, "lq_hidden_dim": 32, "lq_num_res_blocks": 2, "lq_interval": 2,
+       "latent_spatial_down_factor": 8, "lq_latent_unpatchify_factor": 1}
+
+PID = dataclasses.replace(
+    PIXELDIT, name="PiD", title="PiD, PiD 1.5 (pixels of a latent)", transformer=NATIVE, amend=_amend,
+    recognise=has(LQ, "pixel_embedder.proj.weight", "patch_blocks.0.attn.qkv_x.weight"),
+    config=config_of(
+        **RULES, lq_latent_channels=_channels, lq_hidden_dim=size(LQ, 0), lq_interval=_interval,
+        lq_num_res_blocks=lambda shapes: blocks("lq_proj.latent_proj.")(shapes) - 2,
+        latent_spatial_down_factor=lambda shapes: 16 if _channels(shapes) >= 64 else 8,
+        lq_latent_unpatchify_factor=lambda shapes: 2 if _channels(shapes) != shapes[LQ][1] else 1,
+        lq_gate_per_token=lambda shapes: shapes[PER_TOKEN][0] == 1, pit_lq_inject=IS_NEWER,
+        lq_conv_padding_mode=lambda shapes: "replicate" if IS_NEWER(shapes) else "zeros",
+        rope_ref_h=lambda shapes: 2048 if IS_NEWER(shapes) else 1024,
+        rope_ref_w=lambda shapes: 2048 if IS_NEWER(shapes) else 1024),
+    conditioning=PIXELDIT.conditioning | {"lq_latent": None, "degrade_sigma": None},
+    arguments=handed_on(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low),
+    live={"alone": 34.25, "residual": 31.28, "held": 1.86, "exchange": 36.98, "keys": 2.15, "shared": 0.28},
+    plan=dataclasses.replace(
+        PIXELDIT.plan, blocks=tuple(
+            dataclasses.replace(list_, file_prefix=f"{list_.name}.") for list_ in PIXELDIT.plan.blocks),
+        positions=PIXELDIT.plan.positions | {"lq_proj": _for_whole},
+        once_outside=PIXELDIT.plan.once_outside | {"lq_proj.latent_proj": "run"}),
+    tiny=Tiny(TINY | OWN | NEWER, NATIVE, PIXELDIT.tiny.arguments | OWN | NEWER | {"lq_latent_channels": 16},
+              detected="PiD", drawn={"lq_latent": _of_latent,
+                                     "degrade_sigma": lambda config, shape, tokens: shape[:1]}),
+)

@@ -1,0 +1,68 @@
+"""PixelDiT, ComfyUI's own module: two streams over patches of the picture itself, then blocks in which each patch's
+token, made of its pixels, attends to the others', and its pixels are drawn."""
+
+import math
+
+from ..vocabulary.comfyui import handed_on
+from ..vocabulary.describe import Unpacked, because, blocks, config_of, has
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.pixel_blocks import PREFIX, SIDE, amend, convert, of_file, pixels_of_patch, under_core, whole_rows
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+
+NATIVE, CHANNELS, TEXT = "comfy.ldm.pixeldit.model:PixDiT_T2I", 3, 300         # tokens of text, at most
+LATENT, IMAGE, BOTH = Unpacked((SIDE, SIDE)), ("image",), ("text", "image")
+QUERIES, PIXELS = "patch_blocks.0.attn.qkv_x.weight", "pixel_blocks.0.attn.qkv.weight"
+
+
+def _width(shapes):
+    return of_file(QUERIES, 1)(shapes) + SIDE ** 2 * of_file("pixel_embedder.proj.weight", 0)(shapes)
+
+
+def _heads(config):
+    """Both lists' heads are shared out, of which there are unlike numbers."""
+    return math.gcd(config["num_groups"], config["pixel_num_groups"])
+
+
+RULES = {
+    "in_channels": CHANNELS, "hidden_size": of_file(QUERIES, 1),
+    "num_groups": lambda shapes: of_file(QUERIES, 1)(shapes) // of_file(
+        "patch_blocks.0.attn.q_norm_x.weight", 0)(shapes),
+    "pixel_hidden_size": of_file("pixel_embedder.proj.weight", 0), "pixel_attn_hidden_size": of_file(PIXELS, 1),
+    "pixel_num_groups": lambda shapes: of_file(PIXELS, 1)(shapes) // of_file(
+        "pixel_blocks.0.attn.q_norm.weight", 0)(shapes),
+    "patch_depth": under_core(blocks("patch_blocks.")), "pixel_depth": under_core(blocks("pixel_blocks.")),
+    "txt_embed_dim": of_file("y_embedder.proj.weight", 1), "_drawn_width": _width}
+
+TINY = {"in_channels": CHANNELS, "num_groups": 4, "hidden_size": 64, "pixel_hidden_size": 4,
+        "pixel_attn_hidden_size": 48, "pixel_num_groups": 4, "patch_depth": 3, "pixel_depth": 2, "txt_embed_dim": 24,
+        "_drawn_width": 64 + 4 * SIDE ** 2}
+
+PIXELDIT = Family(
+    name="PixelDiT", title="PixelDiT", transformer=NATIVE,
+    recognise=has(*(PREFIX + name for name in ("pixel_embedder.proj.weight", "y_pos_embedding", QUERIES, PIXELS))),
+    refusals=(because(f"its patches are not of {SIDE} x {SIDE} pixels, as those that xDiT knows",
+                      lambda shapes: of_file("s_embedder.proj.weight", 1)(shapes) != SIDE ** 2 * CHANNELS),),
+    config=config_of(**RULES), convert=convert, latent=LATENT, amend=amend,
+    conditioning={"context": "txt_embed_dim"}, ignored=("attention_mask",), unsupported_dtypes=("float16",),
+    lengths={"text": lambda conditioning: min(TEXT, conditioning["context"].shape[1])},
+    arguments=handed_on(LATENT, "context", times="timesteps"),
+    live={"alone": 29.91, "residual": 29.64, "held": 3.13, "exchange": 30.68, "told": 1.95, "keys": 1.84},
+    num_heads=_heads, width=lambda config: config["hidden_size"],
+    num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
+    plan=ModelPlan(
+        blocks=(BlockList("patch_blocks", f"{PREFIX}patch_blocks.", "patch_depth", returns=("image", "text"),
+                          image_share=0.5),
+                BlockList("pixel_blocks", f"{PREFIX}pixel_blocks.", "pixel_depth", streams={"x": "image"}, tokens={},
+                          attention={"attn": IMAGE}, width="_drawn_width")),
+        streams={"x": "image", "y": "text"}, attention={"attn": BOTH}, needs_text=True, rereads=True,
+        tokens={"pos_img": TokenArgument(0, IMAGE), "pos_txt": TokenArgument(0, ("text",))}, places=("places", IMAGE),
+        positions={"_fetch_patch_pos": Cut(TokenArgument(0, IMAGE), whole_rows),
+                   "pixel_embedder.pixels": pixels_of_patch},
+        # of which the most are numbers for each pixel
+        unsplit=("adaLN_modulation_msa", "adaLN_modulation_mlp", "compress_to_attn", "expand_from_attn", "mlp.fc1",
+                 "mlp.fc2"),
+        once={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"}, once_outside={"y_embedder": "run"}),
+    tiny=Tiny(TINY, NATIVE, {name: size for name, size in TINY.items() if not name.startswith("_")} | {
+        "hidden_size": 256, "pixel_attn_hidden_size": 256}, detected="PixelDiTT2I"),
+)
