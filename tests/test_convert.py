@@ -15,15 +15,24 @@ from xdit_backend.models import FAMILIES
 
 
 @pytest.fixture(scope="module")
-def converted(node, modules):
+def templates():
+    """The folder of ComfyUI's templates."""
     found = importlib.util.find_spec("comfyui_workflow_templates_json")
     if comfyui_folder() is None or found is None:
         pytest.skip("no ComfyUI with its templates: run `python3 start.py test`")
-    folder = Path(found.origin).parent / "templates"
+    return Path(found.origin).parent / "templates"
+
+
+def convert(node, modules, folder):
     done = subprocess.run([node, Path(__file__).parent / "browser" / "convert_templates.mjs", modules / "convert.mjs",
                            folder],
                           stdout=subprocess.PIPE, check=True)
     return {entry["name"]: entry for entry in json.loads(done.stdout)}
+
+
+@pytest.fixture(scope="module")
+def converted(node, modules, templates):
+    return convert(node, modules, templates)
 
 
 def test_there_and_back_gives_the_same_file(converted):
@@ -44,12 +53,17 @@ def test_twice_is_once(converted):
     assert [name for name, entry in converted.items() if entry["again"]] == []
 
 
-@pytest.mark.parametrize("name, model", [("txt_to_image_to_video.json", "Stable Video Diffusion")])
-def test_a_model_that_is_not_run_is_told_by_its_nodes_where_its_file_is_not_here(converted, name, model):
-    """By those that are on: a loader whose prompts are bypassed goes by its file."""
-    left = converted[name]["left"]
+def test_a_model_that_is_not_run_is_told_by_its_nodes_where_its_file_is_not_here(node, modules, templates, tmp_path):
+    """By those that are on: a loader whose prompts are bypassed goes by its file. No template has such a model: one
+    with another's conditioning in its place."""
+    name = "txt_to_image_to_video.json"
+    text = (templates / name).read_text(encoding="utf-8")
+    (tmp_path / name).write_text(text.replace("SVD_img2vid_Conditioning", "StableCascade_StageB_Conditioning"),
+                                 encoding="utf-8")
 
-    assert {one["model"] for one in left if one["reason"] == "other_model"} == {model}
+    left = convert(node, modules, tmp_path)[name]["left"]
+
+    assert {one["model"] for one in left if one["reason"] == "other_model"} == {"Stable Cascade"}
     assert "model_stays" in {one["reason"] for one in left if one["type"] == "KSampler"}
 
 

@@ -40,6 +40,16 @@ class Place:
         """The streams that are one tensor with the image's among what the block returns."""
         return next(streams for streams in self.list_.returns if "image" in streams)
 
+    def cut(self, tokens, needs_text, tensor, argument):
+        """This rank's part of an argument of the block, as a TokenArgument says (None: as it is). tokens: the
+        forward's. needs_text: ModelPlan.needs_text."""
+        if (argument is None or argument.ndim not in (None, tensor.ndim)
+                or tensor.shape[argument.dim] == 1 != sum(map(tokens.held, argument.streams))):
+            return tensor
+        if self.has_placeholder(argument.streams, tokens, needs_text):
+            return tensor.narrow(argument.dim, 0, 1)
+        return tokens.take(tensor, argument.dim, argument.streams)
+
     def returned(self, shards):
         """What the block's forward returns. shards: {streams: tensor}."""
         outputs = tuple(shards[streams] for streams in self.list_.returns)

@@ -275,23 +275,15 @@ class Hooks:
 
     def _cut_once(self, context, place, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
-        key = id(value), id(argument)
+        key, cut = (id(value), id(argument)), functools.partial(place.cut, context.tokens, self.plan.needs_text)
         if key not in context.cuts:
             if isinstance(value, (tuple, list)):
                 arguments = argument if isinstance(argument, tuple) else (argument,) * len(value)
-                result = tuple(self._cut(context, place, tensor, each) for tensor, each in zip(value, arguments))
+                result = tuple(map(cut, value, arguments))
             else:
-                result = self._cut(context, place, value, argument)
+                result = cut(value, argument)
             context.cuts[key] = (value, result)                # `value` is kept, so that its id stays its own
         return context.cuts[key][1]
-
-    def _cut(self, context, place, tensor, each):
-        if (each is None or each.ndim not in (None, tensor.ndim)
-                or tensor.shape[each.dim] == 1 != sum(map(context.tokens.held, each.streams))):
-            return tensor
-        if place.has_placeholder(each.streams, context.tokens, self.plan.needs_text):
-            return tensor.narrow(each.dim, 0, 1)
-        return context.tokens.take(tensor, each.dim, each.streams)
 
     def _read_once(self, context, mask, streams):
         if id(mask) not in context.cuts:
