@@ -87,8 +87,8 @@ def attention_of_own_rows():
 MUTANTS = displaced.MUTANTS | {"attention_of_own_rows": attention_of_own_rows}
 
 
-@pytest.mark.parametrize("mutant", by_default(["attention_of_own_rows"],
-                                              ["attention_of_own_rows", "zeros_for_halos", "even_shares"]))
+@pytest.mark.parametrize("mutant", by_default(["attention_of_own_rows"], [
+    "attention_of_own_rows", "zeros_for_halos", "even_shares", "no_correction"]))
 def test_exactness_notices_a_broken_part(mutant):
     of_oracle, *_ = check("SDXL", (0, 12, 20), {"rows": 20, "columns": 6}, mutant=mutant)
 
