@@ -1,5 +1,6 @@
 """Compiled blocks of files of every type: weights that are cast, unpacked or multiplied as they are held, come from
-host memory, and are changed by a LoRA and back give the bits that they give as they are."""
+host memory, and are changed by a LoRA and back give the bits that they give as they are. A LoRA that is added in place
+to products of weights as they are held is added once."""
 
 import dataclasses
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import tests.reusing  # noqa: F401
 from tests.checkpoints.test_changes import PROJ, QKV, messages_of
 from tests.checkpoints.test_offloaded_files import loaded_of, prediction
 from tests.comfy_quants import WRITTEN, save_as
 from tests.tiers import by_default
+from xdit_backend.checkpoints import kitchen
 from xdit_backend.checkpoints.changes import change_weights
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.quantise import TYPES
@@ -52,3 +55,50 @@ def test_compiled_blocks_hold_weights_as_they_are(file_of, tmp_path, how):
             assert torch.equal(same(coming)[0], before)
     finally:
         store.close()
+
+
+# formats that any device multiplies as they are held
+MULTIPLIED = "int8_tensorwise", "int8_convrot", "convrot_w4a4"
+
+
+@pytest.fixture
+def with_a_lora(file_of, tmp_path):
+    """how weights are held -> (a model without a LoRA's values, the values that it adds: a function that predicts with
+    a backend, with or without it)."""
+    torch._dynamo.reset()
+    store = SegmentStore()
+
+    def of(how):
+        checkpoint = open_checkpoint(save_as(how, tmp_path, file_of("sd3")))
+        loaded = loaded_of(checkpoint.spec("float32", "float32"))
+        rows = messages_of(store, (256, 2), (2, 256), (0, 256, 256))
+
+        def predicted(has_lora, backend=""):
+            terms = (rows,) if has_lora else ()
+            change_weights(loaded.transformer, {QKV: Change(None, terms, "float32", "float32")})
+            return prediction(loaded, compile_backend=backend)
+        return predicted
+    with torch.inference_mode():
+        yield of
+    store.close()
+
+
+@pytest.mark.parametrize("how", by_default(MULTIPLIED[:1], MULTIPLIED))
+def test_a_lora_is_added_in_place_once_in_compiled_blocks(with_a_lora, how):
+    """Each prediction is of two forwards, the second of which finds what the first has left."""
+    predicted = with_a_lora(how)
+    without, wanted = predicted(False), predicted(True)
+
+    assert torch.equal(predicted(True, "reusing"), wanted) and torch.equal(predicted(False, "reusing"), without)
+    assert (wanted - without).abs().max() > 1e-2 * wanted.abs().max()
+
+
+def test_it_notices_a_product_that_is_given_again_with_the_lora_in_it(with_a_lora, monkeypatch):
+    predicted, plain, made = with_a_lora("int8_tensorwise"), kitchen.product, {}
+    wanted = predicted(True)
+
+    def product(layer, weight, beside, tensor, *others):
+        return made.setdefault((weight.data_ptr(), tensor.sum().item()), plain(layer, weight, beside, tensor, *others))
+    monkeypatch.setattr(kitchen, "product", product)
+
+    assert not torch.equal(predicted(True), wanted)

@@ -311,3 +311,16 @@ def test_the_node_says_where_weights_are_and_what_they_cost():
     assert ", a part over each device, which send them to each other, " in weights_words(1e9, 2e9, shared, 20)
     assert weights_words(1e9, 2e9, None, 20) == ("Weights: 1 GB of each device, and 2 GB come from host memory in "
                                                  "every step")
+
+
+def test_a_plan_knows_what_a_lora_takes():
+    """Its factors have no room any more, so that as much more comes; what it takes beside the largest weight too."""
+    net = replace(NET, unpack_bytes=2e9, lora_unpack_bytes=(6e9, 0.0))
+    machine = Machine((replace(CARD, host_bytes_s=6e9),) * 2, Links(dict.fromkeys(LINKS.rates, 6e9)))
+
+    def chosen(*changed):
+        return plan_run(ParallelConfig(), machine, net, JOB, changed=changed).chosen.memory
+    plain, with_factors, whole = chosen(), chosen(False, 1e9), chosen(True, 1e9)
+
+    assert plain.come > 0 and with_factors.come > plain.come + 0.99e9 and with_factors.total <= plain.total
+    assert whole.activations > plain.activations and whole.come > with_factors.come

@@ -41,6 +41,7 @@ class MemorySettings:
     # bytes of a device that weights may take, others come from host memory; inf: what the rest leaves; 0: all are there
     weights_memory: float = 0.0
     has_lora: bool = False                 # beside weights that are packed
+    added_bytes: float = 0.0               # of a rank, that changed weights take more, and a LoRA's factors
 
 
 DEFAULT_SETTINGS = MemorySettings()
@@ -63,7 +64,8 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
         live = [_beside_kept(net, job, degrees, most, of[0], len(stage)) for most, of, stage in zip(live, kept, stages)]
     (keys_values, host), activations = max(zip(kept, live), key=lambda both: both[0][0] + both[1])
     share = _share(net, job, degrees, settings)
-    return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values, host=host, activations=most_in_layers(
+    weights = weight_bytes(net, degrees) + settings.added_bytes
+    return Memory(weights=weights, keys_values=keys_values, host=host, activations=most_in_layers(
         net, net.live or Live(), share * job.tokens, share * job.text if net.joint else 0.0, activations,
         degrees.tensor, settings.has_lora))
 

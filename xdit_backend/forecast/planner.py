@@ -260,13 +260,14 @@ def is_long_work(work, kind):
     return work_seconds(work, Machine((USUAL[kind],), Links()), 1) >= LONG_S
 
 
-def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
+def plan_run(config, machine, net, job, stages=None, tensor_degree=1, changed=()):
     """The Plan of a run on devices that a probe has measured. Manual mode: the person's degrees.
 
     Auto mode: where every rank has all blocks, only layouts whose picture is one device's, whose ranks share tokens
     within a machine; with stages, how their ranks share tokens.
-    stages, tensor_degree: how the model is spread, of choose_spread.
+    stages, tensor_degree: how the model is spread, of choose_spread. changed: as memory_settings'.
     """
+    settings = memory_settings(config, stages, *changed)
     if config.mode == "manual":
         layouts = [degrees_of(config.layout, config, stages)]
     elif stages is None:
@@ -280,13 +281,13 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
                                      ring_degree=stages.sequence_degree // ulysses), config, stages)
                    for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0
                    and net.heads % ulysses == 0]
-    ordered = forecasts(net, job, machine, layouts, memory_settings(config, stages))
+    ordered = forecasts(net, job, machine, layouts, settings)
     if stages is not None and not config.requested_patches and any(one.memory.come for one in ordered):
         layouts = [dataclasses.replace(degrees, num_patches=count) for degrees in layouts
                    for count in patches_that_come(stages)]
-        ordered = forecasts(net, job, machine, layouts, memory_settings(config, stages))
+        ordered = forecasts(net, job, machine, layouts, settings)
     fastest = dataclasses.replace(machine, devices=(max(machine.devices, key=lambda device: device.matrix_flops_s),))
-    one = forecast(net, job, Degrees(), fastest, memory_settings(config))
+    one = forecast(net, job, Degrees(), fastest, memory_settings(config, None, *changed))
     return Plan(choose(ordered, are_alike(net, job, machine.devices)), one, ordered)
 
 
@@ -300,12 +301,12 @@ def patches_that_come(stages):
     return stages.pipefusion_degree, 1
 
 
-def memory_settings(config, stages=None):
-    """The MemorySettings of a ParallelConfig. stages: how the model is spread."""
-    given, staged = config.weights_memory_bytes, stages is not None
+def memory_settings(config, stages=None, has_lora=False, added_bytes=0.0):
+    """The MemorySettings of a ParallelConfig. stages: how the model is spread. Others: MemorySettings'."""
+    own, staged = config.weights_memory_bytes, stages is not None
     return MemorySettings(config.cached_steps, staged and stages.offload,
                           staged and config.warmup in ("auto", "micro_batches"),
-                          weights_memory=math.inf if given is None else given)
+                          weights_memory=math.inf if own is None else own, has_lora=has_lora, added_bytes=added_bytes)
 
 
 def degrees_of(layout, config, stages=None):
@@ -339,6 +340,5 @@ def warmup_layout(layout, stages):
 
 
 def branches_together(layout):
-    """The layout of a call whose images may not be apart, since something compares them in each layer:
-    other ranks rest."""
+    """The layout of a call whose images may not be apart, as something compares them in each layer: others rest."""
     return dataclasses.replace(layout, cfg_degree=layout.data_degree * layout.cfg_degree, data_degree=1)

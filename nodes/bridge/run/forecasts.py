@@ -20,14 +20,15 @@ MAX_DEVIATION = 0.25                       # by how much a run's time may differ
 
 
 class Forecasts:
-    """The forecasts of one MODEL's runs, one run at a time."""
+    """The forecasts of one MODEL's runs, one run at a time. memory: its MemoryCheck, which knows of a LoRA."""
 
-    def __init__(self, setup):
-        self._setup = setup
+    def __init__(self, setup, memory):
+        self._setup, self._memory = setup, memory
         # the Plan of this run, if it has one; what its calls took
         self.plan = self.timed = None
         self.coming = None                                     # the Plan of a run without one, if weights come for it
-        self._plans, self._cards = {}, ()                      # {Job: Plan or None}; names of the devices
+        # {(Job, MemoryCheck.changed): Plan or None}; names of the devices
+        self._plans, self._cards = {}, ()
         self._pages = None                                     # host_memory.pages_of the file
         self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
 
@@ -51,13 +52,14 @@ class Forecasts:
         setup = self._setup
         if self.why_none != "unmeasured":
             return None
-        if job not in self._plans:
+        key = job, self._memory.changed
+        if key not in self._plans:
             may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
             machine = self._machine(may_measure)
-            self._plans[job] = None if machine is None else plan_run(setup.config, machine, setup.net, job, None,
-                                                                     setup.spec.tensor_degree)
+            self._plans[key] = None if machine is None else plan_run(setup.config, machine, setup.net, job, None,
+                                                                     setup.spec.tensor_degree, self._memory.changed)
             self._cards = () if machine is None else tuple(device.name for device in machine.devices)
-        return self._plans[job]
+        return self._plans[key]
 
     def with_copies(self, calls):
         """These calls, with how their weights come from host memory: as the devices were measured and this run is
@@ -82,11 +84,12 @@ class Forecasts:
         setup, spec = self._setup, self._setup.spec
         if self.why_none not in ("manual", "one", "stages") or not spec.weights_memory or setup.net is None:
             return None
-        if job not in self._plans:
+        key = job, self._memory.changed
+        if key not in self._plans:
             machine = self._machine(may_measure=False)
-            self._plans[job] = machine and plan_run(setup.config, machine, setup.net, job, spec.stages,
-                                                    spec.tensor_degree)
-        plan = self._plans[job]
+            self._plans[key] = machine and plan_run(setup.config, machine, setup.net, job, spec.stages,
+                                                    spec.tensor_degree, self._memory.changed)
+        plan = self._plans[key]
         return plan if plan and plan.chosen.memory.come else None
 
     def _machine(self, may_measure):

@@ -58,7 +58,7 @@ class RemoteModel:
     def _set_up(self, dtype, weights_memory=None):
         self.setup, self.memory = self._computing_in(dtype, weights_memory)
         self.memory.expect(self._expected)
-        self.forecasts, self.spec = Forecasts(self.setup), self.setup.spec
+        self.forecasts, self.spec = Forecasts(self.setup, self.memory), self.setup.spec
         if self._job is not None:
             self.memory.run_patches = self.forecasts.num_patches(self._job)
 

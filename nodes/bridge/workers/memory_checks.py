@@ -69,6 +69,11 @@ class MemoryCheck:
         self.added_bytes = total // setup.spec.stages.pipefusion_degree if self._has_parts else total
         self._has_lora = any(change.rank for change, *_ in packed)
 
+    @property
+    def changed(self):
+        """Of what a run has next, as planner.memory_settings takes it."""
+        return self._has_lora, self.added_bytes
+
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
         return sum(size for size, name in zip(self.weight_bytes, self._setup.devices) if name == str(device))
@@ -250,8 +255,8 @@ class MemoryCheck:
         return rank_weights(weight_bytes, setup.net, setup.spec.stages, setup.device_bytes)
 
     def _of_rank(self, job, degrees, config):
-        settings = dataclasses.replace(memory_settings(config, self._setup.spec.stages), has_lora=self._has_lora)
-        return rank_memory(self._setup.net, job, degrees, settings)
+        return rank_memory(self._setup.net, job, degrees,
+                           memory_settings(config, self._setup.spec.stages, *self.changed))
 
     def _lighter(self):
         """{weight_dtype in which a rank holds less: what each rank then adds to the weights on its device}"""
