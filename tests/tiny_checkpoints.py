@@ -493,7 +493,7 @@ def matrices(source):
     """Names of a checkpoint's tensors that are matrices of linear layers."""
     from safetensors import safe_open
     with safe_open(source, "pt") as file:
-        return {name for name in file.keys() if name.endswith(".weight")
+        return {name for name in file.keys() if name.endswith(".weight") and not name.startswith("conditioner.")
                 and len(file.get_slice(name).get_shape()) == 2}  # noqa: SIM118
 
 

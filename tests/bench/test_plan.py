@@ -3,12 +3,14 @@
 import json
 import re
 import struct
+from types import SimpleNamespace
 
 import pytest
 
 from tests.tolerances import within
 from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import plan
+from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError, ConfigError
 
 CARD = {"name": "a card", "memory_bytes": 24e9, "matrix_flops_s": 60e12, "attention_flops_s": 50e12,
@@ -133,3 +135,11 @@ def test_a_file_that_is_no_model_is_refused(tmp_path, capsys):
         planned(tmp_path / "it.safetensors", tmp_path, capsys)
     with pytest.raises(ConfigError, match="there is no such file or folder"):
         planned(tmp_path / "other.safetensors", tmp_path, capsys)
+
+
+def test_a_sound_is_as_long_as_a_picture_of_its_size_has_tokens():
+    family = FAMILIES["Stable Audio Open"]
+
+    shape = plan._latent_shape(family, family.tiny.config, 1024, 512, SimpleNamespace(frames=1, batch=2))
+
+    assert shape == (2, 8, 512)

@@ -37,6 +37,7 @@ def asked(family, config):
     if family.name == "WanDancer":                             # of whose frames ComfyUI's module makes eight parts
         sides = 32, 36
     size = (family.tiny.frames, *sides)[-len(family.latent.patch):]
+    size = size if family.tiny.rows is None else (family.tiny.rows, sides[1])
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = conditioning_of(family, config, generator, {"context": 12}, size=size)
     if "face_pixel_values" in conditioning:                    # one picture, of the size that its network is made for

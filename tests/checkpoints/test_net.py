@@ -5,10 +5,11 @@ import inspect
 
 import diffusers
 import pytest
+import torch
 
 from tests.tolerances import within
 from xdit_backend.bench.published import NETS
-from xdit_backend.checkpoints.net import net_of
+from xdit_backend.checkpoints.net import job_of, net_of
 from xdit_backend.checkpoints.transformer import build_empty
 from xdit_backend.models import FAMILIES
 
@@ -40,3 +41,16 @@ def test_every_family_has_a_net(name):
     net = net_of(family, build_empty(family, family.tiny.config))
 
     assert net.blocks > 0 and net.width > 0 and 0 < net.key_heads <= net.heads and net.elements > 1
+
+
+@pytest.mark.parametrize("name, shape, expected", [
+    ("Stable Audio Open", (1, 8, 100), 101), ("Stable Audio 3", (1, 8, 100), 164),
+    ("ACE-Step 1.0", (1, 8, 16, 100), 100)])
+def test_tokens_of_a_models_own_are_among_those_of_a_job(name, shape, expected):
+    """They pass the blocks as the sound's do; text that is read by cross-attention does not."""
+    family = FAMILIES[name]
+    net = net_of(family, build_empty(family, family.tiny.config))
+
+    job = job_of(family, net, shape, {"context": torch.empty(1, 7, 1, device="meta")}, 20)
+
+    assert (job.tokens, job.text) == (expected, 7)

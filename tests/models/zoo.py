@@ -278,7 +278,7 @@ def as_comfyui(conditioning):
     lists = {}
     for name, tensor in conditioning.items():
         base, dot, _ = name.partition(".")
-        lists.setdefault(base, [] if dot else tensor)
+        lists.setdefault(base, [] if dot else tensor.sum().item() if base == "lyrics_strength" else tensor)
         if dot:
             lists[base].append(tensor.item())
     return lists

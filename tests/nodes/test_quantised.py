@@ -73,14 +73,15 @@ def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, forma
 
 
 @pytest.mark.parametrize("kind", ["hidream-i1", "sd3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
-    "hunyuan3d-2.1", "wan-animate", "hunyuanvideo-1.5", "anima"))])
+    "hunyuan3d-2.1", "wan-animate", "hunyuanvideo-1.5", "anima", "stable-audio-open", "ace-step-1.0"))])
 def test_a_scale_that_comfyui_leaves_out_is_refused(comfyui, kind):
     """HiDream and Hunyuan3D choose experts by a parameter that is no layer, so ComfyUI takes its numbers without their
-    scale; of Wan Animate it is what reads faces, of HunyuanVideo 1.5 an embedding that is none of ComfyUI's own, and of
-    Anima one of ComfyUI's that has a scale for each row."""
+    scale; of Wan Animate it is what reads faces, of HunyuanVideo 1.5 an embedding that is none of ComfyUI's own, of
+    Stable Audio Open the waves of a time, and of Anima and ACE-Step 1.0 one of ComfyUI's that has a scale for each
+    row."""
     name = f"{kind}-all-scaled.safetensors"
     save_scaled(comfyui.base / "diffusion_models" / name, comfyui.base / "diffusion_models" / comfyui.file(kind),
-                per_row=kind == "anima")
+                per_row=kind in ("anima", "ace-step-1.0"))
 
     with pytest.raises(comfyui.errors.CheckpointError, match=r"has a scale for \S+\.weight, which ComfyUI does "
                                                              r"not heed") \

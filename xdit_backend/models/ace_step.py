@@ -79,7 +79,7 @@ def _widths(shapes):
     return [shapes[f"projectors.{number}.4.weight"][0] for number in range(blocks("projectors.")(shapes))]
 
 
-TINY = {"in_channels": 8, "out_channels": 8, "num_layers": 4, "inner_dim": 32, "attention_head_dim": 8,
+TINY = {"in_channels": 8, "out_channels": 8, "num_layers": 4, "inner_dim": 512, "attention_head_dim": HEAD_SIZE,
         "num_attention_heads": 4, "mlp_ratio": 2.5, "max_position": 512, "rope_theta": 1000000.0,
         "speaker_embedding_dim": 16, "text_embedding_dim": 24, "ssl_latent_dims": [8, 12],
         "lyric_encoder_vocab_size": 64, "lyric_hidden_size": 64, "patch_size": [ROWS, 1], "_lyric_heads": 4,
@@ -113,7 +113,7 @@ ACE_STEP = Family(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, sums=("attn",), halos=("ff.depth_conv",), tokens={"rotary_freqs_cis": TokenArgument(0, IMAGE)}),
     tiny=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")} | {
-        "inner_dim": 256, "attention_head_dim": HEAD_SIZE, "num_attention_heads": 2, "speaker_embedding_dim": 512,
+        "inner_dim": 256, "num_attention_heads": 2, "speaker_embedding_dim": 512,
         "max_position": 32768}, rows=ROWS, detected="ACEStep",
         drawn={"speaker_embeds": lambda config, shape, tokens: (shape[0], config["speaker_embedding_dim"]),
                "lyric_token_idx": lambda config, shape, tokens: (shape[0], tokens + 2),

@@ -77,6 +77,8 @@ class Detection:
                                   f"{base_model.model_type.name} only.")
         for name, sources in weight_sources().items() if checkpoint.layers else ():
             scaled = [source for source, _ in sources if source in checkpoint.layers]
+            if not scaled:                                     # nor is all that a file has of the diffusion model
+                continue
             module = base_model.diffusion_model.get_submodule(name.rpartition(".")[0])
             if not all(_heeds(module, checkpoint.layers[source]) for source in scaled):
                 raise CheckpointError("Use the bf16, fp16, plain fp8 or GGUF file of the same model: "
