@@ -30,6 +30,7 @@ VAES = {"sd3": "vae-sd3", "wan": "vae-wan", "wan22-ti2v": "vae-wan22", "flux2": 
 SEEN = {"hunyuan3d-2.1": (4, 1024), "hunyuan3d-2": (4, 24), "wan-flf": (4, 1280), "wan": (257, 1280),
         "hunyuanvideo-1.5": (729, 1152)}
 SOUNDS = "ace-step-1.0", "stable-audio-open", "stable-audio-3"
+EMBEDDED = {"svd": 1024, "sv3d-u": 1024, "sv3d-p": 1024, "stable-zero123": 768}         # numbers that say all of it
 LARGE = 256 * 256                          # pixels; nodes that are told no size make a million
 CONTROL = {"sd15": "sd15", "sdxl": "sdxl", "qwen-image": "qwen-instantx", "sd3": "sd3-instantx",
            "sd35-large": "sd35-stability", "flux": "flux-instantx"}
@@ -40,7 +41,9 @@ def vae_of(kind):
     for name in (kind, kind.rpartition("-")[0], kind.partition("-")[0]):
         if name in VAES:
             return VAES[name]
-    return "vae-wan" if kind.startswith("wan") else "vae-sd" if kind.startswith(("sd1", "sd2", "sdxl")) else "vae-flux"
+    if kind.startswith(("sd1", "sd2", "sd-x4", "sdxl", "svd", "sv3d", "stable-zero123")):
+        return "vae-sd"
+    return "vae-wan" if kind.startswith("wan") else "vae-flux"
 
 
 def _encode_small(encode, pixels):
@@ -159,7 +162,8 @@ class StandIns:
                 **dict.fromkeys(CLIP_LOADERS, lambda **_: (self.clip(),)),
                 "CheckpointLoaderSimple": self._checkpoint,
                 "ImageOnlyCheckpointLoader": lambda ckpt_name, **_: (
-                    self.native(ckpt_name), SimpleNamespace(encode_image=self._vision), self.vae()),
+                    self.native(ckpt_name),
+                    SimpleNamespace(encode_image=partial(self._vision, kind=self.kind_of(ckpt_name))), self.vae()),
                 "XDiTLoadClipVae": lambda **_: (self.clip(), self.vae()),
                 "VAELoader": lambda vae_name, **_: (self.vae(vae_name),),
                 "LTXVAudioVAELoader": lambda **_: (self._audio_vae(),),
@@ -266,11 +270,12 @@ class StandIns:
                 save_model_patch(patch, folder / f"{patch}.safetensors", loader)
             return loader().load_model_patch(f"{patch}.safetensors")
 
-    def _vision(self, image, **_):
+    def _vision(self, image, kind=None, **_):
+        """kind: of the model that it stands beside in a file."""
         generator = torch.Generator().manual_seed(5)
         size = next((size for name, size in SEEN.items() if self.kind.startswith(name)), (4, 8))
         return SimpleNamespace(all_hidden_states=torch.randn(1, 27, *size, generator=generator),
-                               image_embeds=torch.randn(1, 1280, generator=generator),
+                               image_embeds=torch.randn(1, EMBEDDED.get(kind or self.kind, 1280), generator=generator),
                                last_hidden_state=torch.randn(1, *size, generator=generator),
                                penultimate_hidden_states=torch.randn(1, *size, generator=generator))
 

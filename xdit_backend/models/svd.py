@@ -71,6 +71,7 @@ SVD = Family(
     arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "added_time_ids": given("y"), "num_frames": number("num_video_frames")},
     refused={"data": "the frames of a video, which are its batch, read each other"}, plan=PLAN,
+    keep_in_compute_dtype=("time_mixer",),
     tiny=Tiny(
         {"sample_size": 96, "out_channels": 4, "cross_attention_dim": 24, "in_channels": 8,
          "block_out_channels": (32, 64, 64), "layers_per_block": 1, "num_attention_heads": (1, 2, 2),
