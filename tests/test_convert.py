@@ -113,10 +113,10 @@ def test_the_model_of_a_split_loader_stays_in_its_group_and_keeps_its_title(conv
 
 
 def test_what_stays_in_a_subgraph_is_told_with_its_name(converted):
-    [loader] = [left for left in converted["flux1_dev_uso_reference_image_gen.json"]["left"]
+    [loader] = [left for left in converted["utility_image_segment_sam3.json"]["left"]
                 if left["type"] == "CheckpointLoaderSimple"]
 
-    assert (loader["inside"], loader["reason"]) == ("USO Style Reference", "patch")
+    assert (loader["inside"], loader["reason"]) == ("Image Segment (SAM3)", "patch")
 
 
 @pytest.mark.parametrize("name, types, stay", [

@@ -26,7 +26,7 @@ export const REFUSED = [
   "HiDreamO1PatchSeamSmoothing",
   "PatchModelAddDownscale",
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
-  "USOStyleReference", "WanInfiniteTalkToVideo",
+  "WanInfiniteTalkToVideo",
 ];
 // Nodes that stay when a model goes to the workers, and what is said of them.
 const STAY = {

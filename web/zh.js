@@ -780,4 +780,8 @@ export const ZH = {
     "请用 LTX-2 的音频 VAE 编码参考声音：它的 token 形状为 {0}，而此模型的为 (batch, length, {1})。",
   "Use a picture whose sides are multiples of {} pixels: this VAE makes a row of a latent of so many, and the picture has {} x {}.":
     "请使用边长为 {0} 像素整数倍的图像：此 VAE 的 latent 每行对应这么多像素，而该图像为 {1} x {2}。",
+  "Remove USO Style Reference: it is for Flux.1, and this is {}.":
+    "请移除 USO Style Reference：它用于 Flux.1，而这是 {0}。",
+  "Use batch_size 1, cfg 1 and a USO model patch that was made for this model: the one given makes tokens of {} channels for one image, and this {} model has {} and is asked for {} images at once.":
+    "请使用 batch_size 1、cfg 1，以及为此模型制作的 USO 模型补丁：给出的补丁为一张图像生成 {0} 通道的 token，而此 {1} 模型为 {2} 通道，且一次要求 {3} 张图像。",
 };

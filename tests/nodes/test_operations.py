@@ -1,9 +1,12 @@
 """What nodes replace inside a model and xDiT knows the meaning of: our MODEL draws what the native MODEL draws;
 the rest is refused."""
 
-import pytest
+import types
 
-from tests.model_nodes import model_nodes, run_node
+import pytest
+import torch
+
+from tests.model_nodes import Matrix, model_nodes, run_node
 from tests.nodes.test_pipefusion import staged
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
@@ -75,6 +78,36 @@ def test_calls_with_skipped_layers_leave_the_patches_of_others_alone(comfyui):
 
     close(comfyui.sample(silent(staged(comfyui, "sd3")), "sd3"), plain, TOLERANCE)
     assert len(post) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [
+    {"ulysses": 2}, {"tensor": 2}, {"displaced": 2, "warmup_steps": 9},
+    {"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}], ids=str)
+def test_a_style_of_a_picture_equals_native_ksampler(comfyui, vae_of, degrees):
+    """Of USO: tokens before the text's, of a network that ComfyUI runs."""
+    outcome = Matrix(comfyui, comfyui.config("cpu,cpu", **degrees), vae_of).outcome("USOStyleReference")
+
+    assert outcome.text == "equal"
+
+
+def test_a_style_that_comfyuis_model_does_not_take_is_refused(comfyui):
+    """Tokens of one image, where two are asked for; and a model that is no Flux.1."""
+    class UsoStyleProjectorPatch:
+        model_patch = encoded_image = None
+    written = {}
+    exec(compile("def __call__(self, kwargs): return kwargs", "nodes_model_patch.py", "exec"), written)
+    UsoStyleProjectorPatch.__call__ = written["__call__"]
+    UsoStyleProjectorPatch.__call__.__qualname__ = "UsoStyleProjectorPatch.__call__"
+    patch = UsoStyleProjectorPatch()
+    patch.model_patch = types.SimpleNamespace(model=lambda image: torch.zeros(1, 3, 256))
+    patch.encoded_image = torch.zeros(1)
+    for kind, error, message in (("flux", comfyui.errors.ConfigError, "^Use batch_size 1, cfg 1 .* asked for 2 images"),
+                                 ("flux2", comfyui.errors.UnsupportedError, "^Remove USO Style Reference")):
+        model = comfyui.ours(kind, comfyui.config("cpu")).clone()
+        model.set_model_post_input_patch(patch)
+        with pytest.raises(error, match=message):
+            comfyui.sample(model, kind, steps=1)
 
 
 def skip_of(comfyui):

@@ -1,8 +1,11 @@
 """Flux.1: two streams, then one; joint attention, text first; rotary positions;
 pictures beside the latent, or as references."""
 
-from ..vocabulary.describe import Packed, blocks, config_of, given, has, size, text_positions, timestep
+import torch
+
+from ..vocabulary.describe import Packed, blocks, config_of, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
+from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
@@ -36,9 +39,19 @@ def _head_size(shapes):
 
 
 def _amend(model, config):
-    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does."""
-    embed = model.time_text_embed
-    forward = embed.forward
+    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does. Tokens of a style stand
+    before the text's."""
+    embed, styles = model.time_text_embed, ForwardValue(model)
+    forward, whole, of_text = embed.forward, model.forward, model.context_embedder.forward
+
+    def styled(*, style=None, **inputs):
+        styles.set(style)
+        return whole(**inputs)
+
+    def with_style(text):
+        style = styles.get()
+        return of_text(text) if style is None else torch.cat([style, of_text(text)], 1)
+    model.forward, model.context_embedder.forward = styled, with_style
 
     def embedded(timestep, *guidance_and_text):
         if len(guidance_and_text) == 2 or not config["guidance_embeds"]:
@@ -46,6 +59,15 @@ def _amend(model, config):
         text, = guidance_and_text
         return embed.timestep_embedder(embed.time_proj(timestep).to(text.dtype)) + embed.text_embedder(text)
     embed.forward = embedded
+
+
+def _num_texts(conditioning):
+    return conditioning["context"].shape[1] + (conditioning["style"].shape[1] if "style" in conditioning else 0)
+
+
+def _text_positions(call):
+    """(T, 3): text has no place in the picture, nor has a style."""
+    return torch.zeros(_num_texts(call.conditioning), 3, device=call.latent.device)
 
 
 def _pooled(call):
@@ -66,12 +88,12 @@ FLUX = Family(
     convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,
     num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None, "ref_latents": None,
-                  "ref_latents_method": None},
+                  "ref_latents_method": None, "style": None},
     choices={"ref_latents_method": {word: word for word in ("offset", "index", "uxo")}},
-    lengths={"reference": LATENT.num_reference_tokens},
+    lengths={"text": _num_texts, "reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": _pooled, "guidance": given("guidance", where="guidance_embeds"),
-               "img_ids": LATENT.positions, "txt_ids": text_positions},
+               "img_ids": LATENT.positions, "txt_ids": _text_positions, "style": given("style")},
     live={"alone": 17.4, "residual": 3.4, "whole": 7.9, "outside": 3.3, "held": 0.5, "block": 17.3, "exchange": 18.8,
           "own": 0.0},
     plan=ModelPlan(

@@ -12,7 +12,7 @@ import torch
 from ....xdit_backend.host.networks import Network
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
-from ..supported.operations import lllites_in, networks_in
+from ..supported.operations import lllites_in, networks_in, styles_in
 
 WHERE = {"attn1_patch": "attn1", "attn2_patch": "attn2", "double_block": "blocks"}
 # classes of a hypernetwork's layers -> what specs.NetworkSpec calls them
@@ -50,6 +50,28 @@ def networks_of(family, config, transformer_options, x):
             network = _lllite(patch.model_patch.model)
             uses.append((specs.NetworkUse(network.name, "layers", float(patch.strength), name), network))
     return tuple(uses), pictures
+
+
+def style_of(family, config, transformer_options, x):
+    """{"style": (B, T, C)} of a call with USO's tokens, which ComfyUI's own code makes of a picture; {} without. x: its
+    latent.
+
+    Raises UnsupportedError where ComfyUI's model is no Flux.1, ConfigError where it fails.
+    """
+    functions = styles_in(transformer_options)
+    if not functions:
+        return {}
+    if "style" not in family.conditioning:
+        raise UnsupportedError(f"Remove USO Style Reference: it is for Flux.1, and this is {family.name}.")
+    given = {"txt": x.new_zeros(1, 0, family.width(config)), "txt_ids": x.new_zeros(1, 0, 3)}
+    for function in functions:
+        width = function.model_patch.model(function.encoded_image.to(x.dtype)).shape[-1]
+        if width != family.width(config) or len(x) != 1:
+            raise ConfigError("Use batch_size 1, cfg 1 and a USO model patch that was made for this model: the one "
+                              f"given makes tokens of {width} channels for one image, and this {family.name} model "
+                              f"has {family.width(config)} and is asked for {len(x)} images at once.")
+        given = function(given)
+    return {"style": given["txt"]}
 
 
 def _lllite(net):

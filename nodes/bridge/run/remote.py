@@ -20,7 +20,7 @@ from ..workers.placement import ask_for_memory
 from .control import places_of
 from .displaced import DisplacedRun
 from .forecasts import Forecasts, spare_words
-from .networks import networks_of
+from .networks import networks_of, style_of
 from .pipeline import PipelineRun
 from .references import RunReferences, default_method, num_kept, with_default_method
 
@@ -212,7 +212,7 @@ class RemoteModel:
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         added = self.additions.places(self, (x, timestep, context), transformer_options, extra)
         networks, pictures = networks_of(*asked, x)
-        call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
+        call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*asked, x)}),
                     control=places_of(*asked[:2], control, x.shape) | added | pictures, networks=networks,
                     free_u=free_u_of(self.family, transformer_options), tiles=tiles_of(*asked, x.shape),
                     operations=operations_of(*asked), scores=scores and scores.buffer, parts=parts,

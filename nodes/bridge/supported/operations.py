@@ -35,7 +35,8 @@ KNOWN = {
     "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows"},
     "mlp_patch": {("lllite.py", "AnimaLLLiteMLPPatch.__call__"): "follows"},
     "post_input": {("lllite.py", "AnimaLLLitePatch.__call__"): "leads",
-                   ("nodes_flux.py", "FluxKVCache.execute.<locals>.model_input_patch"): "leaves_out"},
+                   ("nodes_flux.py", "FluxKVCache.execute.<locals>.model_input_patch"): "leaves_out",
+                   ("nodes_model_patch.py", "UsoStyleProjectorPatch.__call__"): "styles"},
     "double_block": {("nodes_model_patch.py", "DiffSynthCnetPatch.__call__"): "network",
                      ("nodes_model_patch.py", "ZImageControlPatch.__call__"): "adds",
                      ("nodes_model_patch.py", "WanUni3CCnetPatch.__call__"): "adds"},
@@ -55,7 +56,7 @@ def operation_of(kind, function):
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
             "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True,
-            "network": lambda: True, "leads": lambda: True,
+            "network": lambda: True, "styles": lambda: True, "leads": lambda: True,
             "follows": lambda: kind == "mlp_patch" or function.targets == LLLITE_TARGETS[kind],
             "free_u": lambda: _frees(function), "keeps": lambda: _keeps(function),
             "leaves_out": lambda: _leaves_out(function), "tiles": lambda: kind == OUTPUT or _tiles(function)}
@@ -100,6 +101,11 @@ def guided_of(family, transformer_options):
 def adds_to(transformer_options):
     """{kind: networks} of a call that add something to the image after blocks, and read nothing of these."""
     return _of_operation("adds", transformer_options)
+
+
+def styles_in(transformer_options):
+    """The networks of a call that make tokens of a picture, which stand before the text's."""
+    return _of_operation("styles", transformer_options).get("post_input", [])
 
 
 def networks_in(transformer_options):
