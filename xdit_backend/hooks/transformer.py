@@ -144,10 +144,6 @@ class Hooks:
         return {name: context.tokens.take(control[name], 1, ("image",))
                 for name in networks.control_names(context, self._places) if name in control}
 
-    def list_of(self, block):
-        """What the plan says of the list that a block is in."""
-        return self._places[block].list_
-
     def message_units(self, block):
         """Which streams each piece of a message holds that goes from one stage to the next before `block`."""
         places, skips = self._places, self._skips_over(block)

@@ -41,19 +41,17 @@ def _amend(model, config):
         first.forward = MethodType(_draw_first, first)
 
 
-def _with_gate(self, x, y, c, pos_img, pos_txt=None, attn_mask=None, transformer_options={}, places=None):
+def _with_gate(self, x, y, c, pos_img, pos_txt=None, places=None, transformer_options={}):
     features, _, sigma = self.said.get()
     x = self.gate(x, _own(features[self.index], places), sigma)
-    return with_places(self, x, y, c, pos_img, pos_txt, attn_mask, transformer_options)
+    return with_places(self, x, y, c, pos_img, pos_txt, None, transformer_options)
 
 
-def _draw_first(self, x, s_cond, image_height, image_width, patch_size, mask=None, transformer_options={},
-                places=None):
+def _draw_first(self, x, s_cond, image_height, image_width, patch_size, places=None, **given):
     _, feature, sigma = self.said.get()
     condition, pixels = x.split([self.context_dim, x.shape[2] - self.context_dim], 2)
     condition = self.gate(condition, _own(feature, places), sigma)
-    return draw(self, torch.cat([condition, pixels], 2), s_cond, image_height, image_width, patch_size, mask,
-                transformer_options, places)
+    return draw(self, torch.cat([condition, pixels], 2), s_cond, image_height, image_width, patch_size, places, **given)
 
 
 def _own(feature_BTC, places):

@@ -224,8 +224,9 @@ class Family:
         return {"image": self.latent.num_tokens(shape)} | {
             stream: length(conditioning) for stream, length in lengths.items() if stream in streams}
 
-    def stream_width(self, config, streams, list_):
-        """Of a token of these streams, which are one tensor that blocks of this BlockList give."""
+    def stream_width(self, config, streams, block):
+        """Of a token of these streams, which are one tensor that this block gives."""
+        list_ = [each for each in self.blocks for _ in range(config[each.count])][block]
         if list_.width is not None and "image" in streams:
             return config[list_.width]
         name = next((self.stream_widths[stream] for stream in streams if stream in self.stream_widths), None)

@@ -63,20 +63,21 @@ def amend(model, config):
     model.final_layer.forward = MethodType(_of_pixels, model.final_layer)
 
 
-def with_places(self, x, y, c, pos_img, pos_txt=None, attn_mask=None, transformer_options={}, places=None):
-    return type(self).forward(self, x, y, c, pos_img, pos_txt, attn_mask, transformer_options)
+def with_places(self, x, y, c, pos_img, pos_txt=None, places=None, transformer_options={}):
+    """ComfyUI's forward gives no mask, in the place of `places`."""
+    return type(self).forward(self, x, y, c, pos_img, pos_txt, None, transformer_options)
 
 
-def draw(self, x, s_cond, image_height, image_width, patch_size, mask=None, transformer_options={}, places=None):
+def draw(self, x, s_cond, image_height, image_width, patch_size, places=None, **given):
     """A block over tokens that are not all of a picture: as of one row, each with the place that it has."""
     condition, pixels = x.split([self.context_dim, x.shape[2] - self.context_dim], 2)
-    size, options = (image_height, image_width), transformer_options
+    size, options = (image_height, image_width), given["transformer_options"]
     if places is not None:
         (own, num_tokens), columns = places, image_width // patch_size
-        options = transformer_options | {"rope_options": {"own": own, "whole": (num_tokens // columns, columns)}}
+        options = options | {"rope_options": {"own": own, "whole": (num_tokens // columns, columns)}}
         size = patch_size, len(own) * patch_size
     drawn = type(self).forward(self, pixels.reshape(-1, patch_size ** 2, self.pixel_dim), condition.flatten(0, 1),
-                               *size, patch_size, mask, options)
+                               *size, patch_size, None, options)
     return torch.cat([condition, drawn.view_as(pixels)], 2)
 
 

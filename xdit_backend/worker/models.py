@@ -265,6 +265,6 @@ class Loaded:
         """Elements of the message that the stage before sends for a latent (or patch) of this shape."""
         tokens = tokens_of(self.family, mesh, shape, conditioning, patch)
         units = self.hooks.message_units(self.blocks.start)
-        list_ = self.hooks.list_of(self.blocks.start - 1)
-        widths = [self.family.stream_width(self.transformer.config, streams, list_) for streams in units]
+        widths = [self.family.stream_width(self.transformer.config, streams, self.blocks.start - 1)
+                  for streams in units]
         return message_size(units, shape[0] * self.family.latent.sequences(shape), widths, tokens)
