@@ -64,5 +64,5 @@ PIXELDIT = Family(
                  "mlp.fc2"),
         once={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"}, once_outside={"y_embedder": "run"}),
     tiny=Tiny(TINY, NATIVE, {name: size for name, size in TINY.items() if not name.startswith("_")} | {
-        "hidden_size": 256, "pixel_attn_hidden_size": 256}, detected="PixelDiTT2I"),
+        "hidden_size": 256, "pixel_attn_hidden_size": 256, "txt_embed_dim": 48}, detected="PixelDiTT2I"),
 )
