@@ -47,8 +47,8 @@ TIERS = {"smoke": "a step of every family under a layout that is drawn, alone",
 MARKED = {"": "not slow", "smoke": "smoke", "all": "", "rest": "slow"}         # as pytest selects them
 # Options of the tests that choose none of them (tests/order.py), so these still run in two processes.
 ORDER = {"order": ("written, reverse or drawn", "test: of the files, and of the tests in each; default: written"),
-         "order-seed": ("SEED", "test: of --order drawn; default: that of the commit"),
-         "smoke-seed": ("SEED", "test: of what is drawn for each family; default: that of the commit"),
+         "order-seed": ("SEED", "test: of --order drawn; default: of the commit's day"),
+         "smoke-seed": ("SEED", "test: of what is drawn for each family; default: of the commit's day"),
          "beside": ("COUNT", "test: so many processes that are never idle run beside the tests")}
 MINUTES = "test: those whose turn has not come so many minutes after the start are skipped, and counted"
 # pytest-xdist: a file's tests run in one process, in order, since they share a ComfyUI or a worker group.

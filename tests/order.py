@@ -19,10 +19,10 @@ BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n for _ 
 
 def add_options(parser):
     parser.addoption("--order", choices=ORDERS, default="written", help="of the files, and of the tests in each")
-    parser.addoption("--order-seed", type=int, metavar="SEED", help="of --order drawn; default: that of the commit")
+    parser.addoption("--order-seed", type=int, metavar="SEED", help="of --order drawn; default: of the commit's day")
     parser.addoption("--smoke-seed", type=int, metavar="SEED",
                      help="of the layouts of tests/test_smoke.py and all else that is drawn; "
-                          "default: that of the commit")
+                          "default: of the commit's day")
     parser.addoption("--beside", type=int, default=0, metavar="COUNT",
                      help="so many processes that are never idle run beside the tests")
     parser.addoption("--until", type=float, metavar="TIME",
@@ -30,8 +30,9 @@ def add_options(parser):
 
 
 def choose_seeds(config):
-    """Those that are not given are of the commit, so that what was seen to pass passes wherever it is run, or drawn
-    where files differ from it; in a process of pytest-xdist, take those of the first process."""
+    """Those that are not given are of the day of the commit, so that what was seen to pass passes wherever it is run,
+    and after a small mend; drawn where files differ from it. In a process of pytest-xdist, those of the first
+    process."""
     if hasattr(config, "workerinput"):
         for name in SEEDS:
             setattr(config.option, name, config.workerinput[name])
@@ -44,10 +45,10 @@ def choose_seeds(config):
 
 
 def committed(folder):
-    """git's name of all that is committed where `folder` is, or None: files differ from it, or there is no git."""
+    """The day of the commit where `folder` is, or None: files differ from it, or there is no git."""
     with suppress(OSError, subprocess.CalledProcessError):
         asked = [subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-                 for words in (["status", "--porcelain", "--untracked-files=no"], ["rev-parse", "HEAD^{tree}"])]
+                 for words in (["status", "--porcelain", "--untracked-files=no"], ["log", "-1", "--format=%cs"])]
         return None if asked[0] else asked[1]
     return None
 

@@ -1,6 +1,7 @@
 """The tests run in the order that was asked for, the same in every process."""
 
 import collections
+import os
 import subprocess
 import sys
 import time
@@ -40,24 +41,24 @@ def test_a_drawn_order_keeps_files_together_and_a_part_of_it_is_in_the_same_orde
             if item in part] == arranged("drawn", seed, part) == arranged("drawn", seed, part[::-1])
 
 
-def test_what_is_drawn_is_the_commits_and_another_each_time_where_files_differ_from_it(tmp_path):
-    def git(*words):
-        return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path,
-                              capture_output=True, text=True, check=True).stdout.strip()
+def test_what_is_drawn_is_of_the_day_of_the_commit_and_another_each_time_where_files_differ_from_it(tmp_path):
+    def git(*words, day="2026-01-01"):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True,
+                       capture_output=True, env=os.environ | {"GIT_COMMITTER_DATE": f"{day}T12:00:00+00:00"})
 
     git("init")
     found = []
-    for text in ("one", "two", "one"):
+    for text, day in (("one", "2026-01-01"), ("two", "2026-01-01"), ("three", "2026-01-02")):
         (tmp_path / "file").write_text(text)
         if found:
             assert committed(tmp_path) is None
         git("add", "file")
-        git("commit", "-m", "a commit")
+        git("commit", "-m", "a commit", day=day)
         found.append(committed(tmp_path))
     (tmp_path / "left.log").write_text("of a run")
 
-    assert found[0] == found[2] == committed(tmp_path) != found[1]
-    assert found[0] == git("rev-parse", "HEAD^{tree}") and committed(tmp_path.parent / "nowhere") is None
+    assert found == ["2026-01-01", "2026-01-01", "2026-01-02"] and committed(tmp_path) == found[2]
+    assert committed(tmp_path.parent / "nowhere") is None
 
 
 @pytest.mark.slow
