@@ -60,6 +60,10 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     kept = [_kept(net, job, degrees, settings, len(stage)) for stage in stages]
     unit = (job.tokens + (job.text if net.joint else 0)) * net.width * net.element_bytes
     live = [_live_rows(net, job, degrees, settings, stage) * unit for stage in stages]
+    if degrees.pipefusion > 1 and degrees.sequence > 1 and not degrees.warmup_by_sequence:
+        live = [max(_live_rows(net, job, degrees, settings, stage, is_cut=True) * unit,
+                    most - _to_come(net, job, degrees, of[0], 1 / len(stage)))
+                for most, of, stage in zip(live, kept, stages)]
     if net.live is not None and net.live.late and degrees.pipefusion > 1 and degrees.sequence == 1:
         live = [_beside_kept(net, job, degrees, most, of[0], len(stage)) for most, of, stage in zip(live, kept, stages)]
     (keys_values, host), activations = max(zip(kept, live), key=lambda both: both[0][0] + both[1])
@@ -76,8 +80,13 @@ def _beside_kept(net, job, degrees, most, kept_bytes, num_blocks):
     if degrees.warmup_steps > 1 or degrees.warmup_by_sequence:
         return most
     late = max(net.live.late / net.live.alone, 1 / (degrees.num_patches or degrees.pipefusion))
-    to_come = kept_bytes * max(0.0, 1 - net.live.early * net.blocks / num_blocks)
-    return max(most * min(1.0, late), most - to_come / (degrees.batch(job) if net.branches_apart else 1))
+    to_come = _to_come(net, job, degrees, kept_bytes, net.live.early * net.blocks / num_blocks)
+    return max(most * min(1.0, late), most - to_come)
+
+
+def _to_come(net, job, degrees, kept_bytes, share):
+    """Bytes that a stage has yet to keep of the last branch, where this share of its blocks has run."""
+    return kept_bytes * max(0.0, 1 - share) / (degrees.batch(job) if net.branches_apart else 1)
 
 
 def _kept(net, job, degrees, settings, num_blocks):
@@ -135,8 +144,9 @@ class Live:
     are cut without a copy; those of several images are copied, while the first block runs beside the whole. shared: of
     one image's, what a batch has once all the time, such as tables of positions; once: that too, outside of the blocks.
     last: most after the blocks; joined: 1 where keys and values of the block before are still to be sent while Ulysses
-    packs. narrowing: of the most, the share that lives where a weight that narrows tokens is unpacked. late: most
-    in a stage after the first blocks, of which early is the share that live as alone; 0: as alone in all.
+    packs. narrowing: of the most, the share that lives where a weight that narrows tokens is unpacked. late: most in a
+    stage after the first blocks, of which early is the share that live as alone; 0: as alone in all. cut: of held, what
+    a stage has cut into its ranks' own tokens before its first block ends.
     """
 
     alone: float = 15.0
@@ -156,6 +166,7 @@ class Live:
     narrowing: float = 0.77
     late: float = 0.0
     early: float = 0.0
+    cut: float = 1.0
 
 
 # beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
@@ -168,8 +179,9 @@ STAGES_ENDS = 2.0              # what the last block of a stage has taken and gi
 ENTERED, PACKED = 3.0, 12.0
 
 
-def _live_rows(net, job, degrees, settings, blocks):
-    """The most that lives at once, in hidden states of all tokens of one image. blocks: of the rank's stage."""
+def _live_rows(net, job, degrees, settings, blocks, is_cut=False):
+    """The most that lives at once, in hidden states of all tokens of one image. blocks: of the rank's stage. is_cut:
+    after its first block, where what was cut into this rank's tokens is gone."""
     live, batch = net.live or Live(), _batch(job, degrees, net.branches_apart, settings.images_apart)
     sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
     if sequence * degrees.displaced == 1:
@@ -195,14 +207,13 @@ def _live_rows(net, job, degrees, settings, blocks):
     own = live.own / sequence / degrees.displaced if batch > 1 else 0.0
     return max(_of_batch(live.outside, live.shared + live.once, batch),
                _of_batch(min(live.outside, live.last) + told, live.shared, batch),
-               _of_batch(live.held + own + inside, live.shared, batch))
+               _of_batch(live.held - live.cut * is_cut + own + inside, live.shared, batch))
 
 
 def _with_skips(net, blocks, inside, parts=1):
     """What lives at once, where later blocks read what earlier ones have given. inside: without. blocks: of a rank.
-    parts: that the tokens are shared out in.
-
-    A stage also has the message that came, of which what is still to be read is views, and at its end the next one.
+    parts: that the tokens are shared out in. A stage also has the message that came, of which what is still to be read
+    is views, and at its end the next one.
     """
     if not net.skips:
         return inside
@@ -249,9 +260,7 @@ def weight_bytes(net, degrees):
 @functools.lru_cache(maxsize=64)               # the choice of a layout asks for the same ones again and again
 def stage_counts(net, num_stages, limits=None, speeds=None):
     """Blocks of each stage. limits: bytes that its device can hold of their weights. speeds: of its device, relative.
-    Both as tuples.
-
-    A cost is of a block's work on image tokens, so stages that take as long hold unlike weights.
+    Both as tuples. A cost is of a block's work on image tokens, so stages that take as long hold unlike weights.
     """
     if num_stages == 1 or not net.block_costs:
         return shard_sizes(net.blocks, num_stages)
@@ -302,8 +311,7 @@ def room_of(memory_bytes):
 
 
 def fits_stages(net, degrees, needed, memory_bytes):
-    """Does a run fit on stages with so much memory? Blocks, and their keys and values,
-    go where there is room for them."""
+    """Does a run fit on stages with so much memory? Blocks, and their keys and values, go where there is room."""
     beside = needed.activations + net.outside_bytes
     if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
         return needed.total <= USABLE_MEMORY * min(memory_bytes)
