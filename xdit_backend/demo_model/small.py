@@ -6,6 +6,7 @@ where it was stopped. Not for pictures: a quarter of an hour on one core, where 
 """
 
 import argparse
+import inspect
 import json
 from pathlib import Path
 
@@ -127,6 +128,8 @@ def predicted(model, latent, sigma, context, pooled):
     given = {"context": context, "y": pooled}
     inputs = family.inputs(latent, sigma * family.time_scale,
                            {name: given[name] for name in given if name in family.conditioning}, model.config)
+    taken = inspect.signature(type(model).forward).parameters                  # by diffusers' class, without `amend`
+    inputs = {name: value for name, value in inputs.items() if name in taken}
     return family.prediction(model(**inputs, return_dict=False)[0], latent)
 
 
