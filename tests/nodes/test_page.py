@@ -24,19 +24,20 @@ def write_header(path, shapes):
 
 
 def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
-    from comfy.taesd.taehv import TAEHV
-    shapes = {name: tuple(tensor.shape) for name, tensor in TAEHV(latent_channels=16).state_dict().items()}
-    write_header(comfyui.base / "vae" / "video.safetensors", shapes)
+    from comfy.ldm.cascade.stage_a import StageA
+    shapes = {name: tuple(tensor.shape) for name, tensor in StageA().state_dict().items()}
+    write_header(comfyui.base / "vae" / "stage_a.safetensors", shapes)
     names = [comfyui.file(kind, folder="vae") for kind in ("vae-sd", "vae-wan", "vae-ltx", "vae-taesd")]
     (comfyui.base / "diffusion_models" / "text.safetensors").write_bytes(b"no model")
     page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.page.routes")
 
     found = page.refusals(["text.safetensors", comfyui.file("sd3"), "absent.safetensors"],
-                          ["video.safetensors", *names, "absent", "pixel_space"])
+                          ["stage_a.safetensors", *names, "absent", "pixel_space"])
 
     assert (set(found["models"]) == {"text.safetensors"}
             and "not a safetensors file" in found["models"]["text.safetensors"])
-    assert set(found["vaes"]) == {"video.safetensors", "pixel_space"} and "TAEHV" in found["vaes"]["video.safetensors"]
+    assert set(found["vaes"]) == {"stage_a.safetensors", "pixel_space"}
+    assert "StageA" in found["vaes"]["stage_a.safetensors"]
     assert "nothing to share out" in found["vaes"]["pixel_space"]
 
 

@@ -193,7 +193,7 @@ def test_the_group_that_samples_decodes_too(comfyui, vae_of):
 
 
 @pytest.mark.parametrize("name, arguments", [
-    ("comfy.taesd.taehv.TAEHV", {"latent_channels": 16})])
+    ("comfy.ldm.cascade.stage_a.StageA", {})])
 def test_other_vaes_are_refused_by_name(comfyui, vae_of, name, arguments):
     import copy
     import importlib

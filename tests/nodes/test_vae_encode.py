@@ -66,9 +66,9 @@ def test_a_picture_smaller_than_a_latents_row_is_refused(comfyui, vae_of):
 def test_other_vaes_are_refused_by_name(comfyui, vae_of):
     import copy
 
-    import comfy.taesd.taehv
+    import comfy.ldm.cascade.stage_a
     vae = copy.copy(vae_of("vae-sd3"))
-    vae.first_stage_model = comfy.taesd.taehv.TAEHV(latent_channels=16)
+    vae.first_stage_model = comfy.ldm.cascade.stage_a.StageA()
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="^Use VAE Encode for this VAE .TAEHV"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="^Use VAE Encode for this VAE .StageA"):
         comfyui.vae_encode.execute(picture((1, 32, 32, 3)), vae, comfyui.config("cpu,cpu"))
