@@ -63,6 +63,8 @@ export const ZH = {
     "模型补丁请使用一张图像，或与 latent 数量相同的图像：它的 {0} 张（各 {1} 个 token）与 {2} 个 latent（各 {3} 个 token）不符。",
   "Use another hypernetwork, or Load Diffusion Model: this one has layers that xDiT does not run ({}).":
     "请使用其他 hypernetwork 或 UNet加载器：此 hypernetwork 有 xDiT 不运行的层（{0}）。",
+  "Remove Self-Attention Guidance: {} attends along frames too where the node reads how a picture's pixels attend to each other.":
+    "请移除 Self-Attention Guidance：该节点读取图像像素间注意力的地方，{0} 也沿帧计算注意力。",
   "Use a latent of one frame: an LLLite is for pictures, and this latent has {}.":
     "请使用只有一帧的 latent：LLLite 用于图像，而此 latent 有 {0} 帧。",
   "Use an LLLite that was made for this model: the one given is for {} channels, and this {} model has {}.":

@@ -180,3 +180,13 @@ def test_what_reaches_inside_is_refused_by_name(comfyui):
 
     with pytest.raises(comfyui.errors.UnsupportedError, match="model patches"):
         comfyui.sample(patched, "sd15")
+
+
+@pytest.mark.slow
+def test_attention_along_frames_is_not_read_as_a_pictures(comfyui):
+    from tests.model_nodes import model_nodes, run_node
+    patched = run_node(model_nodes(comfyui)["SelfAttentionGuidance"], {
+        "model": comfyui.ours("svd", comfyui.config("cpu")), "scale": 0.5, "blur_sigma": 2.0})[0]
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="^Remove Self-Attention Guidance: Stable Video Diff"):
+        comfyui.sample(patched, "svd", latent=comfyui.latent("svd", 2, (8, 8)), steps=1)

@@ -78,6 +78,9 @@ def operations_of(family, config, transformer_options):
             name = ".".join(map(str, place))
             if name in blocks:
                 operation = operation_of(kind, function)
+                if operation == "scores" and family.has_frames_as_batch:
+                    raise UnsupportedError(f"Remove Self-Attention Guidance: {family.name} attends along frames too "
+                                           "where the node reads how a picture's pixels attend to each other.")
                 # of the negative prompt's
                 if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):
                     found[name] = operation
