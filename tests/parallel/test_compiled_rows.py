@@ -64,6 +64,8 @@ def check(name, starts, shape, mode="corrected_async_gn", speeds=(), mutant=None
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
      ("SD 1.5", SMALL, (), (0, 8, 16), "sync_gn"),
      ("SDXL", ODD, (5, 1, 2), (0, 16, 20, 23), "stale_gn"),
+     ("SD 2", SMALL, (), (0, 8, 16), "corrected_async_gn"), ("SD x4 upscaler", SMALL, (), (0, 8, 16), "stale_gn"),
+     ("Stable Video Diffusion", SMALL, (), (0, 8, 16), "corrected_async_gn"),
      # one row at the last level
      ("SD 1.5", {"rows": 17, "columns": 9}, (), (0, 8, 16, 17), "separate_gn")])], ids=str)
 def test_compiled_blocks_equal_the_oracle(name, shape, speeds, starts, mode):

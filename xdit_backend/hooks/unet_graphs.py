@@ -37,8 +37,8 @@ class GraphRows:
         return F.conv2d(rows, weight, bias, module.stride, (0, across), module.dilation, module.groups)
 
     def norm(self, module, name, level, input_BCHW):
-        """This rank's rows of what a GroupNorm gives. Moments and what is done with them are float32, or float64 if the
-        input is."""
+        """This rank's rows of what a GroupNorm gives, of a picture or of frames beside each other, (B, C, F, H, W).
+        Moments and what is done with them are float32, or float64 if the input is."""
         wide = input_BCHW.to(torch.promote_types(input_BCHW.dtype, torch.float32))
         grouped = wide.reshape(wide.shape[0], module.num_groups, -1)
         if wide.numel():
@@ -51,7 +51,7 @@ class GraphRows:
         normed = (grouped - mean_BG[..., None]) * (variance_BG[..., None] + module.eps).rsqrt()
         normed = normed.reshape(wide.shape)
         if module.weight is not None:
-            weight, bias = (each.to(input_BCHW.dtype).to(wide.dtype)[:, None, None]
+            weight, bias = (each.to(input_BCHW.dtype).to(wide.dtype).view(-1, *[1] * (wide.ndim - 2))
                             for each in (module.weight, module.bias))
             normed = normed * weight + bias
         return normed.to(input_BCHW.dtype)
