@@ -5,7 +5,6 @@ Used by the tests of checkpoints and nodes.
 """
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -29,8 +28,6 @@ MIXED = ("nvfp4", "int8_convrot", "float8_e4m3fn", *["mxfp8"] * HAS_MXFP8, "conv
 # ends of the weights by whose columns ComfyUI tells how wide CogVideoX's times and LTX-Video's texts are: with two
 # numbers in a byte it would take half
 MEASURED = "blocks.0.norm1.linear.weight", "transformer_blocks.0.attn2.to_k.weight"
-# what ComfyUI takes apart as it loads a file, with numbers beside it that are not of each row
-IN_TWO = re.compile(r"pixel_blocks\.\d+\.adaLN_modulation\.0\.")
 ROWS = 32                                  # of these, so that no format fills up a matrix
 
 
@@ -50,7 +47,7 @@ def save_comfy_quant(path, source, format_, options={}, more=None):
     for name, tensor in load_file(source).items():
         written = MIXED[len(quantised) % len(MIXED)] if format_ == "mixed" else format_
         known, how, columns = WRITTEN[written]
-        if (name not in names or IN_TWO.search(name) or tensor.shape[1] % columns or tensor.shape[0] % ROWS
+        if (name not in names or tensor.shape[1] % columns or tensor.shape[0] % ROWS
                 or FORMATS[known].numbers > 1 and name.endswith(MEASURED)):
             tensors[name] = plain[name] = tensor
             continue

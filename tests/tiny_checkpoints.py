@@ -490,10 +490,11 @@ def random_blocks(kind, rows, columns, generator):
 
 
 def matrices(source):
-    """Names of a checkpoint's tensors that are matrices of linear layers."""
+    """Names of a checkpoint's tensors that are matrices of linear layers, of which ComfyUI takes quantised ones."""
     from safetensors import safe_open
     with safe_open(source, "pt") as file:
         return {name for name in file.keys() if name.endswith(".weight") and not name.startswith("conditioner.")
+                and not ("pixel_blocks." in name and ".adaLN_modulation.0." in name)           # which it splits
                 and len(file.get_slice(name).get_shape()) == 2}  # noqa: SIM118
 
 
