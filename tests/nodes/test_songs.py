@@ -4,12 +4,12 @@ it cannot have is refused with the reason."""
 import pytest
 import torch
 
+from tests.nodes import layouts
 from tests.tolerances import close, relative_error
 
 KIND, TOLERANCE = "ace-step-1.0", 2e-5
-LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2}),
-           "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2": ("cpu,cpu", {"ring": 2}),
-           "tensor2": ("cpu,cpu", {"tensor": 2}), "ring4": ("cpu,cpu,cpu,cpu", {"ring": 4})}
+LAYOUTS = {name: layouts.LAYOUTS[name] for name in ("one", "cfg2", "data2", "ulysses2", "ring2", "tensor2")} | {
+    "ring4": ("cpu,cpu,cpu,cpu", {"ring": 4})}
 
 
 def sampled(comfyui, model, strength=0.99):

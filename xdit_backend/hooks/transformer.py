@@ -271,8 +271,9 @@ class Hooks:
 
     def _cut_once(self, context, place, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
-        key, cut = (id(value), id(argument)), functools.partial(place.cut, context.tokens, self.plan.needs_text)
+        key = id(value), id(argument)
         if key not in context.cuts:
+            cut = functools.partial(place.cut, context.tokens, self.plan.needs_text)
             if isinstance(value, (tuple, list)):
                 arguments = argument if isinstance(argument, tuple) else (argument,) * len(value)
                 result = tuple(map(cut, value, arguments))

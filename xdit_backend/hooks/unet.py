@@ -57,7 +57,7 @@ class UNetHooks:
         paths, attentions = unet_blocks(model), attended(model)
         self._blocks = list(map(model.get_submodule, paths))
         self._compiled = CompiledBlocks(model, len(self._blocks), on_compile)
-        # of a graph that is being made, or of those of the block that runs
+        # of the forward that runs, where blocks are compiled; of an attention in a graph that is being made
         self._graph_rows, self._graph_attention = None, ""
         own_code = OwnCode(F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
         for name, module in model.named_modules():
@@ -106,6 +106,7 @@ class UNetHooks:
     def _serving(self, context):
         """The model's forward runs as the context says while under this."""
         self._context = context
+        self._graph_rows = GraphRows.of(context, self.num_levels) if context.compile_backend else None
         try:
             yield
         finally:
@@ -168,7 +169,7 @@ class UNetHooks:
             if (context is None or not context.compile_backend or context.operations or context.guided
                     or context.networks or context.free_u or context.tiles):
                 return forward(*args, **kwargs)
-            self._graph_rows, context.block = GraphRows.of(context, self.num_levels), path
+            context.block = path
             return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
         return hooked
 

@@ -49,10 +49,7 @@ NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attent
 
 def operation_of(kind, function):
     """The name of the operation that a function of this kind stands for; None where it is not known."""
-    called = function if hasattr(function, "__code__") else type(function).__call__
-    code = getattr(called, "__code__", None)
-    name = code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), called.__qualname__))
-    marker = object()
+    name, marker = _named(kind, function), object()
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
             "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True,
@@ -61,6 +58,13 @@ def operation_of(kind, function):
             "free_u": lambda: _frees(function), "keeps": lambda: _keeps(function),
             "leaves_out": lambda: _leaves_out(function), "tiles": lambda: kind == OUTPUT or _tiles(function)}
     return name if name and does[name]() else None
+
+
+def _named(kind, function):
+    """As operation_of, by its name alone: what it does is not tested."""
+    called = function if hasattr(function, "__code__") else type(function).__call__
+    code = getattr(called, "__code__", None)
+    return code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), called.__qualname__))
 
 
 def operations_of(family, config, transformer_options):
@@ -137,7 +141,7 @@ def keeps_references(family, transformer_options):
     Raises UnsupportedError where ComfyUI's model does not heed that, and for two such nodes, after which it fails."""
     kept = _of_operation("keeps", transformer_options).get("attn1_patch", [])
     left_out = _of_operation("leaves_out", transformer_options).get("post_input", [])
-    if not has_kept_references(transformer_options):
+    if not (kept or left_out):
         return False
     if family.is_unet or family.plan.kept is None:
         raise UnsupportedError(f"Remove Flux KV Cache: it is for Flux models, and this is {family.name}.")
@@ -147,7 +151,8 @@ def keeps_references(family, transformer_options):
 
 
 def _of_operation(operation, transformer_options):
-    found = {kind: [function for function in functions if operation_of(kind, function) == operation]
+    found = {kind: [function for function in functions
+                    if _named(kind, function) == operation == operation_of(kind, function)]
              for kind, functions in transformer_options.get("patches", {}).items()
              if operation in KNOWN.get(kind, {}).values()}
     return {kind: functions for kind, functions in found.items() if functions}
@@ -170,7 +175,7 @@ def compares_branches(transformer_options):
 
 def _guiding(transformer_options):
     return [function for function in transformer_options.get("patches", {}).get(OUTPUT, ())
-            if getattr(function, "__name__", "") != "hypertile_out"]
+            if _named(OUTPUT, function) != "tiles"]
 
 
 def tiles_of(family, config, transformer_options, shape):
