@@ -138,15 +138,16 @@ class Live:
     alone: most where a rank has all tokens; residual: of that, what tensor parallelism does not divide; whole: most at
     a moment at which it divides nothing. Where tokens are shared out, outside: most outside of the blocks, where
     streams are whole; held: whole, beside the blocks, such as what is to be cut and tables of positions; and of a
-    rank's own tokens, block: most in a block by itself; exchange: where Ulysses packs queries, keys and values. keys:
-    those and values of one block, which are kept; told: those of the block before with all that they are views of,
-    which displaced patches have yet to send. Both where queries have as many heads. own: 1 where tokens of one image
-    are cut without a copy; those of several images are copied, while the first block runs beside the whole. shared: of
-    one image's, what a batch has once all the time, such as tables of positions; once: that too, outside of the blocks.
-    last: most after the blocks; joined: 1 where keys and values of the block before are still to be sent while Ulysses
-    packs. narrowing: of the most, the share that lives where a weight that narrows tokens is unpacked. late: most in a
-    stage after the first blocks, of which early is the share that live as alone; 0: as alone in all. cut: of held, what
-    a stage has cut into its ranks' own tokens before its first block ends.
+    rank's own tokens, block: most in a block by itself; exchange: where Ulysses packs queries, keys and values;
+    entered: of that, what tensor parallelism does not divide; 0: ENTERED at most; attends: where displaced patches
+    attend, beside keys and values of all ranks; 0: exchange, less UNPACKED. keys: those and values of one block, which
+    are kept, where queries have as many heads. given: what a branch of guidance is given, where others run while it
+    waits. own: 1 where tokens of one image are cut without a copy; those of several images
+    are copied, while the first block runs beside the whole. shared: of one image's, what a batch has once all the time,
+    such as tables of positions; once: that too, outside of the blocks. narrowing: of the most, the share that lives
+    where a weight that narrows tokens is unpacked. late: most in a stage after the first blocks, of which early is the
+    share that live as alone; 0: as alone in all. cut: of held, what a stage has cut into its ranks' own tokens before
+    its first block ends.
     """
 
     alone: float = 15.0
@@ -156,13 +157,13 @@ class Live:
     held: float = 2.0
     block: float = 13.0
     exchange: float = 18.0
+    entered: float = 0.0
+    attends: float = 0.0
     keys: float = 2.0
-    told: float = 2.0
+    given: float = 0.0
     own: float = 1.0
     once: float = 0.0
     shared: float = 0.0
-    last: float = 5.0
-    joined: float = 0.0
     narrowing: float = 0.77
     late: float = 0.0
     early: float = 0.0
@@ -170,8 +171,10 @@ class Live:
 
 
 # beside `exchange`, in hidden states: a round of Ring has the next keys and values, and sums in more bits; where
-# Ulysses comes before it, what that has unpacked; of displaced patches nothing is packed
-RING, RING_AND_ULYSSES, UNPACKED = 2.05, 5.05, -8.0
+# Ulysses comes before it, what that has unpacked
+RING, RING_AND_ULYSSES = 2.05, 5.05
+# of `exchange`, what is not there where displaced patches attend, without Ulysses and with it
+UNPACKED, PACKED_BEFORE = 8.0, 3.0
 JOINED_SKIP = 2.0              # a skip beside the hidden states that it is read with, in one tensor
 STAGES_ENDS = 2.0              # what the last block of a stage has taken and given, beside the message made of it
 # of `exchange`: what came into the block, was normalised and modulated, at most, which tensor parallelism does not
@@ -187,27 +190,31 @@ def _live_rows(net, job, degrees, settings, blocks, is_cut=False):
     if sequence * degrees.displaced == 1:
         most = max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
         return _of_batch(_with_skips(net, blocks, most), live.shared, batch)
-    residual = max(0.0, live.residual - live.held)
+    residual = max(0.0, live.residual - live.held) if live.residual < live.alone else live.block
     block = _divided(live.block, residual, degrees)
     of_heads = _of_attention(net, degrees)
-    exchange = _divided(live.exchange, min(residual, ENTERED, max(0.0, live.exchange - PACKED)), of_heads)
+    exchange = _divided(live.exchange, live.entered or min(residual, ENTERED, max(0.0, live.exchange - PACKED)),
+                        of_heads)
     if degrees.tensor > 1:
         block = max(block, live.whole - live.held)
     if degrees.ring > 1 or sequence > degrees.sequence:
         exchange += (RING_AND_ULYSSES if degrees.ulysses > 1 else RING) / of_heads.tensor
     block, exchange = (each / sequence / degrees.displaced for each in (block, exchange))
-    told, inside = 0.0, max(block, exchange) if sequence > 1 else block
-    if degrees.displaced > 1:                                  # all keys and values of a layer, in one piece
-        told = _told(live, net.key_share, of_heads)
-        with_keys = (2 * key_share(net, of_heads) / degrees.ulysses / of_heads.tensor
-                     + exchange + UNPACKED / sequence / degrees.displaced)
-        # those of the block before are told where this one's are shared; all but the first have no whole beside them
-        inside = max(block + told, with_keys, exchange + live.joined * told if sequence > 1 else 0.0)
+    inside = max(block, exchange) if sequence > 1 else block
+    if degrees.displaced > 1:
+        inside = max(inside, _with_all_keys(net, live, of_heads, sequence))
     inside = _with_skips(net, blocks, inside, sequence * degrees.displaced)
     own = live.own / sequence / degrees.displaced if batch > 1 else 0.0
-    return max(_of_batch(live.outside, live.shared + live.once, batch),
-               _of_batch(min(live.outside, live.last) + told, live.shared, batch),
-               _of_batch(live.held - live.cut * is_cut + own + inside, live.shared, batch))
+    waiting = live.given * (math.ceil(job.branches / degrees.cfg) - 1) if degrees.displaced > 1 else 0.0
+    return waiting + max(_of_batch(live.outside, live.shared + live.once, batch),
+                         _of_batch(live.held - live.cut * is_cut + own + inside, live.shared, batch))
+
+
+def _with_all_keys(net, live, degrees, sequence):
+    """What lives where displaced patches attend to keys and values of all ranks, which are one piece each."""
+    own = (live.exchange - PACKED_BEFORE if degrees.ulysses > 1 else live.attends or live.exchange - UNPACKED)
+    return (2 * key_share(net, degrees) / degrees.ulysses / degrees.tensor
+            + _divided(own, min(live.entered or ENTERED, own), degrees) / sequence / degrees.displaced)
 
 
 def _with_skips(net, blocks, inside, parts=1):
@@ -237,13 +244,6 @@ def _share(net, job, degrees, settings):
     """How many times the tokens of one image a rank has of its batch, in a forward of all tokens."""
     parts = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1) * degrees.displaced
     return _batch(job, degrees, net.branches_apart, settings.images_apart) / parts
-
-
-def _told(live, key_share, degrees):
-    """What keeps keys and values of a block until displaced patches send them: what Ulysses has packed queries into,
-    too, else what they were made as."""
-    made = 1 + 2 * key_share if degrees.ulysses > 1 else live.told * key_share
-    return made / degrees.ulysses / degrees.tensor / degrees.displaced
 
 
 def _divided(live, residual, degrees):

@@ -59,7 +59,7 @@ DIT = Family(
     conditioning={"context": "num_embeds_ada_norm"},
     arguments={"latent": LATENT, "timestep": timestep(), "classes": _classes},
     live={"alone": 12.0, "residual": 4.05, "whole": 6.0, "outside": 3.5, "held": 0.7, "block": 9.2, "exchange": 14.65,
-          "told": 5.45, "own": 0.0, "joined": 0.85},
+          "attends": 8.6, "entered": 3.5, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, once={EMBEDDER: "step", "norm1.linear": "step"},

@@ -98,8 +98,7 @@ FLUX2 = Family(
                "img_ids": lambda call: F.pad(LATENT.positions(call), (0, 1)),
                "txt_ids": _text_positions, "at_zero": lambda call: at_zero(call.conditioning, LATENT.method)},
     live={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4,
-          "held": 1.55, "block": 20.0, "exchange": 22.2, "told": 7.5, "own": 0.0,
-          "joined": 1.0},
+          "held": 1.55, "block": 20.0, "exchange": 22.2, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, kept="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5,

@@ -133,8 +133,8 @@ HIDREAM = Family(
              "reference": num_tokens_of(LATENT, PICTURE)},
     arguments={"latent": LATENT, "picture": _picture, "timesteps": timestep(), "pooled": given("y"),
                "text": given("context"), "layers": given(LAYERS), "places": _places},
-    live={"alone": 21.4, "residual": 6.4, "whole": 11.95, "held": 3.7, "told": 5.4, "block": 15.95, "exchange": 17.95,
-          "own": 0.0, "joined": 0.8},
+    live={"alone": 21.4, "residual": 6.4, "whole": 11.95, "held": 3.7, "block": 18.7, "exchange": 17.95,
+          "given": 1.5, "own": 0.0},
     plan=ModelPlan(                                            # of four experts, a token meets two
         blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=(IMAGE, "text"), image_share=0.38,
                           streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}),

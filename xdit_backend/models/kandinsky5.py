@@ -137,7 +137,7 @@ KANDINSKY5 = Family(
     arguments={"hidden_states": _latent, "encoder_hidden_states": given("context"), "timestep": timestep(),
                "pooled_projections": given("y"), "visual_rope_pos": _places, "text_rope_pos": _text_places},
     live={"alone": 15.2, "residual": 3.45, "whole": 9.25, "outside": 5.25, "held": 1.2, "block": 14.5,
-          "exchange": 13.55, "told": 0.55, "own": 0.55, "last": 5.05},
+          "exchange": 13.55, "own": 0.55},
     plan=ModelPlan(
         blocks=(BlockList("visual_transformer_blocks", "visual_transformer_blocks.", "num_visual_blocks"),),
         streams={"visual_embed": "image"}, attention={"self_attention": ("image",)}, tokens={"rope": TABLE},

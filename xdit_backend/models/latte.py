@@ -71,7 +71,7 @@ LATTE = Family(
     conditioning={"context": "caption_channels"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "enable_temporal_attentions": False},
-    live={"residual": 7.65, "held": 1.45, "block": 15.2, "exchange": 14.3, "told": 1.9, "own": 0.1},
+    live={"residual": 7.65, "held": 1.45, "block": 15.2, "exchange": 14.3, "own": 0.1},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", paired="temporal_transformer_blocks"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)}, positions={"pos_embed": embedded},

@@ -73,7 +73,7 @@ LENS = Family(
     arguments=handed_on(LATENT, "context", attention_mask=_mask),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     live={"alone": 11.1, "residual": 5.95, "whole": 7.95, "outside": 5.5, "held": 1.35, "block": 10.6,
-          "exchange": 15.55, "told": 1.85, "own": 0.55},
+          "exchange": 15.55, "own": 0.55},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_share=0.5,
                           patched="double"),),

@@ -63,7 +63,7 @@ SANA = Family(
     conditioning={"context": "caption_channels", "attention_mask": None},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "encoder_attention_mask": text_mask,
                "timestep": lambda call: call.timestep * call.config.get("timestep_scale", 1.0)},
-    live={"alone": 14.6, "whole": 14.6, "outside": 4.6, "held": 2.3, "block": 13.5, "exchange": 11.0, "own": 0.0},
+    live={"alone": 14.6, "whole": 14.6, "outside": 4.6, "held": 2.3, "block": 13.5, "exchange": 8.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, sums=("attn1",), halos=("ff",), rows="height"),

@@ -79,7 +79,7 @@ SD3 = Family(
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},
     live={"alone": 12.35, "narrowing": 0.754, "residual": 4.9, "whole": 7.6, "outside": 5.65, "held": 1.2,
-          "block": 10.0, "exchange": 13.2, "once": 1.85, "last": 3.3},
+          "block": 10.0, "exchange": 13.2, "once": 1.85},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5,
                           control="output", patched="double"),),

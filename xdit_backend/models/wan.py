@@ -135,8 +135,7 @@ WAN = Family(
     arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": given("context"),
                "encoder_hidden_states_image": given("clip_fea", where="image_dim"),
                "rope_scales": given("rope_scales")},
-    live={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0, "exchange": 13.0,
-          "last": 5.15},
+    live={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0, "exchange": 13.0},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", patched="double", added="double_block"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)},

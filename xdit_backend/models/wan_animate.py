@@ -88,7 +88,7 @@ WAN_ANIMATE = dataclasses.replace(
                         "face_pixel_values", timestep=frame_times,
                         clip_fea=given("clip_fea", where="_image_dim")),
     live={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.55, "held": 1.15, "block": 8.25,
-          "exchange": 14.05, "told": 2.25, "own": 0.0, "joined": 0.95},
+          "exchange": 14.05, "own": 0.0},
     plan=dataclasses.replace(
         WAN_CAMERA.plan, places=("places", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "after_patch_embedding": _pose_of_patch}),

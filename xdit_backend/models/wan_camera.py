@@ -32,8 +32,8 @@ WAN_CAMERA = Family(
     num_heads=lambda config: config["num_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: config["out_dim"], in_channels=lambda config: config["in_dim"],
     pixels=lambda config: (4, 8, 8),
-    live={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.65, "held": 1.05, "block": 8.6,
-          "exchange": 14.25, "told": 2.05, "own": 0.0, "last": 4.3},
+    live={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.2, "held": 1.05, "block": 8.6,
+          "exchange": 14.25, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", patched="double"),), streams={"x": "image"},
         attention={"self_attn": ("image",)}, tokens={"freqs": TABLE},

@@ -62,7 +62,7 @@ WAN_HUMO = dataclasses.replace(
                         reference_latent=given("reference_latent")),
     lengths={"reference": num_tokens_of(LATENT, "reference_latent")},
     live={"alone": 9.55, "residual": 4.15, "whole": 5.85, "outside": 4.5, "held": 1.2, "block": 9.85,
-          "exchange": 14.0, "told": 1.6, "own": 0.0},
+          "exchange": 14.0, "own": 0.0},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL},

@@ -178,8 +178,8 @@ WAN_S2V = dataclasses.replace(
     arguments=handed_on(_latent, "context", "reference_latent", "reference_motion", "control_video", audio_embed=_sound)
     | {"timestep": _times},
     lengths={"reference": NUM_REFERENCE_TOKENS, "motion": _num_motion_tokens},
-    live={"alone": 8.53, "residual": 0.53, "whole": 6.14, "outside": 11.48, "held": 4.02, "block": 10.55,
-          "exchange": 20.26, "told": 6.23, "own": 0.0, "last": 7.87, "joined": 1.0},
+    live={"alone": 8.53, "residual": 0.53, "whole": 6.14, "held": 1.15, "block": 16.3,
+          "exchange": 26.1, "entered": 14.1, "own": 0.0},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},

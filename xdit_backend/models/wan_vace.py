@@ -100,7 +100,7 @@ WAN_VACE = dataclasses.replace(
     arguments={**{name: rule for name, rule in WAN.arguments.items() if name != "encoder_hidden_states_image"},
                "hidden_states": _latent, "vace_strength": _strength},
     live={"alone": 6.65, "residual": 5.1, "whole": 6.65, "outside": 4.2, "held": 1.3, "block": 7.35, "exchange": 6.2,
-          "keys": 1.2, "told": 0.0, "own": 0.55, "last": 3.8},
+          "keys": 1.2, "own": 0.55},
     plan=dataclasses.replace(WAN.plan, attention={"attn1": ("image",), "vace_attn1": ("image",)},
                              unstaged_blocks=("vace_blocks",), unsplit=("proj_in", "proj_out"),
                              # a block here is two of ComfyUI's

@@ -12,7 +12,7 @@ import torch
 
 from ..distributed.exchange import Exchange
 from ..distributed.rows import RowSplit, input_rows, output_starts, overlap
-from .usp import all_keys, scatter_heads
+from .usp import all_keys, gather_heads, scatter_heads
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key):
     each = len(sizes) // exchange.num_ranks
     parts = [(key_sizes or sizes)[rank * each:][:each] for rank in range(exchange.num_ranks)]
     own = replace(attention, sizes=sizes[exchange.rank * each:][:each], key_sizes=key_sizes and parts[exchange.rank])
-    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, own, mesh, traffic)
+    (q_BNTH, k_BNTH, v_BNTH), scattered = scatter_heads(q_BNTH, k_BNTH, v_BNTH, own, mesh, traffic)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, own, mesh, traffic)
     every = keys_and_values(k_BNTH, v_BNTH, [sum(part) for part in parts], exchange, key)
-    return together(attention.whole(q_BNTH, *every, attention.mask))
+    return gather_heads(attention.whole(q_BNTH, *every, attention.mask), scattered, mesh, traffic)
 
 
 def keys_and_values(k_BNTH, v_BNTH, sizes, exchange, key):

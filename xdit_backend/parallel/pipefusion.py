@@ -16,7 +16,7 @@ from ..distributed.masks import gathered_mask
 from ..distributed.mesh import wait_timeout_s
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError, XDiTError
-from .usp import all_keys, scatter_heads
+from .usp import all_keys, gather_heads, scatter_heads
 
 MAX_SENT = 16                  # messages that are kept for the stage after
 
@@ -31,7 +31,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     attention: a usp.Attention, whose mask is made here. layer: hooks.attention.RunningAttention. Returns like q.
     """
     mesh, traffic, given = context.mesh, context.traffic, q_BNTH
-    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
+    (q_BNTH, k_BNTH, v_BNTH), scattered = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, attention, mesh, traffic)
     pieces = context.tokens.pieces(layer.key_streams)
     if context.caches(layer.key[0]):
@@ -40,7 +40,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     if not any(attention.sizes):                               # this patch only brings keys for the next step's first
         return given
     mask = gathered_mask(context.masks, pieces, q_BNTH)
-    return together(attention.whole(q_BNTH, k_BNTH, v_BNTH, mask))
+    return gather_heads(attention.whole(q_BNTH, k_BNTH, v_BNTH, mask), scattered, mesh, traffic)
 
 
 def _cached_pieces(context, streams, num_keys):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .usp import ring_attention, scatter_heads
+from .usp import gather_heads, ring_attention, scatter_heads
 
 
 @dataclass
@@ -75,8 +75,8 @@ class ReferenceUse:
 def attention_with_references(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     """As usp_attention, with what the forward's ReferenceUse does. Every rank of the axes calls it."""
     mesh, traffic = context.mesh, context.traffic
-    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
+    (q_BNTH, k_BNTH, v_BNTH), scattered = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     k_BNTH, v_BNTH, attention = context.references(layer.key, k_BNTH, v_BNTH, attention, context, layer.streams)
     if mesh.degrees["ring"] > 1:
-        return together(ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic))
-    return together(attention.whole(q_BNTH, k_BNTH, v_BNTH, None))
+        return gather_heads(ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic), scattered, mesh, traffic)
+    return gather_heads(attention.whole(q_BNTH, k_BNTH, v_BNTH, None), scattered, mesh, traffic)

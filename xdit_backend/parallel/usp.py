@@ -66,12 +66,12 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     """
     if not any(attention.sizes):
         return q_BNTH
-    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
+    (q_BNTH, k_BNTH, v_BNTH), scattered = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     if mesh.degrees["ring"] > 1:
         out = ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     else:
         out = attention.whole(q_BNTH, k_BNTH, v_BNTH, attention.mask)
-    return together(out)
+    return gather_heads(out, scattered, mesh, traffic)
 
 
 def all_keys(k_BNTH, v_BNTH, attention, mesh, traffic):
@@ -139,15 +139,24 @@ def head_shares(num_heads, num_key_heads, mesh):
     return [(count * num_heads // num_key_heads // repeats, count) for count in groups], repeats
 
 
+@dataclass(frozen=True)
+class ScatteredHeads:
+    """How queries were shared out among the ranks of a Ulysses group."""
+
+    heads: tuple                   # of each rank
+    sizes: list                    # tokens of each
+    is_small: bool                 # do they travel in 8 bits?
+
+
 def scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens.
 
     attention: of the ring x Ulysses ranks. Keys and values of other sizes travel in an exchange of their own. Returns
-    (q, k, v) and the way back for what attention makes of them.
+    (q, k, v) and what gather_heads is to know, None where there is nothing to gather.
     """
     degree = mesh.degrees["ulysses"]
     if degree == 1:
-        return (q_BNTH, k_BNTH, v_BNTH), lambda out_BNTH: out_BNTH
+        return (q_BNTH, k_BNTH, v_BNTH), None
     start = mesh.ranks["ring"] * degree
     sizes, key_sizes = (each and each[start:][:degree] for each in (attention.sizes, attention.key_sizes))
     shares, repeats = head_shares(q_BNTH.shape[1], k_BNTH.shape[1], mesh)
@@ -161,7 +170,7 @@ def scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     else:
         tensors = (_apart(queries, sizes, mesh, traffic, are_small[:1])
                    + _apart(others, key_sizes, mesh, traffic, are_small[1:] * 2))
-    return tensors, lambda out_BNTH: gather_heads(out_BNTH, of_queries, sizes, mesh, traffic, are_small[0])
+    return tensors, ScatteredHeads(of_queries, sizes, are_small[0])
 
 
 def _apart(tensors, sizes, mesh, traffic, are_small):
@@ -190,13 +199,14 @@ def _apart(tensors, sizes, mesh, traffic, are_small):
     return [part.transpose(0, 1) for part in torch.cat(received, 2).split([heads[own] for _, heads in tensors])]
 
 
-def gather_heads(out_BNTH, heads, sizes, mesh, traffic, is_small):
-    """From this rank's heads of the group's tokens to all heads of its own tokens. heads, sizes: of each rank of the
-    group. is_small: does it travel in 8 bits?"""
+def gather_heads(out_BNTH, scattered, mesh, traffic):
+    """From this rank's heads of the group's tokens to all heads of its own tokens. scattered: of scatter_heads."""
+    if scattered is None:
+        return out_BNTH
     batch, _, _, head_size = out_BNTH.shape
-    own = sizes[mesh.ranks["ulysses"]]
-    shapes = [(batch, count, own, head_size) for count in heads]
-    if is_small:
+    sizes = scattered.sizes
+    shapes = [(batch, count, sizes[mesh.ranks["ulysses"]], head_size) for count in scattered.heads]
+    if scattered.is_small:
         arrived = all_to_all_small([[part] for part in out_BNTH.split(sizes, 2)], [[shape] for shape in shapes], [True],
                                    mesh.ulysses_group, traffic)
         return torch.cat([part for part, in arrived], 1)
