@@ -676,6 +676,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attentions between video and sound"),
     (LTX_2B, {"prompt_adaln_single.linear.weight": (1, 1)}, "LTX-2 without sound"),
+    (LTX_2B, {"transformer_blocks.0.attn1.to_gate_logits.weight": (32, 2048)}, "LTX-2.3 without its sound"),
     (LTX23_22B, {"caption_projection.linear_1.weight": (4096, 3840)}, "projects its text by one layer"),
     (cogvideox(3072, 42, (32, 2, 2)), {"patch_embed.pos_embedding": (1, 17776, 3072)}, "a table of learned positions"),
     (WAN_I2V, {"ref_conv.weight": (1, 1)}, "Wan Fun-Control with a reference picture"),
