@@ -151,6 +151,8 @@ def draw(comfyui, number, layouts=None, kinds=None, products=False):
     }
     if families()[kind].name == "MiniMax H3":                  # whose model takes one video alone
         drawn["batch"] = 1
+    if kind == "hunyuanimage-refiner":                         # whose own sampling takes an empty latent of one frame
+        drawn |= {"latent": "empty", "frames": 1}
     if families()[kind].is_unet and min(drawn["size"]) < 8:
         drawn["size"] = (16, 18)                               # norms over a pixel or two enlarge rounding
     if layout in STALE:

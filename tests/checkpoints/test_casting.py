@@ -111,7 +111,7 @@ def native_prediction(model, path, family, compute="float32", changed=lambda lat
     lengths = {"num_tokens": 12} if "num_tokens" in (*family.ignored, *family.conditioning) else {}
     if family.name in ("LTX-Video", "LTX-2", "Mochi"):         # whose models cannot do without
         lengths["attention_mask"] = torch.ones(1, 12, dtype=torch.long) if family.name == "Mochi" else None
-    given = as_comfyui(rounded(conditioning, dtype))
+    given = as_comfyui(rounded(conditioning, dtype), family)
     given |= {name: given[name].shape[0] for name in family.counts if name in given} | lengths
     if "frame_lasts" in given:                                 # which is how ComfyUI says it
         given["fps"] = 30 / given.pop("frame_lasts")

@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints.test_header import (
-    HUNYUAN_IMAGE,
-    write_header,
-)
+from tests.checkpoints.test_header import write_header
 from tests.comfyui_server import comfyui_folder
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.recognise import recognise
@@ -35,7 +32,7 @@ FAMILY = {
     "FluxInpaint": "Flux.1",
     "FluxSchnell": "Flux.1", "Flux2": "Flux.2", "GenmoMochi": "Mochi", "LTXV": "LTX-Video", "LTXAV": "LTX-2",
     "HunyuanVideo15": "HunyuanVideo 1.5", "HunyuanVideo15_SR_Distilled": "HunyuanVideo 1.5",
-    "HunyuanImage21": "HunyuanImage",
+    "HunyuanImage21": "HunyuanImage", "HunyuanImage21Refiner": "HunyuanImage refiner",
     "HunyuanVideo": "HunyuanVideo", "HunyuanVideoI2V": "HunyuanVideo", "HunyuanVideoSkyreelsI2V": "HunyuanVideo",
     "CosmosT2V": "Cosmos-Predict1", "CosmosI2V": "Cosmos-Predict1", "CosmosT2IPredict2": "Cosmos-Predict2",
     "CosmosI2VPredict2": "Cosmos-Predict2", "ZImage": "Z-Image", "PixelDiTT2I": "PixelDiT",
@@ -56,7 +53,6 @@ REFUSED = {
     "HiDreamO1": ({}, {"t_embedder1.mlp.0.weight": (2, 2), "visual.blocks.0.mlp.linear_fc2.weight": (2, 2)},
                   "HiDream-O1"),
     "SeedVR2": ({}, {"blocks.0.mlp.all.proj_in_gate.weight": (2, 2)}, "SeedVR2"),
-    "HunyuanImage21Refiner": (HUNYUAN_IMAGE, {"img_in.proj.weight": (3328, 64, 1, 1, 1)}, "refiner"),
     "TripoSplat": ({}, {"context_repo_layers.0.norm.weight": (2,)}, "TripoSplat"),
     **{name: ({}, {mark: (2, 2)}, "finds things in pictures") for name, mark in (
         ("RT_DETR_v4", "backbone.stem.stem1.conv.weight"),

@@ -60,7 +60,7 @@ def both(path, family, options, **context):
         output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning, **context))
         net = comfy.sd.load_diffusion_model(str(path)).model.diffusion_model
         counted = {name: len(conditioning[name]) for name in family.counts if name in conditioning}
-        call = functools.partial(net, latent, timestep, **as_comfyui(conditioning) | counted)
+        call = functools.partial(net, latent, timestep, **as_comfyui(conditioning, family) | counted)
         own = options_of(family, conditioning)
         plain = call(transformer_options=own)
         return family.prediction(output, latent), call(

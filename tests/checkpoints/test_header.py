@@ -149,6 +149,13 @@ HUNYUAN_IMAGE = {
     **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (3584,)}),
     **blocks("double_blocks.", 20, {"img_attn.qkv.weight": (10752, 3584)}),
     **blocks("single_blocks.", 40, {"linear1.weight": (25088, 3584)})}
+HUNYUAN_IMAGE_REFINER = {
+    "img_in.proj.weight": (3328, 128, 1, 1, 1), "txt_in.input_embedder.weight": (3328, 3584),
+    "final_layer.linear.weight": (64, 3328), "guidance_in.in_layer.weight": (3328, 256),
+    "time_r_in.in_layer.weight": (3328, 256),
+    **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (3328,)}),
+    **blocks("double_blocks.", 20, {"img_attn.qkv.weight": (9984, 3328)}),
+    **blocks("single_blocks.", 40, {"linear1.weight": (23296, 3328)})}
 HUNYUAN_VIDEO15 = {
     "img_in.proj.weight": (2048, 65, 1, 1, 1), "txt_in.input_embedder.weight": (2048, 3584),
     "final_layer.linear.weight": (32, 2048),
@@ -493,6 +500,10 @@ PUBLISHED = {
     "hunyuan-image-2.1": ("HunyuanImage", HUNYUAN_IMAGE, {
         "in_channels": 64, "out_channels": 64, "num_attention_heads": 28, "num_layers": 20, "num_single_layers": 40,
         "patch_size": [1, 1], "num_refiner_layers": 2, "text_embed_dim": 3584, "text_embed_2_dim": 1472}),
+    "hunyuan-image-refiner": ("HunyuanImage refiner", HUNYUAN_IMAGE_REFINER, {
+        "in_channels": 128, "out_channels": 64, "num_attention_heads": 26, "num_layers": 20, "num_single_layers": 40,
+        "patch_size": [1, 1, 1], "num_refiner_layers": 2, "text_embed_dim": 3584, "text_embed_2_dim": None,
+        "guidance_embeds": True, "use_meanflow": True, "rope_axes_dim": (16, 56, 56)}),
     "auraflow-0.3": ("AuraFlow", AURAFLOW, {
         "num_mmdit_layers": 4, "num_single_dit_layers": 32, "attention_head_dim": 256, "num_attention_heads": 12,
         "in_channels": 4, "joint_attention_dim": 2048, "caption_projection_dim": 3072, "pos_embed_max_size": 4096}),
@@ -665,13 +676,15 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attentions between video and sound"),
     (LTX_2B, {"prompt_adaln_single.linear.weight": (1, 1)}, "LTX-2 without sound"),
+    (LTX_2B, {"transformer_blocks.0.attn1.to_gate_logits.weight": (32, 2048)}, "LTX-2.3 without its sound"),
     (LTX23_22B, {"caption_projection.linear_1.weight": (4096, 3840)}, "projects its text by one layer"),
     (cogvideox(3072, 42, (32, 2, 2)), {"patch_embed.pos_embedding": (1, 17776, 3072)}, "a table of learned positions"),
     (WAN_I2V, {"ref_conv.weight": (1, 1)}, "Wan Fun-Control with a reference picture"),
     (WAN_I2V, {"audio_proj.audio_proj_glob_1.layer.bias": (1,)}, "Wan with audio"),
     (WAN_14B, {"more_blocks.0.before_proj.weight": (1, 1)}, "more_blocks"),
     (HUNYUAN_IMAGE, {"time_r_in.in_layer.weight": (3584, 256)}, "the time of the next step"),
-    (HUNYUAN_IMAGE, {"img_in.proj.weight": (3328, 64, 1, 1, 1)}, "it is the refiner"),
+    (HUNYUAN_IMAGE_REFINER, {"img_in.proj.weight": (3328, 128, 1, 2, 2)}, "larger patches than the refiner"),
+    (HUNYUAN_IMAGE_REFINER, {"byt5_in.fc1.weight": (2048, 1472)}, "it reads glyphs"),
     (SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "it reads no picture where it looks along frames"),
     (unet((320, 640, 1280), (0, 2, 4), 4, 2048, 2816),
      {"input_blocks.5.1.transformer_blocks.2.attn2.to_k.weight": (640, 2048)},

@@ -66,8 +66,8 @@ PIPELINES = {"LTX-Video": "LTXConditionPipeline"}              # of folders that
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
 # Families whose plans are those of others again, or nearly; and one that tests of its own run under other layouts.
-ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict1", "Cosmos-Predict2", "Anima", "CogVideoX 1.5",
-         "Mochi", "HunyuanDiT", "LTX-2")
+ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "AuraFlow", "Cosmos-Predict1", "Cosmos-Predict2",
+         "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.is_unet}
 VISION_TOKENS = 5
 IN_FLOAT32 = ("comfy.ldm.audio.dit",)
@@ -273,9 +273,9 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
     return made
 
 
-def as_comfyui(conditioning):
+def as_comfyui(conditioning, family):
     """Conditioning as ComfyUI hands it to its models: of a list's tensors, the list of their numbers."""
-    lists = {}
+    lists = {"disable_time_r": True} if "disable_time_r" in family.ignored else {}
     for name, tensor in conditioning.items():
         base, dot, _ = name.partition(".")
         lists.setdefault(base, [] if dot else tensor.sum().item() if base == "lyrics_strength" else tensor)

@@ -132,6 +132,9 @@ class ComfyUI:
                         "elevation": [5.0, 10.0, 15.0], "azimuth": [0.0, 90.0, 200.0 + seed]}
         if kind == "sd-x4-upscaler":                           # of which ComfyUI makes what stands beside the latent
             options |= {"concat_image": torch.randn(1, 3, *size, generator=generator), "noise_augmentation": 0.3}
+        if kind == "hunyuanimage-refiner":                     # the picture that it mends
+            options |= {"concat_latent_image": torch.randn(1, 32, 1, *size, generator=generator),
+                        "noise_augmentation": 0.1 * seed}
         if "encoder_hidden_states_llama3" in made:
             options["conditioning_llama3"] = made["encoder_hidden_states_llama3"]
         if "t5xxl_ids" in made:                                # the text encoder says them of one text

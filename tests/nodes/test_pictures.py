@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.checkpoints.test_casting import options_of
+from tests.model_nodes import run_node
 from tests.models.zoo import conditioning_of
 from tests.nodes.test_pipefusion import EXACT, STALE, sample_oracle, staged
 from tests.tiny_checkpoints import families
@@ -265,3 +266,66 @@ def test_what_a_family_does_not_do_with_references_is_refused_by_name(comfyui):
     with pytest.raises(comfyui.errors.ConfigError,
                        match="reference latent of 4 channels and 4 dims, and this Flux.1 model takes 16 and 4"):
         comfyui.sample(model, "flux", positive=positive)
+
+
+REFINER = "hunyuanimage-refiner"
+
+
+def mended(comfyui, size, noise=0.1, picture=None, batch=1, guidance=None):
+    """Prompts and latent of HunyuanImage's refiner, as Hunyuan Latent Refiner gives them. picture: rows and columns of
+    the latent that it mends, where they are not the latent's; guidance: as FluxGuidance says it, or none ("none")."""
+    from comfy_extras.nodes_hunyuan import HunyuanRefinerLatent
+    prompts = [comfyui.conditioning(REFINER, seed) for seed in (1, 2)]
+    for prompt in prompts:
+        if guidance is not None:
+            prompt[0][1]["guidance"] = None if guidance == "none" else guidance
+    positive, negative, latent = run_node(HunyuanRefinerLatent, {
+        "positive": prompts[0], "negative": prompts[1], "latent": {"samples": random(batch, 32, 1, *(picture or size))},
+        "noise_augmentation": noise})
+    latent["samples"] = torch.zeros(batch, 32, 1, *size)
+    return {"positive": positive, "negative": negative, "latent": latent}
+
+
+@pytest.mark.parametrize("degrees, options", [
+    ({"ulysses": 2}, {"size": (7, 9)}), *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+        ({"cfg": 2}, {"size": (5, 12), "noise": 0.0, "guidance": 2.5}),
+        ({"data": 2}, {"size": (9, 5), "batch": 3}), ({"ring": 2}, {"size": (11, 6), "picture": (5, 8)}),
+        ({"tensor": 2}, {"size": (3, 13), "noise": 0.9}), ({"ulysses": 2, "compile": "blocks"}, {"size": (6, 7)}),
+        ({"displaced": 2, "displaced_mode": "full_sync"}, {"size": (10, 9), "guidance": "none"}),
+        ({"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}, {"size": (13, 7), "guidance": 8.0})))], ids=str)
+def test_a_picture_that_is_mended_equals_native_ksampler(comfyui, degrees, options):
+    """In every method: of odd sizes and of another size than the latent, with and without noise and guidance."""
+    arguments = mended(comfyui, **options)
+
+    result = comfyui.sample(comfyui.ours(REFINER, comfyui.config("cpu,cpu", **degrees)), REFINER, **arguments)
+
+    want = comfyui.sample(comfyui.native(REFINER), REFINER, **arguments)
+    assert result.shape[1:3] == (32, 1)
+    close(result, want, EXACT)
+    other = comfyui.sample(comfyui.native(REFINER), REFINER, **mended(comfyui, **options | {"noise": 0.5}))
+    assert relative_error(other, want) > 100 * EXACT
+
+
+def test_stale_patches_of_a_picture_that_is_mended_equal_the_oracle(comfyui):
+    arguments = mended(comfyui, (16, 9))
+
+    result = comfyui.sample(staged(comfyui, REFINER), REFINER, **arguments)
+
+    close(result, sample_oracle(comfyui, REFINER, 4, 1, **arguments), STALE)
+
+
+def test_guidance_changes_what_is_mended(comfyui):
+    """That the tests above compare what is heeded."""
+    alike, other = (comfyui.sample(comfyui.native(REFINER), REFINER, **mended(comfyui, (6, 6), guidance=guidance))
+                    for guidance in (6.0, "none"))
+
+    assert relative_error(other, alike) > 100 * EXACT
+    close(alike, comfyui.sample(comfyui.native(REFINER), REFINER, **mended(comfyui, (6, 6))), EXACT)
+
+
+def test_a_call_that_asks_for_the_time_of_the_next_step_is_refused(comfyui):
+    """As a node makes it that calls the refiner's diffusion model itself."""
+    model, (text, _) = comfyui.ours(REFINER, comfyui.config("cpu")), comfyui.conditioning(REFINER, 1)[0]
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="adds the time of the next step"):
+        model.model.diffusion_model(torch.zeros(1, 128, 1, 6, 6), torch.ones(1), text)

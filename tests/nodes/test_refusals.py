@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from tests.tiny_checkpoints import metadata_of
+from tests.tiny_checkpoints import metadata_of, state_dict
 
 TEXTS = ("model_name", "weight_dtype", "label", "text", "ckpt_name")           # which a reroute can bring anything to
 
@@ -297,3 +297,19 @@ def test_sound_that_is_not_finite_is_refused(comfyui):
                        match="what LTX-2 predicts at the first step has numbers that are not finite"):
         comfyui.sample(comfyui.load_model.execute("ltx-2-nan.safetensors", "fp32", comfyui.config("cpu")).args[0],
                        "ltx-2")
+
+
+def test_ltx_2_without_sound_is_refused_as_comfyui_leaves_parts_of_it_out(comfyui):
+    """Which it loads as LTX-Video, where the file says what it is."""
+    from safetensors.torch import save_file
+    source = comfyui.base / "diffusion_models" / comfyui.file("ltx-2.3")
+    of_sound = ("audio", "av_ca_", "_ca_", "connector")
+    tensors = {name: tensor for name, tensor in state_dict("ltx-2.3").items()
+               if not any(mark in name for mark in of_sound)}
+    save_file(tensors, source.with_name("ltx-2.3-silent.safetensors"), metadata_of(source))
+
+    with pytest.raises(comfyui.errors.CheckpointError, match="leaves out its gates of attention"):
+        comfyui.load_model.execute("ltx-2.3-silent.safetensors", "fp32", comfyui.config("cpu"))
+    native = comfyui.nodes.UNETLoader().load_unet("ltx-2.3-silent.safetensors", "default")[0].model.diffusion_model
+    left_out = tensors.keys() - native.state_dict().keys()
+    assert left_out and all("to_gate_logits" in name for name in left_out)

@@ -78,7 +78,7 @@ def inputs(comfyui, kind, size, batch):
     x = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(5))
     given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20},
                             batch, size)
-    given = as_comfyui(given) | ({"attention_mask": None} if family.name.startswith("LTX") else {})
+    given = as_comfyui(given, family) | ({"attention_mask": None} if family.name.startswith("LTX") else {})
     given.pop("face_pixel_values", None)                       # of 512 x 512 pixels, where nothing is thin
     given["transformer_options"] = options_of(family, given)
     if "num_tokens" in (*family.ignored, *family.conditioning):

@@ -98,6 +98,8 @@ PUBLISHED = {
     "pixart-sigma": Published("PixArt-Sigma", tokens=300, given={"caption_channels": 4096}),
     "lumina-2": Published("Lumina 2", tokens=256),
     "hunyuanimage-2.1": Published("HunyuanImage", (2048, 2048), tokens=1000),
+    "hunyuanimage-2.1-refiner": Published("HunyuanImage refiner", (2048, 2048), tokens=256, branches=1, given={
+        "in_channels": 128, "num_attention_heads": 26, "guidance_embeds": True, "use_meanflow": True}),
     "auraflow": Published("AuraFlow", tokens=256),
     "sana-1.6b": Published("Sana", tokens=300),
     "hunyuanvideo": Published("HunyuanVideo", (1280, 720), 129, tokens=256, branches=1),

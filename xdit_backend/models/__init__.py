@@ -20,6 +20,7 @@ from .hunyuan3d import HUNYUAN3D
 from .hunyuan3d21 import HUNYUAN3D21
 from .hunyuan_dit import HUNYUAN_DIT
 from .hunyuan_image import HUNYUAN_IMAGE
+from .hunyuan_image_refiner import HUNYUAN_IMAGE_REFINER
 from .hunyuan_video import HUNYUAN_VIDEO
 from .hunyuan_video15 import HUNYUAN_VIDEO15
 from .ideogram4 import IDEOGRAM4
@@ -71,7 +72,7 @@ FAMILIES = {family.name: family for family in (
     KANDINSKY5_IMAGE, MOCHI, MINIMAX_H3, COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SD_X4, SDXL, SVD,
     COSMOS1, OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL,
     WAN_SCAIL2, WAN_S2V, WAN_DANCER, STABLE_AUDIO, STABLE_AUDIO3, ACE_STEP, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21,
-    Z_IMAGE_PIXEL, PIXELDIT, PID)}
+    Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER)}
 
 
 def supported(last="and"):

@@ -30,13 +30,14 @@ KEYS = table(                                                  # of what Hunyuan
     (r"^byt5_in\.layernorm\.", "context_embedder_2.norm."), (r"^byt5_in\.fc(\d)\.", r"context_embedder_2.linear_\1."))
 
 
-def _recognise(shapes):
+def is_image(shapes):
+    """Are these HunyuanVideo's blocks, without what only videos have?"""
     return has("txt_in.individual_token_refiner.blocks.0.norm1.weight")(shapes) \
         and not has("vision_in.")(shapes) and not has("vector_in.")(shapes)
 
 
-def _is_video(shapes):
-    return len(shapes["img_in.proj.weight"]) != 4
+def _recognise(shapes):
+    return is_image(shapes) and len(shapes.get("img_in.proj.weight", ())) != 5
 
 
 def _all_glyphs(call):
@@ -59,8 +60,6 @@ HUNYUAN_IMAGE = Family(
     name="HunyuanImage", title="HunyuanImage 2.1", transformer="HunyuanImageTransformer2DModel", recognise=_recognise,
     refusals=(because("it also takes the time of the next step (distilled)", has("time_r_in.")),
               because("it takes guidance as an input", has("guidance_in.")),
-              because("it works on frames: it is the refiner, or lacks the pooled text (vector_in) of HunyuanVideo",
-                      _is_video),
               needs_diffusers("0.36")),
     config=config_of(
         patch_size=lambda shapes: list(shapes["img_in.proj.weight"][2:]), in_channels=size("img_in.proj.weight", 1),

@@ -33,7 +33,9 @@ def _in_folder(folder):
 LTX = Family(
     name="LTX-Video", title="LTX-Video 0.9", transformer="LTXVideoTransformer3DModel",
     recognise=lambda shapes: IS_LTX(shapes) and not has("audio_adaln_single.linear.weight")(shapes),
-    refusals=(because("it shifts its text by time (LTX-2 without sound)", has("prompt_adaln_single.linear.weight")),),
+    refusals=(because("it is LTX-2.3 without its sound, and ComfyUI's own loader leaves out its gates of attention "
+                      "(to_gate_logits). Use the file with sound", has("transformer_blocks.0.attn1.to_gate_logits.")),
+              because("it shifts its text by time (LTX-2 without sound)", has("prompt_adaln_single.linear.weight")),),
     config=config_of(
         in_channels=size("patchify_proj.weight", 1), out_channels=size("proj_out.weight", 0),
         num_attention_heads=NUM_HEADS, attention_head_dim=size("transformer_blocks.0.attn2.to_k.weight", 0, NUM_HEADS),

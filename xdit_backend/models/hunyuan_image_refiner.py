@@ -1,0 +1,59 @@
+"""HunyuanImage 2.1's refiner: HunyuanImage's blocks over a picture as one frame, beside the picture that it mends as
+more channels; guidance."""
+
+import dataclasses
+
+from ..vocabulary.describe import Unpacked, because, config_of, given, has, needs_diffusers, type_of_arithmetic
+from ..vocabulary.family import Tiny
+from ..vocabulary.keys import table
+from .hunyuan_image import HUNYUAN_IMAGE, is_image
+
+LATENT = Unpacked((1, 1, 1))
+
+KEYS = table((r"^time_r_in\.linear_", "time_guidance_embed.timestep_embedder_r.linear_"),
+             (r"^time_text_embed\.guidance_embedder\.", "time_guidance_embed.guidance_embedder."))
+
+
+def _patches(shapes):
+    return shapes["img_in.proj.weight"][2:]
+
+
+def _amend(model, config):
+    """The sines of the time and of guidance are of the type of the arithmetic; diffusers leaves them as the time is.
+    A model that takes guidance does without where a workflow disables it. The next step's time is left out, though
+    files have its layers."""
+    embed, dtype = model.time_guidance_embed, type_of_arithmetic(model)
+
+    def embedded(times, timestep_r=None, guidance=None):
+        found = embed.timestep_embedder(embed.time_proj(times).to(dtype()))
+        return found if guidance is None else found + embed.guidance_embedder(embed.time_proj(guidance).to(dtype()))
+    embed.forward = embedded
+
+
+HUNYUAN_IMAGE_REFINER = dataclasses.replace(
+    HUNYUAN_IMAGE, name="HunyuanImage refiner", title="HunyuanImage 2.1 refiner", cfg="at cfg above 1",
+    recognise=lambda shapes: is_image(shapes) and len(shapes["img_in.proj.weight"]) == 5,
+    refusals=(because("it cuts frames into larger patches than the refiner, and lacks the pooled text (vector_in) of "
+                      "HunyuanVideo",
+                      lambda shapes: _patches(shapes) != LATENT.patch),
+              because("it reads glyphs, which no refiner that xDiT knows does", has("byt5_in.")),
+              needs_diffusers("0.36")),
+    config=config_of(
+        **HUNYUAN_IMAGE.config.rules | {
+            "patch_size": list(LATENT.patch), "rope_axes_dim": (16, 56, 56)},
+        guidance_embeds=has("guidance_in."), use_meanflow=has("time_r_in.")),
+    convert=lambda tensors, config: KEYS(HUNYUAN_IMAGE.convert(tensors, config), config), latent=LATENT, amend=_amend,
+    conditioning={"context": "text_embed_dim", "guidance": None}, ignored=("y", "txt_byt5", "disable_time_r"),
+    unsupported_arguments=lambda given: None if given.get("disable_time_r") else "the time of the next step",
+    lengths={}, pixels=lambda config: (4, 16, 16),
+    arguments={**{name: rule for name, rule in HUNYUAN_IMAGE.arguments.items() if not name.endswith("_2")},
+               "hidden_states": LATENT, "guidance": given("guidance", times=1000, where="guidance_embeds")},
+    live=HUNYUAN_IMAGE.live | {"alone": 18.0},
+    plan=dataclasses.replace(HUNYUAN_IMAGE.plan, once_outside={"context_embedder": "step"}),
+    tiny=Tiny(
+        HUNYUAN_IMAGE.tiny.config | {"patch_size": (1, 1, 1), "in_channels": 8, "text_embed_2_dim": None,
+                                     "rope_axes_dim": (4, 6, 6), "guidance_embeds": True, "use_meanflow": True},
+        HUNYUAN_IMAGE.tiny.native,
+        HUNYUAN_IMAGE.tiny.arguments | {"in_channels": 128, "axes_dim": [16, 56, 56], "patch_size": [1, 1, 1],
+                                        "guidance_embed": True, "byt5": False, "meanflow": True}, frames=1),
+)
