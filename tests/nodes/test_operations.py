@@ -137,8 +137,9 @@ def test_functions_that_are_not_known_are_refused_by_name(comfyui):
     other = written["skip"]
     other.__qualname__ = skip.__qualname__
     for kind, key, function, message in (("sd3", "double_block", lambda args, extra: args,
-                                          "model patches such as IP-Adapter"),
-                                         ("sd3", "double_block", other, "model patches such as IP-Adapter"),
+                                          "model patches that replace parts of the model"),
+                                         ("sd3", "double_block", other,
+                                          "model patches that replace parts of the model"),
                                          ("sd15", "double_block", skip, "SD 1.5 does not heed what it replaces")):
         model = comfyui.ours(kind, comfyui.config())
         model.set_model_patch_replace(function, "dit", key, 1)

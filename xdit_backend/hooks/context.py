@@ -79,6 +79,7 @@ class ForwardContext:
     free_u: tuple = ()                     # specs.FreeU of a U-Net, one after the other
     tiles: dict = field(default_factory=dict)          # specs.Branch.tiles of its self-attentions
     networks: tuple = ()                   # (specs.NetworkUse, networks.Network), one after the other
+    text_attention: str = ""               # path of the attention to the text of a U-Net that runs
     scores: Any = None                     # specs.Branch.scores of these images, to be filled
     # by place (Family.control_shapes): what this rank adds there
     control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))

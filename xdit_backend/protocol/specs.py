@@ -162,13 +162,15 @@ class NetworkSpec:
 @dataclass(frozen=True, config=STRICT)
 class NetworkUse:
     """Where a call has what a network gives added, times strength: to the image after each block, to what goes into
-    layers of blocks (ModelPlan.led), or to what keys and values of self-attention (attn1) or of attention to the text
-    (attn2) are made of."""
+    layers of blocks (ModelPlan.led), to what keys and values of self-attention (attn1) or of attention to the text
+    (attn2) are made of, or to what attention to the text gives (text)."""
 
     network: str                   # NetworkSpec.name
-    where: Literal["blocks", "layers", "attn1", "attn2"]
+    where: Literal["blocks", "layers", "attn1", "attn2", "text"]
     strength: float
     picture: str = ""              # of blocks and layers: what of Branch.control it follows, (B or 1, T, C)
+    # of text: for each image of the call, the prompt it is drawn for (0 positive, 1 negative), and its number there
+    rows: tuple[tuple[Natural, Natural], ...] = ()
 
 
 @dataclass(frozen=True, config=STRICT)

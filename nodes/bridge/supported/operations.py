@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.specs import FreeU, Nag
+from . import adapters
 
 HYPERNETWORK = "load_hypernetwork_patch.<locals>.hypernetwork_patch.__call__"
 LLLITE_OF_ATTENTION = "lllite.py", "AnimaLLLiteAttentionPatch.__call__"
@@ -49,6 +50,8 @@ NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attent
 
 def operation_of(kind, function):
     """The name of the operation that a function of this kind stands for; None where it is not known."""
+    if kind == adapters.KIND:
+        return None if adapters.why_refused(function) else "adapters"
     name, marker = _named(kind, function), object()
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
@@ -75,6 +78,8 @@ def operations_of(family, config, transformer_options):
     """
     found = {}
     for kind, replaced in transformer_options.get("patches_replace", {}).items():
+        if kind == adapters.KIND and family.is_unet:           # run/adapters.py
+            continue
         blocks = _blocks(family, config, kind)
         if replaced and not blocks:
             raise _ignored_patches(family, kind)
