@@ -7,13 +7,13 @@ import torch
 from tests import ip_adapter
 from tests.ip_adapter import adapter_of, import_pack, show_pictures
 from tests.nodes.test_displaced import OracleForward
+from tests.nodes.test_operations import shrunk
 from tests.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 ACTS = 1e-3
 LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2}),
-           "displaced2": ("cpu,cpu", {"displaced": 2, "displaced_mode": "full_sync"}),
-           "compiled": ("cpu,cpu", {"cfg": 2, "compile": "blocks"})}
+           "displaced2": ("cpu,cpu", {"displaced": 2, "displaced_mode": "full_sync"})}
 SIZE = 21, 15                              # odd at every level
 
 
@@ -65,7 +65,7 @@ def masks(*shape, seed=4):
 
 @pytest.mark.parametrize("kind, layout", [
     ("sd15", "cfg2"), ("sdxl", "displaced2"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("sd15", "one"), ("sd15", "data2"), ("sd15", "displaced2"), ("sd15", "compiled"), ("sdxl", "one"),
+        ("sd15", "one"), ("sd15", "data2"), ("sd15", "displaced2"), ("sdxl", "one"),
         ("sdxl", "cfg2"), ("sdxl", "data2"), ("sdxl-blocks", "one"), ("sd15-blocks", "displaced2"),
         ("sdxl-blocks", "cfg2"), ("ssd-1b", "displaced2"), ("koala-700m", "cfg2"), ("sd2", "data2"),
         ("sd-x4-upscaler", "cfg2")))])
@@ -177,6 +177,16 @@ def test_stale_patches_equal_the_oracles(comfyui, pack, kind):
 
     close(result, reference, 1e-4)                             # as in test_displaced.py
     assert oracle.num_stale > 0 and relative_error(result, whole) > ACTS
+
+
+def test_in_smaller_images_it_equals_native_ksampler_without_a_mask(comfyui, pack):
+    """With Kohya's Deep Shrink, which changes how many tokens a mask is for."""
+    applied = Applied(comfyui, pack, "sd15")
+
+    applied.compare("cfg2", (applied.adapter(), {}), change=lambda model: shrunk(comfyui, model, block_number=1))
+    with pytest.raises(comfyui.errors.UnsupportedError, match="^Remove PatchModelAddDownscale, or the attn_mask of IP"):
+        applied.compare("one", (applied.adapter(), {"mask": masks(1, 8, 8)}), change=lambda model: shrunk(
+            comfyui, model, block_number=1))
 
 
 def test_places_that_comfyuis_model_has_not_are_passed_over(comfyui, pack):

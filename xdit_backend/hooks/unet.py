@@ -23,6 +23,7 @@ from ..parallel.displaced import StaleSplit, of_all_rows
 from ..parallel.nag import apply_nag
 from ..partition import attended, halved, in_block, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
+from ..protocol.specs import Shrink
 from .compiled import CompiledBlocks
 from .free_u import free_u
 from .networks import text_places, with_networks, with_pictures
@@ -31,6 +32,7 @@ from .tiles import attend_in_tiles
 from .turns import take_turns
 from .unet_control import ControlPlaces
 from .unet_graphs import GraphRows
+from .unet_shrink import ShrinkPlaces, as_large
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class UNetHooks:
         for index, (block, path) in enumerate(zip(self._blocks, paths)):
             block.forward = self._hook_compiled(block.forward, index, path)
         self._control = ControlPlaces(model, plan.skips(model.config), lambda: self._context)
+        ShrinkPlaces(model, lambda: self._context)
         if offloaded is not None:                              # around what is compiled
             for number, block in enumerate(self._blocks):
                 block.forward = self._hook_block(block.forward, number)
@@ -326,7 +329,7 @@ class UNetHooks:
     def _join(self, tensors, dim=0):
         """As torch.cat, which joins what a block on the way up has with a skip."""
         for given in () if self._context is None else self._context.free_u:
-            tensors = free_u(*tensors, given)
+            tensors = (as_large if isinstance(given, Shrink) else free_u)(*tensors, given)
         return torch.cat(tensors, dim)
 
     def _first_convolution(self, split, input, convolution):

@@ -150,6 +150,19 @@ class FreeU:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Shrink:
+    """Kohya's Deep Shrink: after a block on a U-Net's way down its image is made smaller by a factor, and on the way
+    up as large as each skip. Methods: of torch's interpolate."""
+
+    block: Natural
+    factor: float
+    is_after_skip: bool            # else what the way up gets of this block is smaller too
+    is_active: bool                # at the noise level of the call
+    method: Literal["bicubic", "nearest-exact", "bilinear", "area"]
+    back: Literal["bicubic", "nearest-exact", "bilinear", "area"]
+
+
+@dataclass(frozen=True, config=STRICT)
 class NetworkSpec:
     """A network that a node puts inside a model (hooks/networks.py), whose weights the host sends as segments."""
 
@@ -199,7 +212,7 @@ class Branch:
     # gets, of all heads on average, from each rank's queries together
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
     guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
-    free_u: tuple[FreeU, ...] = ()         # of a U-Net, one after the other
+    free_u: tuple[FreeU | Shrink, ...] = ()        # of a U-Net, one after the other
     # tokens of a U-Net's self-attention -> rows and columns of its tiles, rows and columns of one (hooks/tiles.py)
     tiles: dict[str, tuple[Natural, Natural, Natural, Natural]] = dataclasses.field(default_factory=dict)
     networks: tuple[NetworkUse, ...] = ()  # one after the other

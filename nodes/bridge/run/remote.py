@@ -214,7 +214,7 @@ class RemoteModel:
         networks, pictures = networks_of(*asked, x, self.modules)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*asked, x)}),
                     control=places_of(*asked[:2], control, x.shape) | added | pictures, networks=networks,
-                    free_u=free_u_of(self.family, transformer_options), tiles=tiles_of(*asked, x.shape),
+                    free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*asked, x.shape),
                     operations=operations_of(*asked), scores=scores and scores.buffer, parts=parts,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
                     exchange=self.config.exchange, kernel=call_kernel(self.config, transformer_options),
