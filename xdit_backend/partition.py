@@ -279,3 +279,11 @@ def unet_blocks(model):
                 paths += [f"{side}.attentions.{number}.{kind}.{inner}"
                           for inner in range(len(attention.transformer_blocks)) for kind in lists]
     return paths
+
+
+def in_block(name, paths):
+    """(index of the block that a module is in, its name there). paths: of all blocks. (None, "") for none of them."""
+    for index, path in enumerate(paths):
+        if name.startswith(f"{path}."):
+            return index, name[len(path) + 1:]
+    return None, ""

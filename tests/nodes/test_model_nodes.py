@@ -79,7 +79,7 @@ CHANGES = {
                   "an attention override"),
     "model-patch": (lambda model: model.set_model_double_block_patch(print), "model patches \\(double_block\\)"),
     "replaced-block": (lambda model: model.set_model_patch_replace(print, "dit", "joint_block", 0),
-                       "model patches such as IP-Adapter"),
+                       "model patches that replace parts of the model"),
     "diffusion-model-wrapper": (add_wrapper("diffusion_model"), "nodes that wrap the diffusion model \\(a_pack\\)"),
     "wrapper": (add_wrapper("pack_wrapper"), "wrappers of pack_wrapper \\(a_pack\\)"),
     "callback": (lambda model: model.add_callback_with_key("pack_event", "a_pack", print),

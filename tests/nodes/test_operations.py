@@ -137,8 +137,9 @@ def test_functions_that_are_not_known_are_refused_by_name(comfyui):
     other = written["skip"]
     other.__qualname__ = skip.__qualname__
     for kind, key, function, message in (("sd3", "double_block", lambda args, extra: args,
-                                          "model patches such as IP-Adapter"),
-                                         ("sd3", "double_block", other, "model patches such as IP-Adapter"),
+                                          "model patches that replace parts of the model"),
+                                         ("sd3", "double_block", other,
+                                          "model patches that replace parts of the model"),
                                          ("sd15", "double_block", skip, "SD 1.5 does not heed what it replaces")):
         model = comfyui.ours(kind, comfyui.config())
         model.set_model_patch_replace(function, "dit", key, 1)
@@ -223,3 +224,54 @@ def test_free_u_is_refused_by_name_where_it_cannot_be(comfyui):
             continue
         with pytest.raises(comfyui.errors.UnsupportedError, match=message):
             comfyui.sample(model, kind, steps=1)
+
+
+def shrunk(comfyui, model, **settings):
+    return run_node(model_nodes(comfyui)["PatchModelAddDownscale"], {
+        "model": model, "block_number": 2, "downscale_factor": 1.7, "downscale_after_skip": True, **EVERY_STEP,
+        "downscale_method": "bicubic", "upscale_method": "bilinear", **settings})[0]
+
+
+@pytest.mark.parametrize("kind, degrees", [("sdxl", {"cfg": 2}), *(
+    pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("sd15-blocks", {}), ("sdxl-blocks", {"data": 2}), ("koala-700m", {"cfg": 2})))], ids=str)
+def test_deep_shrink_equals_native_ksampler(comfyui, kind, degrees):
+    """After and before a skip, twice, with FreeU between them, at sides that no level halves; and for some steps."""
+    devices = "cpu,cpu" if degrees else "cpu"
+    models = comfyui.ours(kind, comfyui.config(devices, **degrees)), comfyui.native(kind)
+    changes = (lambda model: shrunk(comfyui, model),
+               lambda model: shrunk(comfyui, model, downscale_after_skip=False),
+               lambda model: shrunk(comfyui, freed(comfyui, shrunk(comfyui, model, block_number=1)), block_number=4,
+                                    upscale_method="area", downscale_method="nearest-exact", downscale_factor=0.8),
+               lambda model: shrunk(comfyui, model, end_percent=0.4, upscale_method="bicubic"))
+    for number, change in enumerate(changes):
+        if number == 2 and kind != "sd15-blocks":
+            continue                                           # FreeU is for the published widths
+        latent = comfyui.latent(kind, 2 if "data" in degrees else 1, (24, 16) if number < 2 else (23, 18))
+        plain = comfyui.sample(models[1], kind, steps=2, latent=latent)
+        result, reference = (comfyui.sample(change(model), kind, steps=2, latent=latent) for model in models)
+
+        close(result, reference, TOLERANCE, number)
+        assert relative_error(reference, plain) > 1e-3, number
+
+
+def test_deep_shrink_is_refused_by_name_where_it_cannot_be(comfyui):
+    nodes = model_nodes(comfyui)
+    for kind, degrees, settings, node, message in (
+            ("sdxl", {"displaced": 2}, {}, None, "^Set displaced_degree to 1 .* or remove PatchModelAddDownscale"),
+            ("sdxl", {}, {"upscale_method": "bislerp"}, None, "^Choose another method than bislerp"),
+            ("sdxl", {}, {"downscale_method": "bislerp"}, None, "^Choose another method than bislerp"),
+            ("svd", {}, {}, None, "^Remove PatchModelAddDownscale: it is for pictures"),
+            ("sdxl", {}, {}, "SelfAttentionGuidance", "^Remove PatchModelAddDownscale, or Self-Attention Guidance"),
+            ("sdxl", {}, {}, "HyperTile", "^Remove PatchModelAddDownscale, or HyperTile"),
+            ("sd3", {}, {}, None, "does not heed what it replaces .*output_block")):
+        model = comfyui.ours(kind, comfyui.config("cpu,cpu" if degrees else "cpu", **degrees))
+        changed = shrunk(comfyui, model if node is None else tiled(comfyui, model) if node == "HyperTile" else run_node(
+            nodes[node], {"model": model, "scale": 0.5, "blur_sigma": 2.0})[0], **settings)
+
+        with pytest.raises(comfyui.errors.UnsupportedError, match=message):
+            comfyui.sample(changed, kind, steps=1)
+    parted = shrunk(comfyui, comfyui.ours("sdxl", comfyui.config()))
+    parted.model_options["transformer_options"]["patches"]["output_block_patch"] *= 2
+    with pytest.raises(comfyui.errors.UnsupportedError, match="^Use PatchModelAddDownscale as it is"):
+        comfyui.sample(parted, "sdxl", steps=1)

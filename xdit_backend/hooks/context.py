@@ -76,9 +76,11 @@ class ForwardContext:
     operations: dict = field(default_factory=dict)
     biases: dict = field(default_factory=dict)         # attention -> Family.biases of this forward's image
     guided: tuple = ()                     # specs.Nag, one after the other, of what every self-attention gives
-    free_u: tuple = ()                     # specs.FreeU of a U-Net, one after the other
+    free_u: tuple = ()                     # specs.FreeU and Shrink of a U-Net, one after the other
+    skip_sizes: dict = field(default_factory=dict)     # number of a skip -> its rows and columns, with a Shrink
     tiles: dict = field(default_factory=dict)          # specs.Branch.tiles of its self-attentions
     networks: tuple = ()                   # (specs.NetworkUse, networks.Network), one after the other
+    text_attention: str = ""               # path of the attention to the text of a U-Net that runs
     scores: Any = None                     # specs.Branch.scores of these images, to be filled
     # by place (Family.control_shapes): what this rank adds there
     control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))

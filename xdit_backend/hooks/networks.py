@@ -1,13 +1,16 @@
 """Networks that nodes put inside a model, and that read what its layers have: on each rank, of its own tokens.
 Held by worker/networks.py, called by transformer.py and unet.py.
 
-# B batch, T tokens, C channels
+# B batch, T tokens, C channels, N heads, H head size
 """
 
 import functools
+import itertools
 
 import torch
 import torch.nn.functional as F
+
+from ..partition import halved, level_of
 
 # of hypernetworks, names in torch.nn.functional
 ACTIVATIONS = "relu", "leaky_relu", "elu", "hardswish", "tanh", "sigmoid", "softsign", "mish"
@@ -72,6 +75,36 @@ class Network:
                 tensor = getattr(F, layer)(tensor)
         return tensor
 
+    def of_pictures(self, place, rows, query_BNTH, own, attend):
+        """What IP-Adapters (Ye et al. 2023, arXiv 2308.06721) add to what queries find in the text, one after the
+        other: what they find in pictures. None where there is nothing at this place ("input.4.0").
+
+        rows: of specs.NetworkUse. own: the slice of the image's tokens that the queries are of. attend(query, key,
+        value) -> like query. The network's tensors: keys and values (prompts, images, T, N * H), and of some a mask
+        (1, images, T of the whole image).
+        """
+        added = None
+        for number in itertools.count():
+            name = f"{place}.{number}"
+            if f"{name}.keys" not in self._weights:
+                return added
+            key, value = (self._of_rows(f"{name}.{kind}", rows, query_BNTH.dtype).unflatten(
+                2, (query_BNTH.shape[1], -1)).transpose(1, 2) for kind in ("keys", "values"))   # BTC -> BNTH
+            found = attend(query_BNTH, key, value)
+            if f"{name}.mask" in self._weights:
+                found = found * self._of_rows(f"{name}.mask", rows, query_BNTH.dtype)[:, None, own, None]
+            added = found if added is None else added + found
+
+    def _of_rows(self, name, rows, dtype):
+        """For each image of the call its part of a tensor, on the device. Where there are fewer images than the call
+        has, the last one's is the others' too."""
+        key = name, dtype, rows
+        if key not in self._here:
+            held = self._weights[name]
+            self._here[key] = torch.stack([held[min(prompt, held.shape[0] - 1), min(image, held.shape[1] - 1)]
+                                           for prompt, image in rows]).to(self._device, dtype)
+        return self._here[key]
+
 
 def add_to_blocks(context, place, outputs):
     """Add to this rank's image tokens, in place, what the networks of a forward give after a block."""
@@ -125,6 +158,38 @@ def with_networks(context, where, which, given_BTC):
         if added is not None:
             given_BTC = given_BTC + added * use.strength
     return given_BTC
+
+
+def with_pictures(context, place, query_BNTH, out_BNTH, attend):
+    """What attention to the text gives, with what the networks of a forward find in pictures. place: of text_places.
+    attend: as in Network.of_pictures."""
+    name, level = place
+    own = slice(None)
+    if context.bands is not None:
+        bands = halved(context.bands, level)
+        start, end = bands[context.exchange.rank:][:2]
+        width = query_BNTH.shape[2] // max(1, end - start)
+        own = slice(start * width, end * width)
+    for use, network in context.networks:
+        added = (network.of_pictures(name, use.rows, query_BNTH, own, attend) if use.where == "text" else None)
+        if added is not None:
+            out_BNTH = out_BNTH + added * use.strength
+    return out_BNTH
+
+
+def text_places(model, num_levels):
+    """{path of an attention to the text of diffusers' U-Net: (what ComfyUI calls its block, "input.4.0"; its level)}"""
+    found = {}
+    for side, way, number in (("input", "down_blocks", 1), ("output", "up_blocks", 0)):
+        for level, block in enumerate(getattr(model, way)):
+            for layer, attention in enumerate(getattr(block, "attentions", None) or ()):
+                found |= {f"{way}.{level}.attentions.{layer}.transformer_blocks.{index}.attn2":
+                          f"{side}.{number + layer}.{index}" for index in range(len(attention.transformer_blocks))}
+            number += len(block.resnets) + len(getattr(block, "downsamplers", None) or ())
+    for layer, attention in enumerate(getattr(model.mid_block, "attentions", None) or ()):
+        found |= {f"mid_block.attentions.{layer}.transformer_blocks.{index}.attn2": f"middle.0.{index}"
+                  for index in range(len(attention.transformer_blocks))}
+    return {path: (name, level_of(path, num_levels)) for path, name in found.items()}
 
 
 def control_names(context, places):

@@ -19,18 +19,20 @@ from ..distributed.kernels import attend
 from ..distributed.norm_rows import group_norm_rows
 from ..distributed.operators import attention, running
 from ..distributed.rows import Convolution, input_rows
-from ..parallel.displaced import StaleSplit, keys_and_values
+from ..parallel.displaced import StaleSplit, of_all_rows
 from ..parallel.nag import apply_nag
-from ..partition import attended, halved, level_of, unet_blocks
+from ..partition import attended, halved, in_block, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
+from ..protocol.specs import Shrink
 from .compiled import CompiledBlocks
 from .free_u import free_u
-from .networks import with_networks
+from .networks import text_places, with_networks, with_pictures
 from .own_code import OwnCode, functional, torch_with
 from .tiles import attend_in_tiles
 from .turns import take_turns
 from .unet_control import ControlPlaces
 from .unet_graphs import GraphRows
+from .unet_shrink import ShrinkPlaces, as_large
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,10 @@ class UNetHooks:
         self._compiled = CompiledBlocks(model, len(self._blocks), on_compile)
         # of the forward that runs, where blocks are compiled; of an attention in a graph that is being made
         self._graph_rows, self._graph_attention = None, ""
+        self._text_places = text_places(model, self.num_levels)
         own_code = OwnCode(F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
         for name, module in model.named_modules():
-            index, inner = _in_block(name, paths)
+            index, inner = in_block(name, paths)
             level = level_of(name, self.num_levels)
             if hasattr(module, "processor"):
                 own_code.place(module)
@@ -78,6 +81,7 @@ class UNetHooks:
         for index, (block, path) in enumerate(zip(self._blocks, paths)):
             block.forward = self._hook_compiled(block.forward, index, path)
         self._control = ControlPlaces(model, plan.skips(model.config), lambda: self._context)
+        ShrinkPlaces(model, lambda: self._context)
         if offloaded is not None:                              # around what is compiled
             for number, block in enumerate(self._blocks):
                 block.forward = self._hook_block(block.forward, number)
@@ -156,6 +160,8 @@ class UNetHooks:
                 self.counts["of text"] += 1
                 self._compiled.blocks[index].once[key] = linear, "run"
                 linear.forward = self._hook_of_text(linear, linear.forward, (index, key))
+        if name in self._text_places:
+            module.forward = self._hook_text_attention(module.forward, name, inner)
         if where == "attn1":
             module.forward = self._hook_self_attention(module.forward, name, level, inner if what == "rows" else "")
 
@@ -167,7 +173,7 @@ class UNetHooks:
             context = self._context
             # what no graph knows of
             if (context is None or not context.compile_backend or context.operations or context.guided
-                    or context.networks or context.free_u or context.tiles):
+                    or any(use.where != "text" for use, _ in context.networks) or context.free_u or context.tiles):
                 return forward(*args, **kwargs)
             context.block = path
             return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
@@ -228,6 +234,23 @@ class UNetHooks:
             return output
         return hooked
 
+    def _hook_text_attention(self, forward, name, inner):
+        @functools.wraps(forward)
+        def hooked(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                self._graph_attention = inner
+                output = forward(*args, **kwargs)
+                self._graph_attention = ""
+                return output
+            context = self._context
+            if context is None:
+                return forward(*args, **kwargs)
+            context.text_attention = name
+            output = forward(*args, **kwargs)
+            context.text_attention = ""
+            return output
+        return hooked
+
     def _hook_networks(self, forward, where, which):
         @functools.wraps(forward)
         def hooked(given):
@@ -245,11 +268,11 @@ class UNetHooks:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
         now = self._context.attention
         if now is None:
-            return attend(query, key, value, self._context.kernel, attn_mask, is_causal, scale)
+            return self._attend(self._context.text_attention, query, key, value, attn_mask, is_causal, scale)
         if now.operation == "values":
             return value
         if now.split is not None:
-            key, value = _of_all_rows(key, value, now.split, attn_mask is not None or is_causal)
+            key, value = of_all_rows(key, value, now.split, attn_mask is not None or is_causal)
         if now.operation == "scores":
             self._write_scores(query, key)
         if str(query.shape[2]) in self._context.tiles:
@@ -257,12 +280,22 @@ class UNetHooks:
                 *each, self._context.kernel, attn_mask, is_causal, scale))
         return attend(query, key, value, self._context.kernel, attn_mask, is_causal, scale)
 
+    def _attend(self, name, *arguments):
+        """As attend. name: of an attention to the text, where networks may add to what that gives."""
+        query, key, value, mask, is_causal, scale = arguments
+        out = attend(query, key, value, self._context.kernel, mask, is_causal, scale)
+        if name not in self._text_places or not self._context.networks:
+            return out
+        return with_pictures(self._context, self._text_places[name], query, out,
+                             lambda *each: attend(*each, self._context.kernel, None, False, scale))
+
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
-        """As _scaled_dot_product_attention, for the operator. name: of a self-attention of rows, in the block that
-        runs; "" where no other rank takes part."""
-        if name:
-            key, value = _of_all_rows(key, value, self.split_of_graph(name), mask is not None or is_causal)
-        return attend(query, key, value, self._context.kernel, mask, is_causal, scale)
+        """As _scaled_dot_product_attention, for the operator. name: of an attention to the text, or a self-attention of
+        rows, in the block that runs; "" where no other rank takes part."""
+        path = f"{self._context.block}.{name}"
+        if name and path not in self._text_places:
+            key, value = of_all_rows(key, value, self.split_of_graph(name), mask is not None or is_causal)
+        return self._attend(path, query, key, value, mask, is_causal, scale)
 
     def split_of_graph(self, name):
         """For operators: of a layer, by its name in the block that runs."""
@@ -296,7 +329,7 @@ class UNetHooks:
     def _join(self, tensors, dim=0):
         """As torch.cat, which joins what a block on the way up has with a skip."""
         for given in () if self._context is None else self._context.free_u:
-            tensors = free_u(*tensors, given)
+            tensors = (as_large if isinstance(given, Shrink) else free_u)(*tensors, given)
         return torch.cat(tensors, dim)
 
     def _first_convolution(self, split, input, convolution):
@@ -313,20 +346,3 @@ class UNetHooks:
             raise UnsupportedError(f"Use cfg_degree or data_degree: {name} is run by "
                                    f"{type(module.processor).__name__}, which does not use torch's attention and "
                                    "would see this rank's rows only.")
-
-
-def _in_block(name, paths):
-    """(index of the block that a module is in, its name there). paths: of all blocks. (None, "") for none of them."""
-    for index, path in enumerate(paths):
-        if name.startswith(f"{path}."):
-            return index, name[len(path) + 1:]
-    return None, ""
-
-
-def _of_all_rows(key_BNTH, value_BNTH, split, is_masked):
-    """Keys and values of all rows, from those of this rank's."""
-    if is_masked:
-        raise UnsupportedError("Use cfg_degree: this model masks its self-attention, which displaced_degree does not "
-                               "support.")
-    width = key_BNTH.shape[2] // split.size
-    return keys_and_values(key_BNTH, value_BNTH, [size * width for size in split.sizes], split.exchange, split.key)

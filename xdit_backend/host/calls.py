@@ -24,7 +24,7 @@ class Call:
     operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: specs.Branch
     scores: torch.Tensor | None = None     # to be filled, as Branch.scores
     guided: tuple[specs.Nag, ...] = ()  # what is done to attentions: specs.Branch
-    free_u: tuple[specs.FreeU, ...] = ()   # of a U-Net: specs.Branch
+    free_u: tuple[specs.FreeU | specs.Shrink, ...] = ()    # of a U-Net: specs.Branch
     tiles: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)          # of a U-Net: specs.Branch
     # ((specs.NetworkUse, networks.Network), ...): what is added inside the model
     networks: tuple = ()

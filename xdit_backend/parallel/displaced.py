@@ -12,6 +12,7 @@ import torch
 
 from ..distributed.exchange import Exchange
 from ..distributed.rows import RowSplit, input_rows, output_starts, overlap
+from ..protocol.errors import UnsupportedError
 from .usp import all_keys, gather_heads, scatter_heads
 
 
@@ -179,6 +180,15 @@ def keys_and_values(k_BNTH, v_BNTH, sizes, exchange, key):
     before, after = known[:exchange.rank], known[exchange.rank + 1:]
     return [torch.cat([*(part[index] for part in before), own, *(part[index] for part in after)], 2)
             for index, own in enumerate((k_BNTH, v_BNTH))]
+
+
+def of_all_rows(key_BNTH, value_BNTH, split, is_masked):
+    """Keys and values of all rows of a split, from those of this rank's. Raises UnsupportedError for masks."""
+    if is_masked:
+        raise UnsupportedError("Use cfg_degree: this model masks its self-attention, which displaced_degree does not "
+                               "support.")
+    width = key_BNTH.shape[2] // split.size
+    return keys_and_values(key_BNTH, value_BNTH, [size * width for size in split.sizes], split.exchange, split.key)
 
 
 def _runs(rows):

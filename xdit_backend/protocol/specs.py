@@ -150,6 +150,19 @@ class FreeU:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Shrink:
+    """Kohya's Deep Shrink: after a block on a U-Net's way down its image is made smaller by a factor, and on the way
+    up as large as each skip. Methods: of torch's interpolate."""
+
+    block: Natural
+    factor: float
+    is_after_skip: bool            # else what the way up gets of this block is smaller too
+    is_active: bool                # at the noise level of the call
+    method: Literal["bicubic", "nearest-exact", "bilinear", "area"]
+    back: Literal["bicubic", "nearest-exact", "bilinear", "area"]
+
+
+@dataclass(frozen=True, config=STRICT)
 class NetworkSpec:
     """A network that a node puts inside a model (hooks/networks.py), whose weights the host sends as segments."""
 
@@ -162,13 +175,15 @@ class NetworkSpec:
 @dataclass(frozen=True, config=STRICT)
 class NetworkUse:
     """Where a call has what a network gives added, times strength: to the image after each block, to what goes into
-    layers of blocks (ModelPlan.led), or to what keys and values of self-attention (attn1) or of attention to the text
-    (attn2) are made of."""
+    layers of blocks (ModelPlan.led), to what keys and values of self-attention (attn1) or of attention to the text
+    (attn2) are made of, or to what attention to the text gives (text)."""
 
     network: str                   # NetworkSpec.name
-    where: Literal["blocks", "layers", "attn1", "attn2"]
+    where: Literal["blocks", "layers", "attn1", "attn2", "text"]
     strength: float
     picture: str = ""              # of blocks and layers: what of Branch.control it follows, (B or 1, T, C)
+    # of text: for each image of the call, the prompt it is drawn for (0 positive, 1 negative), and its number there
+    rows: tuple[tuple[Natural, Natural], ...] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -197,7 +212,7 @@ class Branch:
     # gets, of all heads on average, from each rank's queries together
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
     guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
-    free_u: tuple[FreeU, ...] = ()         # of a U-Net, one after the other
+    free_u: tuple[FreeU | Shrink, ...] = ()        # of a U-Net, one after the other
     # tokens of a U-Net's self-attention -> rows and columns of its tiles, rows and columns of one (hooks/tiles.py)
     tiles: dict[str, tuple[Natural, Natural, Natural, Natural]] = dataclasses.field(default_factory=dict)
     networks: tuple[NetworkUse, ...] = ()  # one after the other

@@ -1,5 +1,7 @@
 """The networks on this rank that nodes put inside a model. Used by predictions.py."""
 
+import dataclasses
+
 from ..hooks.networks import Network
 from ..protocol.errors import XDiTError
 from ..protocol.segments import map_segment
@@ -19,12 +21,13 @@ class Networks:
     def drop(self, name):
         self._held.pop(name, None)
 
-    def of(self, uses):
-        """((specs.NetworkUse, Network), ...) of a call. Raises XDiTError for one that is not here."""
+    def of(self, uses, images):
+        """((specs.NetworkUse, Network), ...) of a call, for a slice of its images. Raises XDiTError for one that is not
+        here."""
         for use in uses:
             if use.network not in self._held:
                 raise XDiTError(f"A model patch ({use.network}) is not loaded. Queue the prompt again.")
-        return tuple((use, self._held[use.network]) for use in uses)
+        return tuple((dataclasses.replace(use, rows=use.rows[images]), self._held[use.network]) for use in uses)
 
     @property
     def num_bytes(self):

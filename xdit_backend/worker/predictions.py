@@ -266,8 +266,8 @@ class Predictions:
         scores = None if branch.scores is None else self._map(branch.scores)[:, rows]
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
-                              networks=self.networks.of(branch.networks), free_u=branch.free_u, tiles=branch.tiles,
-                              compile_backend=command.compile_backend, kernel=self._kernel,
+                              networks=self.networks.of(branch.networks, rows), free_u=branch.free_u,
+                              tiles=branch.tiles, compile_backend=command.compile_backend, kernel=self._kernel,
                               attention_exchange=command.exchange, **keeping)
 
     def _call(self, exchange, command, branch, traffic):

@@ -56,6 +56,8 @@ class ModelCall:
                            name="", control=call.control_by(cut),
                            scores=None if call.scores is None else call.scores[:, part],
                            kept=call.kept and replace(call.kept, rows=call.kept.rows[part]),
+                           networks=tuple((replace(use, rows=use.rows[part]), network)
+                                          for use, network in call.networks),
                            left_out={name: cut(tensor) for name, tensor in call.left_out.items()},
                            call_conditioning=call_conditioning,
                            parts={name: tensor[part] for name, tensor in call.parts.items()})

@@ -13,6 +13,7 @@ from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_bands, halved, num_tokens
 from ....xdit_backend.protocol.displaced_modes import AUTO, MODES, chosen_for
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
+from ....xdit_backend.protocol.specs import Shrink
 from .staleness import Staleness
 
 
@@ -46,6 +47,10 @@ class DisplacedRun:
 
     def predict(self, calls, sigma, whole_reason=None):
         """Predictions for one or two calls, which are all calls of this step at this time."""
+        if any(isinstance(given, Shrink) for call in calls for given in call.free_u):
+            raise UnsupportedError("Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree "
+                                   "higher, or remove PatchModelAddDownscale: it makes whole pictures smaller, and "
+                                   "each device has some rows of them.")
         if any(call.free_u for call in calls):
             raise UnsupportedError("Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree "
                                    "higher, or remove FreeU: it filters the frequencies of whole pictures, and each "

@@ -13,6 +13,7 @@ from ....xdit_backend.host.networks import Network
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from ..supported.operations import lllites_in, networks_in, styles_in
+from .adapters import adapters_of
 
 WHERE = {"attn1_patch": "attn1", "attn2_patch": "attn2", "double_block": "blocks"}
 # classes of a hypernetwork's layers -> what specs.NetworkSpec calls them
@@ -20,8 +21,9 @@ LAYERS = {"Linear": "linear", "LayerNorm": "layer_norm", "ReLU": "relu", "LeakyR
           "Hardswish": "hardswish", "Tanh": "tanh", "Sigmoid": "sigmoid", "Softsign": "softsign", "Mish": "mish"}
 
 
-def networks_of(family, config, transformer_options, x):
+def networks_of(family, config, transformer_options, x, modules):
     """(((specs.NetworkUse, Network), ...), {name: picture}) of a call; x: its latent. A picture: (B or 1, T, C).
+    modules: of remember_modules.
 
     Raises UnsupportedError where ComfyUI's model would not run the network as the node means it, ConfigError for one of
     another model.
@@ -49,7 +51,7 @@ def networks_of(family, config, transformer_options, x):
             pictures[name] = _followed(patch, family, config, x)
             network = _lllite(patch.model_patch.model)
             uses.append((specs.NetworkUse(network.name, "layers", float(patch.strength), name), network))
-    return tuple(uses), pictures
+    return (*uses, *adapters_of(family, config, transformer_options, x, modules)), pictures
 
 
 def style_of(family, config, transformer_options, x):

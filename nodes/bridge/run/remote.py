@@ -211,10 +211,10 @@ class RemoteModel:
         asked = self.family, self.setup.transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         added = self.additions.places(self, (x, timestep, context), transformer_options, extra)
-        networks, pictures = networks_of(*asked, x)
+        networks, pictures = networks_of(*asked, x, self.modules)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*asked, x)}),
                     control=places_of(*asked[:2], control, x.shape) | added | pictures, networks=networks,
-                    free_u=free_u_of(self.family, transformer_options), tiles=tiles_of(*asked, x.shape),
+                    free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*asked, x.shape),
                     operations=operations_of(*asked), scores=scores and scores.buffer, parts=parts,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
                     exchange=self.config.exchange, kernel=call_kernel(self.config, transformer_options),

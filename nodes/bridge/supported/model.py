@@ -14,6 +14,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
+from . import adapters
 from .attention import OVERRIDE, kernel_of, override_kernel
 from .bypass import refused_injections
 from .modules import changed_modules, is_module
@@ -60,7 +61,7 @@ TRANSFORMER_OPTIONS = {
 }
 # Keys that the models of ComfyUI read -> what a person knows them as.
 REFUSED_OPTIONS = {
-    "patches": "model patches", "patches_replace": "model patches such as IP-Adapter",
+    "patches": "model patches", "patches_replace": "model patches that replace parts of the model",
     "rope_options": "a changed rotary scale",
 }
 # of a diffusion model: how it places references where a workflow does not say; remote.py reads it at each call
@@ -190,7 +191,9 @@ def _transformer_options(options):
     for key, value in options.items():
         if key == "patches_replace":
             found += [_named(REFUSED_OPTIONS[key], {kind: replaced}) for kind, replaced in value.items()
-                      if any(operation_of(kind, function) is None for function in replaced.values())]
+                      if kind != adapters.KIND
+                      and any(operation_of(kind, function) is None for function in replaced.values())]
+            found += filter(None, map(adapters.why_refused, value.get(adapters.KIND, {}).values()))
         elif key == "patches":
             unknown = {kind: functions for kind, functions in value.items()
                        if not _is_empty(functions)

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from ....xdit_backend.protocol.errors import UnsupportedError
-from ....xdit_backend.protocol.specs import FreeU, Nag
+from ....xdit_backend.protocol.specs import Nag
+from . import adapters, way_up
+from .way_up import cell
 
 HYPERNETWORK = "load_hypernetwork_patch.<locals>.hypernetwork_patch.__call__"
 LLLITE_OF_ATTENTION = "lllite.py", "AnimaLLLiteAttentionPatch.__call__"
@@ -28,7 +30,8 @@ KNOWN = {
     "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag",
                            ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_out"): "tiles"},
     "output_block_patch": {("nodes_freelunch.py", f"{node}.execute.<locals>.output_block_patch"): "free_u"
-                           for node in ("FreeU", "FreeU_V2")},
+                           for node in ("FreeU", "FreeU_V2")} | {(way_up.FILE, way_up.ENLARGING): "shrinks"},
+    **{kind: {(way_up.FILE, way_up.SHRINKING): "shrinks"} for kind in way_up.WAYS_DOWN},
     "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows",
                     ("nodes_flux.py", "KV_Attn_Input.__call__"): "keeps",
                     ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_in"): "tiles"},
@@ -49,13 +52,16 @@ NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attent
 
 def operation_of(kind, function):
     """The name of the operation that a function of this kind stands for; None where it is not known."""
+    if kind == adapters.KIND:
+        return None if adapters.why_refused(function) else "adapters"
     name, marker = _named(kind, function), object()
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
             "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True,
             "network": lambda: True, "styles": lambda: True, "leads": lambda: True,
             "follows": lambda: kind == "mlp_patch" or function.targets == LLLITE_TARGETS[kind],
-            "free_u": lambda: _frees(function), "keeps": lambda: _keeps(function),
+            "free_u": lambda: way_up.frees(function), "shrinks": lambda: way_up.shrinks(kind, function),
+            "keeps": lambda: _keeps(function),
             "leaves_out": lambda: _leaves_out(function), "tiles": lambda: kind == OUTPUT or _tiles(function)}
     return name if name and does[name]() else None
 
@@ -75,6 +81,8 @@ def operations_of(family, config, transformer_options):
     """
     found = {}
     for kind, replaced in transformer_options.get("patches_replace", {}).items():
+        if kind == adapters.KIND and family.is_unet:           # run/adapters.py
+            continue
         blocks = _blocks(family, config, kind)
         if replaced and not blocks:
             raise _ignored_patches(family, kind)
@@ -145,7 +153,7 @@ def keeps_references(family, transformer_options):
         return False
     if family.is_unet or family.plan.kept is None:
         raise UnsupportedError(f"Remove Flux KV Cache: it is for Flux models, and this is {family.name}.")
-    if len(kept) != 1 or kept != [_cell(function, CACHE).cell_contents for function in left_out]:
+    if len(kept) != 1 or kept != [cell(function, CACHE).cell_contents for function in left_out]:
         raise UnsupportedError("Use Flux KV Cache once, as it is: this MODEL has parts of several, or of none.")
     return True
 
@@ -158,14 +166,13 @@ def _of_operation(operation, transformer_options):
     return {kind: functions for kind, functions in found.items() if functions}
 
 
-def free_u_of(family, transformer_options):
-    """The specs.FreeU of a call, one after the other. Raises UnsupportedError where ComfyUI's model ignores them."""
+def free_u_of(family, transformer_options, control=None):
+    """The specs.FreeU and Shrink of a call, one after the other. Raises UnsupportedError where ComfyUI's model ignores
+    them; else as way_up.joins_of."""
     functions = transformer_options.get("patches", {}).get(WAY_UP, ())
     if functions and not family.is_unet:
         raise _ignored_patches(family, WAY_UP)
-    return tuple(FreeU({str(channels): tuple(map(float, scales)) for channels, scales
-                        in _cell(function, "scale_dict").cell_contents.items()}, "V2" in function.__qualname__)
-                 for function in functions)
+    return way_up.joins_of(family, transformer_options, control, functions)
 
 
 def compares_branches(transformer_options):
@@ -194,7 +201,7 @@ def tiles_of(family, config, transformer_options, shape):
     if len(functions) > 1 or transformer_options.get("patches_replace", {}).get("attn1"):
         raise UnsupportedError("Remove HyperTile, or the other node that changes self-attention (another HyperTile, "
                                "Perturbed-Attention or Self-Attention Guidance): each takes what the other makes.")
-    if _cell(functions[0], "swap_size").cell_contents > 2:
+    if cell(functions[0], "swap_size").cell_contents > 2:
         raise UnsupportedError("Set swap_size of HyperTile to 2 or less: above that it draws lots for the size of "
                                "tiles in every layer, and each device would draw its own.")
     found = {}
@@ -208,7 +215,7 @@ def tiles_of(family, config, transformer_options, shape):
 def _tile_of(function, tokens_BTC, shape):
     """(these tokens as HyperTile cuts them, rows and columns of tiles and of one; None where it does not)"""
     cut = function(tokens_BTC, None, None, {"original_shape": list(shape)})[0]
-    held = _cell(function, "temp")
+    held = cell(function, "temp")
     tile, held.cell_contents = held.cell_contents, None
     if tile is None:
         return cut, None
@@ -219,7 +226,7 @@ def _tile_of(function, tokens_BTC, shape):
 def _tiles(function):
     """Does this function cut tokens as xdit_backend/hooks/tiles.py does? Tested with a picture of 2 x 2 tiles, where
     it cuts one."""
-    side = 2 * _cell(function, "latent_tile_size").cell_contents
+    side = 2 * cell(function, "latent_tile_size").cell_contents
     tokens = torch.arange(side * side).view(1, -1, 1)
     cut, tile = _tile_of(function, tokens, (1, 4, side, side))
     if tile is None:
@@ -246,7 +253,7 @@ class Scores:
         size = self.buffer.shape[1] // len(self._parts)
         scores = self.buffer.sum(0)[size * self._parts.index(1):][:size, None].to(device)
         for function in self._functions:
-            _cell(function, "attn_scores").cell_contents = scores
+            cell(function, "attn_scores").cell_contents = scores
 
 
 def scores_of(family, config, transformer_options, shape, displaced_degree):
@@ -256,7 +263,7 @@ def scores_of(family, config, transformer_options, shape, displaced_degree):
 
 
 def _nag_of(function, parts):
-    scale, alpha, tau = (float(_cell(function, name).cell_contents) for name in ("nag_scale", "nag_alpha", "nag_tau"))
+    scale, alpha, tau = (float(cell(function, name).cell_contents) for name in ("nag_scale", "nag_alpha", "nag_tau"))
     return Nag(scale, alpha, tau, parts.index(0), parts.index(1), len(parts))
 
 
@@ -269,16 +276,6 @@ def _guides(function):
     final = math.copysign(min(abs(guided), nag.tau), guided) * nag.alpha + 1 - nag.alpha
     expected = torch.tensor([[-1, final, final], [1, final, final]])
     return torch.allclose(function(out, {"cond_or_uncond": [1, 0], "img_slice": [1, 3]})[..., 0], expected, atol=1e-4)
-
-
-def _frees(function):
-    """Does this function do what xdit_backend/hooks/free_u.py does? Tested with two pixels, and a skip of one."""
-    channels, (strength, weakness) = next(iter(_cell(function, "scale_dict").cell_contents.items()))
-    hidden, skip = function(torch.tensor([0.0, 1.0]).expand(1, channels, 1, 2).clone(), torch.ones(1, 1, 1, 1), {})
-    half = channels // 2
-    return (torch.allclose(hidden[0, :half, 0], torch.tensor([0.0, strength]).expand(half, 2))
-            and torch.allclose(hidden[0, half:, 0], torch.tensor([0.0, 1.0]).expand(channels - half, 2))
-            and torch.allclose(skip, torch.tensor(weakness)))
 
 
 def _keeps(function):
@@ -295,7 +292,7 @@ def _keeps(function):
 
 def _leaves_out(function):
     """Does this function leave out the image's last tokens, those of references, once something is kept of them?"""
-    held, image = _cell(function, CACHE).cell_contents.cache, torch.zeros(1, 5, 2)
+    held, image = cell(function, CACHE).cell_contents.cache, torch.zeros(1, 5, 2)
 
     def tokens():
         options = {"reference_image_num_tokens": [1, 2]}
@@ -311,20 +308,15 @@ def _leaves_out(function):
 def _tells_scores(function):
     """Is this function attention that writes the scores to its variable?"""
     query, key, value = torch.randn(3, 1, 2, 4, generator=torch.Generator().manual_seed(0))
-    cell = _cell(function, "attn_scores")
-    held = cell.cell_contents
+    scores_of_node = cell(function, "attn_scores")
+    held = scores_of_node.cell_contents
     try:
         out = function(query, key, value, {"n_heads": 1, "cond_or_uncond": [1], "attn_precision": None})
         scores = (query @ key.transpose(-1, -2) / 2).softmax(-1)
         return torch.allclose(out, F.scaled_dot_product_attention(query, key, value), atol=1e-5) and torch.allclose(
-            cell.cell_contents, scores, atol=1e-5)
+            scores_of_node.cell_contents, scores, atol=1e-5)
     finally:
-        cell.cell_contents = held
-
-
-def _cell(function, name):
-    """The variable that a node shares with its function."""
-    return function.__closure__[function.__code__.co_freevars.index(name)]
+        scores_of_node.cell_contents = held
 
 
 def _ignored_patches(family, kind):
