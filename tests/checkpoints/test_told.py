@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoints.test_casting import native, ours
 from tests.checkpoints.test_comfy_quant import check_layers, with_cards  # noqa: F401
 from tests.comfy_quants import WRITTEN, save_comfy_quant
 from tests.tiers import by_default
 from tests.tiny_checkpoints import families, metadata_of
+from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.protocol.errors import CheckpointError
 
@@ -82,6 +84,7 @@ DONE = {**{(how, f"a scale of shape {shape}"): beside("weight_scale", lambda sca
         **{("float8_e4m3fn", f"as before, {mark}, {inputs}"): as_before(mark, inputs)
            for mark, inputs in (((2,), None), ((0,), 0.5), ((1,), 1.0))}}
 UNMARKED = "float8_e4m3fn", "as before, without the mark"
+EMBEDDED = {"anima": "llm_adapter.embed", "ace-step-1.0": "lyric_embs"}
 CHOSEN = [("float8_e4m3fn", "exact below, which is left out"), ("int8_convrot", "a fraction")]
 
 
@@ -129,3 +132,25 @@ def test_no_scale_is_read_of_an_older_file_whose_metadata_says_of_others(file_of
     assert open_checkpoint(made).layers
     with pytest.raises(CheckpointError, match=r"has a scale joint_blocks\.\S+\.scale_weight"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("case", by_default([("anima", "int8_convrot")], [
+    (kind, how) for kind in EMBEDDED for how in (*FLOAT8, "int8_tensorwise", "int8_per_row", "int8_convrot")]),
+    ids="-".join)
+def test_an_embedding_is_looked_up_as_comfyuis(file_of, tmp_path, case):
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+    (kind, how), path = case, tmp_path / "quantised.safetensors"
+    format_, options, _ = WRITTEN[how]
+    tensors, layer = load_file(file_of(kind)), EMBEDDED[kind]
+    weight = tensors.pop(f"{layer}.weight")
+    rounded = QuantizedTensor.from_float(weight, QUANT_ALGOS[format_]["comfy_tensor_layout"], **options)
+    rotated = {"convrot": True, "convrot_groupsize": 64} if "convrot" in how else {}
+    tensors |= rounded.state_dict(f"{layer}.weight") | {f"{layer}.comfy_quant": torch.tensor(
+        list(json.dumps({"format": format_} | rotated).encode()), dtype=torch.uint8)}
+    save_file(tensors, path, metadata_of(file_of(kind)))
+
+    with torch.inference_mode():
+        result, want = (predicted(path, families()[kind]) for predicted in (
+            lambda *file: ours(*file, "float32"), lambda *file: native(*file, None)))
+        close(result, want, 1e-5)
+        assert relative_error(want, ours(file_of(kind), families()[kind], "float32")) > 1e-5
