@@ -477,25 +477,6 @@ def test_hooks_on_weights_of_small_types_equal_native(comfyui, loras, weight_dty
     assert relative_error(reference, comfyui.sample(native, "sd3", steps=2)) > 1e-3
 
 
-@pytest.mark.parametrize("format_", ["nvfp4", *(pytest.param(each, marks=pytest.mark.slow)
-                                                for each in ("mxfp8", "float8_e4m3fn"))])
-def test_hooks_on_weights_of_comfyuis_formats_equal_those_on_plain_numbers(comfyui, loras, format_):
-    """Without them, bit for bit as before."""
-    folder, name = comfyui.base / "diffusion_models", f"hook-{format_}.safetensors"
-    plain = f"plain-{name}"
-    save_file(save_comfy_quant(folder / name, folder / comfyui.file("sd3"), format_)[0], folder / plain)
-    native = comfyui.nodes.UNETLoader().load_unet(plain, "default")[0]
-    ours = comfyui.load_model.execute(name, "default", comfyui.config("cpu")).args[0]
-    before, lora = comfyui.sample(ours, "sd3", steps=2), loras.file("sd3", "publisher", "lora")
-    arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1), lora), "steps": 2}
-
-    result, want = (comfyui.sample(model, "sd3", **arguments) for model in (ours, native))
-
-    close(result, want, TOLERANCE)
-    assert relative_error(want, before) > 1e-3
-    assert torch.equal(comfyui.sample(ours, "sd3", steps=2), before)
-
-
 def test_hooks_that_do_not_fit_are_refused_by_name(comfyui, loras):
     import comfy.hooks
     model, prompt = comfyui.ours("sd3", comfyui.config()), comfyui.conditioning("sd3", 1)

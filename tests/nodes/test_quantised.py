@@ -156,6 +156,27 @@ def test_a_quantised_file_is_not_quantised_again(comfyui, files_of):
             comfyui.load_model.execute(files_of("sd3", format_)[0], "nf4", comfyui.config())
 
 
+@pytest.mark.parametrize("format_", ["nvfp4", *(pytest.param(each, marks=pytest.mark.slow) for each in WRITTEN
+                                                if each != "nvfp4")])
+def test_a_quantised_file_is_not_rounded_to_float8_and_says_so(comfyui, files_of, format_):
+    """Of a file that is quantised ComfyUI then rounds what is no linear layer, and the picture is another."""
+    name, words = files_of("sd3", format_)[0], ("fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2")
+    with torch.inference_mode():                               # from the loader on, as ComfyUI runs nodes
+        rounded, want = (comfyui.nodes.UNETLoader().load_unet(name, word)[0] for word in (words[0], "default"))
+        linears = [module for module in rounded.model.diffusion_model.modules()
+                   if isinstance(module, torch.nn.Module) and hasattr(module, "in_features")]
+
+        assert {module.weight.dtype for module in linears} == {torch.float32}
+        assert relative_error(*(comfyui.sample(model, "sd3", steps=2) for model in (rounded, want))) > 5e-3
+    for word in words:
+        with pytest.raises(comfyui.errors.ConfigError, match=f"^Set weight_dtype to default, .*with {word} ComfyUI "
+                                                             f"rounds some parts of {name} alone"):
+            comfyui.load_model.execute(name, word, comfyui.config("cpu"))
+    model, of_gguf = (comfyui.load_model.execute(file, word, comfyui.config("cpu")).args[0]
+                      for file, word in ((name, "default"), (files_of("sd3", "Q4_K")[0], words[0])))
+    assert not model.model.remote.memory._lighter_bytes() and of_gguf.model.remote.memory._lighter_bytes()
+
+
 @pytest.mark.parametrize("format_", ["Q4_K", "nvfp4", *(pytest.param(each, marks=pytest.mark.slow) for each in WRITTEN
                                                         if each != "nvfp4"),
                                      pytest.param("int8", marks=pytest.mark.quantisers)])

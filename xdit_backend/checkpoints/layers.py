@@ -6,6 +6,7 @@ layer, in a tensor `comfy_quant` or in the metadata. ComfyUI's comfy.utils.conve
 comfy.ops say so.
 """
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ FORMATS = {
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}       # type of a header -> format
 BESIDE = {"weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "comfy_quant", "scale_weight",
           "scale_input"}
+SCALES = {"weight_scale", "weight_scale_2", "pre_quant_scale", "scale_weight"}
+IN_PARAMS = "convrot", "convrot_groupsize", "linear_dtype"     # what may be said one level lower
 OLD_NAMES = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
 ROTATIONS = (4, 16, 64, 256, 1024)         # columns that ConvRot may rotate together
 W4A4_COLUMNS = 64                          # its products take as many at a time
@@ -154,10 +157,12 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
                 whose = _nunchakus(name.removesuffix(end), shapes) or whose
                 raise _refusal(file_name, f"is quantised in a way that xDiT does not read ({name}: {whose})")
     beside = {name for name in shapes if name.rpartition(".")[2] in BESIDE} | ({"scaled_fp8"} & shapes.keys())
+    # without the mark, or beside the newer metadata, ComfyUI leaves such scales out
+    is_marked = "scaled_fp8" in shapes and "_quantization_metadata" not in metadata
     said = {name.removesuffix(".scale_weight"): {
                 "format": FLOAT8.get(dtypes.get(_weight(name)), "float8_e4m3fn"),
                 "full_precision_matrix_mult": math.prod(shapes.get("scaled_fp8", ())) == 2}
-            for name in sorted(beside) if name.endswith(".scale_weight")}
+            for name in sorted(beside) if name.endswith(".scale_weight") and is_marked}
     try:
         for name in sorted(beside):
             if name.endswith(".comfy_quant"):
@@ -170,8 +175,7 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
         raise CheckpointError(f"Download {file_name} again: what it says of its quantisation cannot be read "
                               f"({name}: {error}).") from error
     found = {f"{layer}.weight": _layer(layer, options, shapes, dtypes, file_name) for layer, options in said.items()}
-    lost = sorted(name for name in beside if name.endswith((".weight_scale", ".weight_scale_2", ".pre_quant_scale"))
-                  and _weight(name) not in found)
+    lost = sorted(name for name in beside if name.rpartition(".")[2] in SCALES and _weight(name) not in found)
     if lost:
         raise _refusal(file_name, f"has a scale {lost[0]}, and does not say for what format")
     return found, beside
@@ -184,14 +188,14 @@ def _nunchakus(layer, shapes):
 
 
 def _options(said):
-    """What is said of a layer, with what ConvRot's older files say one level lower."""
+    """What is said of a layer, with what ConvRot's older files say one level lower: of that ComfyUI reads no more."""
     more = said.get("params", {})
-    return (more if isinstance(more, dict) else {}) | said
+    return ({name: more[name] for name in IN_PARAMS if name in more} if isinstance(more, dict) else {}) | said
 
 
 def _layer(layer, options, shapes, dtypes, file_name):
     weight, format_ = f"{layer}.weight", options.get("format")
-    if format_ not in FORMATS:
+    if not isinstance(format_, str) or format_ not in FORMATS:
         raise _refusal(file_name, f"is quantised in the format {format_} ({layer}), which xDiT does not read. It reads "
                                   f"{', '.join(FORMATS)}")
     how, beside = FORMATS[format_], {}
@@ -226,6 +230,8 @@ def _rotated(layer, format_, options, shape, file_name):
     if format_ != "convrot_w4a4" and not (format_ == "int8_tensorwise" and options.get("convrot", False)):
         return 0
     size = options.get("convrot_groupsize", 256)
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        size = int(size)                                       # ComfyUI takes 64.0 and "64" for 64
     if size not in ROTATIONS or shape[1] % size or format_ == "convrot_w4a4" and shape[1] % W4A4_COLUMNS:
         raise _refusal(file_name, f"says that ConvRot rotates {size} columns of {layer}.weight together, which has "
                                   f"{shape[1]}. They must be {', '.join(map(str, ROTATIONS))}, and go into them")

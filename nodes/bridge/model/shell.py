@@ -114,9 +114,12 @@ def _make_remote(base_model, remote, sources):
 
 def _lighter_bytes(checkpoint, spec, dtypes_of):
     """{weight_dtype: bytes that a rank with all blocks would hold}: of fp8, and of the types that the file can be
-    quantised to with the packages that are installed."""
+    quantised to with the packages that are installed; of none where its layers are quantised in ComfyUI's way."""
     family, found = checkpoint.family, {}
-    for name in ("fp8_e4m3fn", *(name for name in TYPES if not checkpoint.quantised and is_installed(TYPES[name]))):
+    choices = (*["fp8_e4m3fn"] * (not checkpoint.layers), *TYPES)
+    for name in choices:
+        if name in TYPES and (checkpoint.quantised or not is_installed(TYPES[name])):
+            continue
         model = checkpoint.meta_model(name if name in TYPES else "")
         if spec.tensor_degree > 1 and not possible_splits(model, family.plan, spec.tensor_degree):
             continue
