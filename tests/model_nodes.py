@@ -71,14 +71,13 @@ KINDS = {
     "AnimaLLLiteApply": "anima", "ChromaRadianceOptions": "chroma", "FluxKVCache": "flux2-klein",
     "HiDreamO1PatchSeamSmoothing": "hidream-i1",
     "LTXVReferenceAudio": "ltx-2", "MiniMaxH3SigmaShift": "minimax-h3", "ModelMergeKrea2": "krea-2",
-    "ModelMergeMochiPreview": "mochi",
+    "ModelMergeMochiPreview": "mochi", "ModelSamplingStableCascade": "stable-cascade-c",
     "ModelMergeSD2": "sd2",
     "ModelMergeSD35_Large": "sd35-large", "ModelMergeSDXL": "sdxl-blocks", "RenormCFG": "lumina-2",
     "SUPIRApply": "sdxl", "WanInfiniteTalkToVideo": "wan-i2v", "ZImageFunControlnet": "z-image"}
 # What nodes are made for that no family of xDiT is
 OTHERS = {"ARVideoI2V": "Causal-Wan", "ChromaRadianceOptions": "Chroma Radiance",
           "HiDreamO1PatchSeamSmoothing": "HiDream-O1",
-          "ModelSamplingStableCascade": "Stable Cascade",
           "RTDETR_detect": "RT-DETR",
           "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3", "SDPoseKeypointExtractor": "SDPose",
           "SeedVR2Conditioning": "SeedVR2", "TripoSplatSamplingPreview": "TripoSplat"}
@@ -95,7 +94,7 @@ VALUES = {
     "MiniMaxH3SigmaShift": {"shift_video": 5.0, "shift_audio": 2.0},
     "ModelComputeDtype": {"dtype": "fp16"}, "ModelNoiseScale": {"noise_scale": 1.5},
     "ModelSamplingAuraFlow": {"shift": 3.0}, "ModelSamplingFlux": {"max_shift": 2.0},
-    "ModelSamplingSD3": {"shift": 5.0},
+    "ModelSamplingSD3": {"shift": 5.0}, "ModelSamplingStableCascade": {"shift": 3.0},
     "ModelSamplingDiscrete": {"sampling": "v_prediction"}, "SamplingPercentToSigma": {"sampling_percent": 0.5},
     "ScaleROPE": {"scale_x": 1.5}, "SkipLayerGuidanceDiT": {"double_layers": "1", "single_layers": "0"},
     "SkipLayerGuidanceDiTSimple": {"double_layers": "1", "single_layers": "0"},

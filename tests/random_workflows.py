@@ -70,10 +70,12 @@ STALE = {                                  # the result is the oracle's
     "stale x tensor": (FOUR, {"pipefusion": 2, "tensor": 2, "num_patches": 3, "warmup": "sequence"}),
 }
 UNET_LAYOUTS = ("auto", "auto 4", "cfg", "data", "displaced", "displaced, warm-up", "cfg x displaced", "three bands")
+WHOLE_LAYOUTS = ("auto", "auto 4", "cfg", "data")
 SIZES = ((16, 18), (8, 24), (15, 17), (9, 31), (2, 6), (3, 3), (2, 2), (31, 5), (1, 8), (4, 40), (12, 10))
 # of what ComfyUI's own models take
 OWN_SIZES = {**dict.fromkeys(("hunyuanvideo", "cosmos-predict1", "cosmos-predict1-video"),
                              ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10))),
+             "stable-cascade-b": ((16, 18), (18, 24), (22, 30), (40, 16)),
              **dict.fromkeys(("pixart", "pixart-alpha"), ((34, 32), (20, 46), (48, 20), (62, 4), (36, 36)))}
 CHANGES = [("RescaleCFG", {"multiplier": 0.7}), ("CFGNorm", {"strength": 0.9}), ("CFGZeroStar", {}),
            ("APG", {"eta": 0.8, "norm_threshold": 4.0, "momentum": 0.3}),
@@ -128,8 +130,8 @@ def draw(comfyui, number, layouts=None, kinds=None, products=False):
     group = pick((LAYOUTS, LAYOUTS, LAYOUTS, STALE)) if layouts is None else None
     names = layouts or [name for name in group for _ in range(1 if group[name][0] == FOUR else 2)]
     kind = pick(kinds or list(families()))
-    layout = pick([name for name in names if name in UNET_LAYOUTS] or UNET_LAYOUTS if families()[kind].is_unet
-                  else names)
+    own = (WHOLE_LAYOUTS if families()[kind].is_whole else UNET_LAYOUTS) if families()[kind].is_unet else names
+    layout = pick([name for name in names if name in own] or own)
     drawn = {
         "number": number, "layout": layout, "kind": kind,
         "dtype": pick(("fp32", "fp32", "fp32", "bf16", "fp16", "fp8_e4m3fn")),

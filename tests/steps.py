@@ -83,7 +83,7 @@ def save(one, folder):
 
 def examples(name, num_text_tokens, more):
     """One for each number of tokens of its text. more: of the config."""
-    sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
+    sizes = SIZES | ({"rows": 16, "columns": 18 if FAMILIES[name].is_whole else 12} if FAMILIES[name].is_unet else {})
     return [example(name, num_text_tokens=count, seed=seed, more=more, thin=False, **sizes)
             for seed, count in enumerate(num_text_tokens)]
 

@@ -36,6 +36,7 @@ LOADERS = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name", "Im
 KINDS = (
     ("v1-5|dreamshaper_8", "sd15"), ("x4-upscaler", "sd-x4-upscaler"), ("zero123", "stable-zero123"),
     ("sv3d_u", "sv3d-u"), ("sv3d_p", "sv3d-p"), ("^svd", "svd"),
+    ("stage_c", "stable-cascade-c"), ("stage_b", "stable-cascade-b"),
     ("sd_xl_refiner", "sdxl-refiner"), ("sd_xl|sdxl", "sdxl"),
     ("sd3.5_large", "sd35-large"), ("schnell", "flux-schnell"), ("flux1?.?1?-fill|fill-dev", "flux-fill"),
     ("flux1-canny|flux1-depth", "flux-canny"), ("flux-2-klein", "flux2-klein"), ("flux-2|flux2", "flux2"),

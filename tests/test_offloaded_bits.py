@@ -28,7 +28,7 @@ from xdit_backend.worker.weight_groups import can_share
 BLOCKS = {2: 8, 3: 12, 4: 12, 5: 10, 8: 12, 10: 15}  # of a tiny model's list of blocks -> of one here
 COUNTS = ("num_layers", "num_single_layers", "n_layers", "num_mmdit_layers", "num_single_dit_layers",
           "num_visual_blocks", "num_dit_layers", "depth", "depth_single_blocks", "patch_depth", "pixel_depth")
-SIZES = {False: {"rows": 6, "columns": 10}, True: {"rows": 16, "columns": 12}}             # True: of U-Nets
+SIZES = {False: {"rows": 6, "columns": 10}, True: {"rows": 16, "columns": 18}}             # True: of U-Nets
 TYPES = ("float32", "bfloat16")
 LEFT = 1.3                                 # of a rank's part of a block, with what all bring of its end
 STAY = {"half": 0.5, "a tenth": 0.1}       # of the blocks, beside the buffers that the others come through
@@ -52,7 +52,8 @@ class Folder:
     def __init__(self, name, dtype, folder):
         self.name, self.dtype, self.family = name, dtype, FAMILIES[name]
         self.branches = [example(name, getattr(torch, dtype), num_text_tokens=count, seed=seed, more=deeper(name),
-                                 batch=2, thin=False, **SIZES[name in UNETS]) for seed, count in enumerate((7, 9))]
+                                 batch=2, thin=False, **SIZES[FAMILIES[name].is_unet])
+                         for seed, count in enumerate((7, 9))]
         self.checkpoint = replace(open_checkpoint(save(self.branches[0], folder)), recognised=self.family)
 
     def spec(self, layout, weights_memory=0):
@@ -166,8 +167,9 @@ def check(name, dtype, layouts, world_size=2):
             if not all(held for held, _, _ in counted):
                 wrong.append(f"{name}, {layout}: nothing comes where {share} stays")
             steps = sum(isinstance(command, messages.Predict) for command in run.commands)
-            if any(came > steps * held + ahead for held, came, ahead in counted):
-                wrong.append(f"{name}, {layout}: a block comes twice a step: {counted}")
+            times = max(max(repeats) for repeats in folder.branches[0].config.get("block_repeat", ((1,),)))
+            if any(came > times * steps * held + ahead for held, came, ahead in counted):
+                wrong.append(f"{name}, {layout}: a block comes more often than it runs: {counted}")
             num_alike = len(ranks_by_part(world_size, run.spec)[0]) if can_share(run.spec, world_size) else 1
             if share == "a tenth, shared" and num_alike > 1:
                 before = by_run[layout, "a tenth"]

@@ -35,8 +35,7 @@ const STAY = {
 };
 // Nodes that make conditioning for models that the workers do not run: a file that is not here can be told by them.
 export const FOR_OTHERS = {
-  StableCascade_StageC_VAEEncode: "Stable Cascade",
-  StableCascade_StageB_Conditioning: "Stable Cascade",
+  SeedVR2Conditioning: "SeedVR2",
 };
 const REFUSED_INPUTS = ["GLIGEN", "IPADAPTER"];
 

@@ -545,10 +545,6 @@ export const ZH = {
     "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。docs/models.md 列出了 xDiT 能运行的模型。",
   "{} is {}. docs/models.md lists what xDiT runs.":
     "{0} 是{1}。docs/models.md 列出了 xDiT 能运行的模型。",
-  "a {} model, which xDiT does not run":
-    " xDiT 不运行的 {0} 模型",
-  "an {} model, which xDiT does not run":
-    " xDiT 不运行的 {0} 模型",
   "a model of {}, for which diffusers has no transformer":
     " {0} 的模型，diffusers 没有它的 transformer",
   "a model that finds things in pictures, and draws none":
@@ -810,4 +806,10 @@ export const ZH = {
     "请移除 USO Style Reference：它用于 Flux.1，而这是 {0}。",
   "Use batch_size 1, cfg 1 and a USO model patch that was made for this model: the one given makes tokens of {} channels for one image, and this {} model has {} and is asked for {} images at once.":
     "请使用 batch_size 1、cfg 1，以及为此模型制作的 USO 模型补丁：给出的补丁为一张图像生成 {0} 通道的 token，而此 {1} 模型为 {2} 通道，且一次要求 {3} 张图像。",
+  "Encode the prompt with the CLIP that belongs to Stable Cascade: the conditioning has no pooled text, which its model reads.":
+    "请用属于 Stable Cascade 的 CLIP 编码提示词：conditioning 中没有池化文本，而其模型要读取它。",
+  "Connect the latent that stage C has drawn to StableCascade_StageB_Conditioning: the one there has the shape {}, and stage B reads (images, {}, rows, columns).":
+    "请把 C 阶段绘制的 latent 接到 StableCascade_StageB_Conditioning：那里的 latent 形状为 {0}，而 B 阶段读取 (图像, {1}, 行, 列)。",
+  "Use a width and a height that are multiples of 8 pixels, and {} or more: Stable Cascade B takes latents of even sides from {} on, and this one is of {} x {}.":
+    "请使用 8 像素整数倍且不小于 {0} 的宽度和高度：Stable Cascade B 接受边长为偶数且不小于 {1} 的 latent，而这个为 {2} x {3}。",
 };

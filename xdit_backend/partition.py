@@ -263,8 +263,11 @@ def block_indices(model, lists):
 
 
 def unet_blocks(model):
-    """Paths of the residual and the transformer blocks of diffusers' U-Net, which hold nearly all of its weights, in
-    the order in which they run."""
+    """Paths of the blocks of a U-Net, which hold nearly all of its weights, in the order in which they run: of
+    diffusers' the residual and the transformer blocks, of a WholePlan's those of its lists."""
+    if not hasattr(model.down_blocks[0], "resnets"):
+        return [f"{side}.{level}.{number}" for side in ("down_blocks", "up_blocks")
+                for level, blocks in enumerate(model.get_submodule(side)) for number in range(len(blocks))]
     paths = []
     sides = [*(f"down_blocks.{number}" for number in range(len(model.down_blocks))), "mid_block",
              *(f"up_blocks.{number}" for number in range(len(model.up_blocks)))]

@@ -21,6 +21,7 @@ from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
+from xdit_backend.hooks.whole import WholeHooks
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.specs import ModelSpec
 from xdit_backend.worker.models import Loaded
@@ -57,7 +58,8 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     model, config = transformer.model, transformer.config
     assert sum(t.numel() * t.element_size()
                for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
-    loaded = Loaded(transformer, (UNetHooks if family.is_unet else Hooks)(model, family.plan), dtype, range(0))
+    hooks = WholeHooks if family.is_whole else UNetHooks if family.is_unet else Hooks
+    loaded = Loaded(transformer, hooks(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = asked(family, config)
     conditioning = rounded(conditioning, dtype)
     if family.parts:

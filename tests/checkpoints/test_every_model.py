@@ -24,6 +24,7 @@ FAMILY = {
     "WAN22_WanDancer": "WanDancer",
     "SD15": "SD 1.5", "SD15_instructpix2pix": "SD 1.5", "Stable_Zero123": "SD 1.5", "SD20": "SD 2", "LotusD": "SD 2",
     **dict.fromkeys(("SVD_img2vid", "SV3D_u", "SV3D_p"), "Stable Video Diffusion"),
+    "Stable_Cascade_C": "Stable Cascade C", "Stable_Cascade_B": "Stable Cascade B",
     "SD_X4Upscaler": "SD x4 upscaler", "SD21UnclipL": "SD 2",
     "SD21UnclipH": "SD 2", "SDXL": "SDXL", "SDXL_instructpix2pix": "SDXL",
     "SDXLRefiner": "SDXL", "KOALA_1B": "SDXL", "SSD1B": "SDXL",
@@ -49,7 +50,6 @@ FAMILY = {
     "WAN21_CausalAR_T2V": "Wan", "WAN21_FlowRVS": "Wan"}
 # class of ComfyUI's -> (a family's tensors, what it has beside those, what the refusal says)
 REFUSED = {
-    **dict.fromkeys(("Stable_Cascade_B", "Stable_Cascade_C"), ({}, {"clf.1.weight": (2, 2)}, "Stable Cascade")),
     "HiDreamO1": ({}, {"t_embedder1.mlp.0.weight": (2, 2), "visual.blocks.0.mlp.linear_fc2.weight": (2, 2)},
                   "HiDream-O1"),
     "SeedVR2": ({}, {"blocks.0.mlp.all.proj_in_gate.weight": (2, 2)}, "SeedVR2"),

@@ -21,7 +21,7 @@ from xdit_backend.protocol.specs import Nag
 from xdit_backend.worker.models import Loaded
 
 HEEDING = [kind for kind, family in families().items() if kind not in VARIANTS
-           and (family.is_unet or family.plan.takes_output_patches)]
+           and (family.takes_unet_patches or family.plan.takes_output_patches)]
 SETTINGS = {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}
 
 

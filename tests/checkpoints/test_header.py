@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import published_3d, published_comfyui, published_pixels, published_sound, published_wan
+from tests.checkpoints import (
+    published_3d,
+    published_cascade,
+    published_comfyui,
+    published_pixels,
+    published_sound,
+    published_wan,
+)
 from xdit_backend.checkpoints.checkpoint import PREFIXES, open_checkpoint
 from xdit_backend.checkpoints.nearest import _RecordedShapes
-from xdit_backend.checkpoints.recognise import NOT_IN_DIFFUSERS, NOT_RUN, recognise
+from xdit_backend.checkpoints.recognise import NOT_IN_DIFFUSERS, recognise
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
 
@@ -556,6 +563,17 @@ PUBLISHED = {
         "down_block_types": ("CrossAttnDownBlockSpatioTemporal",) * 3 + ("DownBlockSpatioTemporal",),
         "projection_class_embeddings_input_dim": 768, "transformer_layers_per_block": (1, 1, 1, 1)}),
     "sv3d-p": ("Stable Video Diffusion", of_videos(1280), {"projection_class_embeddings_input_dim": 1280}),
+    "stable-cascade-c": ("Stable Cascade C", published_cascade.STAGE_C, {
+        "c_hidden": (2048, 2048), "nhead": (32, 32), "blocks": ((8, 24), (24, 8)), "c_cond": 2048, "c_clip_text": 1280,
+        "level_config": ("CTA", "CTA"), "block_repeat": ((1, 1), (1, 1))}),
+    "stable-cascade-c-lite": ("Stable Cascade C", published_cascade.STAGE_C_LITE, {
+        "c_hidden": (1536, 1536), "nhead": (24, 24), "blocks": ((4, 12), (12, 4)), "c_cond": 1536}),
+    "stable-cascade-b": ("Stable Cascade B", published_cascade.STAGE_B, {
+        "c_hidden": (320, 640, 1280, 1280), "nhead": (-1, -1, 20, 20), "blocks": ((2, 6, 28, 6), (6, 28, 6, 2)),
+        "level_config": ("CT", "CT", "CTA", "CTA"), "block_repeat": ((1, 1, 1, 1), (3, 3, 2, 2)), "c_cond": 1280}),
+    "stable-cascade-b-lite": ("Stable Cascade B", published_cascade.STAGE_B_LITE, {
+        "c_hidden": (320, 576, 1152, 1152), "nhead": (-1, -1, 18, 18), "blocks": ((2, 4, 14, 4), (4, 14, 4, 2)),
+        "block_repeat": ((1, 1, 1, 1), (2, 2, 2, 2))}),
     "sdxl": ("SDXL", SDXL_BASE, {"block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10),
                                  "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048,
                                  "use_linear_projection": True,
@@ -614,7 +632,8 @@ TELLING = {"LongCat-Image": "txt_in.weight", "Mage-Flow": "txt_norm.weight", "Co
            "Kandinsky 5": "visual_embeddings.in_layer.weight"}
 
 
-@pytest.mark.parametrize("name", [name for name, (family, _, _) in PUBLISHED.items() if not FAMILIES[family].is_unet])
+@pytest.mark.parametrize("name", [name for name, (family, _, _) in PUBLISHED.items()
+                                  if not FAMILIES[family].takes_unet_patches])
 def test_a_file_that_lacks_one_tensor_is_said_to_be_nearly_of_its_family(tmp_path, name):
     family, shapes, _ = PUBLISHED[name]
     for needed in needed_of(family, shapes):
@@ -656,7 +675,7 @@ def test_a_file_that_is_near_to_no_family_is_not_compared_with_one(tmp_path, nam
 def test_the_models_that_are_not_run_are_named():
     text = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
 
-    assert [name for name in (NOT_RUN | NOT_IN_DIFFUSERS).values() if name not in text] == []
+    assert [name for name in NOT_IN_DIFFUSERS.values() if name not in text] == []
 
 
 def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
@@ -673,6 +692,8 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (published_pixels.Z_IMAGE_PIXEL, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
     (published_pixels.PIXELDIT, {"core.s_embedder.proj.weight": (1536, 3072)}, "its patches are not of 16 x 16"),
     (published_pixels.Z_IMAGE_PIXEL, {"x_embedder.weight": (3840, 768)}, "its patches are not of 32 x 32 pixels"),
+    (published_cascade.STAGE_C, {"up_blocks.0.3.mapper.weight": (4096, 64)},
+     "its levels are no repetitions of residual, time and attention blocks"),
     (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attentions between video and sound"),
     (LTX_2B, {"prompt_adaln_single.linear.weight": (1, 1)}, "LTX-2 without sound"),

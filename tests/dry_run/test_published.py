@@ -23,7 +23,8 @@ from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import ConfigError
 
 ALLOWED = 0.05
-TOO_MUCH = {("wan2.1-vace-14b-480p", "displaced2"): 0.09}      # of two lists of blocks, one keeps nothing
+# of two lists of blocks, one keeps nothing, or little
+TOO_MUCH = {("wan2.1-vace-14b-480p", "displaced2"): 0.09, ("pid", "displaced2"): 0.09, ("pid", "ring2"): 0.09}
 NAMES = [name for name, model in PUBLISHED.items() if not FAMILIES[model.family].is_unet]
 # of the families that are not in docs/full_size.md's table; they have a row under fewer layouts
 OTHERS = NAMES[NAMES.index("chroma"):]
@@ -37,8 +38,9 @@ ON_FOUR = ("ulysses4", "ring4", "tensor4", "displaced4", "displaced2-ulysses2", 
 # published models whose numbers are those of the header of a published file -> the file, in tests/checkpoints
 HEADERS = {name: name for name in ("longcat-image", "pixart-alpha", "ernie-image", "krea-2", "hidream-i1",
                                    "cosmos-predict2-2b", "anima", "kandinsky-5-lite", "kandinsky-5-image",
-                                   "cogvideox-1.5-5b", "sd1.5", "sd2.1", "sd-x4", "svd", "omnigen2", "lens", "joyimage",
-                                   "minimax-h3", "chroma-radiance", "mage-flow",
+                                   "cogvideox-1.5-5b", "sd1.5", "sd2.1", "sd-x4", "svd", "stable-cascade-c",
+                                   "stable-cascade-b", "omnigen2", "lens", "joyimage", "minimax-h3",
+                                   "chroma-radiance", "mage-flow",
                                    "stable-audio-open-1.0", "stable-audio-3-medium", "ace-step-1.0")} | {
     "ace-step-1.5": "ace-step15", "hunyuan3d-2": "hunyuan3d-2", "hunyuan3d-2.1": "hunyuan3d-2.1",
     "z-image-pixel": "z-image-pixel", "pixeldit": "pixeldit", "pid": "pid",
@@ -177,7 +179,8 @@ UNET_RUNS = [("one", 1, (64, 64)), ("one", 2, (128, 192)), ("displaced2", 1, (64
 
 @pytest.mark.parametrize("name, how", [
     pytest.param(name, how, marks=[] if (name, number) == ("sd1.5", 3) else pytest.mark.slow)
-    for name in UNET_NAMES for number, how in enumerate(UNET_RUNS)])
+    for name in UNET_NAMES for number, how in enumerate(UNET_RUNS)
+    if "displaced" not in how[0] or "displaced" not in FAMILIES[PUBLISHED[name].family].refused])
 def test_a_peak_of_a_unet_is_what_was_forecast(name, how):
     (checkpoint, run), (layout_name, branches, sizes) = published(name), how
     run = dataclasses.replace(run, shape=(*run.shape[:2], *sizes), branches=branches)
@@ -185,7 +188,7 @@ def test_a_peak_of_a_unet_is_what_was_forecast(name, how):
 
     model = build_empty(family, checkpoint.config)
     found = unet_run_memory(family, model, sizes, (run.shape[0], branches), degrees, torch.bfloat16,
-                            num_tokens=run.conditioning["context"][1])
+                            num_tokens=run.conditioning.get("context", (0, 0))[1])
 
     peak_bytes = counted((checkpoint, run), layout_name, 0).peak_bytes
     assert abs((found.keys_values + found.activations) / peak_bytes - 1) < ALLOWED

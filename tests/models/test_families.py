@@ -40,8 +40,7 @@ def test_the_help_page_names_every_family():
 
 
 def test_it_is_said_which_families_take_controlnets():
-    taking = {family.name for family in FAMILIES.values() if family.is_unet
-              or any(list_.control for list_ in family.blocks)}
+    taking = {family.name for family in FAMILIES.values() if family.takes_controlnets}
 
     for path, begin, end in (("docs/models.md", "itself takes them for (", "), under"),
                              ("web/docs/XDiTLoadModel.md", "takes them for: ", ". One")):

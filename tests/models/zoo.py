@@ -68,7 +68,8 @@ BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMI
 # Families whose plans are those of others again, or nearly; and one that tests of its own run under other layouts.
 ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "AuraFlow", "Cosmos-Predict1", "Cosmos-Predict2",
          "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
-UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.is_unet}
+UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.takes_unet_patches}
+WHOLE = [name for name, family in FAMILIES.items() if family.is_whole]          # U-shaped too, but of ComfyUI's
 VISION_TOKENS = 5
 IN_FLOAT32 = ("comfy.ldm.audio.dit",)
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a

@@ -4,6 +4,7 @@ import gc
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,6 +172,12 @@ class ComfyUI:
         # their text encoders say which tokens are real
         if families()[kind].name in ("LTX-Video", "Mochi", "Cosmos-Predict1"):
             options["attention_mask"] = (torch.arange(tokens) < 13 - 3 * seed % 7)[None].long()
+        if "clip_text" in made:                                # and of some a picture, as a vision model says it
+            seen = SimpleNamespace(image_embeds=made["clip_img"][:, 0])
+            pictures = {"unclip_conditioning": [{"strength": 0.7, "clip_vision_output": seen}]} if seed % 2 else {}
+            return [[made["clip_text"], {"pooled_output": made["clip_text_pooled"]} | pictures]]
+        if "effnet" in made:                                   # whose model reads no text but the pooled one
+            return [[made["clip"][:, None], {"pooled_output": made["clip"], "stable_cascade_prior": made["effnet"]}]]
         return [[made["context"], options]]
 
     def latent(self, kind, batch=1, size=None, audio=7):

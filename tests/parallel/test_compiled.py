@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import tests.reusing  # noqa: F401
-from tests.models.zoo import CONFIGS, UNETS, example
+from tests.models.zoo import CONFIGS, UNETS, WHOLE, example
 from tests.steps import errors_of, layouts_of, words
 from tests.tolerances import within
 from xdit_backend.distributed.collectives import Traffic
@@ -19,6 +19,7 @@ from xdit_backend.hooks.context import CPU, ForwardContext
 from xdit_backend.hooks.networks import Network
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
+from xdit_backend.hooks.whole import WholeHooks
 from xdit_backend.parallel.key_values import KeyValues
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import UnsupportedError
@@ -103,10 +104,10 @@ def test_steps_of_every_family_are_the_same_compiled(tmp_path, part):
     check(dict.fromkeys(asked), tmp_path)
 
 
-@pytest.mark.parametrize("name", UNETS)
+@pytest.mark.parametrize("name", [*UNETS, *WHOLE])
 def test_unets_blocks_are_compiled_where_each_rank_has_whole_images(name):
     one = example(name, rows=16, columns=16)
-    wanted, hooks, graphs = one.run(), UNetHooks(one.model, one.family.plan), []
+    wanted, hooks, graphs = one.run(), (WholeHooks if name in WHOLE else UNetHooks)(one.model, one.family.plan), []
     for _ in range(2):
         within((one.family.prediction(forward(one, hooks), one.latent) - wanted).abs().max().item(), EXACT)
         graphs.append(counters["stats"]["unique_graphs"])

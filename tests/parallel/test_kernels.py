@@ -17,6 +17,7 @@ from xdit_backend.distributed.kernels import KERNELS, KernelUse, attend, attend_
 from xdit_backend.distributed.mesh import SINGLE, build_mesh
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
+from xdit_backend.hooks.whole import WholeHooks
 from xdit_backend.host.calls import refuse_unusable
 from xdit_backend.parallel import usp
 from xdit_backend.parallel.key_values import KeyValues
@@ -130,7 +131,8 @@ def test_blocks_attend_by_the_kernel_compiled_or_not(installed, name, backend):
     """Whole, and with keys and values that are kept for patches."""
     one = example(name)
     wanted = one.run()
-    hooks = UNetHooks(one.model, one.family.plan) if one.family.is_unet else Hooks(one.model, one.family.plan)
+    kind = WholeHooks if one.family.is_whole else UNetHooks if one.family.is_unet else Hooks
+    hooks = kind(one.model, one.family.plan)
     kept = {"key_values": KeyValues(), "first_image": 0, "num_images": 1}
     torch._dynamo.reset()
     for keeping in [{}] if one.family.is_unet else [{}, kept]:

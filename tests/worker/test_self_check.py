@@ -15,7 +15,7 @@ from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.worker.self_check import check_pieces
 
-NAMES = [name for name, family in FAMILIES.items() if family.is_comfyuis]
+NAMES = [name for name, family in FAMILIES.items() if family.is_comfyuis and not family.is_whole]
 
 
 @pytest.fixture(autouse=True)

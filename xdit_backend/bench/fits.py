@@ -114,7 +114,7 @@ class Fit:
             return rank_memory(subject.net, self.job(images, sizes), degrees, settings)
         return unet_run_memory(subject.checkpoint.family, subject.model, sizes, (images, subject.run.branches), degrees,
                                getattr(torch, subject.compute), cached_steps=settings.cached_steps,
-                               num_tokens=subject.run.conditioning["context"][1])
+                               num_tokens=subject.run.conditioning.get("context", (0, 0))[1])
 
     @property
     def run_bytes(self):

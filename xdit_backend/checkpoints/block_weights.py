@@ -3,7 +3,6 @@ and by the host beforehand: both have the model on the meta device.
 """
 
 import dataclasses
-import re
 
 import torch
 
@@ -83,8 +82,10 @@ def _tensors(model, family, spec):
     numbers = {path: number for number, path in enumerate(unet_blocks(model))}
 
     def block_of(name):
-        path = re.match(r".*?\.(?:resnets|transformer_blocks)\.\d+(?=\.)", name)
-        return numbers.get(path[0]) if path else None
+        path = name
+        while path and path not in numbers:
+            path = path.rpartition(".")[0]
+        return numbers.get(path)
     return [(name, block_of(name), size) for name, _, size in tensors]
 
 

@@ -53,8 +53,8 @@ class _RecordedShapes(dict):
 def nearest(shapes):
     """(the Family that a file with such tensors is nearest to, what differs, in words),
     or None where it is near to none."""
-    near = [found for family in FAMILIES.values() if not family.is_unet for found in [_compared(family, shapes)]
-            if found]
+    near = [found for family in FAMILIES.values() if not family.takes_unet_patches
+            for found in [_compared(family, shapes)] if found]
     return min(near, key=lambda each: each[0])[1:] if near else None
 
 

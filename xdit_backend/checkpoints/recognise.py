@@ -12,8 +12,6 @@ def article(name):
     return "an" if name.startswith(("A", "E", "I", "O", "SD", "LTX")) else "a"
 
 
-# models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
-NOT_RUN = {".clf.1.": "Stable Cascade"}
 NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".context_repo_layers.": "TripoSplat",
                     ".mlp.all.proj_in_gate.": "SeedVR2"}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
@@ -22,7 +20,6 @@ BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
 # looked through in this order, for files that are no model of a family. A name begins with "^."
 OTHERS = (
     ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
-    *(((mark,), f"{article(name)} {name} model, which xDiT does not run") for mark, name in NOT_RUN.items()),
     *(((mark,), f"a model of {name}, for which diffusers has no transformer")
       for mark, name in NOT_IN_DIFFUSERS.items()),
     ((".backbone.stem.", ".detector.backbone.", ".refinenet1."),

@@ -31,9 +31,15 @@ def moved(family, what):
 
 def _missing(model, family):
     plan = family.plan
-    methods = [getattr(type(model), name, None) for name in (*FORWARDS, *plan.positions)]
-    accepted = {name for method in methods if method is not None for name in inspect.signature(method).parameters}
+    methods = [getattr(type(model), name, None) for name in (*FORWARDS, *(() if family.is_whole else plan.positions))]
+    parameters = [inspect.signature(method).parameters for method in methods if method is not None]
+    # of some, a list of the module names times that the forward takes beside
+    accepted = {name for own in parameters for name in own} | {*getattr(model, "t_conds", ())}
     yield from (f"argument {name}" for name in family.arguments if name not in accepted)
+    if family.is_whole:
+        yield from (f"list {name} of lists of blocks" for name in ("down_blocks", "up_blocks")
+                    if not all(isinstance(blocks, torch.nn.ModuleList) for blocks in getattr(model, name, [None])))
+        return
     for list_ in plan.lists:
         blocks = _at(model, list_.name)
         if not isinstance(blocks, torch.nn.ModuleList) or len(blocks) != model.config[list_.count]:

@@ -24,7 +24,7 @@ def conditioning_shapes(family, config, shape, tokens):
         special = _special(name, config, shape, width)
         if special is not None:
             found |= special
-        elif name == "context":
+        elif name in ("context", "clip_text"):
             found[name] = (batch, tokens, config[width])
         elif name in family.counts:
             found[name] = (tokens,)
@@ -71,8 +71,12 @@ def _special(name, config, shape, width):
     if name == "lq_latent":                                    # of a picture a fourth as large
         pixels = 4 * config["latent_spatial_down_factor"]
         return {name: (batch, config["lq_latent_channels"], *(-(-side // pixels) for side in shape[2:]))}
-    if name == "degrade_sigma":
+    if name in ("degrade_sigma", "sca", "crp"):
         return {name: (batch,)}
+    if name == "clip_img":
+        return {name: (batch, 1, config[width])}
+    if name == "effnet":                                       # of a picture that the latent has a fourth of
+        return {name: (batch, config["c_effnet"], *(max(1, side * 4 // 42) for side in shape[2:]))}
     if name == "ofs":
         return {name: (1,)} if config.get("ofs_embed_dim") else {}
     return {} if name == "guidance" or name.endswith("attention_mask") else None

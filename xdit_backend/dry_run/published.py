@@ -143,6 +143,14 @@ PUBLISHED = {
         "use_linear_projection": True}),
     "svd": Published("Stable Video Diffusion", (1024, 576), 14, tokens=1, given={
         "sample_size": 64, "num_attention_heads": (5, 10, 20, 20), "transformer_layers_per_block": (1, 1, 1, 1)}),
+    "stable-cascade-c": Published("Stable Cascade C", tokens=77, given={
+        "c_in": 16, "c_out": 16, "c_cond": 2048, "c_hidden": (2048, 2048), "nhead": (32, 32),
+        "level_config": ("CTA", "CTA"), "blocks": ((8, 24), (24, 8)), "block_repeat": ((1, 1), (1, 1)),
+        "c_clip_text": 1280, "c_clip_text_pooled": 1280, "c_clip_img": 768}),
+    "stable-cascade-b": Published("Stable Cascade B", tokens=77, given={
+        "c_in": 4, "c_out": 4, "c_cond": 1280, "c_hidden": (320, 640, 1280, 1280), "nhead": (-1, -1, 20, 20),
+        "level_config": ("CT", "CT", "CTA", "CTA"), "blocks": ((2, 6, 28, 6), (6, 28, 6, 2)),
+        "block_repeat": ((1, 1, 1, 1), (3, 3, 2, 2)), "c_clip": 1280, "c_effnet": 16, "c_pixels": 3}),
     "omnigen2": Published("OmniGen 2", tokens=256, given={
         "in_channels": 16, "hidden_size": 2520, "num_layers": 32, "num_refiner_layers": 2, "num_attention_heads": 21,
         "num_kv_heads": 7, "text_feat_dim": 2048, "multiple_of": 10240, "axes_dim_rope": (40, 40, 40)}),

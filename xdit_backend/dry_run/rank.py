@@ -21,6 +21,7 @@ from ..config import refuse_methods, validate_layout
 from ..distributed.collectives import Traffic
 from ..hooks.transformer import Hooks
 from ..hooks.unet import UNetHooks
+from ..hooks.whole import WholeHooks
 from ..partition import block_indices, split_stages, stage_blocks, stage_of
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import Layout
@@ -192,7 +193,8 @@ def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype), transformer.casts)
     unpack_at_use(model, packed, transformer.casts)
-    hooks = (UNetHooks(model, family.plan, transformer.offloaded) if family.is_unet
+    kind = WholeHooks if family.is_whole else UNetHooks
+    hooks = (kind(model, family.plan, transformer.offloaded) if family.is_unet
              else Hooks(model, family.plan, splits, transformer.offloaded))
     return Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks)
 

@@ -106,8 +106,8 @@ PID = dataclasses.replace(
         rope_ref_w=lambda shapes: 2048 if IS_NEWER(shapes) else 1024),
     conditioning=PIXELDIT.conditioning | {"lq_latent": None, "degrade_sigma": None},
     arguments=handed_on(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low),
-    live={"alone": 34.6, "residual": 31.28, "held": 1.86, "outside": 18.8, "exchange": 36.0, "entered": 33.0,
-          "keys": 2.1, "shared": 0.28},
+    live={"alone": 34.25, "residual": 31.28, "held": 1.86, "outside": 19.6, "exchange": 36.98, "entered": 33.0,
+          "keys": 2.15, "shared": 0.28},
     plan=dataclasses.replace(
         PIXELDIT.plan, blocks=tuple(
             dataclasses.replace(list_, file_prefix=f"{list_.name}.") for list_ in PIXELDIT.plan.blocks),

@@ -9,7 +9,7 @@ import torch
 
 from ..protocol.errors import UnsupportedError
 from .halves import halved
-from .plan import ModelPlan, UNetPlan
+from .plan import ModelPlan, UNetPlan, WholePlan
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Family:
     name: str
     title: str                             # what a person reads in tables
     transformer: str                       # name of the class in diffusers; or ComfyUI's, "comfy.ldm.module:Class"
-    plan: ModelPlan | UNetPlan
+    plan: ModelPlan | UNetPlan | WholePlan
     recognise: Callable                    # (shapes) -> does a file with these tensors belong to this family?
     config: ConfigRules                    # (shapes) -> arguments of the diffusers class
     convert: Callable                      # (tensors, config) -> tensors under diffusers' names; some are on meta
@@ -234,11 +234,14 @@ class Family:
 
     def control_shapes(self, config, shape):
         """{place: (T, C), or (C, rows, columns) of a U-Net}: what a ControlNet may add where, to each image of a latent
-        of this shape.
+        of this shape. None where any number of rows or columns will do.
 
         A place is a list of what ComfyUI's ControlNets give, and the number of the block there: "output.3". {} where
         ComfyUI's model takes none.
         """
+        if self.is_whole:
+            return {f"input.{number}": (channels, None, None)
+                    for number, channels in enumerate(self.plan.control(config))}
         if self.is_unet:
             skips = [(channels, *(-(-length // 2 ** level) for length in shape[2:]))
                      for channels, level in self.plan.skips(config)]
@@ -260,8 +263,24 @@ class Family:
 
     @property
     def is_unet(self):
-        """Is it a U-Net?"""
+        """Is it a U-Net, without lists of blocks that tokens pass from end to end?"""
+        return isinstance(self.plan, UNetPlan | WholePlan)
+
+    @property
+    def is_whole(self):
+        """Is it a network that each rank runs whole?"""
+        return isinstance(self.plan, WholePlan)
+
+    @property
+    def takes_unet_patches(self):
+        """Does ComfyUI's model heed what nodes put into U-Nets?"""
         return isinstance(self.plan, UNetPlan)
+
+    @property
+    def takes_controlnets(self):
+        """Does ComfyUI's model add what a ControlNet gives?"""
+        return (bool(self.plan.control(self.tiny.config)) if self.is_whole
+                else self.is_unet or any(list_.control for list_ in self.blocks))
 
     @property
     def has_frames_as_batch(self):

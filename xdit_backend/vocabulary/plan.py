@@ -146,3 +146,18 @@ class UNetPlan:
     first: str                             # the convolution that reads the latent itself
     num_levels: Callable                   # (config) -> number of image sizes, each half the one before
     skips: Callable                        # (config) -> [(channels, level)] from the way down to the way up, in order
+
+
+@dataclass(frozen=True)
+class WholePlan:
+    """Of a U-shaped network of ComfyUI's that each rank runs whole: images and branches alone are shared out. Its
+    `down_blocks` and `up_blocks` are lists of lists of blocks, in execution order."""
+
+    num_levels: Callable                   # (config) -> number of image sizes, each half the one before
+    # (config) -> [channels] of what the forward takes of a ControlNet's list "input", in its order; each is made as
+    # large as the image where it is added
+    control: Callable = lambda config: []
+    takes_output_patches: bool = False     # as of ModelPlan; none of those that ComfyUI's U-Nets heed either
+    kept: str | None = None
+    led: dict[str, str] = field(default_factory=dict)
+    rereads: bool = False

@@ -22,6 +22,7 @@ from ..hooks.context import ForwardContext, rows_of, tokens_of
 from ..hooks.regions import message_size
 from ..hooks.transformer import Hooks
 from ..hooks.unet import UNetHooks
+from ..hooks.whole import WholeHooks
 from ..models import FAMILIES
 from ..partition import FULL, cut_bands, ranks_by_part, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
@@ -60,7 +61,7 @@ class Models:
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
         family = FAMILIES[spec.family]
-        if family.is_comfyuis and family.transformer not in self._checked:
+        if family.is_comfyuis and not family.is_whole and family.transformer not in self._checked:
             check_pieces(family)
             self._checked.add(family.transformer)
         count = itertools.count()
@@ -85,7 +86,8 @@ class Models:
         if transformer.offloaded is not None:
             transformer.offloaded.restore()                    # where there is no room, it shows now
         on_compile = functools.partial(self._report_phase, "compiling blocks")
-        hooks = (UNetHooks(model, family.plan, transformer.offloaded, on_compile) if family.is_unet
+        kind = WholeHooks if family.is_whole else UNetHooks
+        hooks = (kind(model, family.plan, transformer.offloaded, on_compile) if family.is_unet
                  else Hooks(model, family.plan, transformer.splits, transformer.offloaded, on_compile))
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
                                          self._residency(transformer))
@@ -229,7 +231,7 @@ class Loaded:
     """A model on this rank."""
 
     transformer: Transformer
-    hooks: Hooks | UNetHooks
+    hooks: Hooks | UNetHooks | WholeHooks
     dtype: torch.dtype             # of its arithmetic
     blocks: range                  # the blocks of this rank's stage; all, where there are no stages
     residency: Residency | None = None

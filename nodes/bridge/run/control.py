@@ -94,14 +94,19 @@ def places_of(family, config, control, shape):
                           f"{len(shapes)} skips of {family.name}, and ComfyUI's takes one for each.")
     for place, tensor in found.items():
         if (not torch.is_tensor(tensor) or tensor.shape[0] not in (1, shape[0])
-                or tuple(tensor.shape[1:]) != shapes[place]):
+                or not _has_shape(tensor.shape[1:], shapes[place])):
             given = tuple(tensor.shape[1:]) if torch.is_tensor(tensor) else type(tensor).__name__
+            takes = tuple("any" if length is None else length for length in shapes[place])
             of_size = torch.is_tensor(tensor) and family.is_unet and given[:1] == shapes[place][:1]
             instead = ("a width and a height that are multiples of 64 pixels" if of_size else
                        f"a ControlNet that was made for {family.name}")
             raise ConfigError(f"Use {instead}: the given ControlNet makes {given} for {place.replace('.', ' block ')} "
-                              f"of this {family.name} model, and it takes {shapes[place]} with this latent.")
+                              f"of this {family.name} model, and it takes {takes} with this latent.")
     return found
+
+
+def _has_shape(given, wanted):
+    return len(given) == len(wanted) and all(length in (own, None) for own, length in zip(given, wanted))
 
 
 def _numbered(family, name, tensors, num_blocks):

@@ -31,7 +31,7 @@ def networks_of(family, config, transformer_options, x, modules):
     uses, pictures = [], {}
     for kind, functions in networks_in(transformer_options).items():
         if kind == "double_block" and not any(list_.added == kind for list_ in family.blocks) or (
-                kind != "double_block" and not family.is_unet):
+                kind != "double_block" and not family.takes_unet_patches):
             raise UnsupportedError(f"Remove the node that adds model patches ({kind}): it is for other models than "
                                    f"{family.name}.")
         for function in functions:

@@ -40,7 +40,8 @@ def check_links(**given):
 def check_call(family, x, timestep, context):
     """Refuse a call of the diffusion model by a node that is for another kind. Raises ConfigError."""
     in_parts = family.parts and isinstance(x, list)
-    if not (in_parts or torch.is_tensor(timestep)) or not torch.is_tensor(context):
+    if not (in_parts or torch.is_tensor(timestep)) or (
+            "context" in family.conditioning and not torch.is_tensor(context)):
         raise ConfigError("Use a sampler node, or the kind of model that the node is for: it calls this MODEL in a "
                           f"way of its own, and {family.name} takes a latent, a timestep and conditioning.")
 

@@ -96,7 +96,7 @@ def operations_of(family, config, transformer_options):
                 # of the negative prompt's
                 if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):
                     found[name] = operation
-            elif family.is_unet:
+            elif family.takes_unet_patches:
                 raise UnsupportedError(f"Remove the node that replaces attention in {name}, or use Load Diffusion "
                                        f"Model: of {family.name} xDiT does so in the middle block only.")
     return found
@@ -106,7 +106,7 @@ def guided_of(family, transformer_options):
     """The specs.Nag of a call, one after the other; () for a call with one prompt, where ComfyUI's nodes do nothing.
     Raises UnsupportedError where ComfyUI's model ignores such patches."""
     functions, parts = _guiding(transformer_options), transformer_options.get("cond_or_uncond", ())
-    if functions and not (family.is_unet or family.plan.takes_output_patches):
+    if functions and not (family.takes_unet_patches or family.plan.takes_output_patches):
         raise _ignored_patches(family, OUTPUT)
     if not (0 in parts and 1 in parts):
         return ()
@@ -151,7 +151,7 @@ def keeps_references(family, transformer_options):
     left_out = _of_operation("leaves_out", transformer_options).get("post_input", [])
     if not (kept or left_out):
         return False
-    if family.is_unet or family.plan.kept is None:
+    if family.takes_unet_patches or family.plan.kept is None:
         raise UnsupportedError(f"Remove Flux KV Cache: it is for Flux models, and this is {family.name}.")
     if len(kept) != 1 or kept != [cell(function, CACHE).cell_contents for function in left_out]:
         raise UnsupportedError("Use Flux KV Cache once, as it is: this MODEL has parts of several, or of none.")
@@ -170,7 +170,7 @@ def free_u_of(family, transformer_options, control=None):
     """The specs.FreeU and Shrink of a call, one after the other. Raises UnsupportedError where ComfyUI's model ignores
     them; else as way_up.joins_of."""
     functions = transformer_options.get("patches", {}).get(WAY_UP, ())
-    if functions and not family.is_unet:
+    if functions and not family.takes_unet_patches:
         raise _ignored_patches(family, WAY_UP)
     return way_up.joins_of(family, transformer_options, control, functions)
 
@@ -194,7 +194,7 @@ def tiles_of(family, config, transformer_options, shape):
     functions = _of_operation("tiles", transformer_options).get("attn1_patch", [])
     if not functions:
         return {}
-    if not family.is_unet:
+    if not family.takes_unet_patches:
         raise _ignored_patches(family, "attn1_patch")
     if family.has_frames_as_batch or config["only_cross_attention"]:
         raise UnsupportedError(f"Remove HyperTile: some of what it cuts in {family.name} are no pixels of one picture.")
@@ -326,7 +326,7 @@ def _ignored_patches(family, kind):
 
 def _blocks(family, config, kind):
     """Names of the blocks in which patches of a kind replace something."""
-    if family.is_unet:
+    if family.takes_unet_patches:
         depths = config["transformer_layers_per_block"]
         return {"middle.0", *(f"middle.0.{number}" for number in range(depths[-1]))} if kind == "attn1" else set()
     return {f"{list_.patched}_block.{number}" for list_ in family.blocks if list_.patched and kind == "dit"

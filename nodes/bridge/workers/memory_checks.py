@@ -236,7 +236,7 @@ class MemoryCheck:
             if setup.net is not None:
                 return self._of_rank(job(images, sizes), degrees, config)
             return self._of_unet(images, branches, sizes, degrees, config,
-                                 num_tokens=conditioning["context"].shape[1])
+                                 num_tokens=conditioning["context"].shape[1] if "context" in conditioning else 0)
 
         without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
         other_settings = ({"forecast_keys_values 0": functools.partial(needed, config=without)}

@@ -1,0 +1,56 @@
+"""Stage B of Stable Cascade, ComfyUI's own module: draws the latent of stage A that a latent of stage C means, by a
+U-shaped network of four levels, which each device runs whole."""
+
+from ..protocol.errors import ConfigError
+from ..vocabulary.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
+from ..vocabulary.comfyui import handed_on
+from ..vocabulary.describe import Unpacked, config_of, given, has, size
+from ..vocabulary.family import Family, Tiny
+
+NATIVE, LATENT = "comfy.ldm.cascade.stage_b:StageB", Unpacked((2, 2))
+
+
+def _latent(call):
+    rows, columns = call.latent.shape[-2:]
+    least = 2 ** len(call.config["c_hidden"])                  # each level has half the rows and columns
+    if rows % 2 or columns % 2 or min(rows, columns) < least:
+        raise ConfigError(f"Use a width and a height that are multiples of 8 pixels, and {4 * least} or more: Stable "
+                          f"Cascade B takes latents of even sides from {least} on, and this one is of {rows} x "
+                          f"{columns}.")
+    return LATENT(call)
+
+
+def _prior(call):
+    """The latent of stage C."""
+    latent, channels = given("effnet")(call), call.config["c_effnet"]
+    if latent.ndim != 4 or latent.shape[1] != channels or not latent.numel():
+        raise ConfigError(f"Connect the latent that stage C has drawn to StableCascade_StageB_Conditioning: the one "
+                          f"there has the shape {tuple(latent.shape)}, and stage B reads (images, {channels}, rows, "
+                          "columns).")
+    return latent
+
+
+def _drawn(config, shape, tokens):
+    return shape[0], config["c_effnet"], *(-(-side * 4 // 42) for side in shape[-2:])
+
+
+TINY = {"c_in": 4, "c_out": 4, "patch_size": 2, "c_r": 64, "c_clip_seq": 4, "kernel_size": 3, "c_cond": 96,
+        "c_hidden": (32, 64, 128, 128), "nhead": (-1, -1, 2, 2), "level_config": ("CT", "CT", "CTA", "CTA"),
+        "blocks": ((1, 1, 2, 1), (1, 2, 1, 1)), "block_repeat": ((1, 1, 1, 1), (3, 2, 1, 2)), "c_clip": 40,
+        "c_effnet": 16, "c_pixels": 3}
+
+STABLE_CASCADE_B = Family(
+    name="Stable Cascade B", title="Stable Cascade (stage B)", transformer=NATIVE,
+    recognise=has("clf.1.weight", "clip_mapper.weight", "effnet_mapper.0.weight", "down_blocks.0.0.depthwise.weight"),
+    refusals=REFUSALS, convert=KEYS, latent=LATENT, time_scale=1.0, refused=REFUSED,
+    config=config_of(
+        **rules(2), c_cond=lambda shapes: shapes["clip_mapper.weight"][0] // 4, c_clip=size("clip_mapper.weight", 1),
+        c_effnet=size("effnet_mapper.0.weight", 1), c_pixels=size("pixels_mapper.0.weight", 1)),
+    conditioning={"clip": "c_clip", "effnet": None, "sca": None},
+    arguments=handed_on(_latent, "sca", times="r", clip=vector("clip"),
+                        effnet=_prior),
+    live={"alone": 4.48}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
+    num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
+    pixels=lambda config: (1, 4, 4), plan=plan(),
+    tiny=Tiny(TINY, NATIVE, TINY, detected="Stable_Cascade_B",
+              drawn={"effnet": _drawn, "sca": lambda config, shape, tokens: shape[:1]}))
