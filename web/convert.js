@@ -24,7 +24,6 @@ const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", 
 // Nodes whose change of a MODEL the workers refuse (docs/nodes.md); what these inputs bring is refused too.
 export const REFUSED = [
   "HiDreamO1PatchSeamSmoothing",
-  "PatchModelAddDownscale",
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
   "WanInfiniteTalkToVideo",
 ];
