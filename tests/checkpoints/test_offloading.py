@@ -4,6 +4,7 @@ than they are given."""
 import dataclasses
 import json
 import math
+import os
 import statistics
 import time
 from concurrent.futures import Future
@@ -32,9 +33,10 @@ from xdit_backend.parallel.key_values import KeyValues
 from xdit_backend.parallel.pipefusion import Link
 from xdit_backend.partition import cut_patches, split_stages, stage_blocks
 from xdit_backend.protocol.copies import CopyThread
-from xdit_backend.protocol.errors import CopyError
+from xdit_backend.protocol.errors import CheckpointError, CopyError
 from xdit_backend.protocol.segments import SegmentStore
 from xdit_backend.protocol.specs import Change, Layout, LowRank
+from xdit_backend.protocol.transfers import StagingBuffers
 from xdit_backend.worker.models import Loaded
 
 CPU = torch.device("cpu")
@@ -240,6 +242,37 @@ def test_a_copy_that_fails_fails_its_forward_and_none_after_it(folders):
     wrong.host_copies = good
 
     assert all(torch.equal(*pair) for pair in zip(predictions(loaded), want))
+
+
+def test_what_came_of_a_file_that_was_written_to_comes_anew(tmp_path):
+    """Ahead of the next step: the file may be put back as it was, with its time."""
+    path = tmp_path / "weights"
+    path.write_bytes(torch.arange(64.0).numpy().tobytes())
+    was, host = path.stat(), torch.from_file(str(path), shared=True, size=64)
+    offloaded = OffloadedBlocks(CPU, CopyThread(CPU, StagingBuffers(CPU)), [path])
+    weights = [torch.nn.Parameter(part, requires_grad=False) for part in host.split(16)]
+    for index, weight in enumerate(weights):
+        offloaded.add(index, [weight])
+
+    def step(before_ahead=lambda: None):
+        offloaded.begin(range(4))
+        for index, weight in enumerate(weights):
+            offloaded.enter(index)
+            found[index] = weight.tolist()
+            if index == 2:
+                before_ahead()                                 # the first of the next step comes when it has run
+            offloaded.leave(index)
+    found = {}
+    step(lambda: host.fill_(7.0))
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns + 1))
+    with pytest.raises(CheckpointError, match="was written to"):
+        offloaded.check_files()
+    host.copy_(torch.arange(64.0))
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+    step()
+    offloaded.check_files()
+    assert [found[index] for index in range(4)] == [part.tolist() for part in torch.arange(64.0).split(16)]
 
 
 def test_buffers_are_let_go_of_and_come_back_and_addresses_stay_meanwhile(folders):

@@ -80,13 +80,21 @@ class OffloadedBlocks:
 
     def check_files(self):
         """Raise CheckpointError where a file was written to since the model was loaded: what came is perhaps of both.
-        The map of one that was removed, or has another in its place, is what it was."""
+        The map of one that was removed, or has another in its place, is what it was. What has come is forgotten, since
+        the file may be put back as it was."""
         for file, was in self._files.items():
             with suppress(OSError):
                 now = os.stat(file)
                 if now.st_ino == was.st_ino and (now.st_mtime_ns, now.st_size) != (was.st_mtime_ns, was.st_size):
+                    self._forget()
                     raise CheckpointError(f"Queue the prompt again, which loads the file anew: {file} was written to "
                                           f"while a run had weights come from it.")
+
+    def _forget(self):
+        """Have every block come anew. Buffers keep their addresses."""
+        self._copies.drain()
+        for buffer in self._buffers:
+            buffer.holds = buffer.arriving = None
 
     @property
     def blocks(self):
