@@ -22,9 +22,9 @@ NUM_DRAWN = 5
 BLOCKS = {"int8_convrot": 64, "mxfp8": 32}                     # inputs that halves of a tiny matrix may not be whole of
 ALWAYS = ("boogu-image", "float8_e4m3fn", "tensor")            # where a whole layer takes what ranks add up
 ROUNDED = 1e-6                             # inputs are rounded from float32, in which ranks may have another last digit
-# int8's products are in float32, so that a number falls to another step: one device whose inputs differ in the seventh
-# digit changes by up to 0.05 of Chroma Radiance's, whose networks for pixels take weights that are made of tokens
-FLIPPED, OF_PIXELS = 0.1, 0.2
+# int8's products are in float32, so that a number falls to another step. Of two models' whose networks for pixels take
+# what is made of tokens, one device itself changes by up to 0.12 and 0.23 where its inputs differ in the seventh digit
+FLIPPED, OF_PIXELS = 0.1, {"chroma-radiance": 0.2, "pixeldit": 0.3}
 
 
 def pytest_generate_tests(metafunc):
@@ -64,7 +64,7 @@ def test_a_step_of_two_ranks_equals_one_device(outcome_of, cell):
     if isinstance(outcome, Exception):
         raise outcome
 
-    flipped = OF_PIXELS if kind == "chroma-radiance" else FLIPPED
+    flipped = OF_PIXELS.get(kind, FLIPPED)
     within(outcome, flipped if method == "tensor" and format_of(how).rounds_inputs else ROUNDED)
 
 
