@@ -106,7 +106,7 @@ PID = dataclasses.replace(
         rope_ref_w=lambda shapes: 2048 if IS_NEWER(shapes) else 1024),
     conditioning=PIXELDIT.conditioning | {"lq_latent": None, "degrade_sigma": None},
     arguments=handed_on(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low),
-    live={"alone": 34.25, "residual": 31.28, "held": 1.86, "outside": 19.6, "exchange": 36.98, "entered": 33.0,
+    live={"alone": 34.25, "residual": 31.28, "held": 7.2, "block": 25.5, "own": 3.5, "outside": 19.6, "once": 10.5,
           "keys": 2.15, "shared": 0.28},
     plan=dataclasses.replace(
         PIXELDIT.plan, blocks=tuple(

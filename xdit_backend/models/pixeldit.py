@@ -47,7 +47,8 @@ PIXELDIT = Family(
     conditioning={"context": "txt_embed_dim"}, ignored=("attention_mask",), unsupported_dtypes=("float16",),
     lengths={"text": lambda conditioning: min(TEXT, conditioning["context"].shape[1])},
     arguments=handed_on(LATENT, "context", times="timesteps"),
-    live={"alone": 29.91, "residual": 29.64, "held": 3.13, "outside": 17.7, "keys": 1.725},
+    live={"alone": 29.91, "residual": 29.64, "held": 6.0, "block": 24.0, "own": 3.2, "outside": 17.7, "once": 9.5,
+          "keys": 1.725},
     num_heads=_heads, width=lambda config: config["hidden_size"],
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     plan=ModelPlan(
