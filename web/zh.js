@@ -25,8 +25,6 @@ export const ZH = {
     "请为要求此 MODEL 权重第二份副本的节点使用“UNet加载器”：xDiT 的工作进程只持有一份。",
   "Set weight_dtype to fp32, or to bf16 where the device has it: {} has numbers that {} cannot hold, and {} would compute in it.":
     "请把 weight_dtype 设为 fp32，或在设备支持时设为 bf16：{0} 中有 {1} 无法容纳的数值，而 {2} 会用它计算。",
-  "Set weight_dtype to default, which leaves weights as they are: with {} ComfyUI rounds some parts of {} alone, whose layers are in {} already, and xDiT would round more.":
-    "请把 weight_dtype 设为 default，使权重保持不变：设为 {0} 时，ComfyUI 只会舍入 {1} 的某些部分，它的各层已经是 {2}，而 xDiT 会舍入更多。",
   "Set weight_dtype to default, which leaves weights as they are, or use the bf16 or fp16 file of the same model: weight_dtype {} would quantise {} a second time, whose weights are {} already.":
     "请把 weight_dtype 设为 default，使其保持不变，或使用同一模型的 bf16 或 fp16 文件：weight_dtype {0} 会再次量化 {1}：它的权重已经是 {2}。",
   "Use another file of this model: ComfyUI does not recognise {} as a {} model.":

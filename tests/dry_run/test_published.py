@@ -23,8 +23,9 @@ from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import ConfigError
 
 ALLOWED = 0.05
-# of two lists of blocks, one keeps nothing, or little
-TOO_MUCH = {("wan2.1-vace-14b-480p", "displaced2"): 0.09, ("pid", "displaced2"): 0.09, ("pid", "ring2"): 0.09}
+# counted with all blocks: what is said of PiD's latent lives once for each gate, and HiDream-I1's text for each block;
+# of VACE's two lists of blocks one keeps nothing, and its share is another of few
+DEEP = "pid", "hidream-i1", "wan2.1-vace-14b-480p"
 NAMES = [name for name, model in PUBLISHED.items() if not FAMILIES[model.family].is_unet]
 # of the families that are not in docs/full_size.md's table; they have a row under fewer layouts
 OTHERS = NAMES[NAMES.index("chroma"):]
@@ -99,6 +100,7 @@ def forecast_of(name, layout_name, blocks=2, memory=rank_memory, branches=1):
 def off_by(name, layout_name, memory=rank_memory, branches=1, blocks=2, ranks=(0,)):
     """How far the forecast is from what is counted of the fullest of these ranks, beside weights: 0.05 is 5 % too
     much."""
+    blocks = None if name in DEEP else blocks
     found, _ = forecast_of(name, layout_name, blocks, memory, branches)
     checkpoint, run = published(name, blocks)
     row = checkpoint, dataclasses.replace(run, branches=branches)
@@ -106,37 +108,33 @@ def off_by(name, layout_name, memory=rank_memory, branches=1, blocks=2, ranks=(0
     return (found.keys_values + found.activations) / peak_bytes - 1
 
 
-def is_forecast(name, layout_name, off):
-    return -ALLOWED < off < TOO_MUCH.get((name, layout_name), ALLOWED)
-
-
 @pytest.mark.parametrize("name, layout, branches", [
     pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.slow)
     for row in itertools.product(TRANSFORMERS, LAYOUTS, (1, 2)) if row[0] not in ALIKE or row in DEFAULT])
 def test_a_peak_is_what_was_forecast(name, layout, branches):
     """Of one branch of guidance, or of both, which are one batch but with displaced patches."""
-    assert is_forecast(name, layout, off_by(name, layout, branches=branches))
+    assert abs(off_by(name, layout, branches=branches)) < ALLOWED
 
 
 @pytest.mark.parametrize("name, layout", [
     pytest.param(name, layout, marks=[] if number % 2 == 0 and layout == FEW[number // 2 % 3] else pytest.mark.slow)
     for number, name in enumerate(OTHERS) for layout in FEW if runs_under(name, layout)])
 def test_a_peak_of_other_families_is_what_was_forecast(name, layout):
-    assert is_forecast(name, layout, off_by(name, layout))
+    assert abs(off_by(name, layout)) < ALLOWED
 
 
 @pytest.mark.parametrize("name, layout", [
     pytest.param(name, layout, marks=[] if number % 7 == 0 and layout == ON_FOUR[number // 7 % 7] else pytest.mark.slow)
     for number, name in enumerate(OTHERS) for layout in ON_FOUR if name != WITH_SKIPS and runs_under(name, layout)])
 def test_a_peak_of_other_families_on_four_devices_is_what_was_forecast(name, layout):
-    assert is_forecast(name, layout, off_by(name, layout))
+    assert abs(off_by(name, layout)) < ALLOWED
 
 
 @pytest.mark.parametrize("name, layout", [
     pytest.param(name, layout, marks=[] if (name, layout) == ("ltx-video-2b", "one") else pytest.mark.slow)
     for name in OTHERS for layout in FEW if runs_under(name, layout)])
 def test_a_peak_of_both_branches_is_what_was_forecast(name, layout):
-    assert is_forecast(name, layout, off_by(name, layout, branches=2))
+    assert abs(off_by(name, layout, branches=2)) < ALLOWED
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "latte-1" else pytest.mark.slow)
@@ -151,7 +149,7 @@ def test_a_peak_of_a_stage_of_other_families_is_what_was_forecast(name):
                                                                 "displaced2-tensor2"))])
 def test_a_peak_where_tensor_parallelism_leaves_attention_whole_is_what_was_forecast(layout):
     """Of Hunyuan3D 2.1, whose heads are of numbers of all three projections."""
-    assert is_forecast("hunyuan3d-2.1", layout, off_by("hunyuan3d-2.1", layout))
+    assert abs(off_by("hunyuan3d-2.1", layout)) < ALLOWED
 
 
 def test_it_notices_attention_that_is_taken_to_be_divided():
@@ -168,7 +166,7 @@ def test_it_notices_attention_that_is_taken_to_be_divided():
 def test_a_peak_of_a_stage_where_most_lives_before_keys_are_kept_is_what_was_forecast(name, layout, branches):
     """Outside of the blocks, or in the first ones."""
     ranks = range(world_size_of(parse_layout(layout)))
-    assert is_forecast(name, layout, off_by(name, layout, branches=branches, blocks=None, ranks=ranks))
+    assert abs(off_by(name, layout, branches=branches, blocks=None, ranks=ranks)) < ALLOWED
 
 
 # of each U-Net: layout, branches, size of the latent
@@ -198,7 +196,7 @@ def test_a_peak_of_a_unet_is_what_was_forecast(name, how):
                                     for layout in FEW])
 @pytest.mark.parametrize("blocks", [10, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_peak_of_a_model_with_skips_is_what_was_forecast(layout, blocks):
-    assert is_forecast(WITH_SKIPS, layout, off_by(WITH_SKIPS, layout, blocks=blocks))
+    assert abs(off_by(WITH_SKIPS, layout, blocks=blocks)) < ALLOWED
 
 
 @pytest.mark.parametrize("layout", [pytest.param(layout, marks=[] if layout == "pipefusion2" else pytest.mark.slow)
@@ -206,7 +204,7 @@ def test_a_peak_of_a_model_with_skips_is_what_was_forecast(layout, blocks):
 def test_a_peak_of_a_stage_of_a_model_with_skips_is_what_was_forecast(layout):
     """The next stage is sent what its blocks and later ones read."""
     ranks = range(world_size_of(parse_layout(layout)))
-    assert is_forecast(WITH_SKIPS, layout, off_by(WITH_SKIPS, layout, blocks=None, ranks=ranks))
+    assert abs(off_by(WITH_SKIPS, layout, blocks=None, ranks=ranks)) < ALLOWED
 
 
 def test_what_is_forecast_of_another_family_is_not_of_all():
@@ -223,7 +221,7 @@ def test_what_is_forecast_of_another_family_is_not_of_all():
     if (name not in ALIKE or name == "wan2.1-14b-480p") and name != "wan2.1-14b-720p" and runs_under(name, layout)])
 def test_a_peak_on_four_devices_is_what_was_forecast(name, layout):
     """Of both branches."""
-    assert is_forecast(name, layout, off_by(name, layout, branches=2))
+    assert abs(off_by(name, layout, branches=2)) < ALLOWED
 
 
 @pytest.mark.slow
@@ -233,7 +231,7 @@ def test_a_peak_on_four_devices_is_what_was_forecast(name, layout):
 def test_a_peak_of_a_stage_is_what_was_forecast(name, layout, branches):
     """With all blocks, whose keys and values fill up as the first step goes through them. One branch of guidance and
     both in turn."""
-    assert is_forecast(name, layout, off_by(name, layout, branches=branches, blocks=None, ranks=(0, -1)))
+    assert abs(off_by(name, layout, branches=branches, blocks=None, ranks=(0, -1))) < ALLOWED
 
 
 @pytest.mark.slow

@@ -163,7 +163,9 @@ def _unpack_bytes(blocks, once, spec, capabilities, has_lora=False, narrows=True
     blocks: as of _formats. has_lora: is one added to those that are unpacked? Some layers devices multiply as they
     are."""
     held, computed = (getattr(torch, dtype).itemsize for dtype in (spec.storage_dtype, spec.compute_dtype))
-    cast = float(computed) if held < computed else 0.0
+    matrices = [module for _, block_copies in blocks for block in block_copies for module in _matrices(block, once)]
+    is_cast = held < computed and not any(getattr(module, "format", "") for module in matrices)
+    cast = float(computed) if is_cast else 0.0
 
     def a_number(module):
         if not hasattr(module, "unpacking"):
@@ -172,8 +174,7 @@ def _unpack_bytes(blocks, once, spec, capabilities, has_lora=False, narrows=True
             return 0.0
         return max(module.unpacking, WITH_LORA) if has_lora else module.unpacking
     return max((a_number(module) * module.in_features * module.out_features
-                for _, block_copies in blocks for block in block_copies for module in _matrices(block, once)
-                if (module.out_features <= module.in_features) == narrows), default=0.0)
+                for module in matrices if (module.out_features <= module.in_features) == narrows), default=0.0)
 
 
 def _products(blocks, once, capabilities):

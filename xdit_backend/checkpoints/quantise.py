@@ -34,15 +34,8 @@ def maker(type_):
 def quantisation_of(weight_dtype, checkpoint):
     """A key of TYPES where linear layers of a checkpoint are to be quantised when they are loaded, else "".
 
-    Raises ConfigError where they are quantised already, or the package for it is missing; and for float8 where layers
-    are quantised in ComfyUI's way: of what stands beside these, its loader holds matrices and biases of plain linear
-    layers in the type that it computes in, and the rest in float8 (comfy.ops.mixed_precision_ops).
+    Raises ConfigError where they are quantised already, or the package for it is missing.
     """
-    if weight_dtype.startswith("fp8_") and checkpoint.layers:
-        types = sorted({layer.format for layer in checkpoint.layers.values()})
-        raise ConfigError(f"Set weight_dtype to default, which leaves weights as they are: with {weight_dtype} ComfyUI "
-                          f"rounds some parts of {checkpoint.name} alone, whose layers are in {' and '.join(types)} "
-                          "already, and xDiT would round more.")
     if weight_dtype not in TYPES:
         return ""
     if checkpoint.quantised:

@@ -308,17 +308,30 @@ def block_sizes(model, family):
             for block_copies in zip(*map(model.get_submodule, list_.names))]
 
 
+def _of_linears(model):
+    """The parameters of linear layers, where some are quantised in ComfyUI's way: of what stands beside those, its
+    loader rounds to float8 what is of no linear layer (comfy.ops.mixed_precision_ops)."""
+    linears = {path: module for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    if not any(getattr(module, "format", "") for module in linears.values()):
+        return set()
+    return {f"{path}.{leaf}" for path in linears for leaf in ("weight", "bias")}
+
+
 def held(model, family, spec):
     """[(name, tensor, the dtype in which a rank holds it)] of all parameters and buffers."""
     storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
     exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
     wide = getattr(model, "wide_modules", ())                  # of ComfyUI's classes: float32, whatever the rest is
+    own = getattr(model, "own_buffers", ())                    # of those too
     beside = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in BESIDE}
+    linears = _of_linears(model) if storage.itemsize == 1 else ()
     # which the model makes, and no file holds
     tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
 
     def dtype_of(name, tensor):
         parts = set(name.split("."))
+        if name in own and tensor.is_floating_point():
+            return storage if own[name] else torch.promote_types(compute, torch.float32)
         # rotary tables stay as they were made, but for frequencies of a file that ComfyUI holds as it does weights
         if not tensor.is_floating_point() or (parts & {"freqs_cos", "freqs_sin", "inv_freq"}
                                               and (name in tables or tensor.dtype == torch.float32)):
@@ -328,7 +341,8 @@ def held(model, family, spec):
         if name.rpartition(".")[0] in wide:
             return torch.promote_types(compute, torch.float32)
         if storage != compute:                                 # cast where they are used
-            return compute if name in tables or parts & set(family.keep_in_compute_dtype) else storage
+            is_as_computed = name in tables or name in linears or parts & set(family.keep_in_compute_dtype)
+            return compute if is_as_computed else storage
         return torch.float32 if parts & exact else compute
     return [(name, tensor, dtype_of(name, tensor))
             for name, tensor in (*model.named_parameters(), *model.named_buffers())]

@@ -20,8 +20,9 @@ def build_module(path, config):
     """The module at "package.module:Class" of ComfyUI, whose forward returns as diffusers' do: a tuple.
 
     Its layers are torch's own (layers.py), so that weights are cast, unpacked and shared out as those of diffusers'
-    classes are. Its `wide_modules` are those that compute in float32, whatever the model's type. Raises CheckpointError
-    where this machine has no ComfyUI, or one without the class.
+    classes are. Its `wide_modules` are those that compute in float32, whatever the model's type; its `own_buffers`
+    say of each whether it is held in that type, as weights are, or in float32. Raises CheckpointError where this
+    machine has no ComfyUI, or one without the class.
     """
     cls = class_at(path)
     arguments = {key: value for key, value in config.items() if not key.startswith("_")}
@@ -29,6 +30,7 @@ def build_module(path, config):
         model = cls(**arguments, dtype=torch.bfloat16, operations=layers)
     model.wide_modules = {name.rpartition(".")[0] for name, parameter in model.named_parameters()
                           if parameter.dtype == torch.float32}
+    model.own_buffers = {name: buffer.dtype == torch.bfloat16 for name, buffer in model.named_buffers()}
     for path in model.wide_modules:                            # which are float64 in a model of that type
         if hasattr(model.get_submodule(path), "weight"):       # else it casts what it adds by itself
             model.get_submodule(path).register_forward_pre_hook(_as_weight)

@@ -133,7 +133,7 @@ HIDREAM = Family(
              "reference": num_tokens_of(LATENT, PICTURE)},
     arguments={"latent": LATENT, "picture": _picture, "timesteps": timestep(), "pooled": given("y"),
                "text": given("context"), "layers": given(LAYERS), "places": _places},
-    live={"alone": 21.4, "residual": 6.4, "whole": 11.95, "held": 3.7, "block": 18.7, "exchange": 17.95,
+    live={"alone": 23.3, "residual": 6.3, "whole": 13.2, "held": 4.95, "block": 18.7, "exchange": 17.95,
           "given": 1.5, "own": 0.0},
     plan=ModelPlan(                                            # of four experts, a token meets two
         blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=(IMAGE, "text"), image_share=0.38,

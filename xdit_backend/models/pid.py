@@ -106,8 +106,8 @@ PID = dataclasses.replace(
         rope_ref_w=lambda shapes: 2048 if IS_NEWER(shapes) else 1024),
     conditioning=PIXELDIT.conditioning | {"lq_latent": None, "degrade_sigma": None},
     arguments=handed_on(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low),
-    live={"alone": 34.25, "residual": 31.28, "held": 7.2, "block": 25.5, "own": 3.5, "outside": 19.6, "once": 10.5,
-          "keys": 2.15, "shared": 0.28},
+    live={"alone": 38.7, "residual": 38.66, "held": 13.15, "block": 25.5, "own": 3.5, "outside": 25.55, "once": 10.5,
+          "keys": 1.94, "shared": 0.28},
     plan=dataclasses.replace(
         PIXELDIT.plan, blocks=tuple(
             dataclasses.replace(list_, file_prefix=f"{list_.name}.") for list_ in PIXELDIT.plan.blocks),

@@ -116,10 +116,15 @@ class ShellPatcher(RemotePatcher):
         """Weights of the diffusion model with what nodes have patched them with, in the types that they are held in.
 
         weights: {name: tensor of the file}. quantised: names of those that are quantised there: they are as computed
-        with.
+        with; so is what else is of linear layers, where ComfyUI's own are quantised (comfy.ops.mixed_precision_ops).
         """
         patches, computed = computed_patches(self), getattr(torch, self.remote.spec.compute_dtype)
-        return {name: self._patched(PREFIX + name, weight, patches, computed if name in quantised else None)
+        net, is_mixed = self.model.diffusion_model, bool(self.remote.checkpoint.layers)
+
+        def dtype_of(name):
+            is_linear = is_mixed and isinstance(comfy.utils.get_attr(net, name.rpartition(".")[0]), torch.nn.Linear)
+            return computed if is_linear or name in quantised else None
+        return {name: self._patched(PREFIX + name, weight, patches, dtype_of(name))
                 for name, weight in weights.items()}
 
     def _patched(self, key, weight, patches, dtype=None):
