@@ -125,6 +125,10 @@ export const ZH = {
     "{0}：{1} 含有非有限数值（NaN 或无穷大），无法得到图像。",
   "Connect the output of a node that makes it: {} is {}, and needs {}.":
     "请连接能产生它的节点的输出：{0} 是 {1}，而需要的是 {2}。",
+  "Load a Bernini or Wan text-to-video model: the reference latents of Bernini Conditioning are of {} channels, and this Wan takes {}.":
+    "请加载 Bernini 或 Wan 文生视频模型：Bernini Conditioning 的参考 latent 有 {0} 个通道，而此 Wan 接受 {1} 个。",
+  "Remove the noise mask, or Bernini Conditioning: references have the time of the whole latent, and with a noise mask each frame of this Wan has a time of its own.":
+    "请移除噪波遮罩或 Bernini Conditioning：参考采用整个 latent 的时间步，而有噪波遮罩时此 Wan 的每一帧各有自己的时间步。",
   "Encode the reference picture with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model takes {} and {}. Models that take pictures otherwise (Fill, Canny, Depth) take none.":
     "请用属于此模型的 VAE 编码参考图像：条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型接受 {3} 和 {4}。以其他方式接受图像的模型（Fill、Canny、Depth）不接受参考。",
   "Use {}: the conditioning has {} of {} numbers a token, and this {} model takes {}. It was made by another text encoder.":

@@ -350,6 +350,20 @@ def test_frames_of_other_pictures_are_refused_by_name(comfyui):
             comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, positive=positive)
 
 
+def test_causal_wan_runs_as_wan_and_without_its_own_sampler(comfyui):
+    """As ComfyUI's own, whose model is another class for such a file; frame by frame it is refused by name."""
+    model, native = (make("wan-causal") for make in (
+        lambda kind: comfyui.ours(kind, comfyui.config("cpu,cpu", ulysses=2)), comfyui.native))
+    assert type(native.model.diffusion_model).__name__ == "CausalWanModel"
+
+    close(comfyui.sample(model, "wan-causal"), comfyui.sample(native, "wan-causal"), TOLERANCE)
+    guider = comfyui.samplers.CFGGuider(model)
+    guider.set_conds(comfyui.conditioning("wan-causal", 1), comfyui.conditioning("wan-causal", 2))
+    noise = torch.zeros_like(comfyui.latent("wan-causal")["samples"])
+    with pytest.raises(comfyui.errors.UnsupportedError, match="support the sampler ar_video"):
+        guider.sample(noise, noise, comfyui.samplers.ksampler("ar_video"), torch.tensor([1.0, 0.0]))
+
+
 def test_references_of_other_channels_are_refused(comfyui):
     positive = comfyui.conditioning("wan-i2v", 1)
     positive[0][1]["context_latents"] = [torch.zeros(1, 16, 1, 16, 18)]
