@@ -143,7 +143,7 @@ WAN = Family(
         blocks=(BlockList("blocks", "blocks.", patched="double", added="double_block", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn1": ALL},
         tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
-        once_outside={"condition_embedder.text_embedder": "run"}),
+        once_outside={"condition_embedder.text_embedder": "run"}, heard=("norm2", "attn2")),
     tiny=Tiny(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7,
          "out_channels": 4,

@@ -109,7 +109,7 @@ WAN_VACE = dataclasses.replace(
     plan=dataclasses.replace(WAN.plan, streams={"hidden_states": "image"},
                              attention={"attn1": ("image",), "vace_attn1": ("image",)},
                              tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
-                             unstaged_blocks=("vace_blocks",), unsplit=("proj_in", "proj_out"),
+                             unstaged_blocks=("vace_blocks",), unsplit=("proj_in", "proj_out"), heard=(),
                              # a block here is two of ComfyUI's
                              blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None, returns=("image",)),)),
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],

@@ -57,6 +57,7 @@ TRANSFORMER_OPTIONS = {
     "sample_sigmas": "tells of the run", "context_window": "tells which piece of the latent ComfyUI has cut",
     "prefetch_dynamic_vbars": "how ComfyUI would move weights",
     "ar_config": "read by the sampler for autoregressive video",
+    "audio_embeds": "sound of InfiniteTalk, read by run/networks.py",
     "easycache": "read by the wrappers of EasyCache and LazyCache", OVERRIDE: "call_kernel, once a call",
 }
 # Keys that the models of ComfyUI read -> what a person knows them as.

@@ -34,8 +34,10 @@ KNOWN = {
     **{kind: {(way_up.FILE, way_up.SHRINKING): "shrinks"} for kind in way_up.WAYS_DOWN},
     "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows",
                     ("nodes_flux.py", "KV_Attn_Input.__call__"): "keeps",
+                    ("model_multitalk.py", "MultiTalkGetAttnMapPatch.__call__"): "tells_apart",
                     ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_in"): "tiles"},
-    "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows"},
+    "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows",
+                    ("model_multitalk.py", "MultiTalkCrossAttnPatch.__call__"): "hears"},
     "mlp_patch": {("lllite.py", "AnimaLLLiteMLPPatch.__call__"): "follows"},
     "post_input": {("lllite.py", "AnimaLLLitePatch.__call__"): "leads",
                    ("nodes_flux.py", "FluxKVCache.execute.<locals>.model_input_patch"): "leaves_out",
@@ -58,7 +60,7 @@ def operation_of(kind, function):
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
             "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True,
-            "network": lambda: True, "styles": lambda: True, "leads": lambda: True,
+            **dict.fromkeys(("network", "hears", "tells_apart", "styles", "leads"), lambda: True),
             "follows": lambda: kind == "mlp_patch" or function.targets == LLLITE_TARGETS[kind],
             "free_u": lambda: way_up.frees(function), "shrinks": lambda: way_up.shrinks(kind, function),
             "keeps": lambda: _keeps(function),
@@ -121,6 +123,12 @@ def adds_to(transformer_options):
 def styles_in(transformer_options):
     """The networks of a call that make tokens of a picture, which stand before the text's."""
     return _of_operation("styles", transformer_options).get("post_input", [])
+
+
+def hearing(transformer_options):
+    """The networks of a call that find something in sound, and whether they tell two speakers apart."""
+    return (_of_operation("hears", transformer_options).get("attn2_patch", []),
+            bool(_of_operation("tells_apart", transformer_options)))
 
 
 def networks_in(transformer_options):
