@@ -51,6 +51,8 @@ export const ZH = {
     "请移除 HyperTile：它在 {0} 中切分的一部分内容不是同一张图像的像素。",
   "Remove HyperTile, or the other node that changes self-attention (another HyperTile, Perturbed-Attention or Self-Attention Guidance): each takes what the other makes.":
     "请移除 HyperTile，或另一个改变自注意力的节点（另一个 HyperTile、扰动注意力引导或自注意力引导）：它们互相使用对方的结果。",
+  "Remove TomePatchModel, or use Load Diffusion Model: it draws lots in every layer for the tokens that others are merged into, and each device would draw its own.":
+    "请移除 TomePatchModel，或使用“UNet加载器”：它在每一层随机抽取其他令牌并入的令牌，而每台设备会各自抽取。",
   "Set swap_size of HyperTile to 2 or less: above that it draws lots for the size of tiles in every layer, and each device would draw its own.":
     "请把 HyperTile 的 swap_size 设为 2 或更小：更大时它在每一层随机选择小块的大小，而每个设备会各自抽取。",
   "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove FreeU: it filters the frequencies of whole pictures, and each device has some rows of them.":
