@@ -80,6 +80,30 @@ def _pixels_of(latent):
     return latent[:, :3].movedim(1, -1).flatten(0, 1)
 
 
+def _found_in(image):
+    """A mask of a thing in pictures (F, H, W, 3) -> (F, H, W)."""
+    mask = torch.zeros(image.shape[:3])
+    mask[:, image.shape[1] // 4:image.shape[1] // 2, image.shape[2] // 4:image.shape[2] // 2] = 1
+    return mask
+
+
+def _tracked_in(images, **_):
+    """The same as SAM 3's track of it."""
+    from comfy.ldm.sam3.tracker import pack_masks
+    rows, columns = images.shape[1:3]
+    masks = _found_in(images)[:, None, :, :columns // 8 * 8]
+    return ({"packed_masks": pack_masks(masks), "orig_size": (rows, columns), "n_frames": len(images),
+             "scores": [0.9]},)
+
+
+def _noise_as_asked(width, height, length, batch_size, **_):
+    """Noise, in the place of that which moves with a video, for VOID."""
+    from comfy_extras.nodes_void import _valid_void_length
+    frames = (_valid_void_length(length) - 1) // 4 + 1
+    return ({"samples": torch.randn(batch_size, 16, frames, height // 8, width // 8,
+                                    generator=torch.Generator().manual_seed(7))},)
+
+
 def _twice(latent):
     samples = latent["samples"].repeat_interleave(2, -1).repeat_interleave(2, -2)
     return {name: value for name, value in latent.items() if name != "noise_mask"} | {"samples": samples}
@@ -182,6 +206,10 @@ class StandIns:
                 "LoadImageOutput": lambda **_: (image, mask), "Painter": lambda **_: (image, mask),
                 "LoadDA3Model": lambda **_: (None,), "DA3Inference": lambda image, **_: (image,),
                 "DA3Render": lambda da3_geometry, **_: (da3_geometry,),
+                "LoadMoGeModel": lambda **_: (None,), "MoGeInference": lambda image, **_: (image,),
+                "MoGeRender": lambda moge_geometry, **_: (moge_geometry,),
+                "SAM3_Detect": lambda image, **_: (_found_in(image), []), "SAM3_VideoTrack": _tracked_in,
+                "OpticalFlowLoader": lambda **_: (None,), "VOIDWarpedNoise": _noise_as_asked,
                 "LoadVideo": lambda **_: (self._video(image, sound),),
                 "LoadAudio": lambda **_: (sound,), "RecordAudio": lambda **_: (sound,)}.items():
             if name in self._classes:
@@ -242,6 +270,8 @@ class StandIns:
         return self._vaes[kind]
 
     def native(self, file):
+        if self.kind_of(file) == "beside":                     # whose nodes are stand-ins
+            return SimpleNamespace()
         return self.comfyui.native(self.kind_of(file)).clone()
 
     def ours(self, file):

@@ -32,8 +32,10 @@ from tests.stand_ins import StandIns
 TABLE = ROOT / "docs" / "templates.md"
 LOADERS = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name", "ImageOnlyCheckpointLoader": "ckpt_name",
            "unCLIPCheckpointLoader": "ckpt_name", "XDiTLoadModel": "model_name"}
+BESIDE = "beside"                          # of a model that finds things in pictures, and gives no latent
 # the tiny model in the place of a published file, by what its name contains; the first that fits
 KINDS = (
+    ("^sam3|^rt_detr", BESIDE), ("^void_pass", "cogvideox-1.5-inpaint"),
     ("v1-5|dreamshaper_8", "sd15"), ("x4-upscaler", "sd-x4-upscaler"), ("zero123", "stable-zero123"),
     ("sv3d_u", "sv3d-u"), ("sv3d_p", "sv3d-p"), ("^svd", "svd"),
     ("stage_c", "stable-cascade-c"), ("stage_b", "stable-cascade-b"),
@@ -59,7 +61,7 @@ KINDS = (
     ("scail_2", "wan-scail-2"), ("scail", "wan-scail"), ("s2v", "wan-s2v"), ("dancer", "wandancer"),
     ("flf2v", "wan-flf"), ("ti2v|5b", "wan22-ti2v"), ("fun_control", "wan-fun-control"),
     ("wan2.2_(i2v|fun_inp)", "wan22-i2v"), ("(wan.*(i2v|fun_inp|wanmove|ati))|chrono_edit", "wan-i2v"),
-    ("wan|causal_forcing", "wan"))
+    ("causal_forcing", "wan-causal"), ("wan", "wan"))
 STEPS, FRAMES = 3, 9
 SIZES = re.compile(r"width|height|size|longer|shorter|edge|dimension|left|right|top|bottom|value|resolution$")
 FAULTS = ("wrong", "raw", "hang")
@@ -188,7 +190,7 @@ class Walk:
         if missing:
             return "not compared", f"nodes that are not ComfyUI's own: {', '.join(sorted(missing))}"
         # text and VAE are of the model that draws
-        self.stand_ins.kind = kind_of(min(files, key=lambda file: kind_of(file) == "lotus"))
+        self.stand_ins.kind = kind_of(min(files, key=lambda file: kind_of(file) in ("lotus", BESIDE)))
         want = self.run(given)
         if isinstance(want, str):
             return "not compared", f"ComfyUI's own ends in {want}"

@@ -67,6 +67,24 @@ def test_a_model_that_is_not_run_is_told_by_its_nodes_where_its_file_is_not_here
     assert "model_stays" in {one["reason"] for one in left if one["type"] == "KSampler"}
 
 
+@pytest.mark.parametrize("mode, goes", [("single_speaker", True), ("two_speakers", False)])
+def test_infinite_talk_goes_to_the_workers_with_one_speaker(node, modules, templates, tmp_path, mode, goes):
+    name = "video_wan2_1_infinitetalk.json"
+    text = (templates / name).read_text(encoding="utf-8")
+    assert '"two_speakers"' in text
+    (tmp_path / name).write_text(text.replace('"two_speakers"', f'"{mode}"'), encoding="utf-8")
+
+    assert ("XDiTLoadModel" in convert(node, modules, tmp_path)[name]["types"]) == goes
+
+
+def test_a_model_that_its_own_node_runs_stays_beside_the_one_that_draws(converted):
+    entry = converted["video_wan21_scail2_character_replacement.json"]
+
+    assert {one["type"]: one["model"] for one in entry["left"] if one["reason"] == "other_model"} == {
+        "CheckpointLoaderSimple": "SAM 3"}
+    assert {"XDiTLoadModel", "CheckpointLoaderSimple"} <= {*entry["types"]} and "UNETLoader" not in entry["types"]
+
+
 def test_what_is_told_to_be_for_other_models_is_for_none_that_is_run(node, modules):
     models = set(evaluate(node, modules / "convert.mjs", "FOR_OTHERS", "FOR_OTHERS").values())
 

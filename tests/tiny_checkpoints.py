@@ -41,6 +41,7 @@ VARIANTS = {"chroma-radiance-x0": ("chroma-radiance", {
             "hunyuanvideo-i2v": ("hunyuanvideo", {"in_channels": 33}),
             "hunyuanvideo-skyreels": ("hunyuanvideo", {"in_channels": 32}),
             "cogvideox-1.5-i2v": ("cogvideox-1.5", {"in_channels": 32, "ofs_embed_dim": 64}),
+            "cogvideox-1.5-inpaint": ("cogvideox-1.5", {"in_channels": 48}),
             "cosmos-predict1-video": ("cosmos-predict1", {"in_channels": 17}),
             "cosmos-predict2-video": ("cosmos-predict2", {
                 "in_channels": 17, "rope_t_extrapolation_ratio": 5 / 6, **dict.fromkeys(
@@ -58,7 +59,7 @@ VARIANTS = {"chroma-radiance-x0": ("chroma-radiance", {
             "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
             "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
             "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}),
-            "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}),
+            "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}), "wan-causal": ("wan", {"causal_ar": True}),
             # as many blocks as published ones
             "sd15-blocks": ("sd15", {"num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 2, 4, 4],
                                      "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
@@ -87,7 +88,7 @@ DETECTED = {"sdxl-refiner": "SDXLRefiner", "ssd-1b": "SSD1B", "koala-700m": "KOA
 # Families that ComfyUI's detection tells by a width of the published ones: here by one that no other tiny file has.
 TOLD = {"z-image-pixel": {"image_model": "lumina2", "dim": 512}}
 # what these are, the file says in its metadata
-SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3")
+SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3", "wan-causal")
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox",
@@ -136,6 +137,7 @@ def transformer(kind, size="test"):
     tiny = families()[kind].tiny
     base, changed = VARIANTS.get(kind, (kind, {}))
     arguments = tiny.arguments | changed | (DEMO.get(base, {}) if size == "demo" else {})
+    arguments.pop("causal_ar", None)                           # another class of the same tensors
     module, _, name = tiny.native.partition(":")
     place = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
     return getattr(importlib.import_module(module), name)(**arguments, **place)

@@ -25,16 +25,18 @@ const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", 
 export const REFUSED = [
   "HiDreamO1PatchSeamSmoothing",
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
-  "WanInfiniteTalkToVideo",
 ];
+// Of these, what a first widget says is run: of InfiniteTalk, one speaker.
+const RUN_WITH = { WanInfiniteTalkToVideo: "single_speaker" };
 // Nodes that stay when a model goes to the workers, and what is said of them.
 const STAY = {
   KSamplerAdvanced: "as_it_is", SamplerCustom: "as_it_is", SamplerCustomAdvanced: "as_it_is",
   VAEDecodeTiled: "tiled", VAEEncodeTiled: "tiled", VAEEncodeForInpaint: "on_one_device",
 };
-// Nodes that make conditioning for models that the workers do not run: a file that is not here can be told by them.
+// Nodes that make conditioning for models that the workers do not run, or that run such a model themselves: a file that is not here can be
+// told by them.
 export const FOR_OTHERS = {
-  SeedVR2Conditioning: "SeedVR2",
+  SAM3_VideoTrack: "SAM 3", SDPoseKeypointExtractor: "SDPose", SeedVR2Conditioning: "SeedVR2",
 };
 const REFUSED_INPUTS = ["GLIGEN", "IPADAPTER"];
 
@@ -132,12 +134,16 @@ function whyNotLoader(book, place, refusals) {
   if (splits && linkOf(node, LOADERS[node.type].file) == null && isProxied(book, graph, node, LOADERS[node.type].file)) return ["promoted"];
   let reason = null;
   walkDown(book, graph, node.outputs[0], "MODEL", (inner, user) => {
-    const other = inConditioning(book, inner, user, ({ type }) => FOR_OTHERS[type]);
+    const other = FOR_OTHERS[user.type] ?? inConditioning(book, inner, user, ({ type }) => FOR_OTHERS[type]);
     if (other) reason ??= ["other_model", { model: other }];
-    const found = refusedInput(user) ?? (REFUSED.includes(user.type) ? user : null) ?? inConditioning(book, inner, user, refusedInput);
+    const found = refusedInput(user) ?? (isRefused(user) ? user : null) ?? inConditioning(book, inner, user, refusedInput);
     if (found) reason ??= ["patch", { by: found.title || found.type }];
   });
   return reason;
+}
+
+function isRefused(node) {
+  return REFUSED.includes(node.type) || (node.type in RUN_WITH && node.widgets_values?.[0] !== RUN_WITH[node.type]);
 }
 
 function whyNotSampler(book, { graph, node }, converted) {

@@ -49,6 +49,8 @@ export const ZH = {
     "请移除 HyperTile：它在 {0} 中切分的一部分内容不是同一张图像的像素。",
   "Remove HyperTile, or the other node that changes self-attention (another HyperTile, Perturbed-Attention or Self-Attention Guidance): each takes what the other makes.":
     "请移除 HyperTile，或另一个改变自注意力的节点（另一个 HyperTile、扰动注意力引导或自注意力引导）：它们互相使用对方的结果。",
+  "Remove TomePatchModel, or use Load Diffusion Model: it draws lots in every layer for the tokens that others are merged into, and each device would draw its own.":
+    "请移除 TomePatchModel，或使用“UNet加载器”：它在每一层随机抽取其他令牌并入的令牌，而每台设备会各自抽取。",
   "Set swap_size of HyperTile to 2 or less: above that it draws lots for the size of tiles in every layer, and each device would draw its own.":
     "请把 HyperTile 的 swap_size 设为 2 或更小：更大时它在每一层随机选择小块的大小，而每个设备会各自抽取。",
   "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove FreeU: it filters the frequencies of whole pictures, and each device has some rows of them.":
@@ -123,6 +125,18 @@ export const ZH = {
     "{0}：{1} 含有非有限数值（NaN 或无穷大），无法得到图像。",
   "Connect the output of a node that makes it: {} is {}, and needs {}.":
     "请连接能产生它的节点的输出：{0} 是 {1}，而需要的是 {2}。",
+  "Load a Bernini or Wan text-to-video model: the reference latents of Bernini Conditioning are of {} channels, and this Wan takes {}.":
+    "请加载 Bernini 或 Wan 文生视频模型：Bernini Conditioning 的参考 latent 有 {0} 个通道，而此 Wan 接受 {1} 个。",
+  "Remove the noise mask, or Bernini Conditioning: references have the time of the whole latent, and with a noise mask each frame of this Wan has a time of its own.":
+    "请移除噪波遮罩或 Bernini Conditioning：参考采用整个 latent 的时间步，而有噪波遮罩时此 Wan 的每一帧各有自己的时间步。",
+  "Remove WanInfiniteTalkToVideo: it is for Wan, and this is {}.":
+    "请移除 WanInfiniteTalkToVideo：它用于 Wan，而此模型是 {0}。",
+  "Set the mode of WanInfiniteTalkToVideo to single_speaker, or use Load Diffusion Model: for two speakers each layer compares all tokens of the video with those of its first frame, by the largest and the least of all, which no device has.":
+    "请把 WanInfiniteTalkToVideo 的模式设为 single_speaker，或使用“UNet加载器”：有两位说话者时，每一层按全部令牌的最大值和最小值比较视频的令牌与首帧的令牌，而没有一台设备拥有全部令牌。",
+  "Use the latent that WanInfiniteTalkToVideo gives: its sound is of {} frames of latents, and this latent has {}.":
+    "请使用 WanInfiniteTalkToVideo 给出的 latent：它的声音对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
+  "Remove Bernini Conditioning, or InfiniteTalk: the sound is of a video's frames alone, and references have none.":
+    "请移除 Bernini Conditioning 或 InfiniteTalk：声音只属于视频的各帧，参考没有声音。",
   "Encode the reference picture with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model takes {} and {}. Models that take pictures otherwise (Fill, Canny, Depth) take none.":
     "请用属于此模型的 VAE 编码参考图像：条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型接受 {3} 和 {4}。以其他方式接受图像的模型（Fill、Canny、Depth）不接受参考。",
   "Use {}: the conditioning has {} of {} numbers a token, and this {} model takes {}. It was made by another text encoder.":

@@ -70,6 +70,9 @@ ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "AuraFlow", "Co
          "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.takes_unet_patches}
 WHOLE = [name for name, family in FAMILIES.items() if family.is_whole]          # U-shaped too, but of ComfyUI's
+# what references are called, of families that have some
+WITH_REFERENCES = {name: word for name in CONFIGS for word in ("ref_latents", "context_latents")
+                   if word in FAMILIES[name].conditioning}
 VISION_TOKENS = 5
 IN_FLOAT32 = ("comfy.ldm.audio.dit",)
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a
@@ -130,7 +133,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     if not thin:
         conditioning.pop("face_pixel_values", None)            # of 512 x 512 pixels
     for number, size in enumerate(references):
-        conditioning[f"ref_latents.{number}"] = torch.randn(*latent.shape[:2], *latent.shape[2:-2], *size,
+        conditioning[f"{WITH_REFERENCES[name]}.{number}"] = torch.randn(*latent.shape[:2], *latent.shape[2:-2], *size,
                                                             generator=generator)
     if method is not None:
         conditioning[f"ref_latents_method.{method}"] = torch.zeros(1)

@@ -26,7 +26,7 @@ class Networks:
 
     def __init__(self, comfyui, vae_of):
         self.comfyui, self.vae_of, self.folder = comfyui, vae_of, comfyui.base / "made_patches"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
         comfyui.folder_paths.add_model_folder_path("model_patches", str(self.folder), is_default=True)
         from tests.model_nodes import model_nodes
         model_nodes(comfyui)

@@ -173,13 +173,16 @@ def test_auto_takes_branches_apart(comfyui, said):
 
 
 def test_what_reaches_inside_is_refused_by_name(comfyui):
-    """ToMe merges tokens of attentions."""
+    """ToMe merges tokens of attentions, by lots; what another function does is not known."""
     model = comfyui.ours("sd15", comfyui.config("cpu"))
     from tests.model_nodes import model_nodes, run_node
-    patched = run_node(model_nodes(comfyui)["TomePatchModel"], {"model": model, "ratio": 0.3})[0]
+    merging = run_node(model_nodes(comfyui)["TomePatchModel"], {"model": model, "ratio": 0.3})[0]
+    other = model.clone()
+    other.set_model_attn1_patch(lambda query, key, value, options: (query, key, value))
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="model patches"):
-        comfyui.sample(patched, "sd15")
+    for patched, words in ((merging, "^Remove TomePatchModel, .* draws lots in every layer"), (other, "model patches")):
+        with pytest.raises(comfyui.errors.UnsupportedError, match=words):
+            comfyui.sample(patched, "sd15")
 
 
 @pytest.mark.slow

@@ -65,6 +65,13 @@ def wan_last(vae, size):
                                         "clip_vision_end_image": clip_vision(6, tokens=9)}
 
 
+def wan_bernini(vae, size):
+    """A video of the latent's size, one of another size and fewer frames, and a picture of odd sides."""
+    return "BerniniConditioning", {"vae": vae, "source_video": picture(3, *size, frames=9), "reference_video":
+                                   picture(4, 64, 48, frames=5), "reference_images": {"reference_image_0": picture(
+                                       5, 56, 72)}}
+
+
 def wan_fun_control(vae, size):
     return "WanFunControlToVideo", {"vae": vae, "start_image": picture(3, *size),
                                     "control_video": picture(7, *size, frames=9), "clip_vision_output": clip_vision(4)}
@@ -160,6 +167,7 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start),
          "wan-i2v-bare": ("wan-i2v", "vae-wan", wan_nothing),
          "wan-flf": ("wan-flf", "vae-wan", wan_first_last), "wan-flf-last": ("wan-flf", "vae-wan", wan_last),
          "wan22-i2v": ("wan22-i2v", "vae-wan", wan_start), "wan-text": ("wan", "vae-wan", wan_start),
+         "wan-bernini": ("wan", "vae-wan", wan_bernini),
          "wan-fun-control": ("wan-fun-control", "vae-wan", wan_fun_control),
          "wan22-ti2v": ("wan22-ti2v", "vae-wan22", wan22_start),
          "wan-vace": ("wan-vace", "vae-wan", wan_vace), "wan-vace-bare": ("wan-vace", "vae-wan", wan_vace_nothing),
@@ -260,6 +268,20 @@ def test_guides_of_other_strengths_equal_native_under_every_method(comfyui, aske
     close(result, native(case, "wide"), TOLERANCE)
 
 
+@pytest.mark.parametrize("degrees", [
+    {"ulysses": 2}, *(pytest.param(degrees, marks=pytest.mark.slow) for degrees in (
+        {}, {"cfg": 2}, {"data": 2}, {"ring": 2}, {"tensor": 2}, {"pipefusion": 2, "num_patches": 3,
+                                                                  "warmup_steps": 100},
+        {"displaced": 2, "warmup_steps": 100}))], ids=str)
+def test_references_of_bernini_equal_native_under_every_method(comfyui, asked, native, degrees):
+    kind, arguments = asked("wan-bernini", "odd")
+    model = comfyui.ours(kind, comfyui.config("cpu,cpu" if degrees else "cpu", **degrees))
+
+    close(comfyui.sample(model, kind, **arguments), native("wan-bernini", "odd"), TOLERANCE)
+    bare = {**arguments, "positive": comfyui.conditioning(kind, 1), "negative": comfyui.conditioning(kind, 2)}
+    assert relative_error(comfyui.sample(model, kind, **bare), native("wan-bernini", "odd")) > 50 * TOLERANCE
+
+
 def scaled(comfyui, model):
     model_nodes(comfyui)
     return run_node(comfyui.nodes.NODE_CLASS_MAPPINGS["ScaleROPE"], {
@@ -319,14 +341,35 @@ def test_pictures_and_their_tokens_change_the_result(native):
 
 def test_frames_of_other_pictures_are_refused_by_name(comfyui):
     """Of nodes for other models: frames after the video's own, and references in the context."""
-    model = comfyui.ours("wan", comfyui.config("cpu"))
-    for key, value in (("time_dim_concat", torch.zeros(1, 16, 1, 16, 18)),
-                       ("context_latents", [torch.zeros(1, 16, 1, 16, 18)])):
-        positive = comfyui.conditioning("wan", 1)
+    for kind, key, value in (("wan", "time_dim_concat", torch.zeros(1, 16, 1, 16, 18)),
+                             ("wan-vace", "context_latents", [torch.zeros(1, 16, 1, 16, 18)])):
+        positive = comfyui.conditioning(kind, 1)
         positive[0][1][key] = value
 
-        with pytest.raises(comfyui.errors.UnsupportedError, match=f"adds {key} .* runs Wan without it"):
-            comfyui.sample(model, "wan", positive=positive)
+        with pytest.raises(comfyui.errors.UnsupportedError, match=f"adds {key} .* runs Wan.* without it"):
+            comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, positive=positive)
+
+
+def test_causal_wan_runs_as_wan_and_without_its_own_sampler(comfyui):
+    """As ComfyUI's own, whose model is another class for such a file; frame by frame it is refused by name."""
+    model, native = (make("wan-causal") for make in (
+        lambda kind: comfyui.ours(kind, comfyui.config("cpu,cpu", ulysses=2)), comfyui.native))
+    assert type(native.model.diffusion_model).__name__ == "CausalWanModel"
+
+    close(comfyui.sample(model, "wan-causal"), comfyui.sample(native, "wan-causal"), TOLERANCE)
+    guider = comfyui.samplers.CFGGuider(model)
+    guider.set_conds(comfyui.conditioning("wan-causal", 1), comfyui.conditioning("wan-causal", 2))
+    noise = torch.zeros_like(comfyui.latent("wan-causal")["samples"])
+    with pytest.raises(comfyui.errors.UnsupportedError, match="support the sampler ar_video"):
+        guider.sample(noise, noise, comfyui.samplers.ksampler("ar_video"), torch.tensor([1.0, 0.0]))
+
+
+def test_references_of_other_channels_are_refused(comfyui):
+    positive = comfyui.conditioning("wan-i2v", 1)
+    positive[0][1]["context_latents"] = [torch.zeros(1, 16, 1, 16, 18)]
+
+    with pytest.raises(comfyui.errors.ConfigError, match="of 16 channels, and this Wan takes 36"):
+        comfyui.sample(comfyui.ours("wan-i2v", comfyui.config("cpu")), "wan-i2v", positive=positive)
 
 
 def test_another_way_to_give_hunyuanvideo_a_picture_is_refused_by_name(comfyui, asked, vae_of):

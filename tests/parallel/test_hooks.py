@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import xdit_backend.parallel.usp as usp
-from tests.models.zoo import ALIKE, APART, CONFIGS, example, having, matrix
+from tests.models.zoo import ALIKE, APART, CONFIGS, WITH_REFERENCES, example, having, matrix
 from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.distributed.collectives import Traffic
@@ -116,7 +116,7 @@ REFERENCES = [{"references": [(6, 8)], "rows": 8, "columns": 8}, {"references": 
               {"references": [(2, 2)], "batch": 2, "method": "index_timestep_zero"}]
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if "ref_latents" in FAMILIES[name].conditioning])
+@pytest.mark.parametrize("name", WITH_REFERENCES)
 @pytest.mark.parametrize("layout", ["ulysses2", "ring2-ulysses2", "ring3"])
 def test_reference_latents_are_tokens_of_their_own(name, layout):
     """Of other sizes than the latent, fewer than ranks, and none between runs that have some."""

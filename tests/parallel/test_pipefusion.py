@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.models.zoo import APART, CONFIGS, example, having, hold_share
+from tests.models.zoo import APART, WITH_REFERENCES, example, having, hold_share
 from tests.parallel.oracle import StaleModel, simulate, stepped
 from tests.ranks import run_ranks
 from tests.tolerances import InDouble, unrounded, within
@@ -185,8 +185,7 @@ def test_times_that_differ_within_a_latent_equal_the_oracle(name, layout):
     within(error(name, layout, [(4, 1), (3, 0), (2, 3)], options={"apart": True}), EXACT)
 
 
-@pytest.mark.parametrize("name, layout", in_turn(name for name in CONFIGS
-                                                 if "ref_latents" in FAMILIES[name].conditioning), ids=str)
+@pytest.mark.parametrize("name, layout", in_turn(WITH_REFERENCES), ids=str)
 def test_reference_latents_equal_the_oracle(name, layout):
     """They come with a step's first patch, and later patches attend to them."""
     within(error(name, layout, [(4, 1), (3, 0), (2, 3)], options={"references": ((6, 8), (3, 4)), "batch": 2}), EXACT)

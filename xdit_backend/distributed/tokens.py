@@ -66,4 +66,5 @@ class Tokens:
         for stream, piece in zip(streams, tensor.split(lengths, dim)):
             sizes = self.shards(stream)
             pieces.append(piece.narrow(dim, sum(sizes[:self.shard]), sizes[self.shard]))
+        pieces = [piece for piece in pieces if piece.shape[dim]] or pieces[:1]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

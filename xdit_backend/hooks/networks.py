@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from ..partition import halved, level_of
+from ..protocol.errors import UnsupportedError
+from .places import places_of
 
 # of hypernetworks, names in torch.nn.functional
 ACTIVATIONS = "relu", "leaky_relu", "elu", "hardswish", "tanh", "sigmoid", "softsign", "mish"
@@ -56,6 +58,26 @@ class Network:
         hidden = F.silu(self.linear(f"{name}.down", given_BTC))
         hidden = self.linear(f"{name}.mid", torch.cat([picture.expand(len(hidden), -1, -1), hidden], -1))
         return self.linear(f"{name}.up", F.silu(hidden * (1 + scale) + shift))
+
+    def of_sound(self, number, tokens_BTC, frames):
+        """What InfiniteTalk (MultiTalk, Kong et al. 2025, arXiv 2505.22647) adds to a block's tokens after attention to
+        the text: what each finds in the sound of its frame. frames: of the tokens, (T,). The network's tensor "sound":
+        (frames, T of one, C)."""
+        name, dtype = f"{number}.", tokens_BTC.dtype
+        heads = lambda tensor: tensor.unflatten(2, (int(self._spec.settings["heads"]), -1)).transpose(1, 2)  # noqa: E731
+        sound = self.weight("sound", dtype)
+        normed = F.layer_norm(tokens_BTC, tokens_BTC.shape[2:], *(
+            self.weight(f"{name}norm_x.{kind}", dtype) for kind in ("weight", "bias")))
+        query = heads(self.linear(f"{name}audio_cross_attn.q_linear", normed))
+        key, value = (heads(part).expand(len(query), -1, -1, -1) for part in self.linear(
+            f"{name}audio_cross_attn.kv_linear", sound.flatten(0, 1)[None]).chunk(2, -1))
+        of_keys = torch.arange(len(sound), device=frames.device).repeat_interleave(sound.shape[1])
+        found = F.scaled_dot_product_attention(query, key, value, frames[:, None] == of_keys)
+        return self.linear(f"{name}audio_cross_attn.proj", found.transpose(1, 2).flatten(2))
+
+    def num_frames(self):
+        """Of the sound."""
+        return self._weights["sound"].shape[0]
 
     def of_values(self, which, given_BTC):
         """What a hypernetwork adds to what keys ("0") or values ("1") are made of; None where it has nothing for this
@@ -146,9 +168,50 @@ def _led(forward, name, current):
     return led
 
 
+def hear(block, number, heard, current):
+    """Have this block add, after its attention to the text, what networks of a forward find in sound. number: of the
+    block. heard: ModelPlan.heard. current(): as of lead."""
+    norm, attention = map(block.get_submodule, heard)
+    normalise, attend = norm.forward, attention.forward
+
+    def running():
+        context = None if torch.compiler.is_compiling() else current()
+        return None if context is None or not any(use.where == "sound" for use, _ in context.networks) else context
+
+    @functools.wraps(normalise)
+    def normalised(tokens):
+        if context := running():
+            context.cuts["heard"] = tokens                     # which the block adds to
+        return normalise(tokens)
+
+    @functools.wraps(attend)
+    def attended(*args, **kwargs):
+        found = attend(*args, **kwargs)
+        if context := running():
+            before = context.cuts["heard"].to(found.dtype)
+            for use, network in context.networks:
+                if use.where == "sound":
+                    found = found + network.of_sound(number, before + found, _frames(context, network, found)) \
+                        * use.strength
+        return found
+    norm.forward, attention.forward = normalised, attended
+
+
+def _frames(context, network, tokens_BTC):
+    """Of this rank's tokens, all of which are the image's."""
+    if any(count for stream, count in context.tokens.counts.items() if stream != "image"):
+        raise UnsupportedError("Remove Bernini Conditioning, or InfiniteTalk: the sound is of a video's frames alone, "
+                               "and references have none.")
+    key = "heard", network.num_frames()
+    if key not in context.cuts:
+        places, whole = places_of(context, ("image",), tokens_BTC.device)
+        context.cuts[key] = places // (whole // network.num_frames())
+    return context.cuts[key]
+
+
 def lead_layers(context):
-    """Does a network change what goes into layers inside of blocks? No graph knows of such."""
-    return any(use.where == "layers" for use, _ in context.networks)
+    """Does a network change what layers inside of blocks take or give? No graph knows of such."""
+    return any(use.where in ("layers", "sound") for use, _ in context.networks)
 
 
 def with_networks(context, where, which, given_BTC):

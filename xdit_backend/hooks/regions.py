@@ -34,8 +34,9 @@ def join(shard, streams, tokens, mesh, traffic, wanted):
         pieces = tokens.pieces(wanted)
         parts = list(zip(pieces, gathered.split([size for _, _, size in pieces], 1)))
         whole |= {name: torch.cat([part for (stream, _, _), part in parts if stream == name], 1) for name in wanted}
-    if len(streams) == 1 and tokens.counts[streams[0]] == tokens.held(streams[0]):
-        return whole[streams[0]]
+    there = [name for name in streams if tokens.held(name)] or streams[:1]
+    if len(there) == 1 and tokens.counts[there[0]] == tokens.held(there[0]):
+        return whole[there[0]]
     return torch.cat([whole[name] if name in wanted and tokens.counts[name] == tokens.held(name)
                       else shard.new_zeros(shard.shape[0], tokens.held(name), shard.shape[2]) for name in streams], 1)
 

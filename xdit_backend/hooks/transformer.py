@@ -77,6 +77,8 @@ class Hooks:
                 self._compiled.blocks[place.index].once[path] = module, span
                 module.forward = self._hook_once(module, module.forward, (place.index, path), span)
         networks.lead(block, place.number, plan.led, lambda: self._context)
+        if plan.heard:
+            networks.hear(block, place.number, plan.heard, lambda: self._context)
         for path in plan.choosing:
             module = _inside(block, path)
             if module is not None:

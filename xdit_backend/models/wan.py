@@ -1,5 +1,5 @@
 """Wan 2.1 and 2.2: one stream over frames, rows and columns; text and CLIP vision tokens by cross-attention; rotary
-positions.
+positions. Bernini's references are tokens after the image's.
 
 Pictures come as channels beside the latent's, from ComfyUI; where Wan 2.2's 5B model keeps given frames, they have
 times of their own.
@@ -8,6 +8,7 @@ times of their own.
 import torch
 import torch.nn.functional as F
 
+from ..vocabulary.context_latents import num_context_tokens, whole_context, with_context
 from ..vocabulary.describe import (
     Unpacked,
     blocks,
@@ -26,7 +27,8 @@ from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 from ..vocabulary.rope_scales import with_scales
 
-LATENT, TABLE, TIMES = Unpacked((1, 2, 2)), TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
+LATENT, ALL = Unpacked((1, 2, 2)), ("image", "reference")
+TABLE, TIMES = TokenArgument(1, ALL), TokenArgument(1, ALL, ndim=4)
 CONVERT = diffusers_converter("convert_wan_transformer_to_diffusers")
 PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "img_emb"}
 
@@ -81,7 +83,7 @@ def _amend(model, config):
         sines[0].to(rounded.dtype if rounded.dtype.itemsize > 4 else torch.float32).view(rounded.shape))
     if config.get("pos_embed_seq_len") is not None:
         embedder.image_embedder.forward = _with_places(embedder.image_embedder)
-    model.forward = with_scales(model, model.forward)
+    model.forward = with_context(model, with_scales(model, model.forward))
     if config.get("added_kv_proj_dim") is not None:
         for block in model.blocks:
             block.attn2.forward = _vision_and_text(block.attn2, num_vision_tokens)
@@ -130,17 +132,18 @@ WAN = Family(
     convert=_convert, latent=LATENT,
     pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8),
     amend=_amend, keep_in_compute_dtype=("patch_embedding",),
-    conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None},
+    conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None, "context_latents": None},
+    lengths={"reference": num_context_tokens(LATENT)},
     ignored=("reference_latent", "denoise_mask"),
     arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": given("context"),
                "encoder_hidden_states_image": given("clip_fea", where="image_dim"),
-               "rope_scales": given("rope_scales")},
+               "rope_scales": given("rope_scales"), "context_latents": whole_context(LATENT)},
     live={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0, "exchange": 13.0},
     plan=ModelPlan(
-        blocks=(BlockList("blocks", "blocks.", patched="double", added="double_block"),),
-        streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
+        blocks=(BlockList("blocks", "blocks.", patched="double", added="double_block", returns=(ALL,)),),
+        streams={"hidden_states": ALL}, attention={"attn1": ALL},
         tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
-        once_outside={"condition_embedder.text_embedder": "run"}),
+        once_outside={"condition_embedder.text_embedder": "run"}, heard=("norm2", "attn2")),
     tiny=Tiny(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7,
          "out_channels": 4,

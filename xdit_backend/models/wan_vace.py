@@ -14,8 +14,11 @@ from ..protocol.errors import ConfigError
 from ..vocabulary.describe import blocks, config_of, has, only_parts, size
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
+from ..vocabulary.plan import TokenArgument
+from ..vocabulary.positions import Cut
 from .wan import PARTS, WAN
 
+TABLE, TIMES = TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
 NUM_VACE = blocks("vace_blocks.")
 
 
@@ -97,14 +100,18 @@ WAN_VACE = dataclasses.replace(
     amend=_amend, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"), unsupported_arguments=_several,
     conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None, "rope_scales": None},
     ignored=("clip_fea", "reference_latent"),
-    arguments={**{name: rule for name, rule in WAN.arguments.items() if name != "encoder_hidden_states_image"},
+    arguments={**{name: rule for name, rule in WAN.arguments.items()
+                  if name not in ("encoder_hidden_states_image", "context_latents")},
                "hidden_states": _latent, "vace_strength": _strength},
     live={"alone": 6.65, "residual": 5.1, "whole": 6.65, "outside": 4.2, "held": 1.3, "block": 7.35, "exchange": 6.2,
           "keys": 1.2, "own": 0.55},
-    plan=dataclasses.replace(WAN.plan, attention={"attn1": ("image",), "vace_attn1": ("image",)},
-                             unstaged_blocks=("vace_blocks",), unsplit=("proj_in", "proj_out"),
+    lengths={},
+    plan=dataclasses.replace(WAN.plan, streams={"hidden_states": "image"},
+                             attention={"attn1": ("image",), "vace_attn1": ("image",)},
+                             tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
+                             unstaged_blocks=("vace_blocks",), unsplit=("proj_in", "proj_out"), heard=(),
                              # a block here is two of ComfyUI's
-                             blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None),)),
+                             blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None, returns=("image",)),)),
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
     tiny=Tiny(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4,

@@ -168,7 +168,8 @@ class NetworkSpec:
 
     name: str
     weights: dict[str, Segment]
-    # of a hypernetwork: "320.0" (width, 0 for keys and 1 for values) -> its layers, in order: "linear relu linear"
+    # of a hypernetwork: "320.0" (width, 0 for keys and 1 for values) -> its layers, in order: "linear relu linear";
+    # of one that hears: "heads" -> how many its attention has
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -176,10 +177,10 @@ class NetworkSpec:
 class NetworkUse:
     """Where a call has what a network gives added, times strength: to the image after each block, to what goes into
     layers of blocks (ModelPlan.led), to what keys and values of self-attention (attn1) or of attention to the text
-    (attn2) are made of, or to what attention to the text gives (text)."""
+    (attn2) are made of, to what attention to the text gives (text), or after that, of sound (ModelPlan.heard)."""
 
     network: str                   # NetworkSpec.name
-    where: Literal["blocks", "layers", "attn1", "attn2", "text"]
+    where: Literal["blocks", "layers", "attn1", "attn2", "text", "sound"]
     strength: float
     picture: str = ""              # of blocks and layers: what of Branch.control it follows, (B or 1, T, C)
     # of text: for each image of the call, the prompt it is drawn for (0 positive, 1 negative), and its number there

@@ -101,6 +101,9 @@ class ModelPlan:
     choosing: tuple[str, ...] = ()
     # linear of a block whose input networks of ComfyUI's LLLite change -> what they call it
     led: dict[str, str] = field(default_factory=dict)
+    # of a block to which ComfyUI's InfiniteTalk adds what it finds in sound: the norm that is given the hidden states
+    # before attention to the text, and that attention. (): ComfyUI's model heeds none
+    heard: tuple[str, ...] = ()
     tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
     rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
     halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own

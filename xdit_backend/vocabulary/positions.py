@@ -60,6 +60,7 @@ def _cut(tensor, argument, rows, tokens):
     lengths = [rows.num_tokens if stream == "image" else tokens.held(stream) for stream in argument.streams]
     pieces = [piece.narrow(argument.dim, rows.first_token, tokens.counts["image"]) if stream == "image" else piece
               for stream, piece in zip(argument.streams, tensor.split(lengths, argument.dim))]
+    pieces = [piece for piece in pieces if piece.shape[argument.dim]]          # of the image there are always some
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, argument.dim)
 
 

@@ -12,7 +12,7 @@ import torch
 from ....xdit_backend.host.networks import Network
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
-from ..supported.operations import lllites_in, networks_in, styles_in
+from ..supported.operations import hearing, lllites_in, networks_in, styles_in
 from .adapters import adapters_of
 
 WHERE = {"attn1_patch": "attn1", "attn2_patch": "attn2", "double_block": "blocks"}
@@ -51,7 +51,8 @@ def networks_of(family, config, transformer_options, x, modules):
             pictures[name] = _followed(patch, family, config, x)
             network = _lllite(patch.model_patch.model)
             uses.append((specs.NetworkUse(network.name, "layers", float(patch.strength), name), network))
-    return (*uses, *adapters_of(family, config, transformer_options, x, modules)), pictures
+    return (*uses, *_hearing(family, config, transformer_options, x),
+            *adapters_of(family, config, transformer_options, x, modules)), pictures
 
 
 def style_of(family, config, transformer_options, x):
@@ -74,6 +75,37 @@ def style_of(family, config, transformer_options, x):
                               f"has {family.width(config)} and is asked for {len(x)} images at once.")
         given = function(given)
     return {"style": given["txt"]}
+
+
+def _hearing(family, config, transformer_options, x):
+    """What of networks_of is of InfiniteTalk: its weights, and the sound, which the node has made tokens of."""
+    functions, tells_apart = hearing(transformer_options)
+    if not (functions or tells_apart):
+        return []
+    if family.is_unet or not family.plan.heard:
+        raise UnsupportedError(f"Remove WanInfiniteTalkToVideo: it is for Wan, and this is {family.name}.")
+    if tells_apart:
+        raise UnsupportedError("Set the mode of WanInfiniteTalkToVideo to single_speaker, or use Load Diffusion Model: "
+                               "for two speakers each layer compares all tokens of the video with those of its first "
+                               "frame, by the largest and the least of all, which no device has.")
+    sound = transformer_options["audio_embeds"][0]             # of one speaker: (frames, T of one, C)
+    frames = family.latent.counts(x.shape)[0]
+    if len(sound) != frames:
+        raise ConfigError("Use the latent that WanInfiniteTalkToVideo gives: its sound is of "
+                          f"{len(sound)} frames of latents, and this latent has {frames}.")
+    found = []
+    for function in functions:
+        net = function.model_patch.model
+        blocks, (width,) = net.blocks, net.blocks[0].norm_x.weight.shape
+        _check_blocks(len(blocks), width, family, config)
+        network = Network(f"network-{id(net)}-{id(sound)}", functools.partial(_with_sound, blocks, sound),
+                          {"heads": str(blocks[0].audio_cross_attn.num_heads)})
+        found.append((specs.NetworkUse(network.name, "sound", float(function.audio_scale)), network))
+    return found
+
+
+def _with_sound(blocks, sound):
+    return blocks.state_dict() | {"sound": sound}
 
 
 def _lllite(net):
@@ -101,11 +133,15 @@ def _followed(patch, family, config, x):
 def _blockwise(net, family, config):
     blocks = net.controlnet_blocks
     width, = blocks[0].x_rms.weight.shape
-    if len(blocks) < family.num_blocks(config) or width != family.width(config):
-        raise ConfigError(f"Use a model patch that was made for this model: the one given is for {len(blocks)} blocks "
+    _check_blocks(len(blocks), width, family, config)
+    return Network(f"network-{id(net)}", blocks.state_dict)
+
+
+def _check_blocks(number, width, family, config):
+    if number < family.num_blocks(config) or width != family.width(config):
+        raise ConfigError(f"Use a model patch that was made for this model: the one given is for {number} blocks "
                           f"of {width} channels, and this {family.name} model has {family.num_blocks(config)} of "
                           f"{family.width(config)}.")
-    return Network(f"network-{id(net)}", blocks.state_dict)
 
 
 def _picture(patch, family, config, x):

@@ -57,12 +57,14 @@ TRANSFORMER_OPTIONS = {
     "sample_sigmas": "tells of the run", "context_window": "tells which piece of the latent ComfyUI has cut",
     "prefetch_dynamic_vbars": "how ComfyUI would move weights",
     "ar_config": "read by the sampler for autoregressive video",
+    "audio_embeds": "sound of InfiniteTalk, read by run/networks.py",
     "easycache": "read by the wrappers of EasyCache and LazyCache", OVERRIDE: "call_kernel, once a call",
 }
 # Keys that the models of ComfyUI read -> what a person knows them as.
 REFUSED_OPTIONS = {
     "patches": "model patches", "patches_replace": "model patches that replace parts of the model",
     "rope_options": "a changed rotary scale",
+    "ar_state": "the sampler ar_video (Sampler AR Video), which has the model keep what it saw of earlier frames,",
 }
 # of a diffusion model: how it places references where a workflow does not say; remote.py reads it at each call
 DEFAULT_METHOD = "params.default_ref_method"
@@ -199,6 +201,8 @@ def _transformer_options(options):
                        if not _is_empty(functions)
                        and any(operation_of(kind, function) is None for function in functions)}
             found += [_named(REFUSED_OPTIONS[key], unknown)] if unknown else []
+        elif key == "ar_state":                                # asks for another call, be it of a first frame
+            found.append(REFUSED_OPTIONS[key])
         elif key in REFUSED_OPTIONS:
             found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
         elif key not in TRANSFORMER_OPTIONS and not str(key).startswith(OURS) and not _is_empty(value):

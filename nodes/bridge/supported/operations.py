@@ -28,14 +28,18 @@ KNOWN = {
     "attn1": {("nodes_pag.py", "PerturbedAttentionGuidance.execute.<locals>.perturbed_attention"): "values",
               ("nodes_sag.py", "SelfAttentionGuidance.execute.<locals>.attn_and_record"): "scores"},
     "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag",
-                           ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_out"): "tiles"},
+                           ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_out"): "tiles",
+                           ("nodes_tomesd.py", "TomePatchModel.execute.<locals>.tomesd_u"): "merges"},
     "output_block_patch": {("nodes_freelunch.py", f"{node}.execute.<locals>.output_block_patch"): "free_u"
                            for node in ("FreeU", "FreeU_V2")} | {(way_up.FILE, way_up.ENLARGING): "shrinks"},
     **{kind: {(way_up.FILE, way_up.SHRINKING): "shrinks"} for kind in way_up.WAYS_DOWN},
     "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows",
                     ("nodes_flux.py", "KV_Attn_Input.__call__"): "keeps",
-                    ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_in"): "tiles"},
-    "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows"},
+                    ("model_multitalk.py", "MultiTalkGetAttnMapPatch.__call__"): "tells_apart",
+                    ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_in"): "tiles",
+                    ("nodes_tomesd.py", "TomePatchModel.execute.<locals>.tomesd_m"): "merges"},
+    "attn2_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows",
+                    ("model_multitalk.py", "MultiTalkCrossAttnPatch.__call__"): "hears"},
     "mlp_patch": {("lllite.py", "AnimaLLLiteMLPPatch.__call__"): "follows"},
     "post_input": {("lllite.py", "AnimaLLLitePatch.__call__"): "leads",
                    ("nodes_flux.py", "FluxKVCache.execute.<locals>.model_input_patch"): "leaves_out",
@@ -58,7 +62,7 @@ def operation_of(kind, function):
     does = {"skip": lambda: function(marker, None) is marker,
             "values": lambda: function(None, None, marker, None) is marker,
             "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function), "adds": lambda: True,
-            "network": lambda: True, "styles": lambda: True, "leads": lambda: True,
+            **dict.fromkeys(("network", "hears", "tells_apart", "styles", "leads", "merges"), lambda: True),
             "follows": lambda: kind == "mlp_patch" or function.targets == LLLITE_TARGETS[kind],
             "free_u": lambda: way_up.frees(function), "shrinks": lambda: way_up.shrinks(kind, function),
             "keeps": lambda: _keeps(function),
@@ -123,6 +127,12 @@ def styles_in(transformer_options):
     return _of_operation("styles", transformer_options).get("post_input", [])
 
 
+def hearing(transformer_options):
+    """The networks of a call that find something in sound, and whether they tell two speakers apart."""
+    return (_of_operation("hears", transformer_options).get("attn2_patch", []),
+            bool(_of_operation("tells_apart", transformer_options)))
+
+
 def networks_in(transformer_options):
     """{kind: networks} of a call that workers run, since they read what a model's layers have."""
     return _of_operation("network", transformer_options)
@@ -182,15 +192,18 @@ def compares_branches(transformer_options):
 
 def _guiding(transformer_options):
     return [function for function in transformer_options.get("patches", {}).get(OUTPUT, ())
-            if _named(OUTPUT, function) != "tiles"]
+            if _named(OUTPUT, function) not in ("tiles", "merges")]
 
 
 def tiles_of(family, config, transformer_options, shape):
     """specs.Branch.tiles of a call: what HyperTile's own function says of each size of the image. shape: of the latent.
 
     Raises UnsupportedError where ComfyUI's model ignores it, where tiles are chosen by chance, and where something else
-    is in the place of the attention, or its keys are no pixels of one image.
+    is in the place of the attention, or its keys are no pixels of one image; and for ToMe.
     """
+    if _of_operation("merges", transformer_options):
+        raise UnsupportedError("Remove TomePatchModel, or use Load Diffusion Model: it draws lots in every layer for "
+                               "the tokens that others are merged into, and each device would draw its own.")
     functions = _of_operation("tiles", transformer_options).get("attn1_patch", [])
     if not functions:
         return {}

@@ -1,0 +1,81 @@
+"""InfiniteTalk, whose network has each token of a video hear the sound of its frame: our MODEL draws what the native
+MODEL draws with ComfyUI's node, under every method; two speakers are refused."""
+
+import pytest
+import torch
+
+from tests.model_nodes import run_node
+from tests.nodes.test_additions import Networks
+from tests.nodes.test_control import LAYOUTS
+from tests.tolerances import close, relative_error
+
+TOLERANCE, KIND = 2e-5, "wan-i2v"          # relative, float32 on both sides
+
+
+@pytest.fixture(scope="module")
+def talk(comfyui, vae_of):
+    """talk(model, more of the node's inputs): (MODEL, positive, negative, latent) as ComfyUI's node gives them."""
+    networks = Networks(comfyui, vae_of)
+    patch = networks.load("infinite-talk", 1)
+
+    def heard(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {"encoded_audio_all_layers": [torch.randn(1, 50, 768, generator=generator) for _ in range(13)]}
+
+    def apply(model, masks=None, **more):
+        picture = torch.rand(1, 56, 72, 3, generator=torch.Generator().manual_seed(5))
+        [[text, others]] = comfyui.conditioning(KIND, 2)
+        mode = {"mode": "single_speaker"} if masks is None else {
+            "mode": "two_speakers", "audio_encoder_output_2": heard(2), "mask_1": masks[:1], "mask_2": masks[1:]}
+        with torch.inference_mode():
+            return run_node(networks.nodes["WanInfiniteTalkToVideo"], {
+                "mode": mode, "model": model, "model_patch": patch,
+                # of unlike lengths: ComfyUI's own fails where it runs both prompts in one batch
+                "positive": comfyui.conditioning(KIND, 1), "negative": [[text[:, :-1], others]],
+                "vae": vae_of("vae-wan", encoder=True), "width": 72, "height": 56, "length": 9,
+                "audio_encoder_output_1": heard(1), "motion_frame_count": 5, "start_image": picture,
+                "audio_scale": 0.8} | more)
+    return apply
+
+
+def sample(comfyui, made, **more):
+    model, positive, negative, latent = made[:4]
+    return comfyui.sample(model, KIND, positive=positive, negative=negative, latent=latent, steps=2, **more)
+
+
+@pytest.fixture(scope="module")
+def native(comfyui, talk):
+    return sample(comfyui, talk(comfyui.native(KIND)))
+
+
+@pytest.mark.parametrize("layout", [layout if layout == "ulysses2" else pytest.param(layout, marks=pytest.mark.slow)
+                                    for layout in LAYOUTS])
+def test_every_method_equals_native_ksampler(comfyui, talk, native, layout):
+    devices, degrees = LAYOUTS[layout]
+    model = comfyui.ours(KIND, comfyui.config(devices, **degrees))
+
+    close(sample(comfyui, talk(model)), native, TOLERANCE)
+    silent = talk(model, audio_scale=0.0)
+    assert relative_error(sample(comfyui, silent), native) > 50 * TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_video_that_goes_on_equals_native_ksampler(comfyui, talk):
+    frames = torch.rand(9, 56, 72, 3, generator=torch.Generator().manual_seed(6))
+    results = [sample(comfyui, talk(model, previous_frames=frames)) for model in (
+        comfyui.ours(KIND, comfyui.config("cpu,cpu", ring=2)), comfyui.native(KIND))]
+
+    close(*results, TOLERANCE)
+
+
+def test_what_is_not_run_is_refused_by_name(comfyui, talk):
+    masks = (torch.arange(72) < 36).expand(1, 56, 72).float()
+    model = comfyui.ours(KIND, comfyui.config("cpu"))
+    longer = comfyui.latent("wan", size=(7, 9))                # of 3 frames, and the sound is of 2
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="mode of WanInfiniteTalkToVideo to single_speaker"):
+        sample(comfyui, talk(model, masks=torch.cat([masks, 1 - masks])))
+    with pytest.raises(comfyui.errors.ConfigError, match="of 2 frames of latents, and this latent has 3"):
+        comfyui.sample(talk(comfyui.ours("wan", comfyui.config("cpu")), length=5)[0], "wan", latent=longer)
+    with pytest.raises(comfyui.errors.UnsupportedError, match="it is for Wan, and this is Wan VACE"):
+        comfyui.sample(talk(comfyui.ours("wan-vace", comfyui.config("cpu")), width=144, height=128)[0], "wan-vace")
