@@ -85,7 +85,8 @@ DETECTED = {"sdxl-refiner": "SDXLRefiner", "ssd-1b": "SSD1B", "koala-700m": "KOA
             "stable-zero123": "Stable_Zero123", "sv3d-u": "SV3D_u", "sv3d-p": "SV3D_p",
             "cosmos-predict1-video": "CosmosI2V", "cosmos-predict2-video": "CosmosI2VPredict2"}
 # Families that ComfyUI's detection tells by a width of the published ones: here by one that no other tiny file has.
-TOLD = {"z-image-pixel": {"image_model": "lumina2", "dim": 512}}
+TOLD = {"z-image-pixel": {"image_model": "lumina2", "dim": 512},
+        "newbie-image": {"image_model": "lumina2", "dim": 768}}
 # what these are, the file says in its metadata
 SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3")
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {

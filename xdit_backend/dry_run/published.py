@@ -203,6 +203,9 @@ PUBLISHED = {
         "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "n_kv_heads": 30, "multiple_of": 10240,
         "cap_feat_dim": 2560, "axes_dims": (32, 48, 48), "decoder_hidden_size": 3840, "decoder_num_res_blocks": 4,
         "decoder_max_freqs": 8}),
+    "newbie-image": Published("NewBie-Image", tokens=512, given={
+        "in_channels": 16, "dim": 2304, "n_layers": 36, "n_refiner_layers": 2, "n_heads": 24, "n_kv_heads": 8,
+        "multiple_of": 9216, "cap_feat_dim": 2560, "clip_text_dim": 1024, "axes_dims": (32, 32, 32)}),
     "pixeldit": Published("PixelDiT", tokens=300, given=PIXELDIT_1B),
     "pid": Published("PiD", (4096, 4096), tokens=300, branches=1, given=PIXELDIT_1B | {
         "lq_latent_channels": 16, "lq_hidden_dim": 512, "lq_interval": 2, "lq_num_res_blocks": 4,

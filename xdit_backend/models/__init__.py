@@ -37,6 +37,7 @@ from .lumina2 import LUMINA2
 from .mage_flow import MAGE_FLOW
 from .minimax_h3 import MINIMAX_H3
 from .mochi import MOCHI
+from .newbie import NEWBIE
 from .omnigen2 import OMNIGEN2
 from .ovis import OVIS
 from .pid import PID
@@ -75,7 +76,7 @@ FAMILIES = {family.name: family for family in (
     STABLE_CASCADE_C, STABLE_CASCADE_B,
     COSMOS1, OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL,
     WAN_SCAIL2, WAN_S2V, WAN_DANCER, STABLE_AUDIO, STABLE_AUDIO3, ACE_STEP, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21,
-    Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER)}
+    Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER, NEWBIE)}
 
 
 def supported(last="and"):
