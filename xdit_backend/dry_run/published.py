@@ -206,6 +206,9 @@ PUBLISHED = {
     "newbie-image": Published("NewBie-Image", tokens=512, given={
         "in_channels": 16, "dim": 2304, "n_layers": 36, "n_refiner_layers": 2, "n_heads": 24, "n_kv_heads": 8,
         "multiple_of": 9216, "cap_feat_dim": 2560, "clip_text_dim": 1024, "axes_dims": (32, 32, 32)}),
+    "triposplat": Published("TripoSplat", (1, 8192), tokens=4101, given={
+        "in_channels": 16, "model_channels": 1024, "cond_channels": 1280, "out_channels": 16, "num_blocks": 24,
+        "num_refiner_blocks": 2, "num_head_channels": 64, "cam_channels": 5, "cond2_channels": 128, "mlp_ratio": 4}),
     "pixeldit": Published("PixelDiT", tokens=300, given=PIXELDIT_1B),
     "pid": Published("PiD", (4096, 4096), tokens=300, branches=1, given=PIXELDIT_1B | {
         "lq_latent_channels": 16, "lq_hidden_dim": 512, "lq_interval": 2, "lq_num_res_blocks": 4,
