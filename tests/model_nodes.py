@@ -74,15 +74,17 @@ KINDS = {
     "ModelMergeMochiPreview": "mochi", "ModelSamplingStableCascade": "stable-cascade-c",
     "ModelMergeSD2": "sd2",
     "ModelMergeSD35_Large": "sd35-large", "ModelMergeSDXL": "sdxl-blocks", "RenormCFG": "lumina-2",
-    "SUPIRApply": "sdxl", "WanInfiniteTalkToVideo": "wan-i2v", "ZImageFunControlnet": "z-image"}
+    "SUPIRApply": "sdxl", "TripoSplatSamplingPreview": "triposplat",
+    "WanInfiniteTalkToVideo": "wan-i2v", "ZImageFunControlnet": "z-image"}
 # What nodes are made for that no family of xDiT is
 OTHERS = {"ARVideoI2V": "Causal-Wan", "ChromaRadianceOptions": "Chroma Radiance",
           "HiDreamO1PatchSeamSmoothing": "HiDream-O1",
           "RTDETR_detect": "RT-DETR",
           "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3", "SDPoseKeypointExtractor": "SDPose",
-          "SeedVR2Conditioning": "SeedVR2", "TripoSplatSamplingPreview": "TripoSplat"}
+          "SeedVR2Conditioning": "SeedVR2"}
 # Nodes that change nothing, with any value of their widgets, on one device
-IDLE = {"MultiGPU_WorkUnits", "SelectModelDevice", "TorchCompileModel", "wanBlockSwap"}
+IDLE = {"MultiGPU_WorkUnits", "SelectModelDevice", "TorchCompileModel", "TripoSplatSamplingPreview",
+        "wanBlockSwap"}
 # Values of widgets whose defaults change nothing of a tiny model, or are too large for a test
 SIZE = {"width": 64, "height": 64, "length": 5}
 VALUES = {
@@ -164,7 +166,10 @@ class Matrix:
             save(self.folder / kind)
 
     def vae(self, kind):
-        """The VAE of a kind of model."""
+        """The VAE of a kind of model. Of TripoSplat's, which makes splats, what its node asks."""
+        if kind == "triposplat":
+            decoder = SimpleNamespace(gaussians_per_point=32, gs=SimpleNamespace(model_channels=8))
+            return SimpleNamespace(first_stage_model=decoder, vae_dtype=torch.float32, patcher=None)
         return self._vae_of(VAES.get(kind, "vae-sd3"), encoder=True)
 
     def outcome(self, name):

@@ -302,9 +302,9 @@ class Runner:
     def latent(self, drawn):
         generator, size, batch = torch.Generator().manual_seed(drawn["seed"]), drawn["size"], drawn["batch"]
         samples = self.comfyui.latent(drawn["kind"], batch=batch, size=size)["samples"]
-        if samples.is_nested:                                  # video and sound
+        if samples.is_nested:                                  # video and sound, or a shape and a camera
             video, sound = samples.unbind()
-            parts = video[:, :, :1].repeat(1, 1, drawn["frames"], 1, 1), sound
+            parts = video[:, :, :1].repeat(1, 1, drawn["frames"], 1, 1) if video.ndim == 5 else video, sound
             return {"samples": in_parts(*(part if drawn["latent"] == "empty"
                                           else torch.randn(part.shape, generator=generator) for part in parts))}
         if samples.ndim == 5 and drawn["kind"] != "qwen-image":

@@ -86,7 +86,8 @@ DETECTED = {"sdxl-refiner": "SDXLRefiner", "ssd-1b": "SSD1B", "koala-700m": "KOA
             "stable-zero123": "Stable_Zero123", "sv3d-u": "SV3D_u", "sv3d-p": "SV3D_p",
             "cosmos-predict1-video": "CosmosI2V", "cosmos-predict2-video": "CosmosI2VPredict2"}
 # Families that ComfyUI's detection tells by a width of the published ones: here by one that no other tiny file has.
-TOLD = {"z-image-pixel": {"image_model": "lumina2", "dim": 512}}
+TOLD = {"z-image-pixel": {"image_model": "lumina2", "dim": 512},
+        "newbie-image": {"image_model": "lumina2", "dim": 768}}
 # what these are, the file says in its metadata
 SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3", "wan-causal")
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
@@ -149,15 +150,31 @@ def thin_parts():
     import comfy.ldm.anima.model as anima
     import comfy.ldm.genmo.joint_model.asymm_models_joint as mochi
     import comfy.ldm.modules.diffusionmodules.mmdit as mmdit
+    import comfy.ldm.triposplat.model as triposplat
     adapter, processor, feed_forward = anima.LLMAdapter, mmdit.ContextProcessor, mochi.FeedForward
     if isinstance(adapter, type):                              # not done yet
         ace.LyricEncoder = functools.partial(ace.LyricEncoder, output_size=64, attention_heads=4, linear_units=96,
                                              num_blocks=1)
+        splats = triposplat.LatentSeqMMFlowModel
+        splats._forward = _of_fewer_tokens(splats._forward)
         anima.LLMAdapter = functools.partial(adapter, **ADAPTER)
         # Of Mochi's blocks the width is asserted.
         mochi.FeedForward = lambda in_features, hidden_size, **place: feed_forward(
             in_features, 4 * in_features, **place)
         mmdit.ContextProcessor = lambda width, *arguments, **place: processor(TEXT_WIDTH, *arguments, **place)
+
+
+def _of_fewer_tokens(forward):
+    """TripoSplat's with the first of its places, for fewer tokens than it has."""
+    @functools.wraps(forward)
+    def of_fewer(self, x, *args, **kwargs):
+        places = self.pos_emb
+        self.pos_emb = places[:, :x[0].shape[1]] if torch.is_tensor(places) else places
+        try:
+            return forward(self, x, *args, **kwargs)
+        finally:
+            self.pos_emb = places
+    return of_fewer
 
 
 def detect_thin():

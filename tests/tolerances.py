@@ -22,14 +22,14 @@ class Comparison:
 
 def relative_error(result, reference):
     """Euclidean norm of the difference, in units of the reference's.
-    Of several tensors (a list, or ComfyUI's nested one), the largest."""
+    Of several tensors (a list or tuple, or ComfyUI's nested one), the largest."""
     if not torch.is_tensor(result):
         return max(relative_error(*pair) for pair in zip(_parts(result), _parts(reference), strict=True))
     return ((result - reference).norm() / reference.norm()).item()
 
 
 def _parts(tensors):
-    return tensors if isinstance(tensors, list) else tensors.unbind()
+    return tensors if isinstance(tensors, (list, tuple)) else tensors.unbind()
 
 
 def close(result, reference, tolerance, case=None):

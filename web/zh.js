@@ -117,6 +117,10 @@ export const ZH = {
     "请使用采样器节点，或该节点所适用的模型：有节点以自己的方式调用此 MODEL，而 {0} 接受 latent、时间步和条件。",
   "Use the VAE or the empty latent node that belongs to this model{}: the latent has {}, and {} works on (batch, {}). It was made for another model.":
     "请使用属于此模型的 VAE 或空 latent 节点{0}：latent 有 {1}，而 {2} 处理 (batch, {3})。它是为其他模型制作的。",
+  "Make it with TripoSplat Conditioning: the latent has parts of the shapes {}, and TripoSplat works on up to {} tokens of {} numbers and a camera of (batch, 1, {}).":
+    "请用 TripoSplat Conditioning 生成它：latent 各部分的形状是 {0}，而 TripoSplat 处理最多 {1} 个 {2} 个数的令牌和形状为 (batch, 1, {3}) 的相机。",
+  "Connect Flux.2's VAE to TripoSplat Conditioning: the picture's latent has the shape {}, and this model takes {} channels.":
+    "请把 Flux.2 的 VAE 接到 TripoSplat Conditioning：图像的 latent 的形状是 {0}，而此模型需要 {1} 个通道。",
   "Move or enlarge an area that lies outside of the picture, or remove it: the latent, or the area of it that a prompt is for, is empty (its shape is {}).":
     "请移动或扩大位于图像之外的区域，或删除它：latent 或提示词所用的区域为空（形状为 {0}）。",
   "For an empty prompt use the text encoder's node with an empty text: the conditioning has a text of no tokens (its shape is {}), and {} takes one or more.":

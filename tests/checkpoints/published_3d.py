@@ -55,3 +55,22 @@ HUNYUAN3D21 = {**_linear("x_embedder", 2048, 64), **_linear("t_embedder.mlp.0", 
                **_linear("t_embedder.mlp.2", 2048, 8192),
                **{name: shape for number in range(21) for name, shape in _block(number).items()},
                **_norm("final_layer.norm_final", 2048), **_linear("final_layer.linear", 64, 2048)}
+
+
+def _of_splats(modulated):
+    own = {"shift_table": (1, 6144)} if modulated else {**_norm("norm1", 1024), **_norm("norm2", 1024)}
+    return {**own, **_linear("attn.qkv", 3072, 1024), "attn.q_norm.gamma": (16, 64), "attn.k_norm.gamma": (16, 64),
+            **_linear("attn.out", 1024, 1024), **_linear("mlp.mlp.0", 4096, 1024), **_linear("mlp.mlp.2", 1024, 4096)}
+
+
+PLACES = {"freqs_0": (10,), "freqs_1": (10,), "freqs_2": (12,), **_norm("norm", 1024),
+          **_linear("gate_map", 128, 1024, False), **_linear("content_map", 128, 1024, False),
+          **_linear("final_map", 48, 128, False)}
+TRIPOSPLAT = {"shift_table": (1, 2, 1024), **_linear("t_embedder.mlp.0", 1024, 256),
+    **_linear("t_embedder.mlp.2", 1024, 1024), **_linear("adaLN_modulation.1", 6144, 1024),
+    **_linear("input_layer", 1024, 16), **_linear("cond_embedder", 1024, 1280), **_linear("cond_embedder2", 1024, 128),
+    **blocks("noise_repo_layers.", 2, PLACES), **blocks("context_repo_layers.", 2, PLACES),
+    **blocks("repo_layers.", 24, PLACES), **blocks("noise_refiner.", 2, _of_splats(True)),
+    **blocks("context_refiner.", 2, _of_splats(False)), **_linear("cam_refiner.mlp.0", 1024, 5),
+    **_linear("cam_refiner.mlp.2", 1024, 1024), **blocks("blocks.", 24, _of_splats(True)),
+    **_linear("out_layer", 16, 1024), **_linear("cam_out_layer", 5, 1024)}

@@ -28,7 +28,7 @@ from xdit_backend.worker.models import Loaded
 
 CPU = torch.device("cpu")
 # whose classes in ComfyUI compute in the type of their weights, whatever ComfyUI asks for, and fail with plain fp8
-AS_WEIGHTS_ARE = "hunyuan3d-2.1", "z-image-pixel"
+AS_WEIGHTS_ARE = "hunyuan3d-2.1", "z-image-pixel", "triposplat"
 SOUNDS = 5                                                     # of a latent of two parts
 
 
@@ -63,14 +63,15 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     latent, timestep, conditioning = asked(family, config)
     conditioning = rounded(conditioning, dtype)
     if family.parts:
-        conditioning |= family.split_parts([latent, sound(family, config, latent).to(dtype)], timestep, config, {})[2]
+        latents = [family.first_part(latent), sound(family, config, latent).to(dtype)]
+        conditioning |= family.split_parts(latents, timestep, config, {})[2]
     output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent.to(dtype), timestep, conditioning))
-    return family.prediction(output, latent).float()
+    return family.first_part(family.prediction(output, latent)).float()
 
 
 def sound(family, config, latent):
     """The second part of a latent."""
-    shape = family.call_shapes(config, latent.shape, SOUNDS)["audio"]
+    shape = family.call_shapes(config, latent.shape, SOUNDS)[next(iter(family.parts))]
     return torch.linspace(-1, 1, math.prod(shape)).view(shape)
 
 
@@ -119,8 +120,8 @@ def native_prediction(model, path, family, compute="float32", changed=lambda lat
         given["fps"] = 30 / given.pop("frame_lasts")
     given["transformer_options"] = options_of(family, given)
     if family.parts:
-        latents = [latent.to(dtype), sound(family, config, latent).to(dtype)]
-        times = timestep if family.name == "MiniMax H3" else (timestep, timestep)
+        latents = [family.first_part(latent).to(dtype), sound(family, config, latent).to(dtype)]
+        times = timestep if family.name in ("MiniMax H3", "TripoSplat") else (timestep, timestep)
         return model.diffusion_model(latents, times, **given)[0].float()
     return model.diffusion_model(latent.to(dtype), timestep, **given).float()
 

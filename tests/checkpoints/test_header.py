@@ -12,6 +12,7 @@ from tests.checkpoints import (
     published_3d,
     published_cascade,
     published_comfyui,
+    published_newbie,
     published_pixels,
     published_sound,
     published_wan,
@@ -410,6 +411,9 @@ PUBLISHED = {
     "hunyuan3d-2.1": ("Hunyuan3D 2.1", published_3d.HUNYUAN3D21, {
         "in_channels": 64, "hidden_size": 2048, "context_dim": 1024, "depth": 21, "num_heads": 16, "num_moe_layers": 6,
         "num_experts": 8}),
+    "triposplat": ("TripoSplat", published_3d.TRIPOSPLAT, {
+        "in_channels": 16, "out_channels": 16, "model_channels": 1024, "cond_channels": 1280, "num_blocks": 24,
+        "num_refiner_blocks": 2, "num_head_channels": 64, "cam_channels": 5, "cond2_channels": 128, "mlp_ratio": 4}),
     "z-image-pixel": ("Z-Image pixel", published_pixels.Z_IMAGE_PIXEL | {"__x0__": (0,)}, {
         "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
         "axes_dims": (32, 48, 48), "multiple_of": 10240, "decoder_hidden_size": 3840, "decoder_num_res_blocks": 4,
@@ -441,6 +445,9 @@ PUBLISHED = {
     "lumina2": ("Lumina 2", LUMINA2,
                 {"hidden_size": 2304, "num_layers": 26, "num_refiner_layers": 2, "num_attention_heads": 24,
                  "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),
+    "newbie-image": ("NewBie-Image", published_newbie.NEWBIE | {"norm_final.weight": (2304,)}, {
+        "dim": 2304, "n_layers": 36, "n_refiner_layers": 2, "n_heads": 24, "n_kv_heads": 8, "cap_feat_dim": 2560,
+        "clip_text_dim": 1024, "axes_dims": (32, 32, 32), "multiple_of": 9216, "in_channels": 16}),
     "z-image-turbo": ("Z-Image", Z_IMAGE,
                       {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
                        "axes_dims": [32, 48, 48], "in_channels": 16}),

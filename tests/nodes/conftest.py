@@ -123,7 +123,7 @@ class ComfyUI:
         size = in_pixels(kind, LATENT_SIZES.get(kind, (16, 18)))
         made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens},
                                size=in_dims(families()[kind], size) if families()[kind].is_comfyuis else ())
-        pooled = made.get("y")
+        pooled = made.get("y", made.get("clip_text_pooled"))
         if pooled is not None and families()[kind].is_unet:    # the rest of it ComfyUI makes of the picture's size
             pooled = pooled[:, :1280] if pooled.ndim > 1 and not families()[kind].has_frames_as_batch else None
         options = {} if pooled is None else {"pooled_output": pooled}
@@ -150,6 +150,8 @@ class ComfyUI:
         if kind.startswith("ltx-2"):                           # as its text encoder gives it, for ComfyUI to prepare
             made["context"] = made["context"].chunk(2, -1)[0] if kind != "ltx-2.3" else made["context"]
             options["unprocessed_ltxav_embeds"] = True
+        if "picture" in made:
+            options["reference_latents"] = [made["picture"]]
         if "num_tokens" in made:
             options["attention_mask"] = torch.ones(1, tokens).long()
         options |= {name: made[name] for name in (
@@ -187,7 +189,9 @@ class ComfyUI:
         video = torch.zeros(batch, family.num_channels(config), *size)
         if not family.parts:
             return {"samples": video}
-        return {"samples": in_parts(video, torch.zeros(family.call_shapes(config, video.shape, audio)["audio"]))}
+        [beside] = family.parts
+        return {"samples": in_parts(family.first_part(video),
+                                    torch.zeros(family.call_shapes(config, video.shape, audio)[beside]))}
 
     def unload_all(self):
         """Have ComfyUI unload its models. It forgets those that are gone first:

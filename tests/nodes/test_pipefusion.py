@@ -72,7 +72,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
             prediction = torch.cat(
                 [one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
                  for patch, rows in patches], dim)
-        return [prediction, *one.others] if one.others else prediction
+        return [family.first_part(prediction), *one.others] if one.others else prediction
 
     remote = shell.model.remote                                # the workers are not asked; nothing is started
     remote.load = remote.unload = remote.end_run = lambda *base_model: None

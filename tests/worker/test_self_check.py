@@ -53,6 +53,7 @@ def test_a_class_that_differs_from_its_plan_is_refused(family):
 @pytest.mark.parametrize("name, part, what", [
     ("Wan Camera", "rope_encode", "has no module or method rope_encode"),
     ("Wan Camera", "forward_orig", "has no argument camera_conditions"),
+    ("NewBie-Image", "_forward", "has no argument clip_text_pooled"),
     ("Lens", None, "has no argument freqs_cis of the blocks of transformer_blocks")])
 def test_a_class_that_lacks_what_a_plan_names_is_refused(monkeypatch, name, part, what):
     family, version = FAMILIES[name], comfyui_version(find_comfyui())

@@ -12,8 +12,7 @@ def article(name):
     return "an" if name.startswith(("A", "E", "I", "O", "SD", "LTX")) else "a"
 
 
-NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".context_repo_layers.": "TripoSplat",
-                    ".mlp.all.proj_in_gate.": "SeedVR2"}
+NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".mlp.all.proj_in_gate.": "SeedVR2"}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
 BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)

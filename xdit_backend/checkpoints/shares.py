@@ -31,12 +31,12 @@ LAYERS = (
      r"|^linear2$", "rows"),
     (r"^proj_mlp$|^\w+\.net\.0\.proj(\.[01])?$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
      r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$"
-     r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.(w[13]|0)$|^mlp_[xy]\.w[13]$|^mlp\.fc1$"
+     r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.(w[13]|0)$|^mlp\.mlp\.0$|^mlp_[xy]\.w[13]$|^mlp\.fc1$"
      r"|^moe\.(experts\.\d+|shared_experts)\.net\.0\.proj$|^ff\.ff\.0\.proj$|^to_local_embed\.0$",
      "columns"),
     (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$"
      r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$"
-     r"|^mlp\.down_proj$|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.(w2|2)$|^mlp_[xy]\.w2$|^mlp\.fc2$"
+     r"|^mlp\.down_proj$|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.(w2|2)$|^mlp\.mlp\.2$|^mlp_[xy]\.w2$|^mlp\.fc2$"
      r"|^moe\.(experts\.\d+|shared_experts)\.net\.2$|^ff\.ff\.2$|^to_local_embed\.2$",
      "rows"),
     (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.(1|lin)|modulation\.lin|\w+_modulation\.out_layer)$"

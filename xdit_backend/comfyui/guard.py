@@ -35,6 +35,7 @@ def _missing(model, family):
     parameters = [inspect.signature(method).parameters for method in methods if method is not None]
     # of some, a list of the module names times that the forward takes beside
     accepted = {name for own in parameters for name in own} | {*getattr(model, "t_conds", ())}
+    accepted |= {name for method in methods if method is not None for name in _looked_up(method)}
     yield from (f"argument {name}" for name in family.arguments if name not in accepted)
     if family.is_whole:
         yield from (f"list {name} of lists of blocks" for name in ("down_blocks", "up_blocks")
@@ -56,6 +57,13 @@ def _missing(model, family):
                 yield f"module {name} in the blocks"
     yield from (f"module or method {path}" for path in (*plan.positions, *plan.once_outside, *plan.unstaged_blocks)
                 if not _has(model, path))
+
+
+def _looked_up(method):
+    """Words that a method with **kwargs has in its code, such as those that it looks up there."""
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(method).parameters.values())
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return [constant for constant in code.co_consts if isinstance(constant, str)] if takes_all and code else []
 
 
 def _has(module, path):

@@ -73,6 +73,8 @@ def _special(name, config, shape, width):
         return {name: (batch, config["lq_latent_channels"], *(-(-side // pixels) for side in shape[2:]))}
     if name in ("degrade_sigma", "sca", "crp"):
         return {name: (batch,)}
+    if name == "picture":                                      # whose tokens are added to the text's
+        return {name: (batch, config["cond2_channels"], 1, 1)}
     if name == "clip_img":
         return {name: (batch, 1, config[width])}
     if name == "effnet":                                       # of a picture that the latent has a fourth of

@@ -203,6 +203,12 @@ PUBLISHED = {
         "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "n_kv_heads": 30, "multiple_of": 10240,
         "cap_feat_dim": 2560, "axes_dims": (32, 48, 48), "decoder_hidden_size": 3840, "decoder_num_res_blocks": 4,
         "decoder_max_freqs": 8}),
+    "newbie-image": Published("NewBie-Image", tokens=512, given={
+        "in_channels": 16, "dim": 2304, "n_layers": 36, "n_refiner_layers": 2, "n_heads": 24, "n_kv_heads": 8,
+        "multiple_of": 9216, "cap_feat_dim": 2560, "clip_text_dim": 1024, "axes_dims": (32, 32, 32)}),
+    "triposplat": Published("TripoSplat", (1, 8192), tokens=4101, given={
+        "in_channels": 16, "model_channels": 1024, "cond_channels": 1280, "out_channels": 16, "num_blocks": 24,
+        "num_refiner_blocks": 2, "num_head_channels": 64, "cam_channels": 5, "cond2_channels": 128, "mlp_ratio": 4}),
     "pixeldit": Published("PixelDiT", tokens=300, given=PIXELDIT_1B),
     "pid": Published("PiD", (4096, 4096), tokens=300, branches=1, given=PIXELDIT_1B | {
         "lq_latent_channels": 16, "lq_hidden_dim": 512, "lq_interval": 2, "lq_num_res_blocks": 4,

@@ -91,11 +91,13 @@ def places_of(context, streams, device):
 
 
 def one_key_per_group(module, query_BNTH, key_BNTH):
-    """Grouped queries: the keys (or values) before the module repeated them for the queries of each group."""
+    """Grouped queries: the keys (or values) before the module repeated them for the queries of each group. Classes of
+    ComfyUI's with one matrix for all three say how often (n_rep)."""
     to_q, to_k = getattr(module, "to_q", None), getattr(module, "to_k", None)
-    if to_q is None or to_k is None or key_BNTH.shape[1] != query_BNTH.shape[1]:
+    if key_BNTH.shape[1] != query_BNTH.shape[1]:
         return key_BNTH
-    return key_BNTH[:, ::max(1, to_q.out_features // to_k.out_features)]
+    repeats = getattr(module, "n_rep", 1) if to_q is None or to_k is None else to_q.out_features // to_k.out_features
+    return key_BNTH[:, ::max(1, repeats)]
 
 
 def summed(forward, running):

@@ -37,6 +37,7 @@ from .lumina2 import LUMINA2
 from .mage_flow import MAGE_FLOW
 from .minimax_h3 import MINIMAX_H3
 from .mochi import MOCHI
+from .newbie import NEWBIE
 from .omnigen2 import OMNIGEN2
 from .ovis import OVIS
 from .pid import PID
@@ -55,6 +56,7 @@ from .stable_audio3 import STABLE_AUDIO3
 from .stable_cascade_b import STABLE_CASCADE_B
 from .stable_cascade_c import STABLE_CASCADE_C
 from .svd import SVD
+from .triposplat import TRIPOSPLAT
 from .wan import WAN
 from .wan_animate import WAN_ANIMATE
 from .wan_camera import WAN_CAMERA
@@ -75,7 +77,7 @@ FAMILIES = {family.name: family for family in (
     STABLE_CASCADE_C, STABLE_CASCADE_B,
     COSMOS1, OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL,
     WAN_SCAIL2, WAN_S2V, WAN_DANCER, STABLE_AUDIO, STABLE_AUDIO3, ACE_STEP, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21,
-    Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER)}
+    Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER, NEWBIE, TRIPOSPLAT)}
 
 
 def supported(last="and"):

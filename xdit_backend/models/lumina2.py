@@ -1,7 +1,7 @@
 """Lumina-Image 2.0: picture refined alone, text alone, then one sequence of both, text first;
 grouped-query attention."""
 
-from ..vocabulary.describe import Unpacked, all_text, because, blocks, config_of, given, has, size, timestep
+from ..vocabulary.describe import Unpacked, all_text, blocks, config_of, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
@@ -31,8 +31,7 @@ def _num_heads(shapes):
 LUMINA2 = Family(
     name="Lumina 2", title="Lumina 2", transformer="Lumina2Transformer2DModel",
     recognise=lambda shapes: has("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight")(shapes)
-    and "x_pad_token" not in shapes,
-    refusals=(because("it is a NewBie model", has("clip_text_pooled_proj.")),),
+    and "x_pad_token" not in shapes and not has("clip_text_pooled_proj.")(shapes),
     config=config_of(
         patch_size=2, in_channels=size("x_embedder.weight", 1, 4), out_channels=size("final_layer.linear.weight", 0, 4),
         hidden_size=size("x_embedder.weight", 0), num_attention_heads=_num_heads,

@@ -134,6 +134,8 @@ class Family:
     # (latents, times, config, transformer_options) -> (the first part, its timestep, {conditioning: tensor of this call
     # alone}). times: of each part, or one of all
     split_parts: Callable | None = None
+    # (prediction of the first part, as split_parts has that) -> as ComfyUI has it
+    first_part: Callable = lambda prediction: prediction
     # (config, shape of the first part, length of the second or None) -> {name: shape} of what split_parts makes
     call_shapes: Callable | None = None
     options: tuple[str, ...] = ()          # keys of ComfyUI's transformer_options that split_parts reads

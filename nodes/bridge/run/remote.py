@@ -227,10 +227,10 @@ class RemoteModel:
         if begins:
             check_finite((prediction, *parts.values()), f"what {self.family.name} predicts at the first step",
                          f"Try another weight_dtype in Load xDiT Model than {self.spec.compute_dtype}, without LoRA")
-        prediction = prediction.to(x.device)
         if scores is not None:
             scores.write(x.device)
-        return [prediction, *(part.to(x.device) for part in parts.values())] if parts else prediction
+        whole, *beside = (part.to(x.device) for part in (prediction, *parts.values()))
+        return [self.family.first_part(whole), *beside] if parts else whole
 
     def runs_branches_separately(self):
         """Are two branches two calls for the workers, and not one of twice the batch?"""
