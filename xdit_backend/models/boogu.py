@@ -26,8 +26,8 @@ BOOGU = dataclasses.replace(
         multiple_of=inner("single_stream_layers."), axes_dim_rope=lambda shapes: (shapes[NORM][0] // 3,) * 3,
         axes_lens=(2048, 1664, 1664), timestep_scale=1000.0),
     conditioning=OMNIGEN2.conditioning | {"context": "instruction_feat_dim"},
-    live={"alone": 17.65, "outside": 5.35, "held": 2.1, "block": 16.05, "exchange": 10.85, "keys": 2.36,
-          "own": 0.0, "late": 15.3, "early": 0.24},
+    live={"alone": 17.65, "outside": 5.35, "held": 2.25, "block": 14.75, "exchange": 9.5, "keys": 2.36,
+          "own": 0.9, "late": 15.3, "early": 0.24},
     plan=ModelPlan(
         blocks=(REFINED,
                 BlockList("double_stream_layers", "double_stream_layers.", "num_double_stream_layers",

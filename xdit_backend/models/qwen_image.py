@@ -102,8 +102,8 @@ QWEN_IMAGE = Family(
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes,
                "places": _places, "at_zero": _at_zero, "additional_t_cond": _no_addition},
-    live={"alone": 15.0, "residual": 7.2, "whole": 10.2, "outside": 2.6, "held": 1.3, "block": 14.8, "exchange": 18.2,
-          "own": 0.0},
+    live={"alone": 15.0, "residual": 7.2, "whole": 10.2, "outside": 2.6, "held": 1.3, "block": 14.0, "exchange": 16.9,
+          "own": 0.75},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5,
                           control="input", patched="double", added="double_block"),),

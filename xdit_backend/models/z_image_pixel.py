@@ -75,7 +75,8 @@ Z_IMAGE_PIXEL = Family(
     arguments=handed_on(LATENT, "context", times="timesteps", num_tokens=None),
     num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
-    live={"alone": 16.85, "whole": 11.46, "held": 1.79, "outside": 10.85, "keys": 1.9},
+    live={"alone": 16.85, "whole": 11.46, "held": 1.79, "outside": 11.1, "exchange": 17.2, "own": 0.0,
+          "keys": 1.9},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),
                           streams={"x": PICTURE}, attention={"attention": PICTURE},
