@@ -29,6 +29,7 @@ VAES = {"sd3": "vae-sd3", "wan": "vae-wan", "wan22-ti2v": "vae-wan22", "flux2": 
 # tokens and width of what a model is told of a picture
 SEEN = {"hunyuan3d-2.1": (4, 1024), "hunyuan3d-2": (4, 24), "wan-flf": (4, 1280), "wan": (257, 1280),
         "hunyuanvideo-1.5": (729, 1152)}
+HEARD = {"wan-s2v": (25, 1024), "wan-i2v": (13, 768)}          # layers and width of what models are told of a sound
 SOUNDS = "ace-step-1.0", "stable-audio-open", "stable-audio-3"
 EMBEDDED = {"svd": 1024, "sv3d-u": 1024, "sv3d-p": 1024, "stable-zero123": 768}         # numbers that say all of it
 LARGE = 256 * 256                          # pixels; nodes that are told no size make a million
@@ -311,7 +312,7 @@ class StandIns:
 
     def _heard(self, waveform, sample_rate):
         generator = torch.Generator().manual_seed(6)
-        count, width = (25, 1024) if self.kind == "wan-s2v" else (33, 1280)
+        count, width = HEARD.get(self.kind, (33, 1280))
         layers = [torch.randn(1, 50, width, generator=generator) for _ in range(count)]
         return {"encoded_audio": layers[-1], "encoded_audio_all_layers": layers, "audio_samples": waveform.shape[-1]}
 
