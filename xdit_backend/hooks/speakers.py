@@ -27,8 +27,7 @@ def tell_apart(context, query_BNTH, key_BNTH):
 
 def sound_places(num_tokens, device):
     """The places of the tokens of a frame's sound, (num_tokens,): the first half is the first speaker's."""
-    middles = torch.tensor([sum(each) / 2 for each in RANGES], device=device)
-    return middles.repeat_interleave(num_tokens // len(RANGES))
+    return torch.cat([torch.full((num_tokens // len(RANGES),), sum(each) / 2, device=device) for each in RANGES])
 
 
 def turned(tensor_BNTH, places):
@@ -48,7 +47,7 @@ def _likeness(context, query_BNTH, key_BNTH, masks_PS):
     values = F.pad(masks_PS.T.to(query_BNTH.dtype), (0, query_BNTH.shape[3] - people))
     key = _of_first_frame(context, key_BNTH, size)
     found = F.scaled_dot_product_attention(query_BNTH, key, values.expand(*key.shape[:2], -1, -1))
-    total, num_heads = found[..., :people].float().sum(1), masks_PS.new_tensor([query_BNTH.shape[1]])
+    total, num_heads = found[..., :people].float().sum(1), masks_PS.new_full((1,), query_BNTH.shape[1])
     if mesh.degrees["tensor"] > 1:
         total, num_heads = all_reduce([total, num_heads], mesh.tensor_group, context.traffic)
     return total / num_heads / (masks_PS.sum(1) + EPSILON)
@@ -56,12 +55,12 @@ def _likeness(context, query_BNTH, key_BNTH, masks_PS):
 
 def _of_first_frame(context, key_BNTH, size):
     """The keys of the first frame's tokens, which some ranks have."""
-    places, _ = places_of(context, ("image",), key_BNTH.device)
     if context.mesh.sequence_degree == 1:
         return key_BNTH[:, :, :size]
-    own = int((places < size).sum())
-    keys = key_BNTH.new_zeros(*key_BNTH.shape[:2], size, key_BNTH.shape[3])
-    keys[:, :, places[:own]] = key_BNTH[:, :, :own]
+    places, _ = places_of(context, ("image",), torch.device("cpu"))        # on the device it would be waited for
+    first, keys = int(places[0]), key_BNTH.new_zeros(*key_BNTH.shape[:2], size, key_BNTH.shape[3])
+    own = max(0, min(len(places), size - first))
+    keys[:, :, first:first + own] = key_BNTH[:, :, :own]
     return all_reduce([keys], context.mesh.sequence_group, context.traffic)[0]
 
 
@@ -72,6 +71,6 @@ def _places(likeness_BTP, context):
     if context.mesh.sequence_degree > 1:
         bounds = largest(bounds, context.mesh.sequence_group, context.traffic)
     most, least = bounds[0, :, None], -bounds[1, :, None]
-    starts, ends = likeness_BTP.new_tensor(RANGES).T
-    scaled = (likeness_BTP - least) / (most - least + EPSILON) * (ends - starts) + starts
+    scaled = (likeness_BTP - least) / (most - least + EPSILON)
+    scaled = torch.stack([column * (end - start) + start for column, (start, end) in zip(scaled.unbind(2), RANGES)], 2)
     return scaled.gather(2, likeness_BTP.argmax(2, keepdim=True))[..., 0]
