@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from tests import splat_stand_ins
 from tests.control_zoo import save_controlnet
 from tests.model_patch_zoo import save_model_patch, thin_classes
 from tests.nodes.test_lora import Loras
@@ -22,13 +23,14 @@ VAES = {"sd3": "vae-sd3", "wan": "vae-wan", "wan22-ti2v": "vae-wan22", "flux2": 
         "ltx-video": "vae-ltx", "ltx-2": "vae-ltx2", "ltx-2.3": "vae-ltx2", "cosmos-predict1": "vae-cosmos",
         "mochi": "vae-mochi", "cogvideox": "vae-cogvideox", "cogvideox-1.5": "vae-cogvideox",
         "hunyuanvideo": "vae-hunyuan", "hunyuanvideo-1.5": "vae-hunyuan15", "hunyuanimage": "vae-hunyuanimage",
-        "ernie-image": "vae-flux2", "ideogram-4": "vae-flux2",
+        "ernie-image": "vae-flux2", "ideogram-4": "vae-flux2", "triposplat": "vae-flux2",
         "kandinsky-5": "vae-hunyuan", "kandinsky-5-image": "vae-flux",
         "cosmos-predict2": "vae-wan", "anima": "vae-wan", "qwen-image": "vae-wan", "krea-2": "vae-wan",
         "joyimage": "vae-wan"}
 # tokens and width of what a model is told of a picture
 SEEN = {"hunyuan3d-2.1": (4, 1024), "hunyuan3d-2": (4, 24), "wan-flf": (4, 1280), "wan": (257, 1280),
         "hunyuanvideo-1.5": (729, 1152)}
+HEARD = {"wan-s2v": (25, 1024), "wan-i2v": (13, 768)}          # layers and width of what models are told of a sound
 SOUNDS = "ace-step-1.0", "stable-audio-open", "stable-audio-3"
 EMBEDDED = {"svd": 1024, "sv3d-u": 1024, "sv3d-p": 1024, "stable-zero123": 768}         # numbers that say all of it
 LARGE = 256 * 256                          # pixels; nodes that are told no size make a million
@@ -192,7 +194,9 @@ class StandIns:
                 "VAELoader": lambda vae_name, **_: (self.vae(vae_name),),
                 "LTXVAudioVAELoader": lambda **_: (self._audio_vae(),),
                 "VAEDecodeAudio": lambda samples, **_: (_sound_of(samples["samples"]),),
-                "CLIPVisionLoader": lambda **_: (SimpleNamespace(encode_image=self._vision),),
+                "CLIPVisionLoader": lambda **_: (splat_stand_ins.vision() if self.kind == "triposplat"
+                                                 else SimpleNamespace(encode_image=self._vision),),
+                "LoadBackgroundRemovalModel": lambda **_: (SimpleNamespace(encode_image=_found_in),),
                 "AudioEncoderLoader": lambda **_: (SimpleNamespace(encode_audio=self._heard),),
                 "ControlNetLoader": self._control, "ModelPatchLoader": self._patch,
                 "StyleModelLoader": lambda **_: (SimpleNamespace(get_cond=lambda _: self.clip().encode_from_tokens(
@@ -214,6 +218,7 @@ class StandIns:
                 "LoadAudio": lambda **_: (sound,), "RecordAudio": lambda **_: (sound,)}.items():
             if name in self._classes:
                 self._replace(name, make)
+        splat_stand_ins.shorten(self._classes["TripoSplatConditioning"])
         decode = self._classes["XDiTVAEDecode"]
         self._replace("XDiTVAEDecode", lambda samples, vae, **more: (
             (vae.decode(samples["samples"]),) if isinstance(vae, SimpleNamespace) or not _has_file(vae)
@@ -251,6 +256,8 @@ class StandIns:
         return Clip(self.comfyui, self.kind, self.moved_by)
 
     def vae(self, file=""):
+        if "triposplat" in file:
+            return splat_stand_ins.vae()
         if file == "pixel_space":
             return self.comfyui.nodes.VAELoader().load_vae(file)[0]
         if self.kind.startswith(("minimax", "mage")):          # of whose there are no tiny ones
@@ -311,7 +318,7 @@ class StandIns:
 
     def _heard(self, waveform, sample_rate):
         generator = torch.Generator().manual_seed(6)
-        count, width = (25, 1024) if self.kind == "wan-s2v" else (33, 1280)
+        count, width = HEARD.get(self.kind, (33, 1280))
         layers = [torch.randn(1, 50, width, generator=generator) for _ in range(count)]
         return {"encoded_audio": layers[-1], "encoded_audio_all_layers": layers, "audio_samples": waveform.shape[-1]}
 

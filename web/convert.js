@@ -26,8 +26,6 @@ export const REFUSED = [
   "HiDreamO1PatchSeamSmoothing",
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
 ];
-// Of these, what a first widget says is run: of InfiniteTalk, one speaker.
-const RUN_WITH = { WanInfiniteTalkToVideo: "single_speaker" };
 // Nodes that stay when a model goes to the workers, and what is said of them.
 const STAY = {
   KSamplerAdvanced: "as_it_is", SamplerCustom: "as_it_is", SamplerCustomAdvanced: "as_it_is",
@@ -136,14 +134,10 @@ function whyNotLoader(book, place, refusals) {
   walkDown(book, graph, node.outputs[0], "MODEL", (inner, user) => {
     const other = FOR_OTHERS[user.type] ?? inConditioning(book, inner, user, ({ type }) => FOR_OTHERS[type]);
     if (other) reason ??= ["other_model", { model: other }];
-    const found = refusedInput(user) ?? (isRefused(user) ? user : null) ?? inConditioning(book, inner, user, refusedInput);
+    const found = refusedInput(user) ?? (REFUSED.includes(user.type) ? user : null) ?? inConditioning(book, inner, user, refusedInput);
     if (found) reason ??= ["patch", { by: found.title || found.type }];
   });
   return reason;
-}
-
-function isRefused(node) {
-  return REFUSED.includes(node.type) || (node.type in RUN_WITH && node.widgets_values?.[0] !== RUN_WITH[node.type]);
 }
 
 function whyNotSampler(book, { graph, node }, converted) {

@@ -135,8 +135,10 @@ export const ZH = {
     "请移除噪波遮罩或 Bernini Conditioning：参考采用整个 latent 的时间步，而有噪波遮罩时此 Wan 的每一帧各有自己的时间步。",
   "Remove WanInfiniteTalkToVideo: it is for Wan, and this is {}.":
     "请移除 WanInfiniteTalkToVideo：它用于 Wan，而此模型是 {0}。",
-  "Set the mode of WanInfiniteTalkToVideo to single_speaker, or use Load Diffusion Model: for two speakers each layer compares all tokens of the video with those of its first frame, by the largest and the least of all, which no device has.":
-    "请把 WanInfiniteTalkToVideo 的模式设为 single_speaker，或使用“UNet加载器”：有两位说话者时，每一层按全部令牌的最大值和最小值比较视频的令牌与首帧的令牌，而没有一台设备拥有全部令牌。",
+  "Give WanInfiniteTalkToVideo one picture as mask_1 and one as mask_2: it has {} of them for two speakers.":
+    "请给 WanInfiniteTalkToVideo 的 mask_1 和 mask_2 各一张图：两位说话者现在有 {0} 张。",
+  "Set width and height of WanInfiniteTalkToVideo to multiples of 16 and use the latent that it gives: its masks are of {} tokens of a frame, and this latent has {}.":
+    "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它给出的 latent：它的遮罩对应每帧 {0} 个令牌，而此 latent 每帧有 {1} 个。",
   "Use the latent that WanInfiniteTalkToVideo gives: its sound is of {} frames of latents, and this latent has {}.":
     "请使用 WanInfiniteTalkToVideo 给出的 latent：它的声音对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
   "Remove Bernini Conditioning, or InfiniteTalk: the sound is of a video's frames alone, and references have none.":

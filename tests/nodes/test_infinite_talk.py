@@ -1,5 +1,5 @@
 """InfiniteTalk, whose network has each token of a video hear the sound of its frame: our MODEL draws what the native
-MODEL draws with ComfyUI's node, under every method; two speakers are refused."""
+MODEL draws with ComfyUI's node, under every method, with one speaker and with two."""
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ from tests.nodes.test_control import LAYOUTS
 from tests.tolerances import close, relative_error
 
 TOLERANCE, KIND = 2e-5, "wan-i2v"          # relative, float32 on both sides
+OF_TWO = {"width": 80, "height": 64}
+# in the last, two ranks share the tokens of the first frame
+LAYOUTS_OF_TWO = LAYOUTS | {"ulysses2-ring2": ("cpu,cpu,cpu,cpu", {"ulysses": 2, "ring": 2})}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,29 @@ def test_every_method_equals_native_ksampler(comfyui, talk, native, layout):
     assert relative_error(sample(comfyui, silent), native) > 50 * TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def masks():
+    """Two speakers, side by side; of an image that is a whole number of tokens."""
+    left = (torch.arange(80) < 32).expand(1, 64, 80).float()
+    return torch.cat([left, 1 - left])
+
+
+@pytest.fixture(scope="module")
+def native_of_two(comfyui, talk, masks):
+    return sample(comfyui, talk(comfyui.native(KIND), masks, **OF_TWO))
+
+
+@pytest.mark.parametrize("layout", [layout if layout in ("one", "ulysses2") else pytest.param(
+    layout, marks=pytest.mark.slow) for layout in LAYOUTS_OF_TWO])
+def test_two_speakers_equal_native_ksampler(comfyui, talk, masks, native_of_two, layout):
+    devices, degrees = LAYOUTS_OF_TWO[layout]
+    model = comfyui.ours(KIND, comfyui.config(devices, **degrees))
+
+    close(sample(comfyui, talk(model, masks, **OF_TWO)), native_of_two, TOLERANCE)
+    exchanged = talk(model, masks.flip(0), **OF_TWO)
+    assert relative_error(sample(comfyui, exchanged), native_of_two) > 50 * TOLERANCE
+
+
 @pytest.mark.slow
 def test_a_video_that_goes_on_equals_native_ksampler(comfyui, talk):
     frames = torch.rand(9, 56, 72, 3, generator=torch.Generator().manual_seed(6))
@@ -68,13 +94,14 @@ def test_a_video_that_goes_on_equals_native_ksampler(comfyui, talk):
     close(*results, TOLERANCE)
 
 
-def test_what_is_not_run_is_refused_by_name(comfyui, talk):
-    masks = (torch.arange(72) < 36).expand(1, 56, 72).float()
+def test_what_is_not_run_is_refused_by_name(comfyui, talk, masks):
     model = comfyui.ours(KIND, comfyui.config("cpu"))
     longer = comfyui.latent("wan", size=(7, 9))                # of 3 frames, and the sound is of 2
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="mode of WanInfiniteTalkToVideo to single_speaker"):
-        sample(comfyui, talk(model, masks=torch.cat([masks, 1 - masks])))
+    with pytest.raises(comfyui.errors.ConfigError, match="masks are of 12 tokens of a frame, and this latent has 20"):
+        sample(comfyui, talk(model, masks))
+    with pytest.raises(comfyui.errors.ConfigError, match="it has 3 of them for two speakers"):
+        sample(comfyui, talk(model, torch.cat([masks, masks[:1]]), **OF_TWO))
     with pytest.raises(comfyui.errors.ConfigError, match="of 2 frames of latents, and this latent has 3"):
         comfyui.sample(talk(comfyui.ours("wan", comfyui.config("cpu")), length=5)[0], "wan", latent=longer)
     with pytest.raises(comfyui.errors.UnsupportedError, match="it is for Wan, and this is Wan VACE"):

@@ -22,6 +22,7 @@ from .biases import with_bias
 from .own_code import OwnCode, functional, in_file
 from .places import Place, one_key_per_group
 from .rotary import in_pairs, in_real_numbers
+from .speakers import tell_apart
 
 ROTATIONS = "apply_rotary_emb", "apply_rotary_emb_qwen"        # diffusers', of complex numbers in some models
 COMFYUIS = "optimized_attention", "optimized_attention_masked"                 # what its models call attention
@@ -160,6 +161,8 @@ class AttentionFunctions:
         key, value = one_key_per_group(now.module, query, key), one_key_per_group(now.module, query, value)
         query, padding = self.without_placeholders(query, now.streams, context)
         key, value = (self.without_placeholders(each, now.key_streams, context)[0] for each in (key, value))
+        if now.streams == now.key_streams:
+            tell_apart(context, query, key)
         out = self._biased(query, key, value, context, scale)
         for nag in context.guided:
             apply_nag(out, nag, (1, 3), context.tokens.image_slice(now.streams), True, context.mesh, context.traffic)

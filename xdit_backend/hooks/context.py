@@ -96,7 +96,8 @@ class ForwardContext:
     def shares_attention(self):
         """Is attention anything but torch's own, over this rank's tokens?"""
         return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.masks)
-                or bool(self.guided) or bool(self.biases) or self.references is not None)
+                or bool(self.guided) or bool(self.biases) or self.references is not None
+                or any(network.tells_apart for _, network in self.networks))
 
     @property
     def opens(self):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
+from . import speakers
 from .places import places_of
 
 # of hypernetworks, names in torch.nn.functional
@@ -59,10 +60,10 @@ class Network:
         hidden = self.linear(f"{name}.mid", torch.cat([picture.expand(len(hidden), -1, -1), hidden], -1))
         return self.linear(f"{name}.up", F.silu(hidden * (1 + scale) + shift))
 
-    def of_sound(self, number, tokens_BTC, frames):
+    def of_sound(self, number, tokens_BTC, frames, places=None):
         """What InfiniteTalk (MultiTalk, Kong et al. 2025, arXiv 2505.22647) adds to a block's tokens after attention to
-        the text: what each finds in the sound of its frame. frames: of the tokens, (T,). The network's tensor "sound":
-        (frames, T of one, C)."""
+        the text: what each finds in the sound of its frame. frames: of the tokens, (T,). places: of tell_apart, (B, T).
+        The network's tensors: "sound", (frames, T of one, C), and of two speakers "masks", (2, T of a frame)."""
         name, dtype = f"{number}.", tokens_BTC.dtype
         heads = lambda tensor: tensor.unflatten(2, (int(self._spec.settings["heads"]), -1)).transpose(1, 2)  # noqa: E731
         sound = self.weight("sound", dtype)
@@ -71,9 +72,17 @@ class Network:
         query = heads(self.linear(f"{name}audio_cross_attn.q_linear", normed))
         key, value = (heads(part).expand(len(query), -1, -1, -1) for part in self.linear(
             f"{name}audio_cross_attn.kv_linear", sound.flatten(0, 1)[None]).chunk(2, -1))
+        if self.tells_apart:
+            of_keys = speakers.sound_places(sound.shape[1], frames.device).repeat(len(sound))
+            query, key = speakers.turned(query, places), speakers.turned(key, of_keys[None])
         of_keys = torch.arange(len(sound), device=frames.device).repeat_interleave(sound.shape[1])
         found = F.scaled_dot_product_attention(query, key, value, frames[:, None] == of_keys)
         return self.linear(f"{name}audio_cross_attn.proj", found.transpose(1, 2).flatten(2))
+
+    @property
+    def tells_apart(self):
+        """Does it hear two speakers?"""
+        return "masks" in self._weights
 
     def num_frames(self):
         """Of the sound."""
@@ -191,8 +200,8 @@ def hear(block, number, heard, current):
             before = context.cuts["heard"].to(found.dtype)
             for use, network in context.networks:
                 if use.where == "sound":
-                    found = found + network.of_sound(number, before + found, _frames(context, network, found)) \
-                        * use.strength
+                    found = found + network.of_sound(number, before + found, _frames(context, network, found),
+                                                     context.cuts.get("speakers")) * use.strength
         return found
     norm.forward, attention.forward = normalised, attended
 

@@ -6,6 +6,7 @@ as the node's own code prepares them.
 """
 
 import functools
+import math
 
 import torch
 
@@ -79,33 +80,42 @@ def style_of(family, config, transformer_options, x):
 
 def _hearing(family, config, transformer_options, x):
     """What of networks_of is of InfiniteTalk: its weights, and the sound, which the node has made tokens of."""
-    functions, tells_apart = hearing(transformer_options)
-    if not (functions or tells_apart):
+    functions, masks = hearing(transformer_options)
+    if not functions:
         return []
     if family.is_unet or not family.plan.heard:
         raise UnsupportedError(f"Remove WanInfiniteTalkToVideo: it is for Wan, and this is {family.name}.")
-    if tells_apart:
-        raise UnsupportedError("Set the mode of WanInfiniteTalkToVideo to single_speaker, or use Load Diffusion Model: "
-                               "for two speakers each layer compares all tokens of the video with those of its first "
-                               "frame, by the largest and the least of all, which no device has.")
-    sound = transformer_options["audio_embeds"][0]             # of one speaker: (frames, T of one, C)
-    frames = family.latent.counts(x.shape)[0]
-    if len(sound) != frames:
-        raise ConfigError("Use the latent that WanInfiniteTalkToVideo gives: its sound is of "
-                          f"{len(sound)} frames of latents, and this latent has {frames}.")
+    sounds = transformer_options["audio_embeds"]               # (1, frames, T of one for all speakers, C)
+    _check_hearing(family, sounds, masks, x)
     found = []
     for function in functions:
         net = function.model_patch.model
         blocks, (width,) = net.blocks, net.blocks[0].norm_x.weight.shape
         _check_blocks(len(blocks), width, family, config)
-        network = Network(f"network-{id(net)}-{id(sound)}", functools.partial(_with_sound, blocks, sound),
+        network = Network(f"network-{id(net)}-{id(sounds)}-{id(masks)}",
+                          functools.partial(_with_sound, blocks, sounds, masks),
                           {"heads": str(blocks[0].audio_cross_attn.num_heads)})
         found.append((specs.NetworkUse(network.name, "sound", float(function.audio_scale)), network))
+        masks = None                                           # the first takes them out of ComfyUI's options
     return found
 
 
-def _with_sound(blocks, sound):
-    return blocks.state_dict() | {"sound": sound}
+def _check_hearing(family, sounds, masks, x):
+    frames, *sides = family.latent.counts(x.shape)
+    if sounds.shape[1] != frames:
+        raise ConfigError("Use the latent that WanInfiniteTalkToVideo gives: its sound is of "
+                          f"{sounds.shape[1]} frames of latents, and this latent has {frames}.")
+    if masks is not None and len(masks) != 2:
+        raise ConfigError("Give WanInfiniteTalkToVideo one picture as mask_1 and one as mask_2: it has "
+                          f"{len(masks)} of them for two speakers.")
+    if masks is not None and masks.shape[1] != math.prod(sides):
+        raise ConfigError("Set width and height of WanInfiniteTalkToVideo to multiples of 16 and use the latent that "
+                          f"it gives: its masks are of {masks.shape[1]} tokens of a frame, and this latent has "
+                          f"{math.prod(sides)}.")
+
+
+def _with_sound(blocks, sounds, masks):
+    return blocks.state_dict() | {"sound": sounds[0]} | ({} if masks is None else {"masks": masks.float()})
 
 
 def _lllite(net):

@@ -128,9 +128,11 @@ def styles_in(transformer_options):
 
 
 def hearing(transformer_options):
-    """The networks of a call that find something in sound, and whether they tell two speakers apart."""
+    """(the networks of a call that find something in sound; where two speakers are in the first frame, as bool masks
+    (2, its tokens), or None)"""
+    apart = _of_operation("tells_apart", transformer_options).get("attn1_patch", [])
     return (_of_operation("hears", transformer_options).get("attn2_patch", []),
-            bool(_of_operation("tells_apart", transformer_options)))
+            next((each.ref_target_masks for each in reversed(apart) if each.ref_target_masks is not None), None))
 
 
 def networks_in(transformer_options):
