@@ -97,8 +97,6 @@ def native_model(path, storage, compute="float32"):
         options = {} if storage is None else {"dtype": getattr(torch, storage)}            # None: a quantised file's
         model = comfy.sd.load_diffusion_model(str(path), model_options=options).model
     assert (model.manual_cast_dtype or model.get_dtype()) == dtype
-    if "ACEStep15" in type(model).__name__:                    # whose tables ComfyUI rounds to the weights' type too
-        FAMILIES["ACE-Step 1.5"].amend(model.diffusion_model, None)
     if "MiniMax" in type(model).__name__:                      # whose kernel fails with norms in 8 bits
         for name, parameter in model.diffusion_model.named_parameters():
             parameter.data = parameter.data.to(dtype) if name.endswith("_norm.weight") else parameter.data
