@@ -153,6 +153,8 @@ def draw(comfyui, number, layouts=None, kinds=None, products=False):
     }
     if families()[kind].name == "MiniMax H3":                  # whose model takes one video alone
         drawn["batch"] = 1
+    if kind == "hunyuan3d-2.1" and layout not in STALE:        # whose class gives a batch each other's predictions
+        drawn["batch"] = 1                                     # where branches are computed apart
     if kind == "hunyuanimage-refiner":                         # whose own sampling takes an empty latent of one frame
         drawn |= {"latent": "empty", "frames": 1}
     if families()[kind].is_unet and min(drawn["size"]) < 8:

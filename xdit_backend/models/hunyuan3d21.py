@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from ..vocabulary.comfyui import handed_on, same_names
-from ..vocabulary.describe import Whole, blocks, config_of, has, size, type_of_arithmetic
+from ..vocabulary.describe import Whole, blocks, config_of, has, size, type_held, type_of_arithmetic
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan
 
@@ -16,21 +16,25 @@ NATIVE, NORM = "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain", "blocks.0.a
 
 def _amend(model, config):
     """ComfyUI's forward swaps the halves of a batch's conditioning, and those of its output, where these are guidance's
-    branches of the same latents. Here each of a batch has its own conditioning. And it asks layers in which type they
-    compute by that of their weights, which packed ones do not have."""
-    forward, dtype, sines = model.forward, type_of_arithmetic(model), model.t_embedder.time_embed
+    branches of the same latents. Here each of a batch has its own conditioning, and blocks have the batch in its
+    order, by which keys and values are kept. And it asks layers in which type they compute by that of their weights,
+    which packed ones do not have."""
+    forward, dtype, embedder = model.forward, type_of_arithmetic(model), model.t_embedder
     for layer in (model.x_embedder, *(block.attn2.to_k for block in model.blocks)):
-        layer.parameters = lambda recurse=True: iter([torch.empty(0, dtype=dtype())])
-    sines.forward = _typed(sines.forward, dtype)
+        layer.parameters = lambda recurse=True, layer=layer: iter([torch.empty(0, dtype=type_held(layer, dtype()))])
+    embedder.time_embed.forward = _typed(embedder.time_embed.forward, lambda: type_held(embedder.mlp[0], dtype()))
 
     def each_its_own(x, t, context, **options):
-        half = -(-len(x) // 2) if len(x) > 1 else 0
-        return forward(x=x.roll(half, 0), t=t.roll(half, 0), context=context.roll(2 * half, 0), **options)
+        if len(x) == 1:
+            return forward(x=x, t=t, context=context, **options)
+        half = -(-len(x) // 2)
+        output, = forward(x=x, t=t, context=context.roll(half, 0), **options)
+        return output.roll(half, 0),
     model.forward = each_its_own
 
 
 def _typed(forward, dtype):
-    """A forward whose output, in whatever type it is asked for, is in that of arithmetic."""
+    """A forward whose output, in whatever type it is asked for, is in this."""
     def typed(times):
         output = forward(times)
         return SimpleNamespace(type=lambda asked: output.to(dtype()))

@@ -6,7 +6,7 @@ from types import MethodType
 from torch import nn
 
 from ..vocabulary.comfyui import handed_on, same_names
-from ..vocabulary.describe import blocks, config_of, has, optional_size, size, type_of_arithmetic
+from ..vocabulary.describe import blocks, config_of, has, optional_size, size, type_held, type_of_arithmetic
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan
 from ..vocabulary.splats import Row, call_shapes, first_part, pictures, split_parts, unfold
@@ -42,9 +42,9 @@ def _of_patch(module, forward, rows, tokens, args, kwargs):
 
 def _amend(model, config):
     """Blocks make the places of their own tokens, which the class's forward does between them; what it calls there
-    does nothing. The time's sines are made on its device, and are of the type of the arithmetic."""
+    does nothing. The time's sines are made on its device, and are of the weights' type."""
     embedder, dtype = model.t_embedder, type_of_arithmetic(model)
-    embedder.forward = lambda times: embedder.mlp(_sines(embedder, times).to(dtype()))
+    embedder.forward = lambda times: embedder.mlp(_sines(embedder, times).to(type_held(embedder.mlp[0], dtype())))
     model.anchors = _Anchors(model.pos_emb)
     del model.pos_emb
     model.pos_emb = _Asked(model.anchors)

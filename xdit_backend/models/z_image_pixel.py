@@ -6,7 +6,7 @@ from types import MethodType
 import torch
 
 from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import Unpacked, because, blocks, config_of, has, size
+from ..vocabulary.describe import Unpacked, because, blocks, config_of, has, size, type_held
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
@@ -31,17 +31,19 @@ def _of_patch(module, forward, rows, tokens, args, kwargs):
 
 
 def _amend(model, config):
-    """The decoder computes in the type of the latent, and asks its first layer for no other: files may hold that in
-    fewer bits. Its places of pixels are made anew: the class keeps those of the last models, and the models with
+    """The decoder and its embedder compute in the types that their first layers are held in, and ask them for no
+    other: files may hold these in fewer bits. Its places of pixels are made anew: the class keeps those of the last models, and the models with
     them."""
     decoder, embedder = model.dec_net, model.dec_net.input_embedder
-    decoder.dtype, decoder.cond_embed = None, torch.nn.Sequential(decoder.cond_embed)
-    embedder.register_forward_pre_hook(_of_its_inputs)
+    decoder.cond_embed = torch.nn.Sequential(decoder.cond_embed)
+    decoder.register_forward_pre_hook(_as_held)
+    embedder.register_forward_pre_hook(_as_held)
     embedder.fetch_pos = MethodType(type(embedder).fetch_pos.__wrapped__, embedder)
 
 
-def _of_its_inputs(embedder, args):
-    embedder.dtype = args[0].dtype
+def _as_held(module, args):
+    first, = module.cond_embed if hasattr(module, "cond_embed") else module.embedder
+    module.dtype = type_held(first, args[0].dtype)
 
 
 def _num_heads(shapes):

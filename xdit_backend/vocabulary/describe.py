@@ -286,6 +286,13 @@ def type_of_arithmetic(model):
     return lambda: now[0]
 
 
+def type_held(layer, otherwise):
+    """For Family.amend, where ComfyUI's class computes in the type that this layer's weights are held in. That; or
+    `otherwise`, where they are packed or of 8 bits."""
+    held = layer.weight.dtype
+    return held if held.is_floating_point and held.itemsize > 1 else otherwise
+
+
 def frame_times(call):
     """The timestep as ComfyUI gives it, (B,), or (B, frames) where they differ; a patch has its own frames."""
     times = call.timestep
