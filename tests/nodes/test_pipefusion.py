@@ -154,8 +154,9 @@ def test_a_plain_ksampler_runs_patches_too(comfyui):
     close(result, sample_oracle(comfyui, "sd3", 4, 1), STALE)
 
 
+# ComfyUI's class of the last swaps halves of a batch
 @pytest.mark.parametrize("kind, warmup", [("sd3", "micro_batches"), ("sd3", "sequence"),
-                                          ("hunyuan3d-2.1", "micro_batches")])       # whose class swaps halves of a batch
+                                          ("hunyuan3d-2.1", "micro_batches")])
 def test_ways_to_warm_up_give_the_same_picture(comfyui, kind, warmup):
     latent = comfyui.latent(kind, batch=2)
     model = staged(comfyui, kind, warmup=warmup, warmup_steps=2)

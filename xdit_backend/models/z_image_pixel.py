@@ -32,8 +32,8 @@ def _of_patch(module, forward, rows, tokens, args, kwargs):
 
 def _amend(model, config):
     """The decoder and its embedder compute in the types that their first layers are held in, and ask them for no
-    other: files may hold these in fewer bits. Its places of pixels are made anew: the class keeps those of the last models, and the models with
-    them."""
+    other: files may hold these in fewer bits. Its places of pixels are made anew: the class keeps those of the last
+    models, and the models with them."""
     decoder, embedder = model.dec_net, model.dec_net.input_embedder
     decoder.cond_embed = torch.nn.Sequential(decoder.cond_embed)
     decoder.register_forward_pre_hook(_as_held)
