@@ -563,8 +563,10 @@ export const ZH = {
     "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。docs/models.md 列出了 xDiT 能运行的模型。",
   "{} is {}. docs/models.md lists what xDiT runs.":
     "{0} 是{1}。docs/models.md 列出了 xDiT 能运行的模型。",
-  "a model of {}, for which diffusers has no transformer":
-    " {0} 的模型，diffusers 没有它的 transformer",
+  "a model of HiDream-O1, whose class keeps keys and values of its text by itself from call to call":
+    " HiDream-O1 的模型，它的类在各次调用之间自己保存文本的键和值",
+  "a model of SeedVR2, which attends within windows of the whole video that shift from block to block":
+    " SeedVR2 的模型，它在整个视频的窗口内做注意力，窗口逐块移动",
   "a model that finds things in pictures, and draws none":
     "在图像中查找物体、不画图像的模型",
   "a U-Net of a kind that xDiT does not run":

@@ -12,15 +12,19 @@ def article(name):
     return "an" if name.startswith(("A", "E", "I", "O", "SD", "LTX")) else "a"
 
 
-NOT_IN_DIFFUSERS = {".t_embedder1.": "HiDream-O1", ".mlp.all.proj_in_gate.": "SeedVR2"}
+# models of ComfyUI that are not run -> a part of their tensors' names, and why
+NOT_RUN = {
+    "HiDream-O1": (".t_embedder1.", "a model of HiDream-O1, whose class keeps keys and values of its text by itself "
+                                    "from call to call"),
+    "SeedVR2": (".mlp.all.proj_in_gate.", "a model of SeedVR2, which attends within windows of the whole video that "
+                                          "shift from block to block")}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
 BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)
 # looked through in this order, for files that are no model of a family. A name begins with "^."
 OTHERS = (
     ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
-    *(((mark,), f"a model of {name}, for which diffusers has no transformer")
-      for mark, name in NOT_IN_DIFFUSERS.items()),
+    *(((mark,), words) for mark, words in NOT_RUN.values()),
     ((".backbone.stem.", ".detector.backbone.", ".refinenet1."),
      "a model that finds things in pictures, and draws none"),
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."),
