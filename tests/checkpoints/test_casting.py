@@ -54,8 +54,7 @@ def rounded(conditioning, dtype):
 
 def rounded_file(path, folder):
     """The file's weights in float32, rounded to bfloat16."""
-    weights = {name: weight.bfloat16().float() for name, weight in load_file(path).items()}
-    save_file(weights, folder / path.name)
+    save_file(rounded(rounded(load_file(path), torch.bfloat16), torch.float32), folder / path.name)
     return folder / path.name
 
 

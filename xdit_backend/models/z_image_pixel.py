@@ -1,6 +1,7 @@
 """Z-Image on pixels (Zeta-Chroma), ComfyUI's own module: Z-Image's blocks over patches of the picture itself, each of
 which a small network draws after them, from its token and from what it was."""
 
+from functools import partial
 from types import MethodType
 
 import torch
@@ -35,14 +36,13 @@ def _amend(model, config):
     other: files may hold these in fewer bits. Its places of pixels are made anew: the class keeps those of the last
     models, and the models with them."""
     decoder, embedder = model.dec_net, model.dec_net.input_embedder
+    for module, first in ((decoder, decoder.cond_embed), (embedder, embedder.embedder[0])):
+        module.register_forward_pre_hook(partial(_as_held, first))
     decoder.cond_embed = torch.nn.Sequential(decoder.cond_embed)
-    decoder.register_forward_pre_hook(_as_held)
-    embedder.register_forward_pre_hook(_as_held)
     embedder.fetch_pos = MethodType(type(embedder).fetch_pos.__wrapped__, embedder)
 
 
-def _as_held(module, args):
-    first, = module.cond_embed if hasattr(module, "cond_embed") else module.embedder
+def _as_held(first, module, args):
     module.dtype = type_held(first, args[0].dtype)
 
 
