@@ -94,7 +94,8 @@ DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox",
                 "vae-ltx",
-                "vae-ltx095", "vae-cosmos", "vae-taesd", "vae-hunyuanimage", "vae-hunyuan15", "vae-mochi", "vae-ltx2")
+                "vae-ltx095", "vae-cosmos", "vae-taesd", "vae-hunyuanimage", "vae-hunyuan15", "vae-mochi", "vae-ltx2",
+                "vae-svd")
 
 AUTOENCODER = {
     "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 2, 4, 4],
@@ -226,6 +227,7 @@ VAE_CONFIGS = {
 VAE_CONFIGS["vae-ltx2"] = {**VAE_CONFIGS["vae-ltx095"], "timestep_conditioning": False, "causal_decoder": False}
 
 
+OF_SVD = {**AUTOENCODER, "z_channels": 4}
 # The widths of some are in ComfyUI's loader, and not found from the file: its module, the class, and a thin one's
 # arguments.
 THIN = {
@@ -244,6 +246,11 @@ THIN = {
             f"{half.lower()}_config": {"target": f"comfy.ldm.hunyuan_video.vae_refiner.{half}", "params": {
                 "block_out_channels": [8, 16, 32, 64, 64], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1,
                 "ffactor_spatial": 16, "ffactor_temporal": 4, "z_channels": 32}} for half in ("Encoder", "Decoder")}}),
+    "vae-svd": ("comfy.sd", "AutoencodingEngine", {
+        "regularizer_config": {"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        "encoder_config": {"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": OF_SVD},
+        "decoder_config": {"target": "comfy.ldm.modules.temporal_ae.VideoDecoder",
+                           "params": {**OF_SVD, "video_kernel_size": [3, 1, 1], "alpha": 0.0}}}),
     "vae-mochi": ("comfy.ldm.genmo.vae.model", "VideoVAE", {}),
     "vae-cogvideox": ("comfy.ldm.cogvideo.vae", "AutoencoderKLCogVideoX", {
         "block_out_channels": (32, 64, 64, 64), "layers_per_block": 1}),

@@ -112,6 +112,12 @@ def mochi():
         temporal_expansions=(1, 3), spatial_expansions=(2, 2), add_attention_block=(False, True, True, True))
 
 
+def svd():
+    """Its mixing of frames is by half."""
+    return diffusers.AutoencoderKLTemporalDecoder(latent_channels=4, block_out_channels=(32, 64), layers_per_block=2,
+                                                  down_block_types=("DownEncoderBlock2D",) * 2)
+
+
 def cosmos():
     return diffusers.AutoencoderKLCosmos(latent_channels=4, encoder_block_out_channels=(8, 8, 16, 16),
                                          decode_block_out_channels=(8, 16, 16, 16), attention_resolutions=(),
@@ -137,6 +143,7 @@ KINDS = {
     # Its encoder's first features are float32.
     "mochi": Kind(mochi, 4, scale=4, frames=2, pixel_frames=5, mutants=KL_MUTANTS[:-1], encode_mutants=(),
                   tolerance=1e-9),
+    "svd": Kind(svd, 4, scale=2, frames=3, mutants=KL_MUTANTS),
     "cosmos": Kind(cosmos, 4, frames=2, pixel_frames=9,
                    mutants=("zeros for borrowed rows", "own moments", "own tokens"),
                    encode_mutants=()),

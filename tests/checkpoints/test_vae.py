@@ -84,6 +84,7 @@ tiny = {
     "cosmos": (tiny_checkpoints.autoencoder("vae-cosmos"), (1, 16, 3, 2, 3), (1, 3, 17, 24, 16)),
     "cosmos, other frames": (tiny_checkpoints.autoencoder("vae-cosmos"), (2, 16, 2, 3, 1), (1, 3, 14, 16, 24)),
     "cosmos, one frame": (tiny_checkpoints.autoencoder("vae-cosmos"), (1, 16, 1, 2, 3), (2, 3, 1, 16, 24)),
+    "svd": (tiny_checkpoints.autoencoder("vae-svd"), (3, 4, 3, 2), (2, 3, 24, 16)),
     "taesd": (comfy.taesd.taesd.TAESD(latent_channels=16), (2, 16, 3, 5), (2, 3, 24, 40)),
     "taef2": (comfy.taesd.taesd.TAESD(latent_channels=128), (2, 128, 3, 2), (2, 3, 48, 32)),
     "taehv": (comfy.taesd.taehv.TAEHV(latent_channels=16), (1, 16, 3, 2, 3), (1, 3, 7, 16, 24)),
@@ -109,16 +110,16 @@ others = {
     "HunyuanImage's refiner": lambda: torch.nn.ModuleDict({"decoder": comfy.ldm.hunyuan_video.vae_refiner.Decoder(
         z_channels=32, out_channels=3, block_out_channels=[128, 256, 512, 1024, 1024], num_res_blocks=2,
         ffactor_spatial=16, ffactor_temporal=4, refiner_vae=False)}),
-    "Stable Video Diffusion": lambda: comfy.ldm.models.autoencoder.AutoencodingEngine(
-        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
-        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
-        decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder",
-                        "params": {**config, "video_kernel_size": [3, 1, 1], "alpha": 0.0}}),
     "LTX 0.9.1": lambda: comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(version=1),
 }
 refiner = {"block_out_channels": [128, 256, 512, 1024, 1024], "in_channels": 3, "out_channels": 3, "num_res_blocks": 2,
            "ffactor_spatial": 16, "ffactor_temporal": 4, "z_channels": 32}
 published = {
+    "Stable Video Diffusion": lambda: comfy.ldm.models.autoencoder.AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
+        decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder",
+                        "params": {**config, "video_kernel_size": [3, 1, 1], "alpha": 0.0}}),
     "HunyuanVideo 1.5": lambda: torch.nn.ModuleDict({half.__name__.lower(): half(**refiner) for half in (
         comfy.ldm.hunyuan_video.vae_refiner.Encoder, comfy.ldm.hunyuan_video.vae_refiner.Decoder)}),
     "Mochi": lambda: comfy.ldm.genmo.vae.model.VideoVAE(),
@@ -158,7 +159,7 @@ def tensors(made_by_comfyui):
 DECODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.decoder})
 ENCODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.encoder})
 KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "ltx 2", "taesd",
-         "taef2", "taehv", "taehv, of LTX-2",
+         "taef2", "taehv", "taehv, of LTX-2", "svd",
          "hunyuan", "hunyuan, one frame", "hunyuan image", "hunyuan 1.5", "hunyuan 1.5, one frame", "mochi",
          "mochi, one frame", "cosmos", "cosmos, other frames", "cosmos, one frame",
          "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
@@ -180,6 +181,8 @@ def test_decodes_as_comfyui_does(made_by_comfyui, kind, prefixes):
 
     vae = load_autoencoder(half(tensors, prefixes), torch.float32, "cpu")
 
+    if kind == "svd":                                          # the batch is a video
+        latent, pixels = latent.movedim(0, 1)[None], pixels.movedim(0, 1)[None]
     result = decode_rows(vae, latent).tensor
     if kind.startswith("wan"):                                 # diffusers clamps here, ComfyUI later
         pixels = pixels.clamp(-1, 1)
@@ -269,6 +272,7 @@ def test_config_of_stable_diffusions_vae(made_by_comfyui):
 
 
 PUBLISHED = {
+    "Stable Video Diffusion": {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4},
     "HunyuanVideo 1.5": {"block_out_channels": (128, 256, 512, 1024, 1024), "layers_per_block": 2,
                          "latent_channels": 32, "spatial_compression_ratio": 16, "temporal_compression_ratio": 4},
     "Mochi": {"encoder_block_out_channels": (64, 128, 256, 384), "decoder_block_out_channels": (128, 256, 512, 768),
@@ -298,7 +302,6 @@ def test_vaes_of_the_published_sizes_fit(made_by_comfyui, kind, prefixes):
 
 @pytest.mark.parametrize("kind, named", [
     ("Flux.2", "Flux.2"), ("HunyuanImage's refiner", "HunyuanImage's refiner"),
-    ("Stable Video Diffusion", "Stable Video Diffusion"),
     ("LTX 0.9.1", "adds random noise"),
 ])
 def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):

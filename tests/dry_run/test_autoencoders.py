@@ -31,7 +31,8 @@ ALLOWED_WAITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A published VAE. scale: pixels of a latent row; times: frames of a latent's frame, 0 of pictures."""
+    """A published VAE. scale: pixels of a latent row; times: frames of a latent's frame, 0 of pictures.
+    frames: of a latent; 0: of about 80. encodes_frames: one by one."""
 
     name: str
     channels: int
@@ -39,25 +40,30 @@ class Kind:
     times: int = 0
     options: dict = dataclasses.field(default_factory=dict)
     pixels: tuple = (1280, 720)
+    frames: int = 0
+    encodes_frames: bool = False
 
     def make(self):
         with torch.device("meta"):
-            vae = getattr(diffusers, self.name)(**self.options).to(torch.bfloat16).eval().requires_grad_(False)
+            vae = getattr(diffusers, self.name)(**self.options).to("meta", torch.bfloat16).eval().requires_grad_(False)
             family_of(vae).finish(vae, {})
         return vae
 
     def shapes(self):
         """Of a latent and of its picture or video."""
         columns, rows = self.pixels if self.times else (1024, 1024)
-        columns, rows, frames = columns // self.scale, rows // self.scale, 80 // self.times + 1 if self.times else 0
+        columns, rows = columns // self.scale, rows // self.scale
+        frames = self.frames or (80 // self.times + 1 if self.times else 0)
         latent = (1, self.channels, *([frames] if frames else []), rows, columns)
-        times = [(frames - 1) * self.times + 1] if frames else []
+        times = [(frames - 1) * self.times + 1] if frames and not self.encodes_frames else []
         return latent, (1, 3, *times, rows * self.scale, columns * self.scale)
 
 
 OF_FLUX = {"latent_channels": 16, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2,
            "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
            "use_quant_conv": False, "use_post_quant_conv": False}
+OF_SVD = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2,
+          "down_block_types": ("DownEncoderBlock2D",) * 4}
 OF_WAN22 = {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12,
             "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}
 OF_HUNYUAN_IMAGE = {"in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2,
@@ -79,13 +85,16 @@ KINDS = {
     "hunyuan": Kind("AutoencoderKLHunyuanVideo", 16, 8, 4),
     "hunyuan 1.5": Kind("AutoencoderKLHunyuanVideo15", 32, 16, 4),
     "ltx": Kind("AutoencoderKLLTXVideo", 128, 32, 8, pixels=(1280, 704)),
-    "mochi": Kind("AutoencoderKLMochi", 12, 8, 6), "cogvideox": Kind("AutoencoderKLCogVideoX", 16, 8, 4, OF_COGVIDEOX),
+    "mochi": Kind("AutoencoderKLMochi", 12, 8, 6),
+    "svd": Kind("AutoencoderKLTemporalDecoder", 4, 8, 1, OF_SVD, (1024, 576), 25, True),
+    "cogvideox": Kind("AutoencoderKLCogVideoX", 16, 8, 4, OF_COGVIDEOX),
     "cosmos": Kind("AutoencoderKLCosmos", 16, 8, 8)}
 KINDS = {key: kind for key, kind in KINDS.items() if hasattr(diffusers, kind.name)}
 FULL_SIZE = Path(__file__).parents[2] / "docs" / "full_size.md"
 TITLES = {"flux": "Flux.1", "taesd": "TAESD", "sana": "Sana", "hunyuan image": "HunyuanImage", "wan": "Wan 2.1",
           "wan 2.2": "Wan 2.2", "hunyuan": "HunyuanVideo", "hunyuan 1.5": "HunyuanVideo 1.5", "ltx": "LTX-Video",
-          "mochi": "Mochi (79 frames)", "cogvideox": "CogVideoX", "cosmos": "Cosmos-Predict1"}
+          "mochi": "Mochi (79 frames)", "svd": "Stable Video Diffusion (25 frames of 1024 x 576)",
+          "cogvideox": "CogVideoX", "cosmos": "Cosmos-Predict1"}
 DEFAULT = {("flux", "decode", 2, True), ("cosmos", "decode", 2, False), ("ltx", "encode", 2, False)}
 
 

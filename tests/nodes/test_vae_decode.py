@@ -12,7 +12,7 @@ import torch
 from tests.tiny_checkpoints import fill
 from tests.tolerances import close
 
-CHANNELS = {"vae-sd": 4, "vae-flux2": 128, "vae-wan22": 48, "vae-ltx": 128, "vae-ltx095": 128,
+CHANNELS = {"vae-sd": 4, "vae-svd": 4, "vae-flux2": 128, "vae-wan22": 48, "vae-ltx": 128, "vae-ltx095": 128,
             "vae-hunyuanimage": 64, "vae-hunyuan15": 32, "vae-ltx2": 128, "vae-mochi": 12}
 
 
@@ -31,7 +31,7 @@ CASES = [(kind, shape) for kinds, shapes in (
     (("vae-ltx", "vae-ltx095"), LTX), (("vae-ltx",), [(2, 2, 3, 3)]), (("vae-ltx2",), [(1, 3, 3, 5)]),
     (("vae-hunyuan",), [(1, 1, 6, 5), (2, 3, 5, 7), (1, 5, 1, 3)]), (("vae-hunyuan15",), [(1, 3, 2, 3), (2, 1, 3, 2)]),
     (("vae-mochi",), [(1, 3, 2, 3), (2, 1, 3, 1)]), (("vae-cogvideox",), [(1, 1, 4, 5), (2, 3, 5, 3), (1, 4, 1, 3)]),
-    (("vae-cosmos",), [(1, 1, 4, 5), (2, 3, 3, 1), (1, 18, 1, 2)]))
+    (("vae-svd",), [(3, 5, 4), (1, 3, 2)]), (("vae-cosmos",), [(1, 1, 4, 5), (2, 3, 3, 1), (1, 18, 1, 2)]))
     for kind in kinds for shape in shapes]
 # Three shapes of the VAEs that most people have; of the others' two, of which now one, now another is left out.
 CASES = [case for number, case in enumerate(CASES)

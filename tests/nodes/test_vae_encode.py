@@ -13,7 +13,7 @@ CASES = [("vae-sd", (1, 64, 64, 3)), ("vae-sd", (2, 77, 100, 3)), ("vae-sd3", (1
          ("vae-wan22", (1, 48, 40, 3)),
          ("vae-wan22", (5, 33, 64, 3)), ("vae-ltx", (1, 64, 96, 3)), ("vae-ltx", (12, 100, 64, 3)),
          ("vae-hunyuan", (1, 40, 24, 3)),
-         ("vae-hunyuan15", (10, 40, 35, 3)), ("vae-mochi", (9, 25, 40, 3)),
+         ("vae-hunyuan15", (10, 40, 35, 3)), ("vae-mochi", (9, 25, 40, 3)), ("vae-svd", (2, 24, 40, 3)),
          ("vae-hunyuan", (14, 24, 40, 3)), ("vae-cosmos", (1, 40, 24, 3)), ("vae-cosmos", (9, 33, 40, 3)),
          ("vae-cosmos", (14, 24, 16, 3)), ("vae-cogvideox", (1, 40, 24, 3)), ("vae-cogvideox", (9, 33, 40, 3)),
          ("vae-cogvideox", (12, 24, 40, 3)), ("vae-ltx095", (1, 64, 96, 3)),

@@ -38,8 +38,6 @@ def signed_pixels(vae, picture):
 class OfComfyUI(torch.nn.Module):
     """What is asked of diffusers' autoencoders and classes of ComfyUI's lack."""
 
-    use_tiling = False
-
     @property
     def device(self):
         return next(self.parameters()).device

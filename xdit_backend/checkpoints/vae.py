@@ -16,8 +16,6 @@ from ..protocol.transfers import StagingBuffers
 # Part of a tensor's name -> whose VAE it is. Looked for before the family without marks, whose names these have too.
 OTHER_VAES = {
     "bn.running_mean": "Flux.2's with its norm, which the host takes off",
-    "time_stack": "Stable Video Diffusion's",
-    "time_mix_conv": "Stable Video Diffusion's",
     "decoder.conv_in.conv.": "another video VAE",
     "encoder.conv_in.conv.": "another video VAE",
     "decoder.stages.": "Sana's deep compression autoencoder",

@@ -313,7 +313,7 @@ def _family(vae):
 
 
 def _check(vae):
-    if vae.use_tiling:
+    if getattr(vae, "use_tiling", False):
         raise UnsupportedError("Tiling is on, which blends tiles, and rows are exact. Call vae.disable_tiling() first.")
     for name, processor in getattr(vae, "attn_processors", {}).items():
         if not isinstance(processor, (AttnProcessor2_0, FusedAttnProcessor2_0)):

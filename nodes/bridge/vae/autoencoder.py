@@ -42,6 +42,8 @@ def decode(vae, latent, config):
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.decoder, kind.settings(vae.first_stage_model), client)
     inner = kind.before_decode(vae, latent.to(torch.float32))
+    if kind.batch_is_video:
+        inner, shape = inner.movedim(0, 1)[None], (1, *shape)
     picture = _transformed("decoded", client.autoencoders.decode, half, config, inner, shape, 1)
     return picture.reshape(-1, *picture.shape[-3:]).to(vae.output_device)
 

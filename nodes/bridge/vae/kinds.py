@@ -21,6 +21,7 @@ import comfy.ldm.wan.vae
 import comfy.ldm.wan.vae2_2
 import comfy.taesd.taehv
 import comfy.taesd.taesd
+from comfy.ldm.modules import temporal_ae
 from comfy.ldm.modules.diffusionmodules.model import Decoder
 
 from ....xdit_backend.autoencoders import FAMILIES
@@ -42,6 +43,7 @@ class Kind:
     least_side: Callable = lambda model: 1         # rows and columns of a latent that it decodes
     side: Callable | None = None           # (VAE) -> rows of a picture to one of a latent; None: as ComfyUI's VAE says
     latent_patch: int = 1                  # rows of the network's latent to a row of ComfyUI's
+    batch_is_video: bool = False           # are the images of a batch frames that the decoder looks along?
 
 
 def _is_ldm(model):
@@ -150,6 +152,9 @@ KINDS = (
          and type(model.decoder) is comfy.ldm.hunyuan_video.vae_refiner.Decoder and model.decoder.refiner_vae),
     Kind(FAMILIES["hunyuan_image"], lambda model: isinstance(model, autoencoder.AutoencodingEngine)
          and type(model.decoder) is comfy.ldm.hunyuan_video.vae.Decoder),
+    Kind(FAMILIES["svd"], lambda model: isinstance(model, autoencoder.AutoencodingEngine)
+         and type(model.decoder) is temporal_ae.VideoDecoder and model.decoder.time_mode == "conv-only",
+         batch_is_video=True),
     Kind(FAMILIES["mochi"], lambda model: isinstance(model, comfy.ldm.genmo.vae.model.VideoVAE)),
     Kind(FAMILIES["cogvideox"], lambda model: isinstance(model, comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX),
          # The first frame is not repeated where their number is odd.
