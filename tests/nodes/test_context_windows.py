@@ -4,6 +4,7 @@ family what the native MODEL draws."""
 import pytest
 
 from tests.model_nodes import model_nodes, run_node
+from tests.tiers import by_default
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
 
@@ -14,10 +15,10 @@ LAYOUTS = {"cfg2": {"cfg": 2}, "ring2": {"ring": 2}, "pipefusion2": {"pipefusion
            "displaced2": {"displaced": 2, "warmup_steps": 1}}
 
 
-def windowed(comfyui, model):
+def windowed(comfyui, model, dim=2):
     return run_node(model_nodes(comfyui)["ContextWindowsManual"], {
         "model": model, "context_length": 2, "context_overlap": 1, "context_schedule": "standard_static",
-        "context_stride": 1, "closed_loop": False, "fuse_method": "pyramid", "dim": 2,
+        "context_stride": 1, "closed_loop": False, "fuse_method": "pyramid", "dim": dim, "causal_window_fix": dim == 2,
         "freenoise": False, "cond_retain_index_list": "", "split_conds_to_windows": False})[0]
 
 
@@ -33,6 +34,26 @@ def test_context_windows_equal_native_ksampler(comfyui, kind, layout):
 
     close(result, reference, TOLERANCE)
     assert relative_error(reference, comfyui.reference(kind, steps=2)) > 1e-3, "windows that change nothing"
+
+
+@pytest.mark.parametrize("layout", by_default(["cfg2"], ["cfg2", "displaced2"]))
+def test_windows_of_frames_that_are_a_batch_equal_native_ksampler(comfyui, layout):
+    """Of Stable Video Diffusion, whose frames are dim 0. With displaced patches every step is whole."""
+    given = {"steps": 2, "latent": comfyui.latent("svd", 5)}
+    reference = comfyui.sample(windowed(comfyui, comfyui.native("svd"), dim=0), "svd", **given)
+
+    result = comfyui.sample(windowed(comfyui, comfyui.ours("svd", comfyui.config("cpu,cpu", **LAYOUTS[layout])), dim=0),
+                            "svd", **given)
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, comfyui.sample(comfyui.native("svd"), "svd", **given)) > 1e-3
+
+
+def test_windows_of_rows_where_frames_are_a_batch_are_refused(comfyui):
+    """ComfyUI's own ends in an error of torch's."""
+    with pytest.raises(comfyui.errors.ConfigError, match="^Set dim to 0 in the context window node"):
+        comfyui.sample(windowed(comfyui, comfyui.ours("svd", comfyui.config("cpu,cpu"))), "svd", steps=2,
+                       latent=comfyui.latent("svd"))
 
 
 def test_a_model_of_which_comfyui_cuts_no_windows_ends_in_its_own_words(comfyui):

@@ -82,6 +82,11 @@ def check_conditioning(setup, conditioning, x):
                               f"latent of {reference.shape[1]} channels and {reference.ndim} dims, and this "
                               f"{family.name} model takes {x.shape[1]} and {x.ndim}. Models that take pictures "
                               "otherwise (Fill, Canny, Depth) take none.")
+    if family.has_frames_as_batch and len(x) % len(conditioning["num_video_frames"]):
+        num_frames = len(conditioning["num_video_frames"])
+        raise ConfigError("Set dim to 0 in the context window node, and causal_window_fix to false: the conditioning "
+                          f"is of {num_frames} frames and the latent has {len(x)} images, which of {family.name} are "
+                          "the frames.")
     maker = "xDiT Class Label" if num_classes else "the CLIP that belongs to this model"
     for name, argument in family.conditioning.items():
         if argument is None or name not in conditioning:
