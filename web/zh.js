@@ -119,6 +119,8 @@ export const ZH = {
     "请使用属于此模型的 VAE 或空 latent 节点{0}：latent 有 {1}，而 {2} 处理 (batch, {3})。它是为其他模型制作的。",
   "Set dim to 0 in the context window node, and causal_window_fix to false: the conditioning is of {} frames and the latent has {} images, which of {} are the frames.":
     "请在上下文窗口节点中把 dim 设为 0，并把 causal_window_fix 设为 false：条件属于 {0} 帧，而 latent 有 {1} 张图像，对 {2} 来说它们就是帧。",
+  "Set shift_t of Scale ROPE to 0: Flux.2 tells by these places which tokens are those of reference pictures, whose time this workflow sets to 0.":
+    "请把 Scale ROPE 的 shift_t 设为 0：Flux.2 靠这些位置分辨哪些令牌属于参考图像，而此工作流把它们的时间设为 0。",
   "Make it with TripoSplat Conditioning: the latent has parts of the shapes {}, and TripoSplat works on up to {} tokens of {} numbers and a camera of (batch, 1, {}).":
     "请用 TripoSplat Conditioning 生成它：latent 各部分的形状是 {0}，而 TripoSplat 处理最多 {1} 个 {2} 个数的令牌和形状为 (batch, 1, {3}) 的相机。",
   "Connect Flux.2's VAE to TripoSplat Conditioning: the picture's latent has the shape {}, and this model takes {} channels.":

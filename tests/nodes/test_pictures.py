@@ -210,14 +210,6 @@ def test_pictures_after_texts_of_unequal_length_equal_native_ksampler(comfyui, d
     close(result, comfyui.sample(comfyui.native("longcat-image"), "longcat-image", **arguments), EXACT)
 
 
-def test_a_changed_rotary_scale_of_a_model_that_has_its_own_is_refused(comfyui):
-    model = comfyui.ours("longcat-image", comfyui.config("cpu")).clone()
-    model.set_model_rope_options(2.0, 0, 2.0, 0, 1.0, 0)
-
-    with pytest.raises(comfyui.errors.UnsupportedError, match="a changed rotary scale"):
-        comfyui.sample(model, "longcat-image")
-
-
 def test_a_model_whose_tokens_places_comfyui_gives_is_not_called_without_them(comfyui):
     """As a node does that calls the diffusion model itself:
     ComfyUI's own then has all pictures at the text's places."""

@@ -38,7 +38,7 @@ def build_module(path, config):
 
     @functools.wraps(forward)
     def returned_as_tuple(return_dict=False, **inputs):
-        return forward(**inputs, transformer_options={}),      # a dict of its own: some models write into it
+        return forward(**{"transformer_options": {}} | inputs),            # of its own: some models write into it
     model.forward = returned_as_tuple
     return model
 

@@ -21,8 +21,9 @@ MAX_GRAPHS = 64                            # of a kind of block; then all are fo
 SETTINGS = {"skip_tensor_guards_with_matching_dict_tags": False, "use_recursive_dict_tags_for_guards": False}
 LIMITS = "recompile_limit", "accumulated_recompile_limit", "cache_size_limit", "accumulated_cache_size_limit"
 FAILURES = ("torch._dynamo.exc", "torch._inductor.exc")        # files of what torch.compile raises by itself
-# argument of ComfyUI's blocks in which its forwards number them: each number would have a graph of its own
-OPTIONS = "transformer_options"
+# argument of ComfyUI's blocks in which its forwards number them, and what some read of it: each number would have a
+# graph of its own
+OPTIONS, PLACES = "transformer_options", "rope_options"
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class CompiledBlocks:
         arguments = {name: plainly_strided(value) if torch.is_tensor(value) else value
                      for name, value in arguments.items()}
         if OPTIONS in arguments:
-            arguments[OPTIONS] = {}
+            arguments[OPTIONS] = {name: value for name, value in arguments[OPTIONS].items() if name == PLACES}
         output = block.forwards[backend](**arguments)
         for key, moment in known.items():
             module, _ = block.once[key[1]]

@@ -9,6 +9,7 @@ from ..vocabulary.describe import Unpacked, blocks, config_of, given, has, needs
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.rope_scales import with_rotations
 
 LATENT, BOTH = Unpacked((1, 1)), ("image", "text")
 
@@ -20,6 +21,14 @@ def _amend(model, config):
         return forward(x, rotary_pos_emb, [part[:1] for part in temb], attention_mask)
     for block in model.layers:
         block.forward = functools.wraps(block.forward)(functools.partial(once, block.forward))
+    make = model.pos_embed.forward
+
+    def rotations(ids, scales):
+        """Of moved places, which are the picture's: text stands in its first row and column, before its frame."""
+        is_picture = ids[..., :1] == ids[:, :1, :1]
+        scale, shift = scales.float().T
+        return make(torch.where(is_picture, ids * torch.cat([scale.new_ones(1), scale[1:]]) + shift, ids))
+    model.forward = with_rotations(model, model.forward, model.pos_embed, "forward", rotations)
 
 
 def _of_patch(module, forward, rows, tokens, args, kwargs):
@@ -45,9 +54,9 @@ ERNIE = Family(
         eps=1e-6, out_channels=size("final_linear.weight", 0), text_in_dim=size("text_proj.weight", 1),
         rope_axes_dim=(32, 48, 48)),
     convert=table(), latent=LATENT, amend=_amend, width=lambda config: config["hidden_size"],
-    pixels=lambda config: (1, 16, 16), conditioning={"context": "text_in_dim"},
+    pixels=lambda config: (1, 16, 16), conditioning={"context": "text_in_dim", "rope_scales": None},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "text_bth": given("context"),
-               "text_lens": _text_lengths},
+               "text_lens": _text_lengths, "rope_scales": given("rope_scales")},
     live={"alone": 21.0, "residual": 12.65, "whole": 16.15, "outside": 9.0, "held": 8.05, "block": 14.35,
           "exchange": 14.25, "own": 0.35},
     plan=ModelPlan(

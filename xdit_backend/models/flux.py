@@ -88,7 +88,7 @@ FLUX = Family(
     convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,
     num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None, "ref_latents": None,
-                  "ref_latents_method": None, "style": None},
+                  "ref_latents_method": None, "style": None, "rope_scales": None},
     choices={"ref_latents_method": {word: word for word in ("offset", "index", "uxo")}},
     lengths={"text": _num_texts, "reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),

@@ -6,12 +6,14 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from ..protocol.errors import ConfigError
 from ..vocabulary.describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.references import AT_ZERO, at_zero
+from ..vocabulary.rope_scales import scales_and_shifts
 
 LATENT, IMAGE, ALL = Packed((1, 1), "index", 10), ("image", "reference"), ("text", "image", "reference")
 
@@ -79,6 +81,15 @@ def _text_positions(call):
     return F.pad(torch.arange(float(count), device=call.latent.device)[:, None], (3, 0))
 
 
+def _places(call):
+    """(T, 4). References are at time 0 by their first places, which those of an image are not then."""
+    if "rope_scales" in call.conditioning and at_zero(call.conditioning, LATENT.method):
+        if scales_and_shifts(call.conditioning["rope_scales"])[0, 1]:
+            raise ConfigError("Set shift_t of Scale ROPE to 0: Flux.2 tells by these places which tokens are those of "
+                              "reference pictures, whose time this workflow sets to 0.")
+    return F.pad(LATENT.positions(call), (0, 1))
+
+
 FLUX2 = Family(
     name="Flux.2", title="Flux.2 dev, klein", transformer="Flux2Transformer2DModel",
     recognise=has("double_stream_modulation_img.lin.weight", "double_blocks.0.img_attn.qkv.weight"),
@@ -89,13 +100,14 @@ FLUX2 = Family(
         rope_theta=2000, guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(32, 32, 32, 32)),
     convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,
     pixels=lambda config: (1, 16, 16),
-    conditioning={"context": "joint_attention_dim", "guidance": None, "ref_latents": None, "ref_latents_method": None},
+    conditioning={"context": "joint_attention_dim", "guidance": None, "ref_latents": None, "ref_latents_method": None,
+                  "rope_scales": None},
     ignored=("y",),
     choices={"ref_latents_method": {word: word for word in ("index", "offset", "uxo", AT_ZERO)}},
     lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "guidance": given("guidance", where="guidance_embeds"),
-               "img_ids": lambda call: F.pad(LATENT.positions(call), (0, 1)),
+               "img_ids": _places,
                "txt_ids": _text_positions, "at_zero": lambda call: at_zero(call.conditioning, LATENT.method)},
     live={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4,
           "held": 1.55, "block": 20.0, "exchange": 22.2, "own": 0.0},

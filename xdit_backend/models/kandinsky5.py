@@ -21,6 +21,7 @@ from ..vocabulary.describe import (
 )
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.rope_scales import moved
 
 LATENT, TABLE = Unpacked((1, 2, 2)), TokenArgument(1, ("image",))
 AXES = {64: (16, 24, 24), 128: (32, 48, 48)}                   # of a head: frames, rows and columns
@@ -58,8 +59,10 @@ def _places(call):
         apart = [1.0, 3.16, 3.16]
     if call.config["model_dim"] == PICTURE_WIDTH:
         apart = [1.0, 1.0, 1.0]
-    return [(start + torch.arange(count, device=call.latent.device)) / scale
-            for start, count, scale in zip(starts, counts, apart)]
+    places = [start + torch.arange(count, device=call.latent.device) for start, count in zip(starts, counts)]
+    if "rope_scales" in call.conditioning:                     # in the place of these, in ComfyUI
+        return moved(places, call)
+    return [place / scale for place, scale in zip(places, apart)]
 
 
 def _text_places(call):
@@ -132,7 +135,8 @@ KANDINSKY5 = Family(
         ff_dim=size("visual_transformer_blocks.0.feed_forward.in_layer.weight", 0),
         num_text_blocks=blocks("text_transformer_blocks."), num_visual_blocks=blocks("visual_transformer_blocks.")),
     convert=lambda tensors, config: dict(tensors), latent=LATENT, amend=_amend, pixels=lambda config: (4, 8, 8),
-    conditioning={"context": "in_text_dim", "y": "in_text_dim2", "time_dim_replace": None},
+    conditioning={"context": "in_text_dim", "y": "in_text_dim2", "time_dim_replace": None,
+                  "rope_scales": None},
     ignored=("attention_mask", "denoise_mask"),
     arguments={"hidden_states": _latent, "encoder_hidden_states": given("context"), "timestep": timestep(),
                "pooled_projections": given("y"), "visual_rope_pos": _places, "text_rope_pos": _text_places},

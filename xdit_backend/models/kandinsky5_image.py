@@ -6,6 +6,7 @@ import torch
 
 from ..vocabulary.describe import Unpacked, config_of, even_sides, has, size
 from ..vocabulary.family import Tiny
+from ..vocabulary.rope_scales import moved
 from .kandinsky5 import KANDINSKY5, KEY, PIXELS
 
 LATENT = Unpacked((2, 2))
@@ -15,7 +16,7 @@ def _places(call):
     """Of one frame; rows and columns of the tokens."""
     rows, columns = (torch.arange(float(count), device=call.latent.device)
                      for count in LATENT.counts(call.latent.shape))
-    return [rows.new_zeros(1), rows + (call.patch.start // 2 if call.patch is not None else 0), columns]
+    return moved([rows.new_zeros(1), rows + (call.patch.start // 2 if call.patch is not None else 0), columns], call)
 
 
 def _amend(model, config):
@@ -33,7 +34,7 @@ KANDINSKY5_IMAGE = dataclasses.replace(
     config=config_of(**KANDINSKY5.config.rules | {
         "in_visual_dim": size(PIXELS, 1, 4), "visual_cond": False}),
     latent=LATENT, amend=_amend, pixels=lambda config: (1, 8, 8),
-    conditioning={"context": "in_text_dim", "y": "in_text_dim2"},
+    conditioning={"context": "in_text_dim", "y": "in_text_dim2", "rope_scales": None},
     arguments=KANDINSKY5.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT), "visual_rope_pos": _places},
     tiny=Tiny(TINY.config | {"visual_cond": False}, TINY.native,
               TINY.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},

@@ -36,6 +36,9 @@ def _shifts(arguments):
 
 
 def _places(call):
+    """ComfyUI's shifts are those of Scale ROPE, where there is one, and come with every call of a sampler."""
+    if "rope_scales" in call.conditioning:
+        return LATENT.positions(call)
     return LATENT.positions(call) + on_device(torch.tensor([*_shifts(call.conditioning).values()]),
                                                call.latent.device)
 
@@ -47,7 +50,7 @@ LONGCAT = dataclasses.replace(
     convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), amend=lambda model, config: None,
     num_channels=lambda config: config["in_channels"] // 4,
     rope_options=_shifts, conditioning={"context": "joint_attention_dim", "ref_latents": None,
-                                        "ref_latents_method": None},
+                                        "ref_latents_method": None, "rope_scales": None},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "img_ids": _places, "txt_ids": _text_places},
     plan=dataclasses.replace(FLUX.plan, exact={"time_embed": (("timestep",), 1000.0)}),

@@ -1,11 +1,14 @@
 """Lumina-Image 2.0: picture refined alone, text alone, then one sequence of both, text first;
 grouped-query attention."""
 
+import torch
+
 from ..vocabulary.describe import Unpacked, all_text, blocks, config_of, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from ..vocabulary.rope_scales import complex_rotations, with_rotations
 
 LATENT, BOTH, PICTURE, SEQUENCE = Unpacked((2, 2)), ("text", "image"), TokenArgument(1, ("image",)), TokenArgument(
     1, ("text", "image"))
@@ -28,6 +31,18 @@ def _num_heads(shapes):
     return shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes)
 
 
+def _amend(model, config):
+    """Where places are moved, those of the picture are, whose tokens come after the text's: they alone have the
+    highest frame."""
+    rope = model.rope_embedder
+
+    def rotations(ids, scales):
+        places, is_picture = ids.double(), ids[..., :1] == ids[..., :1].amax(1, keepdim=True)
+        moved = torch.cat([places[..., :1], places[..., 1:] * scales[1:, 0] + scales[1:, 1]], -1)
+        return complex_rotations(torch.where(is_picture, moved, places), rope.axes_dim, rope.theta)
+    model.forward = with_rotations(model, model.forward, rope, "_get_freqs_cis", rotations)
+
+
 LUMINA2 = Family(
     name="Lumina 2", title="Lumina 2", transformer="Lumina2Transformer2DModel",
     recognise=lambda shapes: has("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight")(shapes)
@@ -40,11 +55,12 @@ LUMINA2 = Family(
                                      - _num_heads(shapes)) // 2,
         num_layers=blocks("layers."), num_refiner_layers=blocks("noise_refiner."),
         axes_dim_rope=lambda shapes: (HEAD_SIZE(shapes) // 3,) * 3),
-    convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, width=lambda config: config["hidden_size"],
+    convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0, sign=-1.0, width=lambda config: config["hidden_size"],
     num_key_heads=lambda config: config["num_kv_heads"],
-    conditioning={"context": "cap_feat_dim"}, ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+    conditioning={"context": "cap_feat_dim", "rope_scales": None},
+    ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     arguments={"hidden_states": LATENT, "timestep": timestep(-1, 1), "encoder_hidden_states": given("context"),
-               "encoder_attention_mask": all_text},
+               "encoder_attention_mask": all_text, "rope_scales": given("rope_scales")},
     live={"alone": 26.5, "residual": 6.5, "whole": 11.4, "outside": 4.5, "held": 1.45, "block": 25.2, "exchange": 17.0,
           "own": 0.0},
     plan=ModelPlan(

@@ -6,6 +6,7 @@ from ..vocabulary.describe import Unpacked, blocks, config_of, has, size
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.rope_scales import moves, with_first_row
 
 NATIVE, NORM = "comfy.ldm.lumina.model:NextDiT", "layers.0.attention.q_norm.weight"
 LATENT, PICTURE, ALL = Unpacked((2, 2)), ("image",), ("text", "image")
@@ -13,7 +14,7 @@ LATENT, PICTURE, ALL = Unpacked((2, 2)), ("image",), ("text", "image")
 
 def _of_patch(module, forward, rows, tokens, args, kwargs):
     """The class's embed_all for a patch, whose rows have their places in the whole."""
-    options = kwargs["transformer_options"] | {"rope_options": {"shift_y": rows.patch.start // module.patch_size}}
+    options = with_first_row(kwargs["transformer_options"], rows.patch.start // module.patch_size)
     return forward(*args, **kwargs | {"transformer_options": options})
 
 
@@ -43,9 +44,10 @@ NEWBIE = Family(
         clip_text_dim=size("clip_text_pooled_proj.0.weight", 0),
         axes_dims=lambda shapes: (shapes[NORM][0] // 3,) * 3),
     convert=table((r"^norm_final\.", None)), latent=LATENT, time_scale=1.0,
-    conditioning={"context": "cap_feat_dim", "clip_text_pooled": "clip_text_dim"},
+    conditioning={"context": "cap_feat_dim", "rope_scales": None, "clip_text_pooled": "clip_text_dim"},
     ignored=("num_tokens", "attention_mask"),
-    arguments=handed_on(LATENT, "context", "clip_text_pooled", times="timesteps", num_tokens=None),
+    arguments=handed_on(LATENT, "context", "clip_text_pooled", times="timesteps", num_tokens=None,
+                        transformer_options=moves),
     num_heads=lambda config: config["n_heads"], num_key_heads=lambda config: config["n_kv_heads"],
     width=lambda config: config["dim"], num_channels=lambda config: config["in_channels"],
     live={"alone": 20.02, "residual": 5.06, "whole": 6.02, "outside": 6.69, "held": 1.6, "block": 19.05,

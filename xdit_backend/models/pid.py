@@ -12,6 +12,7 @@ from ..vocabulary.describe import blocks, config_of, given, has, size
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.pixel_blocks import amend, draw, with_places
+from ..vocabulary.rope_scales import moves
 from .pixeldit import LATENT, PIXELDIT, RULES, TINY
 
 NATIVE, LQ = "comfy.ldm.pixeldit.pid:PidNet", "lq_proj.latent_proj.0.weight"
@@ -105,7 +106,8 @@ PID = dataclasses.replace(
         rope_ref_h=lambda shapes: 2048 if IS_NEWER(shapes) else 1024,
         rope_ref_w=lambda shapes: 2048 if IS_NEWER(shapes) else 1024),
     conditioning=PIXELDIT.conditioning | {"lq_latent": None, "degrade_sigma": None},
-    arguments=handed_on(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low),
+    arguments=handed_on(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low,
+                        transformer_options=moves),
     live={"alone": 38.7, "residual": 38.66, "held": 13.15, "block": 25.5, "own": 3.5, "outside": 25.55, "once": 10.5,
           "keys": 1.94, "shared": 0.28},
     plan=dataclasses.replace(

@@ -9,6 +9,7 @@ from ..vocabulary.family import Family, Tiny
 from ..vocabulary.pixel_blocks import PREFIX, SIDE, amend, convert, of_file, pixels_of_patch, under_core, whole_rows
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from ..vocabulary.rope_scales import moves
 
 NATIVE, CHANNELS, TEXT = "comfy.ldm.pixeldit.model:PixDiT_T2I", 3, 300         # tokens of text, at most
 LATENT, IMAGE, BOTH = Unpacked((SIDE, SIDE)), ("image",), ("text", "image")
@@ -44,9 +45,10 @@ PIXELDIT = Family(
     refusals=(because(f"its patches are not of {SIDE} x {SIDE} pixels, as those that xDiT knows",
                       lambda shapes: of_file("s_embedder.proj.weight", 1)(shapes) != SIDE ** 2 * CHANNELS),),
     config=config_of(**RULES), convert=convert, latent=LATENT, amend=amend,
-    conditioning={"context": "txt_embed_dim"}, ignored=("attention_mask",), unsupported_dtypes=("float16",),
+    conditioning={"context": "txt_embed_dim", "rope_scales": None}, ignored=("attention_mask",),
+    unsupported_dtypes=("float16",),
     lengths={"text": lambda conditioning: min(TEXT, conditioning["context"].shape[1])},
-    arguments=handed_on(LATENT, "context", times="timesteps"),
+    arguments=handed_on(LATENT, "context", times="timesteps", transformer_options=moves),
     live={"alone": 29.91, "residual": 29.64, "held": 6.0, "block": 24.0, "own": 3.2, "outside": 17.7, "once": 9.5,
           "keys": 1.725},
     num_heads=_heads, width=lambda config: config["hidden_size"],

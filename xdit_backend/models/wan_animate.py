@@ -10,6 +10,7 @@ from ..vocabulary.comfyui import handed_on
 from ..vocabulary.describe import config_of, frame_times, given, has, only_parts, optional_size
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
+from ..vocabulary.rope_scales import moves
 from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
@@ -83,10 +84,11 @@ WAN_ANIMATE = dataclasses.replace(
     refusals=(only_parts(PARTS | FACE),),
     config=config_of(**RULES, model_type="animate", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
                      _image_dim=optional_size("img_emb.proj.1.weight", 1)),
-    conditioning={"context": "text_dim", "clip_fea": "_image_dim", "pose_latents": None, "face_pixel_values": None},
-    arguments=handed_on(even_with(LATENT, "Wan Animate", "pose_latents", "pose"), "context", "pose_latents",
-                        "face_pixel_values", timestep=frame_times,
-                        clip_fea=given("clip_fea", where="_image_dim")),
+    conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "pose_latents": None,
+                  "face_pixel_values": None},
+    arguments=handed_on(even_with(LATENT, "Wan Animate", "pose_latents", "pose"), "context",
+                        "pose_latents", "face_pixel_values", timestep=frame_times,
+                        clip_fea=given("clip_fea", where="_image_dim"), transformer_options=moves),
     live={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.55, "held": 1.15, "block": 8.25,
           "exchange": 14.05, "own": 0.0},
     plan=dataclasses.replace(

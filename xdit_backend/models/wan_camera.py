@@ -6,6 +6,7 @@ from ..vocabulary.describe import config_of, given, has, only_parts, optional_si
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from ..vocabulary.rope_scales import moves
 from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, tokens_of_patch
 from .wan import LATENT, PARTS
 
@@ -23,12 +24,12 @@ WAN_CAMERA = Family(
         in_dim_control_adapter=size("control_adapter.conv.weight", 1, 64),
         _image_dim=optional_size("img_emb.proj.1.weight", 1)),
     convert=same_names, latent=LATENT, keep_in_compute_dtype=("patch_embedding",),
-    conditioning={"context": "text_dim", "clip_fea": "_image_dim", "camera_conditions": None},
+    conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "camera_conditions": None},
     ignored=("reference_latent", "denoise_mask"),
     arguments=handed_on(even_with(LATENT, "Wan Camera", "camera_conditions", "camera's way", 8, True),
                         "context",
                         clip_fea=given("clip_fea", where="_image_dim"),
-                        camera_conditions=given("camera_conditions")),
+                        camera_conditions=given("camera_conditions"), transformer_options=moves),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: config["out_dim"], in_channels=lambda config: config["in_dim"],
     pixels=lambda config: (4, 8, 8),

@@ -12,6 +12,7 @@ from ..vocabulary.describe import blocks, config_of, given, has, only_parts, opt
 from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.keys import table
+from ..vocabulary.rope_scales import moves
 from ..vocabulary.wan import ARGUMENTS, RULES, TINY
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
@@ -103,11 +104,11 @@ WAN_DANCER = dataclasses.replace(
                      audio_inject_layers=lambda shapes: LAYERS[:blocks("music_injector.injector.")(shapes)],
                      _image_dim=optional_size("img_emb.proj.1.weight", 1)),
     keep_in_compute_dtype=("patch_embedding", "patch_embedding_global"),
-    conditioning={"context": "text_dim", "clip_fea": "_image_dim",
+    conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim",
                   **dict.fromkeys(("clip_fea_ref", "audio_embed", "frame_lasts", "audio_inject_scale"))},
     counts=("frame_lasts",), unfold=_unfold, ignored=("denoise_mask",),
     arguments=handed_on(LATENT, "context", "clip_fea", "clip_fea_ref", "audio_embed", fps=_rate,
-                        audio_inject_scale=_scale),
+                        audio_inject_scale=_scale, transformer_options=moves),
     plan=dataclasses.replace(
         WAN_CAMERA.plan, places=("places", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "music_encoder.1": _of_all_frames}),

@@ -10,6 +10,7 @@ from ..vocabulary.describe import config_of, given, has, num_tokens_of, only_par
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from ..vocabulary.rope_scales import moves
 from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
@@ -56,10 +57,11 @@ WAN_HUMO = dataclasses.replace(
     WAN_CAMERA, name="Wan HuMo", title="Wan HuMo", transformer="comfy.ldm.wan.model:HumoWanModel", amend=_amend,
     recognise=has(HEAD, "head.modulation", "audio_proj.audio_proj_glob_1.layer.weight"),
     refusals=(only_parts(PARTS | {"audio_proj"}),), config=config_of(**RULES, model_type="humo"),
-    conditioning={"context": "text_dim", "audio_embed": None, "reference_latent": None},
+    conditioning={"context": "text_dim", "rope_scales": None, "audio_embed": None, "reference_latent": None},
     ignored=("clip_fea", "denoise_mask"),
-    arguments=handed_on(even_with(LATENT, "Wan HuMo", "reference_latent"), "context", audio_embed=given("audio_embed"),
-                        reference_latent=given("reference_latent")),
+    arguments=handed_on(even_with(LATENT, "Wan HuMo", "reference_latent"), "context",
+                        audio_embed=given("audio_embed"), reference_latent=given("reference_latent"),
+                        transformer_options=moves),
     lengths={"reference": num_tokens_of(LATENT, "reference_latent")},
     live={"alone": 9.55, "residual": 4.15, "whole": 5.85, "outside": 4.5, "held": 1.2, "block": 9.85,
           "exchange": 14.0, "own": 0.0},

@@ -14,6 +14,7 @@ from ..vocabulary.family import Tiny
 from ..vocabulary.forward_value import ForwardValue
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from ..vocabulary.rope_scales import moves
 from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame, tokens_of_patch
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
@@ -172,11 +173,11 @@ WAN_S2V = dataclasses.replace(
     config=config_of(**RULES, model_type="s2v",
                      audio_inject_layers=lambda shapes: LAYERS[:blocks("audio_injector.injector.")(shapes)],
                      audio_dim=size("casual_audio_encoder.encoder.conv1_local.conv.weight", 1)),
-    conditioning={"context": "text_dim", **dict.fromkeys(("audio_embed", "reference_latent", "reference_motion",
-                                                          "control_video"))},
+    conditioning={"context": "text_dim", **dict.fromkeys(("rope_scales", "audio_embed", "reference_latent",
+                                                          "reference_motion", "control_video"))},
     ignored=("clip_fea", "denoise_mask"),
-    arguments=handed_on(_latent, "context", "reference_latent", "reference_motion", "control_video", audio_embed=_sound)
-    | {"timestep": _times},
+    arguments=handed_on(_latent, "context", "reference_latent", "reference_motion", "control_video",
+                        audio_embed=_sound, transformer_options=moves) | {"timestep": _times},
     lengths={"reference": NUM_REFERENCE_TOKENS, "motion": _num_motion_tokens},
     live={"alone": 8.53, "residual": 0.53, "whole": 6.14, "held": 1.15, "block": 16.3,
           "exchange": 26.1, "entered": 14.1, "own": 0.0},

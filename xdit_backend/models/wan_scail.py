@@ -10,6 +10,7 @@ from ..vocabulary.describe import config_of, given, has, num_tokens_of, only_par
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
+from ..vocabulary.rope_scales import moves
 from ..vocabulary.wan import ARGUMENTS, RULES, TINY
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
@@ -66,10 +67,12 @@ WAN_SCAIL = dataclasses.replace(
     config=config_of(**RULES, model_type="scail", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
                      _image_dim=optional_size("img_emb.proj.1.weight", 1)),
     keep_in_compute_dtype=("patch_embedding", "patch_embedding_pose"),
-    conditioning={"context": "text_dim", "clip_fea": "_image_dim", "reference_latent": None, "pose_latents": None},
+    conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None,
+                  "pose_latents": None},
     ignored=("denoise_mask",),
     arguments=handed_on(latent, "context", clip_fea=given("clip_fea", where="_image_dim"),
-                        pose_latents=given("pose_latents"), reference_latent=given("reference_latent")),
+                        pose_latents=given("pose_latents"), reference_latent=given("reference_latent"),
+                        transformer_options=moves),
     lengths={"reference": num_tokens_of(LATENT, "reference_latent"), "pose": num_tokens_of(LATENT, "pose_latents")},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),

@@ -18,6 +18,7 @@ from ..vocabulary.describe import (
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.rope_scales import complex_rotations, scales_and_shifts
 
 LATENT, GROUP, PICTURE, ALL = Unpacked((2, 2)), 32, ("image", "pad"), ("image", "pad", "text")
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)
@@ -33,25 +34,33 @@ def _amend(model, config):
     times are embedded as wide as the file has it."""
     forward, pad, place, dtype, embedder = model.forward, model._pad_with_ids, [], type_of_arithmetic(
         model), model.t_embedder
+    of_tables, axes, theta = model.rope_embedder, model.rope_embedder.axes_dims, model.rope_embedder.theta
     if config.get("_time_width") not in (None, model.t_embedder.mlp[0].out_features):
         first, activation, last = model.t_embedder.mlp
         model.t_embedder.mlp = torch.nn.Sequential(torch.nn.Linear(first.in_features, config["_time_width"]),
                                                    activation,
                                                    torch.nn.Linear(config["_time_width"], last.out_features))
 
-    def placed(*, first_row, num_pads, **inputs):
-        place[:] = first_row, num_pads
+    def placed(*, first_row, num_pads, rope_scales=None, **inputs):
+        place[:] = first_row, num_pads, rope_scales
         return (torch.stack(forward(**inputs)[0]).squeeze(2),)
 
     def padded(features, counts, start, device, noise=None):
         if start[0] == 1:                                      # text; the picture is counted from its end
             return pad(features, counts, start, device, noise)
-        first_row, num_pads = place
+        first_row, num_pads, scales = place
         ids = model.create_coordinate_grid(counts, (start[0], first_row, 0), device).flatten(0, 2)
+        if scales is not None:
+            scale, shift = scales_and_shifts(scales).to(device)[1:].T
+            ids = torch.cat([ids[:, :1].double(), ids[:, 1:] * scale + shift], 1)
         features = torch.cat([features, features[-1:].expand(num_pads, -1)])
         is_pad = torch.arange(len(features), device=device) >= len(ids)
         return features, torch.cat([ids, ids.new_zeros(num_pads, 3)]), is_pad, len(features), None
-    model.forward, model._pad_with_ids = placed, padded
+
+    def rotations(ids):                                        # of moved places, which the class's tables have not
+        return of_tables(ids) if not ids.is_floating_point() else complex_rotations(ids, axes, theta).to(
+            torch.complex64)
+    model.forward, model._pad_with_ids, model.rope_embedder = placed, padded, rotations
     # of the type of the arithmetic: diffusers rounds to that which weights are held in
     embedder.forward = lambda time: embedder.mlp(
         embedder.timestep_embedding(time, embedder.frequency_embedding_size).to(dtype()))
@@ -82,11 +91,12 @@ Z_IMAGE = Family(
     convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, amend=_amend, config_from_tensors=("axes_lens",),
     multiple=GROUP,
     num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
-    conditioning={"context": "cap_feat_dim"}, ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+    conditioning={"context": "cap_feat_dim", "rope_scales": None},
+    ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     lengths={"text": lambda conditioning: -(-conditioning["context"].shape[1] // GROUP) * GROUP},
     arguments={"x": lambda call: list(LATENT(call).unsqueeze(2)), "t": timestep(-1, 1),
                "cap_feats": lambda call: list(given("context")(call)), "first_row": _first_row,
-               "num_pads": _num_pads},
+               "num_pads": _num_pads, "rope_scales": given("rope_scales")},
     live={"alone": 16.0, "residual": 5.4, "whole": 9.2, "outside": 6.0, "held": 2.3, "block": 14.9, "exchange": 14.3,
           "own": 0.0},
     plan=ModelPlan(

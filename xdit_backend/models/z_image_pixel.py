@@ -11,6 +11,7 @@ from ..vocabulary.describe import Unpacked, because, blocks, config_of, has, siz
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.rope_scales import moves, with_first_row
 
 NATIVE = "comfy.ldm.lumina.model:NextDiTPixelSpace"
 SIDE, CHANNELS, GROUP = 32, 3, 32          # of a patch, in pixels; of a pixel; tokens are padded to a multiple of this
@@ -22,7 +23,7 @@ NORM, DRAWN, EMBEDDER = ("layers.0.attention.q_norm.weight", "dec_net.final_laye
 def _of_patch(module, forward, rows, tokens, args, kwargs):
     """The class's embed_all for a patch: its rows have their places in the whole, and after them is the padding of the
     whole, which the blocks take with a step's first patch."""
-    options = kwargs["transformer_options"] | {"rope_options": {"shift_y": rows.patch.start // module.patch_size}}
+    options = with_first_row(kwargs["transformer_options"], rows.patch.start // module.patch_size)
     embeds, positions, length = forward(*args, **kwargs | {"transformer_options": options})
     count, num_pads = tokens.counts["image"], -rows.num_tokens % module.pad_tokens_multiple
     picture, places = embeds[-1][:, :count], positions[-1][:, :count]
@@ -72,9 +73,10 @@ Z_IMAGE_PIXEL = Family(
         decoder_max_freqs=lambda shapes: round((shapes[EMBEDDER][1] - shapes[DRAWN][0]) ** 0.5)),
     convert=table((r"^__x0__$", None), (r"^dec_net\.cond_embed\.([wb])", r"dec_net.cond_embed.0.\1")), latent=LATENT,
     time_scale=1.0, unsupported_dtypes=("float16",), amend=_amend, multiple=GROUP,
-    conditioning={"context": "cap_feat_dim"}, ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
+    conditioning={"context": "cap_feat_dim", "rope_scales": None},
+    ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     lengths={"text": lambda conditioning: -(-conditioning["context"].shape[1] // GROUP) * GROUP},
-    arguments=handed_on(LATENT, "context", times="timesteps", num_tokens=None),
+    arguments=handed_on(LATENT, "context", times="timesteps", num_tokens=None, transformer_options=moves),
     num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     live={"alone": 16.85, "whole": 11.46, "held": 1.79, "outside": 11.1, "exchange": 17.2, "own": 0.0,

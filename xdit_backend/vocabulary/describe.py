@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..protocol.errors import ConfigError, UnsupportedError
 from .family import ConfigRules
 from .references import method_of, reference_positions, references
+from .rope_scales import moved
 
 # --- rules over the shapes of a file: {name: shape} ---
 
@@ -205,15 +206,17 @@ class Packed(Unpacked):
         return super().unpack(whole, latent)
 
     def positions(self, call):
-        """(T, 3): frame, row and column of each token in the whole latent;
-        of a reference, its index, row and column."""
+        """(T, 3): each token's frame, row and column in the whole latent; of a reference, its index, row and column."""
         starts = [0, 0, 0]
         if call.patch is not None:
             dim = call.patch.dim - 2
             starts[dim - len(self.patch)] = call.patch.start // self.patch[dim]
-        pieces = zip(self.shapes(call)[0], (starts, *self.reference_positions(call)))
-        return torch.cat([torch.cartesian_prod(*(start + torch.arange(float(count), device=call.latent.device)
-                                                 for start, count in zip(first, counts))) for counts, first in pieces])
+        pieces, nowhere = [], [0, 0, 0]
+        for number, (counts, at) in enumerate(zip(self.shapes(call)[0], (nowhere, *self.reference_positions(call)))):
+            places = moved([start + torch.arange(float(count), device=call.latent.device)
+                            for start, count in zip(nowhere if number else starts, counts)], call)
+            pieces.append(torch.cartesian_prod(*(first + place for first, place in zip(at, places))))
+        return torch.cat(pieces)
 
     def shapes(self, call):
         """[[(frames, token rows, token columns), those of each reference ...]] for each image."""

@@ -74,7 +74,8 @@ def draw(self, x, s_cond, image_height, image_width, patch_size, places=None, **
     size, options = (image_height, image_width), given["transformer_options"]
     if places is not None:
         (own, num_tokens), columns = places, image_width // patch_size
-        options = options | {"rope_options": {"own": own, "whole": (num_tokens // columns, columns)}}
+        options = options | {"rope_options": options.get("rope_options", {})
+                             | {"own": own, "whole": (num_tokens // columns, columns)}}
         size = patch_size, len(own) * patch_size
     drawn = type(self).forward(self, pixels.reshape(-1, patch_size ** 2, self.pixel_dim), condition.flatten(0, 1),
                                *size, patch_size, None, options)
