@@ -1,5 +1,5 @@
 """PuLID and InstantID of the packs PuLID_ComfyUI and ComfyUI_InstantID on U-Nets: our MODEL draws what the native MODEL
-draws with them."""
+draws with them; PuLID for Flux is refused by name."""
 
 import pytest
 import torch
@@ -87,3 +87,53 @@ def test_what_is_not_known_is_refused_by_name(comfyui, packs, tmp_path):
     replaced = changed.model_options["transformer_options"]["patches_replace"]["attn2"]
     replaced[next(iter(replaced))] = old.pack.CrossAttentionPatchIID()
     refused("an InstantID of an old ComfyUI_InstantID", changed)
+
+
+FLUX = '''
+import types
+
+
+def forward_orig(self, img, img_ids, txt, txt_ids, timesteps, y, guidance=None, control=None, transformer_options={}):
+    raise AssertionError("computes with layers that the workers hold")
+
+
+def apply(net, faces, unique_id):
+    if not hasattr(net, "pulid_ca"):
+        net.pulid_ca, net.pulid_double_interval, net.pulid_single_interval, net.pulid_data = faces, 2, 4, {}
+        net.forward_orig = types.MethodType(forward_orig, net)
+    net.pulid_data[unique_id] = {"weight": 1.0}
+'''
+BLOCKS = '''
+class DitDoubleBlockReplace:
+    def __call__(self, given, extra_options):
+        return extra_options["original_block"](given)
+'''
+
+
+def imported(path, text):
+    path.write_text(text, encoding="utf-8")
+    found = {}
+    exec(compile(text, str(path), "exec"), found)
+    return found
+
+
+def test_pulid_for_flux_is_refused_by_name_as_long_as_its_node_is_there(comfyui, tmp_path):
+    """It writes to the diffusion model itself, and its node takes back what it has added when it goes."""
+    ours, pack = comfyui.ours("flux", comfyui.config()), imported(tmp_path / "pulidflux.py", FLUX)
+    plain, net = comfyui.sample(ours, "flux", steps=1), ours.model.diffusion_model
+    words = r"^Remove the node that adds it, .* does not support PuLID for Flux \(Apply PuLID Flux\) on this MODEL"
+
+    pack["apply"](net, torch.nn.ModuleList([torch.nn.Linear(2, 2)]), "7")
+    with pytest.raises(comfyui.errors.UnsupportedError, match=words):
+        comfyui.sample(ours, "flux", steps=1)
+    del net.pulid_data["7"]
+    assert torch.equal(comfyui.sample(ours, "flux", steps=1), plain)
+    net.double_blocks[0].forward = lambda *args, **kwargs: None
+    with pytest.raises(comfyui.errors.UnsupportedError, match="a changed diffusion_model.double_blocks.0.forward on"):
+        comfyui.sample(ours, "flux", steps=1)
+
+    blocks = comfyui.ours("flux", comfyui.config())
+    block = imported(tmp_path / "PulidFluxHook.py", BLOCKS)["DitDoubleBlockReplace"]()
+    blocks.set_model_patch_replace(block, "dit", "double_block", 0)
+    with pytest.raises(comfyui.errors.UnsupportedError, match=words):
+        comfyui.sample(blocks, "flux", steps=1)

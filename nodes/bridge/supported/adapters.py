@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 KIND = "attn2"                             # of ComfyUI's patches
 FILE, FACES = "CrossAttentionPatch.py", "pulid.py"
+OF_FLUX = "PulidFluxHook.py"               # ComfyUI_PuLID_Flux_ll's
 HOLDERS = {(file, "Attn2Replace.__call__") for file in (FILE, FACES)}
 # functions that are called -> (what their node is for, its pack)
 KNOWN = {(FILE, "ipadapter_attention"): ("IP-Adapter", "ComfyUI_IPAdapter_plus"),
@@ -75,6 +76,12 @@ def why_refused(function):
         return f"what {KNOWN[_named(function.callback[-1])][0]} is given here ({', '.join(sorted(unknown))})"
     return next((why for callback, given in zip(function.callback, function.kwargs)
                  if (why := _value_refused(Adapter(*KNOWN[_named(callback)], given)))), None)
+
+
+def is_of_flux(function):
+    """Does PuLID for Flux put this in the place of a block?"""
+    called = _named(function) or _named(type(function).__call__)
+    return bool(called) and called[0] == OF_FLUX
 
 
 def _unknown(function):
