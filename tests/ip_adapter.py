@@ -1,5 +1,6 @@
-"""A stand-in of the pack ComfyUI_IPAdapter_plus: its classes' names, attributes and signatures, in arithmetic of our
-own, picture by picture and head by head; and adapters of random weights for tiny U-Nets.
+"""Stand-ins of the packs ComfyUI_IPAdapter_plus, ComfyUI_InstantID and PuLID_ComfyUI: their classes' names, attributes
+and signatures, in arithmetic of our own, picture by picture and head by head; and adapters of random weights for tiny
+U-Nets.
 
 # B batch, T tokens, C channels
 """
@@ -12,7 +13,7 @@ from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 
 from xdit_backend.vocabulary.unet import publishers_names
 
-PACK = '''
+COMMON = '''
 import torch
 import torch.nn.functional as F
 
@@ -28,6 +29,18 @@ def attention(query, key, value, heads):
 def nth(tensor, index):
     return tensor[min(index, len(tensor) - 1)]
 
+
+def covered(mask, image, extra_options, tokens):
+    _, _, height, width = extra_options["original_shape"]
+    exact = height / (height * width / tokens) ** 0.5
+    rows = int(exact) if tokens % int(exact) == 0 else int(exact) + 1
+    shown = F.interpolate(nth(mask, image)[None, None], size=(rows, tokens // rows), mode="bilinear")
+    found = torch.zeros(tokens)
+    before = (tokens - shown.numel()) // 2
+    found[before:before + shown.numel()] = shown.flatten()
+    return found[:, None]
+'''
+HOLDER = '''
 
 class Attn2Replace:
     def __init__(self, callback=None, **kwargs):
@@ -45,7 +58,13 @@ class Attn2Replace:
             if given["sigma_end"] <= sigma <= given["sigma_start"]:
                 found = found + called(found, q, k, v, extra_options, **given)
         return found
-
+'''
+# which ComfyUI asks for copies on other devices
+OF_DEVICES = '''
+    def to(self, device, *args, **kwargs):
+        return self
+'''
+ATTENTION = '''
 
 def factor(kind, where, share):
     if kind == "ease in":
@@ -64,6 +83,7 @@ def factor(kind, where, share):
 def ipadapter_attention(out, q, k, v, extra_options, module_key="", ipadapter=None, weight=1.0, cond=None,
                         cond_alt=None, uncond=None, weight_type="linear", mask=None, sigma_start=0.0, sigma_end=1.0,
                         unfold_batch=False, embeds_scaling="V only", **kwargs):
+    ipadapter = ipadapter.get_multigpu_clone(q.device)
     layers, where = ipadapter.ip_layers.to_kvs, extra_options["block"][0]
     index, branches = extra_options["transformer_index"], extra_options["cond_or_uncond"]
     is_xl = "101_to_k_ip" in layers
@@ -103,33 +123,49 @@ def ipadapter_attention(out, q, k, v, extra_options, module_key="", ipadapter=No
             values = [value * strength for value in values]
         found = attention(query, torch.cat(keys), torch.cat(values), extra_options["n_heads"])
         found = found * strength if embeds_scaling == "V only" else found
-        if mask is not None:
-            _, _, height, width = extra_options["original_shape"]
-            exact = height / (height * width / len(query)) ** 0.5
-            rows = int(exact) if len(query) % int(exact) == 0 else int(exact) + 1
-            shown = F.interpolate(nth(mask, image)[None, None], size=(rows, len(query) // rows), mode="bilinear")
-            covered = torch.zeros(len(query))
-            before = (len(query) - shown.numel()) // 2
-            covered[before:before + shown.numel()] = shown.flatten()
-            found = found * covered[:, None]
-        added.append(found)
+        added.append(found if mask is None else found * covered(mask, image, extra_options, len(query)))
     return torch.stack(added)
 '''
+FACES = '''
+
+def pulid_attention(out, q, k, v, extra_options, module_key="", pulid=None, cond=None, uncond=None, weight=1.0,
+                    ortho=False, ortho_v2=False, mask=None, **kwargs):
+    layers, branches = pulid.ip_layers.to_kvs, extra_options["cond_or_uncond"]
+    images = len(q) // len(branches)
+    added = []
+    for row, (query, before) in enumerate(zip(q, out)):
+        picture, = (cond, uncond)[branches[row // images]]
+        keys, values = (layers[module_key + kind](picture) for kind in ("_to_k_ip", "_to_v_ip"))
+        found = attention(query, keys, values, extra_options["n_heads"])
+        if ortho or ortho_v2:
+            faithful = 0.0 if ortho else sum((query @ keys.T).softmax(1).mean(0)[:5].tolist())
+            direction = before / before.norm(dim=0)
+            found = found - (1 - faithful) * direction * (direction * found).sum(0)
+        found = found * weight
+        added.append(found if mask is None else found * covered(mask, row % images, extra_options, len(query)))
+    return torch.stack(added)
+'''
+PACK = COMMON + HOLDER.replace("], [kwargs]", "], [kwargs]\n        self.multigpu_kwargs = {}") + OF_DEVICES + ATTENTION
+INSTANTID = COMMON + HOLDER + ATTENTION.replace("ipadapter_attention", "instantid_attention").replace(
+    "    ipadapter = ipadapter.get_multigpu_clone(q.device)\n", "")
+PULID = COMMON + HOLDER + FACES
 OLD = '''
 class CrossAttentionPatch:
     def __call__(self, q, k, v, extra_options):
         return q
 '''
+OLD_INSTANTID = OLD.replace("CrossAttentionPatch", "CrossAttentionPatchIID")
 
 
 def import_pack(folder, text=PACK, old=""):
-    """The stand-in as a module, in a file that is called as the pack's."""
+    """A stand-in as a module, in a file that is called as the pack's. Its `called` is what it puts into objects."""
     folder.mkdir(exist_ok=True)
-    path = folder / "CrossAttentionPatch.py"
+    path = folder / ("pulid.py" if "pulid_attention" in text else "CrossAttentionPatch.py")
     path.write_text(text + old, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("ip_adapter_stand_in", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.called, = (function for name, function in vars(module).items() if name.endswith("_attention"))
     return module
 
 
@@ -157,7 +193,9 @@ def adapter_of(net, seed=1, pictures=1, tokens=4, width=24, is_xl=False, loud=1.
     if is_xl:
         layers["101_to_k_ip"] = torch.nn.Linear(1, 1)
     cond, uncond = (torch.randn(pictures, tokens, width, generator=generator) for _ in range(2))
-    return {"ipadapter": SimpleNamespace(ip_layers=SimpleNamespace(to_kvs=layers)), "cond": cond, "uncond": uncond}
+    adapter = SimpleNamespace(ip_layers=SimpleNamespace(to_kvs=layers))
+    adapter.get_multigpu_clone = lambda device: adapter
+    return {"ipadapter": adapter, "cond": cond, "uncond": uncond}
 
 
 def apply(pack, model, net, given, **settings):
@@ -170,16 +208,22 @@ def apply(pack, model, net, given, **settings):
     changed.model_options["transformer_options"] = options
     places = attentions(net)
     deep = any(index for _, index, _ in places)
+    own = {"sigma_start": 999999999.9, "sigma_end": 0.0}       # all that every pack gives
+    if pack.called.__name__ == "ipadapter_attention":
+        own |= {"weight": 1.0, "cond_alt": None, "weight_type": "linear", "mask": None, "unfold_batch": False,
+                "embeds_scaling": "V only"}
+    elif pack.called.__name__ == "pulid_attention":
+        own |= {"weight": 1.0, "mask": None, "ortho": False, "ortho_v2": False, "pulid": given["ipadapter"]}
+        given = {name: value for name, value in given.items() if name != "ipadapter"}
     for number, (block, index, _) in enumerate(places):
-        all_given = {"module_key": str(2 * number + 1), "weight": 1.0, "cond_alt": None, "weight_type": "linear",
-                     "mask": None, "sigma_start": 999999999.9, "sigma_end": 0.0, "unfold_batch": False,
-                     "embeds_scaling": "V only", **given, **settings}
         key = (*block, index) if deep else block
-        # the pack adds to the object itself, which other MODELs have too
-        first, *others = [*(replaced[key].kwargs if key in replaced else ()), all_given]
-        replaced[key] = pack.Attn2Replace(pack.ipadapter_attention, **first)
-        for other in others:
-            replaced[key].add(pack.ipadapter_attention, **other)
+        all_given = {"module_key": str(2 * number + 1), **own, **given, **settings}
+        # the packs add to the object itself, which other MODELs have too
+        before = replaced.get(key)
+        calls = [*(zip(before.callback, before.kwargs) if before else ()), (pack.called, all_given)]
+        replaced[key] = (type(before) if before else pack.Attn2Replace)(calls[0][0], **calls[0][1])
+        for callback, other in calls[1:]:
+            replaced[key].add(callback, **other)
     return changed
 
 

@@ -67,6 +67,22 @@ def test_a_model_that_is_not_run_is_told_by_its_nodes_where_its_file_is_not_here
     assert "model_stays" in {one["reason"] for one in left if one["type"] == "KSampler"}
 
 
+@pytest.mark.parametrize("type_, is_left", [("IPADAPTER", False), ("PULID", False), ("INSTANTID", False),
+                                            ("PULIDFLUX", True)])
+def test_a_model_with_pictures_goes_to_workers_that_run_it(node, modules, templates, tmp_path, type_, is_left):
+    """Nodes of other packs, told by what they take: here the sampler takes it too."""
+    name = "sdxl_simple_example.json"
+    workflow = json.loads((templates / name).read_text(encoding="utf-8"))
+    for one in workflow["nodes"]:
+        if one["type"].startswith("KSampler"):
+            one["inputs"].append({"name": "face", "type": type_, "link": one["inputs"][0]["link"]})
+    (tmp_path / name).write_text(json.dumps(workflow), encoding="utf-8")
+
+    entry = convert(node, modules, tmp_path)[name]
+
+    assert ("patch" in {one["reason"] for one in entry["left"]}) == is_left != ("XDiTLoadModel" in entry["types"])
+
+
 def test_infinite_talk_goes_to_the_workers_with_its_two_speakers(converted):
     entry = converted["video_wan2_1_infinitetalk.json"]
 

@@ -36,7 +36,7 @@ const STAY = {
 export const FOR_OTHERS = {
   SAM3_VideoTrack: "SAM 3", SDPoseKeypointExtractor: "SDPose", SeedVR2Conditioning: "SeedVR2",
 };
-const REFUSED_INPUTS = ["GLIGEN", "IPADAPTER"];
+const REFUSED_INPUTS = ["GLIGEN", "PULIDFLUX"];
 
 /**
  * The workflow on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot have it}, as far as that is known.

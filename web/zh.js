@@ -73,18 +73,18 @@ export const ZH = {
     "请移除 {0} 或 {1}：前者改变模型内部图像的大小，而后者适用于原来的大小。",
   "Remove {}: it is for pictures, and {} makes videos.":
     "请移除 {0}：它用于图像，而 {1} 生成视频。",
-  "Remove IP-Adapter: {} attends along frames too, for which it has no picture.":
-    "请移除 IP-Adapter：{0} 也沿帧计算注意力，而它没有用于帧的图像。",
-  "Use a sampler node, or Load Diffusion Model: a node calls this MODEL with IP-Adapter without saying for which prompts (cond_or_uncond).":
-    "请使用采样器节点，或“UNet加载器”：有节点调用带 IP-Adapter 的此 MODEL，却没有说明用于哪些提示词（cond_or_uncond）。",
-  "Use as many negative pictures as pictures for IP-Adapter, of the same kind: for the two prompts it has {} and {}, of {} and {} tokens.":
-    "IP-Adapter 的负面图像请与图像数量和种类相同：两个提示词分别有 {0} 张和 {1} 张，各 {2} 个和 {3} 个 token。",
-  "Use an IP-Adapter that was made for this model: {} has {} channels, and the adapter's layer for it {}.":
-    "请使用为此模型制作的 IP-Adapter：{0} 有 {1} 个通道，而适配器对应的层有 {2} 个。",
-  "Use a latent that is less narrow, or IP-Adapter without attn_mask: for one of {} x {} its mask would have no rows.":
-    "请使用不那么窄的 latent，或不带 attn_mask 的 IP-Adapter：对 {0} x {1} 的 latent，其遮罩将没有行。",
-  "Use another version of ComfyUI_IPAdapter_plus, or Load Diffusion Model: this one's IP-Adapter computes something else than xDiT knows of it.":
-    "请使用其他版本的 ComfyUI_IPAdapter_plus，或“UNet加载器”：此版本的 IP-Adapter 的计算与 xDiT 所知的不同。",
+  "Remove {}: {} attends along frames too, for which it has no picture.":
+    "请移除 {0}：{1} 也沿帧计算注意力，而它没有用于帧的图像。",
+  "Use a sampler node, or Load Diffusion Model: a node calls this MODEL with {} without saying for which prompts (cond_or_uncond).":
+    "请使用采样器节点，或“UNet加载器”：有节点调用带 {0} 的此 MODEL，却没有说明用于哪些提示词（cond_or_uncond）。",
+  "Use as many negative pictures as pictures for {}, of the same kind: for the two prompts it has {} and {}, of {} and {} tokens.":
+    "{0} 的负面图像请与图像数量和种类相同：两个提示词分别有 {1} 张和 {2} 张，各 {3} 个和 {4} 个 token。",
+  "Use an adapter that was made for this model for {}: {} has {} channels, and the adapter's layer for it {}.":
+    "{0} 请使用为此模型制作的适配器：{1} 有 {2} 个通道，而适配器对应的层有 {3} 个。",
+  "Use a latent that is less narrow, or pictures without a mask: for one of {} x {} the mask would have no rows.":
+    "请使用不那么窄的 latent，或不带遮罩的图像：对 {0} x {1} 的 latent，遮罩将没有行。",
+  "Use another version of {}, or Load Diffusion Model: this one's {} computes something else than xDiT knows of it.":
+    "请使用其他版本的 {0}，或“UNet加载器”：此版本的 {1} 的计算与 xDiT 所知的不同。",
   "Use another hypernetwork, or Load Diffusion Model: this one has layers that xDiT does not run ({}).":
     "请使用其他 hypernetwork 或 UNet加载器：此 hypernetwork 有 xDiT 不运行的层（{0}）。",
   "Remove Self-Attention Guidance: {} attends along frames too where the node reads how a picture's pixels attend to each other.":

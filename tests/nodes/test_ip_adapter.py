@@ -1,6 +1,8 @@
 """IP-Adapter of the pack ComfyUI_IPAdapter_plus on U-Nets: our MODEL draws what the native MODEL draws with it, where
 what it is given is known; the rest is refused by name."""
 
+import sys
+
 import pytest
 import torch
 
@@ -50,6 +52,20 @@ class Applied:
         close(result, reference, TOLERANCE, [settings for _, settings in adapters])
         plain = comfyui.sample(native, kind, **sampled)
         assert relative_error(reference, plain) > ACTS, "an adapter that changes nothing"
+
+
+def test_keys_and_values_are_made_once_for_each_set_of_adapters_that_acts(comfyui, pack, monkeypatch):
+    """Of which there are two in this run: the first adapter is for its first half, the second one for the rest."""
+    applied, made = Applied(comfyui, pack, "sd15"), []
+    module = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.run.adapters"]
+    weights, sampling = module._weights, comfyui.native("sd15").get_model_object("model_sampling")
+    monkeypatch.setattr(module, "_weights", lambda *given: made.append(given[0][0].adapters) or weights(*given))
+    start, middle, end = map(sampling.percent_to_sigma, (0.0, 0.5, 1.0))
+
+    applied.compare("one", (applied.adapter(), {"sigma_start": start, "sigma_end": middle}),
+                    (applied.adapter(seed=2), {"sigma_start": middle - 1e-6, "sigma_end": end}), steps=6)
+
+    assert [len(adapters) for adapters in made] == [1, 1]
 
 
 def wrapped(model):
@@ -218,7 +234,7 @@ def test_what_is_not_known_is_refused_by_name(comfyui, pack, tmp_path):
                             ({"weight_type": "louder"}, "weight_type louder of IP-Adapter"),
                             ({"embeds_scaling": "K"}, "embeds_scaling K of IP-Adapter"),
                             ({"weight": {1: 1.0}, "weight_type": "ease in"}, "together with a weight for each layer"),
-                            ({"uncond": None}, "an IP-Adapter without uncond"),
+                            ({"uncond": None}, "IP-Adapter without uncond"),
                             ({"uncond": given["uncond"][:, :2]}, "^Use as many negative pictures as pictures"),
                             ({"mask": masks(1, 4, 4), "cond": torch.cat([given["cond"]] * 2)}, "as many negative")):
         refused(words, applied.apply(ours, (given, settings)))
@@ -241,7 +257,7 @@ def test_an_adapter_that_computes_otherwise_or_is_for_other_models_is_refused_by
     for number, (known, other) in enumerate((("0.05 + 0.95 * share", "share"), ("index == 3 if", "index == 2 if"),
                                              ("(cond, uncond)[branches", "(uncond, cond)[branches"),
                                              ("found = found + called", "found = 2 * found + called"),
-                                             ("found = found * covered", "found = found + covered"),
+                                             ("found * covered", "found + covered"),
                                              ("strength * query", "query.missing * query"))):
         text = ip_adapter.PACK.replace(known, other)
         assert text != ip_adapter.PACK
@@ -255,7 +271,7 @@ def test_an_adapter_that_computes_otherwise_or_is_for_other_models_is_refused_by
             comfyui.sample(mutant.apply(ours, (given, settings)), "sd15", steps=1)
 
     applied = Applied(comfyui, pack, "sd15")
-    for kind, error, words in (("sdxl", comfyui.errors.ConfigError, "^Use an IP-Adapter that was made for this model"),
+    for kind, error, words in (("sdxl", comfyui.errors.ConfigError, "^Use an adapter that was made for this model"),
                                ("svd", comfyui.errors.UnsupportedError, "^Remove IP-Adapter: Stable Video"),
                                ("pixart", comfyui.errors.UnsupportedError, "does not heed what it replaces .*attn2")):
         model = comfyui.ours(kind, comfyui.config())

@@ -1,5 +1,5 @@
-"""IP-Adapters in U-Nets on workers: what attention to the text gives with them is what diffusers' own IP-Adapter gives,
-whole, on rows of each rank, and in compiled blocks."""
+"""IP-Adapters and PuLID in U-Nets on workers: what attention to the text gives with them is what diffusers' own
+IP-Adapter gives, and a formula for PuLID, whole, on rows of each rank, and in compiled blocks."""
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from tests.tolerances import within
 from xdit_backend.distributed.collectives import Traffic, all_gather
 from xdit_backend.distributed.exchange import Exchange
 from xdit_backend.distributed.mesh import build_mesh
+from xdit_backend.hooks import networks
 from xdit_backend.hooks.context import CPU
 from xdit_backend.hooks.networks import Network
 from xdit_backend.hooks.unet import UNetHooks
@@ -33,14 +34,15 @@ def made(model):
     return layers, drawn(2, 4, 24), drawn(1, 1, 20, 31).sigmoid()
 
 
-def network_of(model, layers, tokens, mask, shape):
-    """The same as a worker holds it."""
+def network_of(model, layers, tokens, mask, shape, first=None):
+    """The same as a worker holds it. first: of PuLID."""
     weights = {}
     for name, place in places_of(model).items():
         rows, columns = sizes_of(model, name, shape)
         shown = IPAdapterMaskProcessor.downsample(mask[0], 2, rows * columns, 1)[:1, :, 0]
         keys, values = ((tokens @ matrix.T)[:, None] for matrix in layers[place])
         weights |= {f"{place}.0.keys": keys, f"{place}.0.values": values * WEIGHT, f"{place}.0.mask": shown[None]}
+        weights |= {} if first is None else {f"{place}.0.first": torch.tensor([first])}
     return NetworkUse("shown", "text", 1.0, rows=((0, 0), (1, 0))), Network(NetworkSpec("shown", {}), weights, CPU)
 
 
@@ -52,13 +54,14 @@ def sizes_of(model, name, shape):
     return [-(-length // 2 ** level) for length in shape]
 
 
-def on_ranks(rank, world_size, name, backend, mutant):
+def on_ranks(rank, world_size, name, backend, mutant, first=None):
     """(the prediction without pictures, with them, graphs after each, breaks in them)"""
     torch.set_grad_enabled(False)
     if mutant:
         MUTANTS[mutant]()
     one = example(name, batch=2, **ODD)
-    shown, hooks = network_of(one.model, *made(one.model), one.latent.shape[2:]), UNetHooks(one.model, one.family.plan)
+    shown = network_of(one.model, *made(one.model), one.latent.shape[2:], first)
+    hooks = UNetHooks(one.model, one.family.plan)
     loaded, mesh = one.loaded(hooks, range(0)), build_mesh(Layout(displaced_degree=world_size), world_size)
     exchange = Exchange(mesh.displaced_group, world_size, rank, 4096) if world_size > 1 else None
     results, graphs = [], []
@@ -107,9 +110,11 @@ def test_pictures_are_seen_as_diffusers_shows_them(name, num_ranks, backend):
 
 
 def masks_of_the_first_rows():
-    def of_pictures(self, place, rows, query, own, attend, right=Network.of_pictures):
-        return right(self, place, rows, query, slice(0, query.shape[2]), attend)
-    Network.of_pictures = of_pictures
+    networks._own_tokens = lambda context, level, tokens: slice(0, tokens)
+
+
+def sums_of_own_rows():
+    networks._add_up = lambda context, tensors: tensors
 
 
 def pictures_of_the_other_prompt():
@@ -124,7 +129,8 @@ def no_operator():
     UNetHooks.attention_of_graph = attention_of_graph
 
 
-MUTANTS = {mutant.__name__: mutant for mutant in (masks_of_the_first_rows, pictures_of_the_other_prompt, no_operator)}
+MUTANTS = {mutant.__name__: mutant for mutant in (masks_of_the_first_rows, sums_of_own_rows,
+                                                  pictures_of_the_other_prompt, no_operator)}
 
 
 @pytest.mark.parametrize("mutant", ["masks_of_the_first_rows", *(
@@ -134,3 +140,22 @@ def test_exactness_notices_a_broken_part(mutant):
 
     assert with_pictures > 1e-6
     within(without, EXACT)
+
+
+@pytest.mark.parametrize("name, num_ranks, backend, mutant", [
+    ("SDXL", 2, "", ""), ("SDXL", 2, "", "sums_of_own_rows"), *(
+        pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("SDXL", 1, "reusing", ""), ("SDXL", 2, "reusing", ""), ("SD 1.5", 3, "", "")))], ids=str)
+def test_faces_are_seen_alike_in_rows_and_whole(name, num_ranks, backend, mutant):
+    """What goes along the text is taken out, but for what the first three tokens of the picture keep. Whole and as it
+    is written the formula is held by tests/nodes/test_pulid.py."""
+    whole, = run_ranks(on_ranks, 1, name, "", "", 3, timeout_s=900)
+    rows = run_ranks(on_ranks, num_ranks, name, backend, mutant, 3, timeout_s=900)[0]
+    added, = run_ranks(on_ranks, 1, name, "", "", timeout_s=900)
+
+    error = (rows[1] - whole[1]).abs().max().item()
+    if mutant:
+        assert error > 1e-6
+    else:
+        within(error, EXACT)
+    assert (whole[1] - added[1]).abs().max() > 1e-3

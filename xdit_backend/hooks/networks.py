@@ -10,6 +10,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from ..distributed.collectives import all_reduce
+from ..parallel.faces import across
 from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
 from . import speakers
@@ -106,25 +108,23 @@ class Network:
                 tensor = getattr(F, layer)(tensor)
         return tensor
 
-    def of_pictures(self, place, rows, query_BNTH, own, attend):
-        """What IP-Adapters (Ye et al. 2023, arXiv 2308.06721) add to what queries find in the text, one after the
-        other: what they find in pictures. None where there is nothing at this place ("input.4.0").
+    def of_pictures(self, place, rows, query_BNTH):
+        """Of the adapters at a place ("input.4.0"), one after the other: (key, value, mask, first). Key and value:
+        (B, N, T, H) of the pictures, for each image of the call. mask: (B, T of the whole image), or None. first: of
+        faces.across, None where all that is found is added.
 
-        rows: of specs.NetworkUse. own: the slice of the image's tokens that the queries are of. attend(query, key,
-        value) -> like query. The network's tensors: keys and values (prompts, images, T, N * H), and of some a mask
-        (1, images, T of the whole image).
+        rows: of specs.NetworkUse. The network's tensors: keys and values (prompts, images, T, N * H), and of some a
+        mask (1, images, T of the whole image) and the number first, (1,).
         """
-        added = None
         for number in itertools.count():
             name = f"{place}.{number}"
             if f"{name}.keys" not in self._weights:
-                return added
+                return
             key, value = (self._of_rows(f"{name}.{kind}", rows, query_BNTH.dtype).unflatten(
                 2, (query_BNTH.shape[1], -1)).transpose(1, 2) for kind in ("keys", "values"))   # BTC -> BNTH
-            found = attend(query_BNTH, key, value)
-            if f"{name}.mask" in self._weights:
-                found = found * self._of_rows(f"{name}.mask", rows, query_BNTH.dtype)[:, None, own, None]
-            added = found if added is None else added + found
+            has_mask, first = f"{name}.mask" in self._weights, self._weights.get(f"{name}.first")
+            yield (key, value, self._of_rows(f"{name}.mask", rows, query_BNTH.dtype) if has_mask else None,
+                   None if first is None else int(first))
 
     def _of_rows(self, name, rows, dtype):
         """For each image of the call its part of a tensor, on the device. Where there are fewer images than the call
@@ -233,20 +233,36 @@ def with_networks(context, where, which, given_BTC):
 
 
 def with_pictures(context, place, query_BNTH, out_BNTH, attend):
-    """What attention to the text gives, with what the networks of a forward find in pictures. place: of text_places.
-    attend: as in Network.of_pictures."""
+    """What attention to the text gives, with what the networks of a forward find in pictures: IP-Adapters (Ye et al.
+    2023, arXiv 2308.06721) and others like it. place: of text_places. attend(query, key, value) -> like query. Every
+    rank that has rows of the image calls it."""
     name, level = place
-    own = slice(None)
-    if context.bands is not None:
-        bands = halved(context.bands, level)
-        start, end = bands[context.exchange.rank:][:2]
-        width = query_BNTH.shape[2] // max(1, end - start)
-        own = slice(start * width, end * width)
+    own = _own_tokens(context, level, query_BNTH.shape[2])
     for use, network in context.networks:
-        added = (network.of_pictures(name, use.rows, query_BNTH, own, attend) if use.where == "text" else None)
-        if added is not None:
-            out_BNTH = out_BNTH + added * use.strength
+        if use.where != "text":
+            continue
+        for key, value, mask, first in network.of_pictures(name, use.rows, query_BNTH):
+            found = attend(query_BNTH, key, value)
+            if first is not None:
+                found = across(found, out_BNTH, query_BNTH, key, first, functools.partial(_add_up, context))
+            if mask is not None:
+                found = found * mask[:, None, own, None]
+            out_BNTH = out_BNTH + found * use.strength
     return out_BNTH
+
+
+def _own_tokens(context, level, tokens):
+    """The slice of an image's tokens that this rank has, which are so many."""
+    if context.bands is None:
+        return slice(None)
+    start, end = halved(context.bands, level)[context.exchange.rank:][:2]
+    width = tokens // max(1, end - start)
+    return slice(start * width, end * width)
+
+
+def _add_up(context, tensors):
+    """Over the ranks that have rows of the image."""
+    return tensors if context.bands is None else all_reduce(tensors, context.exchange.group, context.traffic)
 
 
 def text_places(model, num_levels):

@@ -17,7 +17,7 @@ from ....xdit_backend.protocol.segments import dtype_name
 from . import adapters
 from .attention import OVERRIDE, kernel_of, override_kernel
 from .bypass import refused_injections
-from .modules import changed_modules, is_module
+from .modules import FACES, changed_modules, is_module
 from .operations import operation_of
 
 OURS = "xdit"                                                  # what the names of our own options begin with
@@ -192,7 +192,8 @@ def _transformer_options(options):
     found = []
     for key, value in options.items():
         if key == "patches_replace":
-            found += [_named(REFUSED_OPTIONS[key], {kind: replaced}) for kind, replaced in value.items()
+            found += [FACES if any(map(adapters.is_of_flux, replaced.values())) else
+                      _named(REFUSED_OPTIONS[key], {kind: replaced}) for kind, replaced in value.items()
                       if kind != adapters.KIND
                       and any(operation_of(kind, function) is None for function in replaced.values())]
             found += filter(None, map(adapters.why_refused, value.get(adapters.KIND, {}).values()))

@@ -2,6 +2,7 @@
 and changes that nodes make to them are found. Prepared by shell.py; model.py refuses the changes."""
 
 import functools
+import os
 
 import torch
 
@@ -9,6 +10,11 @@ from ....xdit_backend.protocol.errors import UnsupportedError
 
 # what a module has more that was compiled, from PyTorch 2.14 on both
 COMPILED = {"_compiled_call_impl", "_is_torch_compile"}
+# PuLID for Flux writes to the diffusion model itself, and leaves it there: of each of its nodes what it adds, and a
+# method that reads this
+FACES = "PuLID for Flux (Apply PuLID Flux)"
+OF_FACES, FACES_MODULE, FACES_FILE = "pulid_data", "pulid_ca", "pulidflux.py"
+FACES_NAMES = {OF_FACES, FACES_MODULE, "pulid_double_interval", "pulid_single_interval", "forward_orig"}
 
 
 def use_worker_parameters(net, read):
@@ -67,6 +73,10 @@ def changed_modules(net, modules):
     found = [] if is_module(net, root) else ["another diffusion model in the place of this one"]
     for name, (module, held) in modules.items():
         now = vars(module)
+        if module is root and _has_faces(now):
+            found += [FACES] if now[OF_FACES] else []          # without one, its method is as ComfyUI's own
+            now = {key: value for key, value in now.items() if key not in FACES_NAMES}
+            now["_modules"] = {key: value for key, value in now["_modules"].items() if key != FACES_MODULE}
         if _is_equal(now, held):
             continue
         keys = [key for key, value in now.items()
@@ -76,6 +86,11 @@ def changed_modules(net, modules):
                 path = ".".join(filter(None, ("diffusion_model", name)))
                 found.append(f"hooks on {path}" if "hook" in key else f"a changed {path}.{key.removeprefix('_')}")
     return found
+
+
+def _has_faces(now):
+    code = getattr(now.get("forward_orig"), "__code__", None)
+    return OF_FACES in now and code is not None and os.path.basename(code.co_filename) == FACES_FILE
 
 
 def is_module(value, module):
