@@ -93,7 +93,7 @@ def decode_rows(vae, latent, ranks=None, traffic=None, pieces=Pieces()):
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H',
     W'): put together by rank, the shares are vae.decode(latent), as ComfyUI does it (autoencoders/). Where there are
-    more ranks than rows the last ones have nothing to do and get None; of tiles the first rank has all. Without ranks,
+    more ranks than rows the last ones have nothing to do and get None; of tiles the fastest has all. Without ranks,
     or alone, it decodes the whole picture. Raises UnsupportedError for a VAE that cannot be split exactly.
     """
     return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, pieces)
@@ -155,15 +155,15 @@ def _in_parts(vae, run, whole, scale, ranks, traffic, pieces):
 
 
 def _by_tiles(vae, run, whole, ranks, traffic, pieces):
-    """Every rank goes over all of `whole`, and computes its tiles; the first has the result."""
+    """Every rank goes over all of `whole`, and computes its tiles; the fastest has the result."""
     num_ranks = ranks.count if ranks else 1
     group = ranks and ranks.first(num_ranks)
     if ranks and group is None:
         return None
     split = RowSplit.of_sizes([1] * num_ranks, group, traffic or Traffic())
-    with shared_tiles(vae, _family(vae).tiles, split, pieces.speeds, pieces.on_convolution):
+    with shared_tiles(vae, _family(vae).tiles, split, pieces.speeds, pieces.on_convolution) as has_all:
         result = run(whole)
-    return Share(result) if split.rank == 0 else None
+    return Share(result) if has_all else None
 
 
 def _run(vae, run, part):

@@ -152,8 +152,6 @@ class RowPlanner:
     """Chooses, for one autoencoder, how decode_rows and encode_rows go about a size.
     Keeps what it has found for a size."""
 
-    steps_to_check = 4                 # convolutions from one moment to give up to the next: a block has about so many
-
     def __init__(self, vae):
         self._meta_vae, self._device, self._needs, self._work = meta_copy(vae), vae.device, {}, {}
 

@@ -65,8 +65,6 @@ def _one_tile(compute, tile):
 class TilePlanner:
     """What RowPlanner says of rows, of tiles: every rank needs the same, and nothing is computed in blocks."""
 
-    steps_to_check = 1
-
     def __init__(self, vae):
         self._meta_vae, self._device, self._found = meta_copy(vae), vae.device, {}
 

@@ -1,5 +1,5 @@
-"""Autoencoders that go over a picture or video by tiles of their own: ranks take turns at the tiles, and the first has
-all of them, which it blends. Every tile is computed as it would be by one device, so that nothing differs.
+"""Autoencoders that go over a picture or video by tiles of their own: ranks take turns at the tiles, and the fastest
+gets all of them, which it blends. Every tile is computed as it would be by one device, so that nothing differs.
 
 Used by vae.py, and by vae_tile_memory.py for how often it asks who takes part.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..autoencoders.family import replaced
 from ..distributed.collectives import on_wire
 
-MAX_SENT = 4                   # tiles on their way from a rank, which is that far ahead of the first at the most
+MAX_SENT = 4                   # tiles on their way from a rank, which is that far ahead of the fastest at the most
 
 
 def with_tiles(vae, tiles, one):
@@ -28,11 +28,12 @@ def with_tiles(vae, tiles, one):
 def shared_tiles(vae, tiles, split, speeds=(), before_round=None):
     """While active, each rank of a RowSplit computes its tiles alone. All of them run the same decode or encode.
 
-    The first rank gets every tile, and the others' results have no bytes: they are on the meta device, where blending
-    is not computed. speeds: of the ranks, relative; (): alike. before_round(split): called by every rank at the same
-    tiles, about once for one of the slowest rank's; it may raise on all of them to give up.
+    Yields whether this rank gets every tile. The others' results have no bytes: they are on the meta device, where
+    blending is not computed. speeds: of the ranks, relative; (): alike. before_round(split): called by every rank at
+    the same tiles, about once for one of the slowest rank's; it may raise on all of them to give up.
     """
-    turns, sent = turns_of(speeds or (1,) * len(split.sizes)), []
+    speeds, sent = speeds or (1,) * len(split.sizes), []
+    turns, blender = turns_of(speeds), speeds.index(max(speeds))
 
     def one(compute, shape_of, tile):
         rank, begins_round = next(turns)
@@ -40,26 +41,26 @@ def shared_tiles(vae, tiles, split, speeds=(), before_round=None):
             before_round(split)
         if rank == split.rank:
             made = compute(tile)
-            if rank == 0:
+            if rank == blender:
                 return made
-            _send(made, sent, split)
-        elif split.rank == 0:
+            _send(made, blender, sent, split)
+        elif split.rank == blender:
             return _receive(shape_of(tile.shape), rank, tile, split)
         return torch.empty(shape_of(tile.shape), dtype=tile.dtype, device="meta")
 
     with with_tiles(vae, tiles, one):
-        yield
+        yield split.rank == blender
     for work, _ in sent:
         work.wait()
 
 
 def turns_of(speeds):
-    """For each tile, without end: (the rank that would be done with it first; is it the first tile, or that after one
-    of the slowest rank's?)."""
+    """For each tile, without end: (the rank that would be done with it first, of two the faster; is it the first tile,
+    or that after one of the slowest rank's?)."""
     given, begins_round = [0] * len(speeds), True
     slowest = min(range(len(speeds)), key=lambda rank: (speeds[rank], -rank))
     while True:
-        rank = min(range(len(speeds)), key=lambda rank: (given[rank] + 1) / speeds[rank])
+        rank = min(range(len(speeds)), key=lambda rank: ((given[rank] + 1) / speeds[rank], -speeds[rank]))
         yield rank, begins_round
         given[rank] += 1
         begins_round = rank == slowest
@@ -70,15 +71,15 @@ def num_rounds(num_tiles, speeds):
     return sum(begins_round for _, begins_round in islice(turns_of(speeds), num_tiles))
 
 
-def _send(made, sent, split):
-    """To the first rank, in the background. sent: [(work, tensor)] of what was sent before, the tensors of which gloo
-    needs until they have arrived."""
+def _send(made, rank, sent, split):
+    """To a rank, in the background. sent: [(work, tensor)] of what was sent before, the tensors of which gloo needs
+    until they have arrived."""
     message = on_wire(made.contiguous(), split.group)
     split.traffic.count(message.numel(), message)
     while len(sent) >= MAX_SENT:
         with split.traffic.waiting(message):
             sent.pop(0)[0].wait()
-    sent.append((dist.isend(message, dist.get_global_rank(split.group, 0), group=split.group), message))
+    sent.append((dist.isend(message, dist.get_global_rank(split.group, rank), group=split.group), message))
 
 
 def _receive(shape, rank, tile, split):

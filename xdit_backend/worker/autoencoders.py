@@ -17,6 +17,9 @@ from ..protocol.segments import map_segment
 from ..protocol.transfers import on_device
 from .clock import Clock
 
+# convolutions from one moment to give up to the next: a block of a VAE has about so many; or rounds of tiles
+CHECKED = 4
+
 
 class Autoencoders:
     """The VAEs that this rank holds, by the names of their specs. All ranks share each picture, by rows or tiles."""
@@ -59,7 +62,7 @@ class Autoencoders:
         live, started_s, started_cpu_s, start = (LiveBytes(), time.perf_counter(), time.process_time(),
                                                  self._clock.mark())
         for index in range(len(latent)):
-            progress = self._progress(command, "decoding", (index, len(latent)), num_steps, check)
+            progress = self._progress("decoding", index, len(latent), num_steps, check)
             pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
             with live if command.measure_memory else nullcontext():
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), ranks, traffic,
@@ -83,7 +86,7 @@ class Autoencoders:
             return
         block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale, ranks)
         for index in range(len(picture)):
-            progress = self._progress(command, "encoding", (index, len(picture)), num_steps, check)
+            progress = self._progress("encoding", index, len(picture), num_steps, check)
             pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
             share = encode_rows(vae, picture[index:index + 1], scale, ranks, traffic, pieces)
             if share is not None:
@@ -106,22 +109,20 @@ class Autoencoders:
         return self._planners[command.autoencoder].plan(shape, scale, ranks, free_bytes(self._device),
                                                            command.speeds[command.first_rank:])
 
-    def _progress(self, command, text, item, num_steps, check):
-        """A function to call before each of num_steps steps of an item, (its index, how many there are): it reports
-        every twentieth.
+    def _progress(self, text, index, count, num_steps, check):
+        """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth.
 
         On every few it calls check(agreed), which may raise, alike on all ranks of its RowSplit: none leaves another
         alone. A device is waited for then, so that what is given up ends soon.
         """
-        index, count = item
-        steps, every = count_from(index * num_steps), self._planners[command.autoencoder].steps_to_check
+        steps = count_from(index * num_steps)
         total = count * max(1, num_steps)
 
         def step(split):
             def agreed(asked):
                 return bool(all_sums(torch.tensor([float(asked)], device=self._device), split))
             done = next(steps)
-            if done % every == 0:
+            if done % CHECKED == 0:
                 check(agreed)
             if done * 20 // total != (done - 1) * 20 // total:
                 self._report_phase(text, done, total)
