@@ -13,6 +13,7 @@ import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -95,7 +96,7 @@ DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox",
                 "vae-ltx",
                 "vae-ltx095", "vae-cosmos", "vae-taesd", "vae-hunyuanimage", "vae-hunyuan15", "vae-mochi", "vae-ltx2",
-                "vae-svd")
+                "vae-minimax", "vae-svd")
 
 AUTOENCODER = {
     "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 2, 4, 4],
@@ -255,12 +256,19 @@ THIN = {
     "vae-cogvideox": ("comfy.ldm.cogvideo.vae", "AutoencoderKLCogVideoX", {
         "block_out_channels": (32, 64, 64, 64), "layers_per_block": 1}),
     "vae-cosmos": ("comfy.ldm.cosmos.vae", "CausalContinuousVideoTokenizer", COSMOS_VAE),
+    "vae-minimax": ("comfy.ldm.minimax.vae", "MiniMaxH3VideoVAE", {
+        "ch": 32, "ch_mult": (1, 1, 1, 1, 1, 2), "num_res_blocks": 1, "tile_size": 64, "tile_overlap_min": 16}),
 }
+MINIMAX_DECODER = {"num_layers": 2, "heads": 1, "dim_head": 64}
 
 
 def thin(kind, made):
-    """A VAE of ComfyUI's class `made`, as THIN says. Mochi's has no arguments."""
+    """A VAE of ComfyUI's class `made`, as THIN says. Mochi's has no arguments, MiniMax H3's none of its decoder."""
     import comfy.ldm.genmo.vae.model as mochi
+    import comfy.ldm.minimax.vae as minimax
+    if kind == "vae-minimax":
+        with mock.patch.object(minimax, "ViT3DDecoder", functools.partial(minimax.ViT3DDecoder, **MINIMAX_DECODER)):
+            return made(**THIN[kind][2])
     if kind != "vae-mochi":
         return made(**THIN[kind][2])
     vae = made.__new__(made)

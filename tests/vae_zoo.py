@@ -13,9 +13,11 @@ from diffusers import (
     AutoencoderKLWan,
 )
 
+from tests import tiny_checkpoints
 from tests.tiny_checkpoints import fill
 from xdit_backend.autoencoders import FAMILIES, family_of
-from xdit_backend.checkpoints.vae import class_of
+from xdit_backend.autoencoders.minimax_h3 import settings_of
+from xdit_backend.checkpoints.vae import class_of, load_autoencoder
 from xdit_backend.comfyui.place import find_comfyui
 
 
@@ -211,3 +213,10 @@ def picture(kind, batch, height, width, dtype=torch.float64):
 
 def _random(shape, dtype):
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[-2]), dtype=torch.float64).to(dtype)
+
+
+def minimax(dtype=torch.float32):
+    """MiniMax H3's with a small decoder, whose tiles are of 64 x 64 pixels: it is split by them, and not by rows."""
+    class_of(FAMILIES["minimax_h3"])                           # makes ComfyUI's modules importable
+    return load_autoencoder(tiny_checkpoints.state_dict("vae-minimax"), dtype, "cpu",
+                            settings_of(tiny_checkpoints.autoencoder("vae-minimax")))

@@ -603,6 +603,8 @@ export const ZH = {
     "更多或更大的设备",
   "{}, or VAE {} (Tiled): {} needs {} GB on each of {} devices, and {} GB are free.":
     "{0}，或使用 VAE {1}（分块）：{2} 在 {4} 个设备上各需要 {3} GB，而有 {5} GB 空闲。",
+  "Use a smaller picture or fewer frames: {} needs {} GB on each device, and {} GB are free.":
+    "请使用更小的图像或更少的帧：{0} 在每个设备上需要 {1} GB，而有 {2} GB 空闲。",
   "{}, {} devices like these":
     "{0}、{1} 个这样的设备",
   "Use a smaller picture":

@@ -11,6 +11,7 @@ from diffusers import AutoencoderKL
 
 from tests.comfyui_server import comfyui_folder
 from tests.tiers import by_default
+from tests.tiny_checkpoints import MINIMAX_DECODER
 from tests.tolerances import close
 from xdit_backend.autoencoders import FAMILIES
 from xdit_backend.autoencoders.family import replaced
@@ -26,7 +27,7 @@ import sys, torch, tiny_checkpoints
 tiny_checkpoints.import_comfyui(sys.argv[1])
 import comfy.ldm.hunyuan_video.vae, comfy.ldm.hunyuan_video.vae_refiner
 import comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae
-import comfy.ldm.genmo.vae.model
+import comfy.ldm.genmo.vae.model, comfy.ldm.minimax.vae
 import comfy.ldm.wan.vae, comfy.ldm.wan.vae2_2, comfy.ldm.cogvideo.vae
 import comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.taesd.taesd, comfy.taesd.taehv
 
@@ -88,11 +89,16 @@ tiny = {
     "taesd": (comfy.taesd.taesd.TAESD(latent_channels=16), (2, 16, 3, 5), (2, 3, 24, 40)),
     "taef2": (comfy.taesd.taesd.TAESD(latent_channels=128), (2, 128, 3, 2), (2, 3, 48, 32)),
     "taehv": (comfy.taesd.taehv.TAEHV(latent_channels=16), (1, 16, 3, 2, 3), (1, 3, 7, 16, 24)),
+    "minimax": (tiny_checkpoints.autoencoder("vae-minimax"), (1, 24, 7, 5, 4), (1, 3, 18, 32, 80)),
+    "minimax, one frame": (tiny_checkpoints.autoencoder("vae-minimax"), (2, 24, 1, 7, 6), (2, 3, 1, 96, 48)),
     "taehv, of LTX-2": (comfy.taesd.taehv.TAEHV(latent_channels=128), (1, 128, 2, 2, 1), (1, 3, 9, 64, 32)),
 }
 for kind, (vae, latent_shape, picture_shape) in tiny.items():
     with torch.no_grad():
-        tiny_checkpoints.fill(vae.eval(), torch.Generator().manual_seed(0))
+        if kind.startswith("minimax"):                         # which has tables that are in no file
+            vae.eval().load_state_dict(tiny_checkpoints.state_dict("vae-minimax"))
+        else:
+            tiny_checkpoints.fill(vae.eval(), torch.Generator().manual_seed(0))
         if kind in ("taesd", "taef2"):                         # the host's part
             vae.vae_scale.fill_(1), vae.vae_shift.zero_()
         if kind.startswith("ltx"):
@@ -123,6 +129,7 @@ published = {
     "HunyuanVideo 1.5": lambda: torch.nn.ModuleDict({half.__name__.lower(): half(**refiner) for half in (
         comfy.ldm.hunyuan_video.vae_refiner.Encoder, comfy.ldm.hunyuan_video.vae_refiner.Decoder)}),
     "Mochi": lambda: comfy.ldm.genmo.vae.model.VideoVAE(),
+    "MiniMax H3": lambda: comfy.ldm.minimax.vae.MiniMaxH3VideoVAE(),
     "LTX-2": lambda: comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(config={
         **tiny_checkpoints.LTX, "encoder_base_channels": 128, "decoder_base_channels": 128,
         "encoder_blocks": [
@@ -159,11 +166,19 @@ def tensors(made_by_comfyui):
 DECODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.decoder})
 ENCODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.encoder})
 KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "ltx 2", "taesd",
-         "taef2", "taehv", "taehv, of LTX-2", "svd",
+         "taef2", "taehv", "taehv, of LTX-2", "minimax", "minimax, one frame",
+         "svd",
          "hunyuan", "hunyuan, one frame", "hunyuan image", "hunyuan 1.5", "hunyuan 1.5, one frame", "mochi",
          "mochi, one frame", "cosmos", "cosmos, other frames", "cosmos, one frame",
          "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
 TOLERANCE = 1e-4
+# what the tensors do not tell
+SETTINGS = {"minimax": {"tile_size": "64", "tile_overlap_min": "16",
+                        **{name: str(value) for name, value in MINIMAX_DECODER.items()}}}
+
+
+def loaded(kind, tensors):
+    return load_autoencoder(tensors, torch.float32, "cpu", SETTINGS.get(kind.partition(",")[0], {}))
 
 
 def half(tensors, prefixes):
@@ -179,7 +194,7 @@ def whole(tensors):
 def test_decodes_as_comfyui_does(made_by_comfyui, kind, prefixes):
     tensors, latent, pixels, _, _ = made_by_comfyui[0][kind]
 
-    vae = load_autoencoder(half(tensors, prefixes), torch.float32, "cpu")
+    vae = loaded(kind, half(tensors, prefixes))
 
     if kind == "svd":                                          # the batch is a video
         latent, pixels = latent.movedim(0, 1)[None], pixels.movedim(0, 1)[None]
@@ -196,7 +211,7 @@ def test_decodes_as_comfyui_does(made_by_comfyui, kind, prefixes):
 def test_encodes_as_comfyui_does(made_by_comfyui, kind, prefixes):
     tensors, _, _, pixels, latent = made_by_comfyui[0][kind]
 
-    vae = load_autoencoder(half(tensors, prefixes), torch.float32, "cpu")
+    vae = loaded(kind, half(tensors, prefixes))
 
     result = encode_rows(vae, pixels, pixels.shape[-1] // latent.shape[-1]).tensor
     assert result.shape == latent.shape and latent.std() > 0.05
@@ -281,7 +296,8 @@ PUBLISHED = {
               "add_attention_block": (False, True, True, True, True)},
     "LTX-2": {"block_out_channels": (128, 256, 512, 1024, 2048), "layers_per_block": (4, 6, 6, 2, 2),
               "decoder_layers_per_block": (5, 5, 5, 5), "upsample_factor": (2, 2, 2),
-              "decoder_block_out_channels": (256, 512, 1024), "timestep_conditioning": False}}
+              "decoder_block_out_channels": (256, 512, 1024), "timestep_conditioning": False},
+    "MiniMax H3": {}}                                          # ComfyUI's own class
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)

@@ -12,8 +12,9 @@ import torch
 from tests.tiny_checkpoints import fill
 from tests.tolerances import close
 
-CHANNELS = {"vae-sd": 4, "vae-svd": 4, "vae-flux2": 128, "vae-wan22": 48, "vae-ltx": 128, "vae-ltx095": 128,
-            "vae-hunyuanimage": 64, "vae-hunyuan15": 32, "vae-ltx2": 128, "vae-mochi": 12}
+CHANNELS = {"vae-sd": 4, "vae-flux2": 128, "vae-wan22": 48, "vae-ltx": 128, "vae-ltx095": 128,
+            "vae-hunyuanimage": 64, "vae-hunyuan15": 32, "vae-ltx2": 128, "vae-mochi": 12, "vae-minimax": 24,
+            "vae-svd": 4}
 
 
 def latents(kind, *shape):

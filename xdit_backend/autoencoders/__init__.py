@@ -8,6 +8,7 @@ from .hunyuan_video import HUNYUAN_VIDEO
 from .hunyuan_video15 import HUNYUAN_VIDEO15
 from .kl import KL
 from .ltx import LTX
+from .minimax_h3 import MINIMAX_H3
 from .mochi import MOCHI
 from .svd import SVD
 from .taehv import TAEHV
@@ -17,7 +18,8 @@ from .wan import WAN
 # HunyuanVideo 1.5's tensors have the names of HunyuanVideo's too, and is asked for first; so is Flux.2's tiny one.
 FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video15": HUNYUAN_VIDEO15, "hunyuan_video": HUNYUAN_VIDEO,
             "hunyuan_image": HUNYUAN_IMAGE, "mochi": MOCHI, "svd": SVD, "cogvideox": COGVIDEOX, "cosmos": COSMOS,
-            "tiny_flux2": FLUX2_TINY, "tiny": TINY, "taehv": TAEHV, "dc": DC}
+            "tiny_flux2": FLUX2_TINY, "tiny": TINY, "taehv": TAEHV,
+            "minimax_h3": MINIMAX_H3, "dc": DC}
 
 
 def family_of(vae):

@@ -9,7 +9,7 @@ import importlib.metadata
 import itertools
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,8 @@ class VaeFamily:
     over_frames(module): does its attention go over the frames of one place, which every rank has?
     by_frames: can its decoder be split by frames too? Most video autoencoders go through their frames in order, a few
         at a time, so that a rank would wait for the one before to end.
+    tiles: of an autoencoder that goes over tiles and blends them, which ranks share instead of rows: {its method of one
+        tile: function(vae, shape of a tile) -> shape of what the method gives, in the tile's type}.
     """
 
     models: tuple[str, ...]
@@ -84,6 +86,7 @@ class VaeFamily:
     pixels: Callable = signed_pixels
     over_frames: Callable = lambda module: False
     by_frames: bool = False
+    tiles: dict[str, Callable] = field(default_factory=dict)
 
     @property
     def class_name(self):

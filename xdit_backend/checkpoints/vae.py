@@ -2,6 +2,7 @@
 worker, offline."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import diffusers
@@ -9,7 +10,7 @@ import torch
 
 from ..autoencoders import FAMILIES, supported
 from ..autoencoders.family import OfComfyUI
-from ..comfyui.modules import class_at
+from ..comfyui.modules import able_to_compute, class_at
 from ..protocol.errors import CheckpointError
 from ..protocol.transfers import StagingBuffers
 
@@ -36,9 +37,9 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
         config = family.config({name: tuple(tensor.shape) for name, tensor in tensors.items()}, settings)
     except CheckpointError as error:
         raise _refusal(str(error)) from None
-    with torch.device("meta"):
+    with torch.device("meta"), able_to_compute() if family.is_comfyuis else nullcontext():
         vae = class_of(family)(**config)
-    family.finish(vae, settings)
+        family.finish(vae, settings)
     weights = family.convert(tensors, config)
     for half, quant in (("encoder", "quant_conv"), ("decoder", "post_quant_conv")):
         name = getattr(family, half)[0].rstrip(".") if family.is_comfyuis else half
@@ -50,6 +51,8 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
     staging = StagingBuffers(torch.device(device))
     copies = {name: staging.to_device(weight).to(dtype) for name, weight in weights.items()}
     vae.load_state_dict(copies, assign=True)
+    if family.is_comfyuis:                                     # tables that are in no file, in ComfyUI's type of them
+        vae.to(device, dtype)
     return vae.eval().requires_grad_(False)
 
 

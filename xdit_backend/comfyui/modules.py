@@ -26,7 +26,7 @@ def build_module(path, config):
     """
     cls = class_at(path)
     arguments = {key: value for key, value in config.items() if not key.startswith("_")}
-    with _able_to_compute():
+    with able_to_compute():
         model = cls(**arguments, dtype=torch.bfloat16, operations=layers)
     model.wide_modules = {name.rpartition(".")[0] for name, parameter in model.named_parameters()
                           if parameter.dtype == torch.float32}
@@ -44,7 +44,7 @@ def build_module(path, config):
 
 
 @contextmanager
-def _able_to_compute():
+def able_to_compute():
     """Classes compute with tables as they are made: where all is asked for on the meta device, parameters are there
     alone."""
     if torch.get_default_device().type != "meta":

@@ -1,7 +1,8 @@
 """Patch-parallel VAE: every rank decodes or encodes some rows (or frames), and the whole is exactly the VAE's own.
 
 The worker calls decode_rows and encode_rows. diffusers' autoencoders run unmodified; while one does, its calls of a few
-functions of torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py).
+functions of torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py). Those
+that go over tiles by themselves have theirs shared out (vae_tiles.py).
 """
 
 import copy
@@ -24,6 +25,7 @@ from ..distributed.norm_rows import group_norm_rows
 from ..distributed.rows import Convolution, Padding, RowSplit, attention_rows, conv_rows, linear_attention_rows
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError
+from .vae_tiles import shared_tiles
 
 NOT_FOLLOWED = "Use VAE Decode: a padding of this VAE is not followed by its convolution, so that it cannot be split."
 
@@ -80,7 +82,8 @@ class Pieces:
     dim: int | None = None         # -3, -2 or -1: frames, rows or columns; None: as split_dim says
     speeds: tuple = ()             # of the ranks, relative, by which they have rows; (): alike
     block_size: int | tuple[int, int] | None = None            # see conv_rows; None: all at once
-    # (RowSplit) is called before each convolution, on all ranks that have rows, and may raise on all of them to give up
+    # (RowSplit) is called before each convolution, or some tiles, on all ranks that have rows, and may raise on all of
+    # them to give up
     on_convolution: Callable[[RowSplit], object] | None = None
 
 
@@ -90,8 +93,8 @@ def decode_rows(vae, latent, ranks=None, traffic=None, pieces=Pieces()):
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H',
     W'): put together by rank, the shares are vae.decode(latent), as ComfyUI does it (autoencoders/). Where there are
-    more ranks than rows the last ones have nothing to do and get None. Without ranks, or alone, it decodes the whole
-    picture. Raises UnsupportedError for a VAE that cannot be split exactly.
+    more ranks than rows the last ones have nothing to do and get None; of tiles the fastest has all. Without ranks,
+    or alone, it decodes the whole picture. Raises UnsupportedError for a VAE that cannot be split exactly.
     """
     return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, pieces)
 
@@ -131,6 +134,8 @@ def num_parts(shape, scale, dim):
 def _in_parts(vae, run, whole, scale, ranks, traffic, pieces):
     """Run an autoencoder on this rank's part of `whole`, which has `scale` rows for each row of the latent."""
     run, num_ranks = partial(_run, vae, run), ranks.count if ranks else 1
+    if _family(vae).tiles:
+        return _by_tiles(vae, run, whole, ranks, traffic, pieces)
     dim = pieces.dim or split_dim(vae, whole.shape, scale)
     count = num_parts(whole.shape, scale, dim)
     if num_ranks == 1 and pieces.block_size is None:
@@ -147,6 +152,18 @@ def _in_parts(vae, run, whole, scale, ranks, traffic, pieces):
     if dim == -3:
         return _by_frames(vae, run, whole, split, pieces)
     return _by_rows(vae, run, whole, scale, split, pieces)
+
+
+def _by_tiles(vae, run, whole, ranks, traffic, pieces):
+    """Every rank goes over all of `whole`, and computes its tiles; the fastest has the result."""
+    num_ranks = ranks.count if ranks else 1
+    group = ranks and ranks.first(num_ranks)
+    if ranks and group is None:
+        return None
+    split = RowSplit.of_sizes([1] * num_ranks, group, traffic or Traffic())
+    with shared_tiles(vae, _family(vae).tiles, split, pieces.speeds, pieces.on_convolution) as has_all:
+        result = run(whole)
+    return Share(result) if has_all else None
 
 
 def _run(vae, run, part):

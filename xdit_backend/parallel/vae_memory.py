@@ -163,7 +163,7 @@ class RowPlanner:
         compute convolutions all at once, which is fastest, and else the largest blocks that fit. Raises ConfigError, on
         every rank, when the busiest rank needs more than the fullest has; it names the number of devices that would do.
         """
-        free_bytes = _least(free_bytes, ranks, self._device)
+        free_bytes = least_free(free_bytes, ranks, self._device)
         num_ranks = self.num_working(shape, scale, ranks.count)
         speeds = speeds[:num_ranks]
         whole = self._need(shape, scale, num_ranks, True, speeds)
@@ -251,7 +251,7 @@ def pixels_of(meta_vae, shape):
     return decode_rows(meta_vae, given).tensor.shape[-2] // 8
 
 
-def _least(free_bytes, ranks, device):
+def least_free(free_bytes, ranks, device):
     """The least of what the ranks may use. Ranks on one device share what it has."""
     place = -1 if device.type == "cpu" else device.index or 0
     own = torch.tensor([[free_bytes, place]], dtype=torch.int64, device=device)

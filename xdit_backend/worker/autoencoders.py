@@ -11,17 +11,18 @@ from ..autoencoders import family_of
 from ..checkpoints.vae import load_autoencoder
 from ..distributed.rows import all_sums
 from ..parallel.vae import Pieces, Ranks, decode_rows, encode_rows
-from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
+from ..parallel.vae_memory import LiveBytes, free_bytes
+from ..parallel.vae_tile_memory import planner_of
 from ..protocol.segments import map_segment
 from ..protocol.transfers import on_device
 from .clock import Clock
 
-# convolutions from one moment to give up to the next: a block of a VAE has about so many
+# convolutions from one moment to give up to the next: a block of a VAE has about so many; or rounds of tiles
 CHECKED = 4
 
 
 class Autoencoders:
-    """The VAEs that this rank holds, by the names of their specs. All ranks share each picture, by rows."""
+    """The VAEs that this rank holds, by the names of their specs. All ranks share each picture, by rows or tiles."""
 
     def __init__(self, device, staging, report_phase, timeline):
         self._device, self._report_phase = device, report_phase
@@ -33,7 +34,7 @@ class Autoencoders:
         if spec.name not in self._loaded:
             tensors = {name: map_segment(segment) for name, segment in spec.weights.items()}
             self._loaded[spec.name] = load_autoencoder(tensors, getattr(torch, spec.dtype), self._device, spec.settings)
-            self._planners[spec.name] = RowPlanner(self._loaded[spec.name])
+            self._planners[spec.name] = planner_of(self._loaded[spec.name])
 
     def estimate(self, command, traffic):
         """The least bytes that a decode or encode needs on this rank, and more of it."""

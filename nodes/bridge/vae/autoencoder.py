@@ -60,8 +60,9 @@ def encode(vae, pixels, config):
     if any(side % scale for side in pixels.shape[1:3]):
         raise UnsupportedError(f"Use a picture whose sides are multiples of {scale} pixels: this VAE makes a row of a "
                                f"latent of so many, and the picture has {pixels.shape[1]} x {pixels.shape[2]}.")
-    if 0 in pixels.shape:
-        raise UnsupportedError(f"Use a picture of at least {scale} x {scale} pixels: this one is smaller than what "
+    least = kind.least_encoded * scale
+    if min(pixels.shape[1:3]) < least or 0 in pixels.shape:
+        raise UnsupportedError(f"Use a picture of at least {least} x {least} pixels: this one is smaller than what "
                                "this VAE encodes.")
     pixels = pixels.movedim(-1, 1)
     if vae.latent_dim == 3:

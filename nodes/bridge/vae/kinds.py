@@ -16,6 +16,7 @@ import comfy.ldm.genmo.vae.model
 import comfy.ldm.hunyuan_video.vae
 import comfy.ldm.hunyuan_video.vae_refiner
 import comfy.ldm.lightricks.vae.causal_video_autoencoder as ltx
+import comfy.ldm.minimax.vae
 import comfy.ldm.models.autoencoder as autoencoder
 import comfy.ldm.wan.vae
 import comfy.ldm.wan.vae2_2
@@ -24,7 +25,7 @@ import comfy.taesd.taesd
 from comfy.ldm.modules import temporal_ae
 from comfy.ldm.modules.diffusionmodules.model import Decoder
 
-from ....xdit_backend.autoencoders import FAMILIES
+from ....xdit_backend.autoencoders import FAMILIES, minimax_h3
 from ....xdit_backend.autoencoders.family import VaeFamily
 
 
@@ -41,6 +42,7 @@ class Kind:
     encoded_frames: Callable = lambda vae, frames: vae.downscale_ratio[0](frames)
     settings: Callable = lambda model: {}  # what the tensors do not tell
     least_side: Callable = lambda model: 1         # rows and columns of a latent that it decodes
+    least_encoded: int = 1                 # that it encodes to
     side: Callable | None = None           # (VAE) -> rows of a picture to one of a latent; None: as ComfyUI's VAE says
     latent_patch: int = 1                  # rows of the network's latent to a row of ComfyUI's
     batch_is_video: bool = False           # are the images of a batch frames that the decoder looks along?
@@ -133,6 +135,12 @@ def _unscaled_tiny(model, latent):
     return latent / model.vae_scale.to(latent) + model.vae_shift.to(latent)
 
 
+def _encoded_minimax(vae, frames):
+    """The last frame is repeated until the last piece is full, and some of the latent's frames are dropped then."""
+    model = vae.first_stage_model
+    return 1 if frames == 1 else -(-frames // model.clip_length) * model.tokens_chunk_size - model.token_drop
+
+
 def kind_of(model):
     """The Kind of a first_stage_model, or None."""
     return next((kind for kind in KINDS if kind.recognises(model)), None)
@@ -173,4 +181,9 @@ KINDS = (
                                              - vae.first_stage_model.frames_to_trim),
          encoded_frames=lambda vae, frames: -(-frames // vae.first_stage_model.t_downscale),
          side=lambda vae: 8 * vae.first_stage_model.patch_size),
+    Kind(FAMILIES["minimax_h3"], lambda model: isinstance(model, comfy.ldm.minimax.vae.MiniMaxH3VideoVAE),
+         # so many as frames to fill a piece with would become, were they all
+         decoded_frames=lambda vae, frames: vae.first_stage_model._decode_temporal_pad_frames(frames, frames),
+         encoded_frames=_encoded_minimax, settings=minimax_h3.settings_of,
+         least_encoded=2),                                     # which reflection needs
 )
