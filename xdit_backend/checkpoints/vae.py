@@ -2,7 +2,6 @@
 worker, offline."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from types import MappingProxyType
 
 import diffusers
@@ -37,9 +36,7 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
         config = family.config({name: tuple(tensor.shape) for name, tensor in tensors.items()}, settings)
     except CheckpointError as error:
         raise _refusal(str(error)) from None
-    with torch.device("meta"), able_to_compute() if family.is_comfyuis else nullcontext():
-        vae = class_of(family)(**config)
-        family.finish(vae, settings)
+    vae = _without_weights(family, config, settings)
     weights = family.convert(tensors, config)
     for half, quant in (("encoder", "quant_conv"), ("decoder", "post_quant_conv")):
         name = getattr(family, half)[0].rstrip(".") if family.is_comfyuis else half
@@ -54,6 +51,18 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
     if family.is_comfyuis:                                     # tables that are in no file, in ComfyUI's type of them
         vae.to(device, dtype)
     return vae.eval().requires_grad_(False)
+
+
+def _without_weights(family, config, settings):
+    if family.is_comfyuis:                                     # which have tables, and of which parts may be made anew
+        with torch.device("meta"), able_to_compute():
+            vae = class_of(family)(**config)
+            family.finish(vae, settings)
+        return vae
+    with torch.device("meta"):
+        vae = class_of(family)(**config)
+    family.finish(vae, settings)
+    return vae
 
 
 def class_of(family):
