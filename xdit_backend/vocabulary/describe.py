@@ -211,11 +211,12 @@ class Packed(Unpacked):
         if call.patch is not None:
             dim = call.patch.dim - 2
             starts[dim - len(self.patch)] = call.patch.start // self.patch[dim]
-        pieces, nowhere = [], [0, 0, 0]
-        for number, (counts, at) in enumerate(zip(self.shapes(call)[0], (nowhere, *self.reference_positions(call)))):
-            places = moved([start + torch.arange(float(count), device=call.latent.device)
-                            for start, count in zip(nowhere if number else starts, counts)], call)
-            pieces.append(torch.cartesian_prod(*(first + place for first, place in zip(at, places))))
+        pieces = []
+        for counts, at in zip(self.shapes(call)[0], ([0] * 3, *self.reference_positions(call))):
+            places = moved([torch.arange(float(start), float(start + count), device=call.latent.device)
+                            for start, count in zip(starts, counts)], call)
+            pieces.append(torch.cartesian_prod(*(first + place if first else place for first, place in zip(at, places))))
+            starts = [0, 0, 0]                                 # of a reference
         return torch.cat(pieces)
 
     def shapes(self, call):
