@@ -207,16 +207,15 @@ class Packed(Unpacked):
 
     def positions(self, call):
         """(T, 3): each token's frame, row and column in the whole latent; of a reference, its index, row and column."""
-        starts = [0, 0, 0]
+        starts, pieces = [0, 0, 0], []
         if call.patch is not None:
             dim = call.patch.dim - 2
             starts[dim - len(self.patch)] = call.patch.start // self.patch[dim]
-        pieces = []
         for counts, at in zip(self.shapes(call)[0], ([0] * 3, *self.reference_positions(call))):
-            places = moved([torch.arange(float(start), float(start + count), device=call.latent.device)
-                            for start, count in zip(starts, counts)], call)
-            pieces.append(torch.cartesian_prod(*(first + place if first else place for first, place in zip(at, places))))
-            starts = [0, 0, 0]                                 # of a reference
+            own = moved([torch.arange(float(start), float(start + count), device=call.latent.device)
+                         for start, count in zip(starts, counts)], call)
+            pieces.append(torch.cartesian_prod(*(first + place if first else place for first, place in zip(at, own))))
+            starts = 0, 0, 0                                   # of a reference
         return torch.cat(pieces)
 
     def shapes(self, call):
