@@ -81,8 +81,8 @@ export const ZH_NOTES = {
     "在 Hugging Face 上，全部在 `{0}` 中。",
   "**xDiT Parallel Config** takes every CUDA device there is: they share the tokens of text, sound and video. The video is exactly that of one GPU, unless the weights need more than one: then each GPU has some of the blocks, or the rest comes from host memory, as the node says.":
     "**xDiT 并行配置**使用现有的每个 CUDA 设备：它们分担文本、声音和视频的令牌。视频与单个 GPU 的完全相同，除非权重需要不止一个 GPU：这时每个 GPU 持有一部分块，或者其余部分来自主机内存，节点会说明。",
-  "ComfyUI's own nodes load the text encoder and both VAEs, and decode.":
-    "ComfyUI 自己的节点加载文本编码器和两个 VAE，并负责解码。",
+  "**Distributed VAE Decode** shares out the tiles that the video's VAE works on. ComfyUI's own nodes load the text encoder and both VAEs, and decode the sound.":
+    "**分布式 VAE 解码** 分担视频的 VAE 所处理的分块。ComfyUI 自带的节点加载文本编码器和两个 VAE，并解码声音。",
   "On Hugging Face: `Comfy-Org/MiniMax-H3` has all of them.":
     "在 Hugging Face 上：`Comfy-Org/MiniMax-H3` 有全部文件。",
   "To begin or end with a picture, connect `first_frame` or `last_frame`. For references of pictures, videos and sounds use MiniMax H3 Reference to Video with the `ref2va` file.":
@@ -105,14 +105,6 @@ export const ZH_NOTES = {
     "长度为 8 n + 1 帧，两个空 latent 中相同。帧率写在三个节点中：LTXVConditioning、LTXV Empty Latent Audio 和 Create Video。",
   "Where memory is short, set `weight_dtype` to fp8_e4m3fn.":
     "显存不足时，请把 `weight_dtype` 设为 fp8_e4m3fn。",
-  "**xDiT Parallel Config** takes every CUDA device there is: they share the tokens of text, sound and video. The video is exactly that of one GPU, unless the weights need more than one: then each GPU has some of the blocks, or the rest comes from host memory, as the node says.":
-    "**xDiT 并行配置**使用现有的每个 CUDA 设备：它们分担文本、声音和视频的令牌。视频与单个 GPU 的完全相同，除非权重需要不止一个 GPU：这时每个 GPU 持有一部分块，或者其余部分来自主机内存，节点会说明。",
-  "ComfyUI's own nodes load the text encoder and both VAEs, and decode.":
-    "ComfyUI 自己的节点加载文本编码器和两个 VAE，并负责解码。",
-  "On Hugging Face: `Comfy-Org/MiniMax-H3` has all of them.":
-    "在 Hugging Face 上：`Comfy-Org/MiniMax-H3` 有全部文件。",
-  "To begin or end with a picture, connect `first_frame` or `last_frame`. For references of pictures, videos and sounds use MiniMax H3 Reference to Video with the `ref2va` file.":
-    "要以图像开始或结束，请连接 `first_frame` 或 `last_frame`。要参考图像、视频和声音，请使用 MiniMax H3 Reference to Video 和 `ref2va` 文件。",
   "**xDiT Parallel Config** takes every CUDA device there is. With two GPUs it runs the positive and the negative prompt side by side; with more they share the frames' tokens. The video is exactly that of one GPU. ComfyUI's own SamplerCustom samples here: it runs our MODEL on all GPUs as well.":
     "**xDiT 并行配置**使用现有的每个 CUDA 设备。有两个 GPU 时，正向和负向提示词同时运行；更多 GPU 分担各帧的令牌。视频与单个 GPU 的完全相同。这里由 ComfyUI 自己的 SamplerCustom 采样：它也在全部 GPU 上运行我们的 MODEL。",
   "**Load xDiT Model** takes the diffusion model out of the checkpoint, **Load CLIP and VAE** the VAE.":
@@ -141,14 +133,6 @@ export const ZH_NOTES = {
     "在 Hugging Face 上，全部在 `stabilityai/stable-diffusion-3.5-medium` 中：文本编码器在 `text_encoders/` 中，VAE 为 `vae/diffusion_pytorch_model.safetensors`（请改名）。",
   "With four GPUs set `mode` to manual, `cfg_degree` 2 and `displaced_degree` 2: DistriFusion shares out the rows of one picture, which changes it a little. More GPUs also help with a batch of several pictures.":
     "有四个 GPU 时，把 `mode` 设为 manual，`cfg_degree` 设为 2，`displaced_degree` 设为 2：DistriFusion 分担一张图像的各行，图像会略有变化。更多 GPU 也有助于多张图像的批次。",
-  "**xDiT Parallel Config** takes every CUDA device there is: they share the tokens of text, sound and video. The video is exactly that of one GPU, unless the weights need more than one: then each GPU has some of the blocks, or the rest comes from host memory, as the node says.":
-    "**xDiT 并行配置**使用现有的每个 CUDA 设备：它们分担文本、声音和视频的令牌。视频与单个 GPU 的完全相同，除非权重需要不止一个 GPU：这时每个 GPU 持有一部分块，或者其余部分来自主机内存，节点会说明。",
-  "ComfyUI's own nodes load the text encoder and both VAEs, and decode.":
-    "ComfyUI 自己的节点加载文本编码器和两个 VAE，并负责解码。",
-  "On Hugging Face: `Comfy-Org/MiniMax-H3` has all of them.":
-    "在 Hugging Face 上：`Comfy-Org/MiniMax-H3` 有全部文件。",
-  "To begin or end with a picture, connect `first_frame` or `last_frame`. For references of pictures, videos and sounds use MiniMax H3 Reference to Video with the `ref2va` file.":
-    "要以图像开始或结束，请连接 `first_frame` 或 `last_frame`。要参考图像、视频和声音，请使用 MiniMax H3 Reference to Video 和 `ref2va` 文件。",
   "**xDiT Parallel Config** takes every CUDA device there is. With two GPUs it runs the positive and the negative prompt side by side; with more they share the frames' tokens. The video is exactly that of one GPU, and the VAE decodes it in parts on all of them.":
     "**xDiT 并行配置**使用现有的每个 CUDA 设备。有两个 GPU 时，正向和负向提示词同时运行；更多 GPU 分担各帧的令牌。视频与单个 GPU 的完全相同，VAE 在全部 GPU 上分部分解码。",
   "The 14B model is `wan2.1_t2v_14B_fp16.safetensors`: where it does not fit on one GPU, each holds a part of it. A length is 4 n + 1 frames.":
