@@ -3,6 +3,7 @@
 import gc
 import importlib
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,6 +193,27 @@ class ComfyUI:
         [beside] = family.parts
         return {"samples": in_parts(family.first_part(video),
                                     torch.zeros(family.call_shapes(config, video.shape, audio)[beside]))}
+
+    @contextmanager
+    def cancelled_amid(self, text):
+        """What is done in here on two CPUs is cancelled in the middle of this phase, and ends so."""
+        workers, phases = self.groups.client(("cpu", "cpu")).workers, []
+        on_phase, check = workers.on_phase, workers.check
+
+        def told(phase):
+            phases.append(phase)
+            on_phase(phase)
+
+        def cancel():
+            if any(phase.text == text and 0 < phase.done < phase.total for phase in phases):
+                raise self.management.InterruptProcessingException
+
+        workers.on_phase, workers.check = told, cancel
+        try:
+            with pytest.raises(self.management.InterruptProcessingException):
+                yield
+        finally:
+            workers.on_phase, workers.check = on_phase, check
 
     def unload_all(self):
         """Have ComfyUI unload its models. It forgets those that are gone first:

@@ -248,22 +248,9 @@ def test_reports_progress_and_can_be_cancelled(comfyui, vae_of, said):
     samples, config = {"samples": latents("vae-sd3", 1, 24, 24)}, comfyui.config("cpu,cpu")
     first = comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0].clone()
     client = comfyui.groups.client(("cpu", "cpu"))
-    phases, on_phase, check = [], client.workers.on_phase, client.workers.check
 
-    def cancel_in_the_middle():
-        if any(phase.text == "decoding" and 0 < phase.done < phase.total for phase in phases):
-            raise comfyui.management.InterruptProcessingException
-
-    def told(phase):
-        phases.append(phase)
-        on_phase(phase)
-
-    try:
-        client.workers.on_phase, client.workers.check = told, cancel_in_the_middle
-        with pytest.raises(comfyui.management.InterruptProcessingException):
-            comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config)
-    finally:
-        client.workers.on_phase, client.workers.check = on_phase, check
+    with comfyui.cancelled_amid("decoding"):
+        comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config)
 
     assert re.fullmatch(r"cancelled, decoding \d+ of \d+", said[-1]) and not comfyui.groups.runs.phase
     assert torch.equal(comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0], first)

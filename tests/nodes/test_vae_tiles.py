@@ -97,23 +97,10 @@ def test_a_picture_that_reflection_cannot_pad_is_refused(comfyui, vae_of):
 def test_a_cancelled_decode_is_left_between_tiles_and_the_next_is_right(comfyui, vae_of, said):
     given, config = latents((1, 12, 7, 8)), comfyui.config("cpu,cpu")
     first = comfyui.vae_decode.execute(given, vae_of(KIND), config).args[0].clone()
-    client, phases = comfyui.groups.client(("cpu", "cpu")), []
-    on_phase, check = client.workers.on_phase, client.workers.check
+    client = comfyui.groups.client(("cpu", "cpu"))
 
-    def cancel_in_the_middle():
-        if any(phase.text == "decoding" and 0 < phase.done < phase.total for phase in phases):
-            raise comfyui.management.InterruptProcessingException
-
-    def told(phase):
-        phases.append(phase)
-        on_phase(phase)
-
-    try:
-        client.workers.on_phase, client.workers.check = told, cancel_in_the_middle
-        with pytest.raises(comfyui.management.InterruptProcessingException):
-            comfyui.vae_decode.execute(given, vae_of(KIND), config)
-    finally:
-        client.workers.on_phase, client.workers.check = on_phase, check
+    with comfyui.cancelled_amid("decoding"):
+        comfyui.vae_decode.execute(given, vae_of(KIND), config)
 
     assert re.fullmatch(r"cancelled, decoding \d+ of \d+", said[-1])
     assert torch.equal(comfyui.vae_decode.execute(given, vae_of(KIND), config).args[0], first)

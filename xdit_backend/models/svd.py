@@ -33,11 +33,8 @@ def _amend(model, config):
     one_video, forward = ForwardValue(model), model.forward
 
     def of_frames(sample, num_frames, **inputs):
-        before = one_video.set(sample.new_zeros(len(sample) // num_frames, num_frames))
-        try:
+        with one_video.holding(sample.new_zeros(len(sample) // num_frames, num_frames)):
             output, = forward(sample.unsqueeze(1), **inputs)
-        finally:
-            one_video.reset(before)
         return (output.squeeze(1),)
 
     for block in (*model.down_blocks, model.mid_block, *model.up_blocks):

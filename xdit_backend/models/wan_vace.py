@@ -61,11 +61,8 @@ def _amend(model, config):
     embed, norm, channels = model.patch_embedding.forward, model.norm_out.forward, config["in_channels"]
 
     def forward(vace_strength, **arguments):
-        before = strength.set(vace_strength)
-        try:
+        with strength.holding(vace_strength):
             return run(**arguments)
-        finally:
-            strength.reset(before)
 
     def block_forward(block, vace):
         plain = block.forward

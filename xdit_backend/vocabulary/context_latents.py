@@ -63,11 +63,8 @@ def with_context(model, forward):
         return tuple(torch.cat(tables, 1) for tables in zip(own, *others))
 
     def forward_with(context_latents=None, **arguments):
-        before = references.set(context_latents)
-        try:
+        with references.holding(context_latents):
             return forward(**arguments)
-        finally:
-            references.reset(before)
 
     def normalised(tokens):
         return normalise(tokens if references.get() is None else tokens[:, :num_own.get()])

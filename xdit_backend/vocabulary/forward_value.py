@@ -1,5 +1,6 @@
 """A value that a model's forward leaves for its blocks. Families' files make them in `amend`."""
 
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -17,10 +18,16 @@ class ForwardValue:
         model.__dict__.setdefault("forward_values", []).append(self)
 
     def set(self, value):
-        return self._now.set(value)
+        self._now.set(value)
 
-    def reset(self, before):
-        self._now.reset(before)
+    @contextmanager
+    def holding(self, value):
+        """Around a forward."""
+        before = self._now.set(value)
+        try:
+            yield
+        finally:
+            self._now.reset(before)
 
     def get(self):
         return self._known if torch.compiler.is_compiling() else self._now.get()

@@ -53,11 +53,8 @@ def with_scales(model, forward):
             rope.freqs_cos, rope.freqs_sin = plain
 
     def forward_with(rope_scales=None, **arguments):
-        before = scales.set(rope_scales)
-        try:
+        with scales.holding(rope_scales):
             return forward(**arguments)
-        finally:
-            scales.reset(before)
     rope.forward = scaled
     return forward_with
 
@@ -71,11 +68,8 @@ def with_rotations(model, forward, owner, name, at):
         return make(ids) if scales.get() is None else at(ids, scales_and_shifts(scales.get()).to(ids.device))
 
     def forward_with(rope_scales=None, **arguments):
-        before = scales.set(rope_scales)
-        try:
+        with scales.holding(rope_scales):
             return forward(**arguments)
-        finally:
-            scales.reset(before)
     setattr(owner, name, rotations)
     return forward_with
 
