@@ -764,6 +764,8 @@ export const ZH = {
     "编码用时 {0} 秒，使用 {1}",
   "{} of {} devices, by forecast as fast as all":
     "{1} 个设备中的 {0} 个，预测与全部同样快",
+  "{}, the VAE's weights from host memory":
+    "{0}，VAE 的权重来自主机内存",
   "1 device":
     "1 个设备",
   "{} devices":

@@ -6,11 +6,12 @@ import os
 import pytest
 import torch
 
-from tests.host.conftest import call_of, layout
+from tests.host.conftest import call_of, decoded, layout, random_decoder, small_latent
 from tests.host.test_offloading import folder  # noqa: F401
 from tests.models.zoo import example
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.host import torchrun
+from xdit_backend.host.autoencoders import Autoencoder
 from xdit_backend.host.client import Client
 from xdit_backend.protocol.errors import CopyError
 from xdit_backend.protocol.specs import Stages
@@ -84,6 +85,27 @@ def test_a_copy_that_fails_fails_its_run_in_words_and_the_next_one_is_right(
 
         assert torch.equal(predict(), want) and client.group is not group
         assert any(client.models.memory(spec.name).offloaded_bytes)
+    finally:
+        client.close()
+
+
+@pytest.mark.slow
+def test_a_copy_that_fails_while_a_vae_decodes_fails_it_in_words(faults, monkeypatch, forkserver):
+    """On one of the two that share it, and the next decode has other workers."""
+    set_environment(monkeypatch, faults)
+    client = Client(("cpu", "cpu"), forkserver=forkserver)
+    vae = Autoencoder("vae", "float64", lambda: random_decoder(32), from_host=True)
+
+    def decode():
+        return client.autoencoders.decode(vae, small_latent(), (1, 96, 96, 3)).clone()
+    try:
+        assert torch.allclose(decode().double(), decoded(), atol=1e-6)
+        group = client.group
+        (faults / "fails-1").touch()
+        with pytest.raises(CopyError, match="^Queue the prompt again, .* could not be copied from host memory to cpu"):
+            decode()
+
+        assert torch.allclose(decode().double(), decoded(), atol=1e-6) and client.group is not group
     finally:
         client.close()
 

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from tests.tiers import by_default
 from tests.tiny_checkpoints import fill
 from tests.tolerances import close
 
@@ -241,6 +242,29 @@ def test_the_memory_manager_takes_the_weights_back_and_they_are_sent_again(comfy
     assert freed >= sum(tensor.nbytes for name, tensor in vae_of("vae-sd3").first_stage_model.state_dict().items()
                         if name.startswith("decoder."))
     assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("kind", by_default(["vae-wan"], ["vae-wan", "vae-sd", "vae-minimax", "vae-hunyuan15"]))
+def test_weights_come_from_host_memory_as_long_as_they_leave_too_little_room(comfyui, vae_of, kind, said, monkeypatch):
+    shape = (1, 2, 7, 6) if kind != "vae-sd" else (1, 7, 6)
+    samples, config = {"samples": latents(kind, *shape)}, comfyui.config("cpu,cpu")
+    vae, client = vae_of(kind), comfyui.groups.client(("cpu", "cpu"))
+    first = comfyui.vae_decode.execute(samples, vae, config).args[0].clone()
+    held_bytes = client.report_memory()[0]["vae_bytes"]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client.autoencoders, "free_bytes", lambda count, first=0: 1000)
+        for _ in range(2):
+            assert torch.equal(comfyui.vae_decode.execute(samples, vae, config).args[0], first)
+            assert said[-1].endswith("on 2 devices, the VAE's weights from host memory")
+        come_bytes = client.report_memory()[0]["vae_bytes"]
+        with comfyui.cancelled_amid("decoding"):
+            comfyui.vae_decode.execute(samples, vae, config)
+        assert torch.equal(comfyui.vae_decode.execute(samples, vae, config).args[0], first)
+
+    assert come_bytes < held_bytes or kind == "vae-minimax"         # most of it is one layer, of two that have room
+    assert torch.equal(comfyui.vae_decode.execute(samples, vae, config).args[0], first)
+    assert said[-1].endswith("on 2 devices") and client.report_memory()[0]["vae_bytes"] == held_bytes
 
 
 def test_reports_progress_and_can_be_cancelled(comfyui, vae_of, said):

@@ -25,7 +25,7 @@ OTHER_VAES = {
 def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
                      settings: Mapping[str, str] = MappingProxyType({})):
     """The VAE with these weights, copied, in `dtype` on `device`. Without the encoder's or decoder's tensors it has
-    none.
+    none. device: None: in host memory, and not copied where they have this type.
 
     Names are those of ComfyUI's first_stage_model.state_dict(). settings: see AutoencoderSpec. Raises CheckpointError
     where tensors do not fit.
@@ -45,11 +45,10 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
             if getattr(vae, quant, None) is not None:
                 setattr(vae, quant, None)
     _check_fit(tensors, weights, vae)
-    staging = StagingBuffers(torch.device(device))
-    copies = {name: staging.to_device(weight).to(dtype) for name, weight in weights.items()}
-    vae.load_state_dict(copies, assign=True)
+    place = torch.Tensor.contiguous if device is None else StagingBuffers(torch.device(device)).to_device
+    vae.load_state_dict({name: place(weight).to(dtype) for name, weight in weights.items()}, assign=True)
     if family.is_comfyuis:                                     # tables that are in no file, in ComfyUI's type of them
-        vae.to(device, dtype)
+        vae.to(device or "cpu", dtype)
     return vae.eval().requires_grad_(False)
 
 

@@ -18,6 +18,7 @@ class Autoencoder:
     dtype: str                             # of its arithmetic, "bfloat16"
     weights: Callable[[], dict]            # gives its tensors; called only where the group does not hold it
     settings: dict = field(default_factory=dict)               # see AutoencoderSpec
+    from_host: bool = False                # likewise
 
 
 class Autoencoders:
@@ -52,7 +53,8 @@ class Autoencoders:
 
     def load(self, vae):
         """Make sure that every worker holds the Autoencoder."""
-        self.loaded.load(vae, lambda segments: specs.AutoencoderSpec(vae.name, vae.dtype, segments, vae.settings),
+        self.loaded.load(vae, lambda segments: specs.AutoencoderSpec(vae.name, vae.dtype, segments, vae.settings,
+                                                                          vae.from_host),
                          messages.LoadAutoencoder)
 
     def _transform(self, command, name, tensor, shape, **options):
@@ -81,6 +83,13 @@ class Autoencoders:
         to be decoded (scale 1) or encoded with a VAE that the workers hold."""
         numbers = self._estimate(name, shape, scale, with_work=True)
         return Work(**{each.name: numbers[each.name] for each in fields(Work)})
+
+    def free_bytes(self, num_ranks, first_rank=0):
+        """Bytes that each of these workers may use at the least. Those on one device share what it has."""
+        memory, ranks = self._workers.request(messages.ReportMemory), range(first_rank, first_rank + num_ranks)
+        devices = [self._workers.devices[rank] for rank in ranks]
+        return min(int(memory[rank].numbers["free_bytes"]) // devices.count(device)
+                   for rank, device in zip(ranks, devices))
 
     def fits_unblocked(self, name, shape, scale, num_ranks, first_rank=0):
         """Have these workers so much memory free that they would compute convolutions all at once?"""

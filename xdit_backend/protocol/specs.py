@@ -86,6 +86,7 @@ class AutoencoderSpec:
     weights: dict[str, Segment]
     # what its tensors do not tell; Kind says which
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    from_host: bool = False                # do weights come from host memory, as each layer runs?
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 
 from ..autoencoders import family_of
+from ..checkpoints.streamed_layers import StreamedLayers
 from ..checkpoints.vae import load_autoencoder
 from ..distributed.rows import all_sums
 from ..parallel.vae import Pieces, Ranks, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, free_bytes
 from ..parallel.vae_tile_memory import planner_of
+from ..protocol.copies import CopyThread
 from ..protocol.segments import map_segment
-from ..protocol.transfers import on_device
+from ..protocol.transfers import StagingBuffers, on_device
 from .clock import Clock
 
 # convolutions from one moment to give up to the next: a block of a VAE has about so many; or rounds of tiles
@@ -26,15 +28,20 @@ class Autoencoders:
 
     def __init__(self, device, staging, report_phase, timeline):
         self._device, self._report_phase = device, report_phase
-        self._loaded, self._planners = {}, {}
+        self._loaded, self._planners, self._streamed = {}, {}, {}
         self._ranks, self._staging = Ranks(dist.group.WORLD), staging
         self._timeline, self._clock = timeline, Clock(device)
 
     def load(self, spec):
-        if spec.name not in self._loaded:
-            tensors = {name: map_segment(segment) for name, segment in spec.weights.items()}
-            self._loaded[spec.name] = load_autoencoder(tensors, getattr(torch, spec.dtype), self._device, spec.settings)
-            self._planners[spec.name] = planner_of(self._loaded[spec.name])
+        if spec.name in self._loaded:
+            return
+        tensors = {name: map_segment(segment) for name, segment in spec.weights.items()}
+        vae = load_autoencoder(tensors, getattr(torch, spec.dtype), None if spec.from_host else self._device,
+                               spec.settings)
+        if spec.from_host:
+            copies = CopyThread(self._device, StagingBuffers(self._device))
+            self._streamed[spec.name] = StreamedLayers(vae, self._device, copies)
+        self._loaded[spec.name], self._planners[spec.name] = vae, planner_of(vae)
 
     def estimate(self, command, traffic):
         """The least bytes that a decode or encode needs on this rank, and more of it."""
@@ -46,10 +53,16 @@ class Autoencoders:
     def drop(self, name):
         self._loaded.pop(name, None)
         self._planners.pop(name, None)
+        self._streamed.pop(name, None)
 
     @property
     def weight_bytes(self):
-        return sum(tensor.nbytes for vae in self._loaded.values() for tensor in (*vae.parameters(), *vae.buffers()))
+        """On the device."""
+        streamed = [layers.offloaded for layers in self._streamed.values()]
+        coming = {key for offloaded in streamed for key in offloaded.weights}
+        return sum(offloaded.device_bytes for offloaded in streamed) + sum(
+            tensor.nbytes for vae in self._loaded.values() for tensor in (*vae.parameters(), *vae.buffers())
+            if id(tensor) not in coming)
 
     def decode(self, command, traffic, check):
         """check: see _progress."""
@@ -64,7 +77,7 @@ class Autoencoders:
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps, check)
             pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
-            with live if command.measure_memory else nullcontext():
+            with self._running(command), live if command.measure_memory else nullcontext():
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), ranks, traffic,
                                     pieces)
             if share is not None:
@@ -88,11 +101,16 @@ class Autoencoders:
         for index in range(len(picture)):
             progress = self._progress("encoding", index, len(picture), num_steps, check)
             pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
-            share = encode_rows(vae, picture[index:index + 1], scale, ranks, traffic, pieces)
+            with self._running(command):
+                share = encode_rows(vae, picture[index:index + 1], scale, ranks, traffic, pieces)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
 
         self._record("encode", start, traffic)
+
+    def _running(self, command):
+        layers = self._streamed.get(command.autoencoder)
+        return nullcontext() if layers is None else layers.running()
 
     def _record(self, kind, start, traffic):
         self._timeline.add(kind, start, self._clock.mark())

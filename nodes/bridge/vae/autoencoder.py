@@ -92,7 +92,7 @@ def _transformed(done, how, half, config, given, shape, scale):
     except BaseException as error:
         show_text(GROUPS.runs.given_up(error))                 # in place of how far it is
         raise
-    _show_done(done, started_s, client, num_ranks)
+    _show_done(done, started_s, half, num_ranks)
     return result
 
 
@@ -105,12 +105,15 @@ def _machine(client, half, config, work):
                           may_measure=is_long_work(work, torch.device(client.devices[0]).type))
 
 
-def _show_done(done, started_s, client, num_ranks):
+def _show_done(done, started_s, half, num_ranks):
+    client = half.client
     count = len(client.devices)
     devices = "1 device" if count == 1 else f"{count} devices"
     if num_ranks < count:
         devices = f"{num_ranks} of {devices}, by forecast as fast as all"
     GROUPS.runs.collect(client, client.report_if_idle)
+    if half.from_host:
+        devices = f"{devices}, the VAE's weights from host memory"
     show_text(f"{done} in {time.perf_counter() - started_s:.1f} s on {devices}")
 
 

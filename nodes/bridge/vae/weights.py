@@ -35,6 +35,7 @@ class VaeHalf:
     def __init__(self, vae, prefixes, settings, client):
         self.name = f"vae-{uuid.uuid4().hex[:8]}"
         self.dtype, self.settings, self.client = dtype_name(vae.vae_dtype), settings, client
+        self.from_host = False                                 # do weights come from host memory, as each layer runs?
         self._model, self._prefixes = weakref.ref(vae.first_stage_model), prefixes
         meta_vae = MetaTensors(self, vae.vae_dtype)
         self._num_bytes = sum(tensor.nbytes for tensor in meta_vae.buffers())
@@ -56,9 +57,19 @@ class VaeHalf:
         comfy.model_management.load_models_gpu([self._patcher])
         count, first = self._choose_ranks(shape, scale, machine_for)
         sharing = self.client.devices[first:first + count].count(str(self._patcher.load_device))
-        needed_bytes = self.client.autoencoders.estimate(self.name, shape, scale, count) * sharing
-        comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes)
+        needed_bytes = self.client.autoencoders.estimate(self.name, shape, scale, count)
+        comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes * sharing)
+        self._place(needed_bytes, count, first)
         return count, first
+
+    def _place(self, needed_bytes, count, first):
+        """Have weights come from host memory where they leave too little room to these workers, and else not."""
+        free_bytes = self.client.autoencoders.free_bytes(count, first)
+        if self.from_host == (needed_bytes + self.from_host * self._num_bytes > free_bytes):
+            return
+        self.unload()
+        self.from_host = not self.from_host
+        self.client.autoencoders.load(self)
 
     def _choose_ranks(self, shape, scale, machine_for):
         most = len(self.client.devices)
@@ -80,6 +91,7 @@ class VaeHalf:
 
     def load(self, meta_vae):
         GROUPS.hold(self.client, self.name, self._model())
+        self.from_host = self._num_bytes > self.client.autoencoders.free_bytes(len(self.client.devices))
         self.client.autoencoders.load(self)
 
     @property
