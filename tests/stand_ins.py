@@ -26,7 +26,7 @@ VAES = {"sd3": "vae-sd3", "wan": "vae-wan", "wan22-ti2v": "vae-wan22", "flux2": 
         "ernie-image": "vae-flux2", "ideogram-4": "vae-flux2", "triposplat": "vae-flux2",
         "kandinsky-5": "vae-hunyuan", "kandinsky-5-image": "vae-flux",
         "cosmos-predict2": "vae-wan", "anima": "vae-wan", "qwen-image": "vae-wan", "krea-2": "vae-wan",
-        "joyimage": "vae-wan"}
+        "joyimage": "vae-wan", "minimax-h3": "vae-minimax", "svd": "vae-svd"}
 # tokens and width of what a model is told of a picture
 SEEN = {"hunyuan3d-2.1": (4, 1024), "hunyuan3d-2": (4, 24), "wan-flf": (4, 1280), "wan": (257, 1280),
         "hunyuanvideo-1.5": (729, 1152)}
@@ -43,7 +43,7 @@ def vae_of(kind):
     for name in (kind, kind.rpartition("-")[0], kind.partition("-")[0]):
         if name in VAES:
             return VAES[name]
-    if kind.startswith(("sd1", "sd2", "sd-x4", "sdxl", "svd", "sv3d", "stable-zero123")):
+    if kind.startswith(("sd1", "sd2", "sd-x4", "sdxl", "sv3d", "stable-zero123")):
         return "vae-sd"
     return "vae-wan" if kind.startswith("wan") else "vae-flux"
 
@@ -54,12 +54,9 @@ def _encode_small(encode, pixels):
     return encode(pixels)
 
 
-def _as_minimax_encodes(pixels):
-    """(F, H, W, 3) -> (1, 24 or 32, ...), for videos and for sounds of (1, T, channels)."""
-    if pixels.ndim == 3:
-        return pixels[:, ::960, :1].movedim(-1, 1)[:, None].repeat(1, 32, 2, 1)
-    small = pixels[::4, 8::16, 8::16].movedim(-1, 0)[None]
-    return small.repeat(1, 8, 1, 1, 1) - 0.5
+def _as_minimax_encodes(sound):
+    """Of sounds, (1, T, channels) -> (1, 32, ...)."""
+    return sound[:, ::960, :1].movedim(-1, 1)[:, None].repeat(1, 32, 2, 1)
 
 
 def _has_file(vae):
@@ -260,9 +257,10 @@ class StandIns:
             return splat_stand_ins.vae()
         if file == "pixel_space":
             return self.comfyui.nodes.VAELoader().load_vae(file)[0]
-        if self.kind.startswith(("minimax", "mage")):          # of whose there are no tiny ones
-            encode = _as_minimax_encodes if self.kind.startswith("minimax") else _as_mage_encodes
-            return SimpleNamespace(encode=encode, decode=_pixels_of)
+        if self.kind.startswith("minimax") and "audio" in file:                # of which there is no tiny one
+            return SimpleNamespace(encode=_as_minimax_encodes)
+        if self.kind.startswith("mage"):                       # likewise
+            return SimpleNamespace(encode=_as_mage_encodes, decode=_pixels_of)
         if self.kind in SOUNDS:                                # of which nothing is encoded but what is as long
             shape = self.comfyui.latent(self.kind)["samples"].shape
             return SimpleNamespace(encode=lambda sound: torch.randn(shape, generator=torch.Generator().manual_seed(9)))
