@@ -69,7 +69,7 @@ HUNYUAN3D21 = Family(
     live={"alone": 14.5, "residual": 8.47, "whole": 11.4, "outside": 5.41, "held": 2.5, "block": 12.44,
           "exchange": 16.79, "own": 0.37, "keys": 2.07, "once": 0.99},
     plan=ModelPlan(
-        blocks=(BlockList("blocks", "blocks.", "depth", returns=(ALL,), patched="double"),),
+        blocks=(BlockList("blocks", "blocks.", "depth", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn1": ALL}, choosing=("moe",),
         # whose heads are of numbers of all three projections, so that none of them is a rank's own
         unsplit=("skip_linear", *(f"{name}.{leaf}" for name in ("attn1", "attn2")
