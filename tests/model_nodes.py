@@ -69,7 +69,7 @@ KINDS = {
     **dict.fromkeys(("ModelMergeAuraflow", "ModelSamplingAuraFlow"), "auraflow"),
     **dict.fromkeys(("ModelMergeQwenImage", "QwenImageDiffsynthControlnet"), "qwen-image"),
     "AnimaLLLiteApply": "anima", "ChromaRadianceOptions": "chroma", "FluxKVCache": "flux2-klein",
-    "HiDreamO1PatchSeamSmoothing": "hidream-i1",
+    "HiDreamO1PatchSeamSmoothing": "hidream-o1",
     "LTXVReferenceAudio": "ltx-2", "MiniMaxH3SigmaShift": "minimax-h3", "ModelMergeKrea2": "krea-2",
     "ModelMergeMochiPreview": "mochi", "ModelSamplingStableCascade": "stable-cascade-c",
     "ModelMergeSD2": "sd2",
@@ -78,7 +78,6 @@ KINDS = {
     "WanInfiniteTalkToVideo": "wan-i2v", "ZImageFunControlnet": "z-image"}
 # What nodes are made for that no family of xDiT is
 OTHERS = {"ARVideoI2V": "Causal-Wan", "ChromaRadianceOptions": "Chroma Radiance",
-          "HiDreamO1PatchSeamSmoothing": "HiDream-O1",
           "RTDETR_detect": "RT-DETR",
           "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3", "SDPoseKeypointExtractor": "SDPose",
           "SeedVR2Conditioning": "SeedVR2"}

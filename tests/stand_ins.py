@@ -17,7 +17,7 @@ from tests.tiny_checkpoints import thin_class
 # what text encoders say beside the text itself; other conditioning is what a workflow's nodes make
 OF_TEXT = {"pooled_output", "attention_mask", "conditioning_llama3", "t5xxl_ids", "t5xxl_weights",
            "conditioning_mt5xl", "attention_mask_mt5xl", "unprocessed_ltxav_embeds", "conditioning_lyrics",
-           "audio_codes"}
+           "audio_codes", "text_input_ids"}
 CLIP_LOADERS = ("CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoader", "LTXAVTextEncoderLoader")
 VAES = {"sd3": "vae-sd3", "wan": "vae-wan", "wan22-ti2v": "vae-wan22", "flux2": "vae-flux2", "lens": "vae-flux2",
         "ltx-video": "vae-ltx", "ltx-2": "vae-ltx2", "ltx-2.3": "vae-ltx2", "cosmos-predict1": "vae-cosmos",
@@ -255,8 +255,8 @@ class StandIns:
     def vae(self, file=""):
         if "triposplat" in file:
             return splat_stand_ins.vae()
-        if file == "pixel_space":
-            return self.comfyui.nodes.VAELoader().load_vae(file)[0]
+        if file == "pixel_space" or self.kind == "hidream-o1":
+            return self.comfyui.nodes.VAELoader().load_vae("pixel_space")[0]
         if self.kind.startswith("minimax") and "audio" in file:                # of which there is no tiny one
             return SimpleNamespace(encode=_as_minimax_encodes)
         if self.kind.startswith("mage"):                       # likewise

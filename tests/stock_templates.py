@@ -50,7 +50,7 @@ KINDS = (
     ("pixeldit", "pixeldit"), ("^pid", "pid"),
     ("z_image", "z-image"),
     ("ernie", "ernie-image"), ("krea2", "krea-2"),
-    ("hidream_[ie]1", "hidream-i1"), ("hunyuanvideo1.5|capybara", "hunyuanvideo-1.5"),
+    ("hidream_[ie]1", "hidream-i1"), ("hidream_o1", "hidream-o1"), ("hunyuanvideo1.5|capybara", "hunyuanvideo-1.5"),
     ("hunyuan_video_t2v", "hunyuanvideo"), ("ltx-2.3", "ltx-2.3"), ("ltx-2-", "ltx-2"), ("ltx-video", "ltx-video"),
     ("anima", "anima"), ("lotus", "lotus"), ("kandinsky5lite_t2i", "kandinsky-5-image"), ("kandinsky5", "kandinsky-5"),
     ("stable_audio_3", "stable-audio-3"), ("stable-audio-open", "stable-audio-open"),

@@ -158,7 +158,7 @@ def test_what_stays_in_a_subgraph_is_told_with_its_name(converted):
     ("image_qwen_image_controlnet_patch.json",
      ["XDiTLoadModel", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode"], []),
     ("image_flux2_klein_9b_kv_image_edit.json", ["XDiTLoadModel", "XDiTVAEDecode", "XDiTVAEEncode"], []),
-    ("image_hidream_o1.json", [], [("CheckpointLoaderSimple", "patch")]),
+    ("utility_image_segment_sam3.json", [], [("CheckpointLoaderSimple", "patch")]),
 ])
 def test_what_becomes_of_a_template(converted, name, types, stay):
     entry = converted[name]

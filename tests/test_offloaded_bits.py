@@ -28,7 +28,7 @@ from xdit_backend.worker.weight_groups import can_share
 BLOCKS = {2: 8, 3: 12, 4: 12, 5: 10, 8: 12, 10: 15}  # of a tiny model's list of blocks -> of one here
 COUNTS = ("num_layers", "num_single_layers", "n_layers", "num_mmdit_layers", "num_single_dit_layers",
           "num_visual_blocks", "num_dit_layers", "depth", "depth_single_blocks", "patch_depth", "pixel_depth",
-          "num_blocks")
+          "num_blocks", "num_hidden_layers")
 SIZES = {False: {"rows": 6, "columns": 10}, True: {"rows": 16, "columns": 18}}             # True: of U-Nets
 TYPES = ("float32", "bfloat16")
 LEFT = 1.3                                 # of a rank's part of a block, with what all bring of its end

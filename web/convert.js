@@ -23,7 +23,6 @@ export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVA
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", ImageOnlyCheckpointLoader: "ckpt_name" };
 // Nodes whose change of a MODEL the workers refuse (docs/nodes.md); what these inputs bring is refused too.
 export const REFUSED = [
-  "HiDreamO1PatchSeamSmoothing",
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
 ];
 // Nodes that stay when a model goes to the workers, and what is said of them.

@@ -543,6 +543,8 @@ export const ZH = {
     "请在一个文本编码节点中把提示词合并为文本：条件有 {0} 个文本令牌和 {1} 的注意力掩码，这是 Conditioning (Concat) 合并带掩码的提示词时产生的。",
   "Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model: the conditioning weighs text tokens by an attention mask of fractions, which xDiT does not support.":
     "请使用掩码只有 1 和 0 的文本编码器，或“UNet加载器”：条件用小数的注意力掩码为文本令牌加权，xDiT 不支持。",
+  "Use a width and a height that are multiples of {} pixels: HiDream-O1 takes such latents alone, and this one is of {} x {}.":
+    "请使用 {0} 像素倍数的宽度和高度：HiDream-O1 只接受这样的 latent，而这个为 {1} x {2}。",
   "Use a width and a height that are multiples of 16 pixels: {} takes latents of even sides, and this one is of {} x {}.":
     "请使用 16 像素倍数的宽度和高度：{0} 接受边长为偶数的 latent，而这个为 {1} x {2}。",
   "Change it in the node that sets it, or use Load Diffusion Model: xDiT runs {} with {} = {}, and this workflow's conditioning has {}.":
@@ -567,8 +569,6 @@ export const ZH = {
     "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。docs/models.md 列出了 xDiT 能运行的模型。",
   "{} is {}. docs/models.md lists what xDiT runs.":
     "{0} 是{1}。docs/models.md 列出了 xDiT 能运行的模型。",
-  "a model of HiDream-O1, whose class keeps keys and values of its text by itself from call to call":
-    " HiDream-O1 的模型，它的类在各次调用之间自己保存文本的键和值",
   "a model of SeedVR2, which attends within windows of the whole video that shift from block to block":
     " SeedVR2 的模型，它在整个视频的窗口内做注意力，窗口逐块移动",
   "a model that finds things in pictures, and draws none":

@@ -122,12 +122,12 @@ def test_drawn_templates_go_there_and_back_without_a_changed_byte(page):
 
 
 def test_the_keys_convert_and_the_page_says_what_stays(page):
-    page.evaluate("graph => app.loadGraphData(graph)", stock("image_hidream_o1"))
+    page.evaluate("graph => app.loadGraphData(graph)", stock("utility_image_segment_sam3"))
     before = page.evaluate(SERIALIZE)
 
     page.keyboard.press("Alt+Shift+G")
     page.wait_for_function("title => document.querySelector('.p-toast')?.innerText.includes(title)",
-                           arg="what HiDream-O1 Patch Seam Smoothing does")
+                           arg="what SAM3 Detect does")
 
     assert page.evaluate(SERIALIZE) == before
     assert page.problems == []

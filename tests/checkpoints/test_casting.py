@@ -38,6 +38,8 @@ def asked(family, config):
     sides = (8, 9) if family.latent.patch[-1] == 1 else (48, 32) if config.get("_x0") else (34, 36)
     if family.name == "WanDancer":                             # of whose frames ComfyUI's module makes eight parts
         sides = 32, 36
+    if family.name == "HiDream-O1":                            # which takes whole tokens
+        sides = 64, 96
     size = (family.tiny.frames, *sides)[-len(family.latent.patch):]
     size = size if family.tiny.rows is None else (family.tiny.rows, sides[1])
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)

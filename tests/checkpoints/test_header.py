@@ -448,6 +448,10 @@ PUBLISHED = {
     "newbie-image": ("NewBie-Image", published_newbie.NEWBIE | {"norm_final.weight": (2304,)}, {
         "dim": 2304, "n_layers": 36, "n_refiner_layers": 2, "n_heads": 24, "n_kv_heads": 8, "cap_feat_dim": 2560,
         "clip_text_dim": 1024, "axes_dims": (32, 32, 32), "multiple_of": 9216, "in_channels": 16}),
+    "hidream-o1": ("HiDream-O1", published_pixels.HIDREAM_O1, {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vision_hidden_size": 1152,
+        "vision_intermediate_size": 4304, "vision_depth": 27, "vision_num_position_embeddings": 2304}),
     "z-image-turbo": ("Z-Image", Z_IMAGE,
                       {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
                        "axes_dims": [32, 48, 48], "in_channels": 16}),

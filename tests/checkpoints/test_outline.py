@@ -131,7 +131,6 @@ def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words)
     (["model.diffusion_model.input_blocks.0.0.weight", "conditioner.embedders.0.transformer.text_model.a",
       "first_stage_model.decoder.conv_in.b"],
      "a U-Net of a kind"),
-    (["t_embedder1.mlp.0.weight", "x_embedder.proj1.weight"], "a model of HiDream-O1"),
     (["transformer_blocks.0.attn.add_q_proj.weight"], "under diffusers' names"),
     (["a"], "not a diffusion model that xDiT runs")], ids=str)
 def test_other_files_are_called_what_they_are(tmp_path, names, words):

@@ -74,6 +74,7 @@ WHOLE = [name for name, family in FAMILIES.items() if family.is_whole]          
 WITH_REFERENCES = {name: word for name in CONFIGS for word in ("ref_latents", "context_latents")
                    if word in FAMILIES[name].conditioning}
 VISION_TOKENS = 5
+TIME_ID = 151673                           # of HiDream-O1's tokens, what stands for the time
 IN_FLOAT32 = ("comfy.ldm.audio.dit",)
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a
 # given frame
@@ -240,6 +241,13 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
         if name == "lyric_token_idx":
             made[name] = torch.randint(0, config["lyric_encoder_vocab_size"], (batch, lengths["context"] + 2),
                                        generator=generator)
+        elif name in ("input_ids", "position_ids"):            # of the first the last one means the time
+            own = 1 if name == "position_ids" else batch       # ComfyUI makes one of these for all images
+            shape = family.tiny.drawn[name](config, (own, 0, *size), lengths["context"])
+            made[name] = torch.randint(0, 50, shape, generator=generator)
+            if name == "input_ids":
+                made[name][:, -1] = TIME_ID
+            made[name] = made[name].expand(batch, *shape[1:])
         elif name in family.tiny.drawn:
             made[name] = torch.randn(family.tiny.drawn[name](config, (batch, 0, *size), lengths["context"]),
                                      generator=generator)

@@ -179,6 +179,8 @@ class ComfyUI:
             seen = SimpleNamespace(image_embeds=made["clip_img"][:, 0])
             pictures = {"unclip_conditioning": [{"strength": 0.7, "clip_vision_output": seen}]} if seed % 2 else {}
             return [[made["clip_text"], {"pooled_output": made["clip_text_pooled"]} | pictures]]
+        if "input_ids" in made:                                # which its own model encodes
+            return [[made["input_ids"][..., None].float(), {"text_input_ids": made["input_ids"]}]]
         if "effnet" in made:                                   # whose model reads no text but the pooled one
             return [[made["clip"][:, None], {"pooled_output": made["clip"], "stable_cascade_prior": made["effnet"]}]]
         return [[made["context"], options]]

@@ -21,12 +21,13 @@ ON_TWO = ("ulysses2", "ring2", "pipefusion2")  # workers; of every kind but one,
 SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48),
         "chroma-radiance": (12, 23, 61, 96, 150), "chroma-radiance-x0": (16, 32, 48, 64, 160),
         "z-image-pixel": (24, 46, 61, 96, 150), "pixeldit": (12, 23, 61, 96, 150), "pid": (12, 23, 61, 96, 150),
+        "hidream-o1": (32, 64, 96, 160, 256),
         "wan": (2, 7, 12, 13, 16), "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
 # ComfyUI's modules take no odd sides
 EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace",
         "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1", "wan-camera", "wan-humo", "wan-animate",
         "wan-s2v")
-MULTIPLES = dict.fromkeys(EVEN, 2) | {"chroma-radiance-x0": 16}
+MULTIPLES = dict.fromkeys(EVEN, 2) | {"chroma-radiance-x0": 16, "hidream-o1": 32}
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
 

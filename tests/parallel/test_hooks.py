@@ -324,11 +324,12 @@ def attention_calls(rank, world_size, name):
 @pytest.mark.parametrize("name, expected",
                          [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8, "LTX-2": 12, "Sana": 0, "ACE-Step 1.0": 0,
                                   "OmniGen 2": 5, "Hunyuan3D 2.1": 5, "Wan S2V": 5, "WanDancer": 5,
-                                  "Boogu-Image": 9, "Wan Animate": 10, "Stable Audio 3": 8}.get(name, 4))
+                                  "Boogu-Image": 9, "Wan Animate": 10, "Stable Audio 3": 8,
+                                  "HiDream-O1": 8}.get(name, 4))
                           for name in having("ring")])
 def test_only_self_attention_is_replaced(name, expected):
     """One a block; SD3's dual one, Stable Audio 3's that is taken away, Wan VACE's two more blocks; LTX-2's of sound,
-    and two between it and the video.
+    and two between it and the video; HiDream-O1's of text apart.
     Attention over text alone and cross-attention to it stay as they are.
     """
     assert run_ranks(attention_calls, 2, name) == [expected, expected]

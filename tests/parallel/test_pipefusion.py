@@ -62,7 +62,7 @@ class Pipeline:
             self.link.send(message, self.traffic)
         shape = (latent.shape[0], self.one.family.num_channels(self.one.config), *latent.shape[2:])
         prediction = (latent.new_empty(shape) if output is None
-                      else self.one.family.prediction(output, latent).contiguous())
+                      else self.one.family.prediction(output, latent).to(latent.dtype).contiguous())
         if self.link:
             torch.distributed.broadcast(prediction, torch.distributed.get_world_size() - 1)
         return prediction

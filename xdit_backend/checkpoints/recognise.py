@@ -14,8 +14,6 @@ def article(name):
 
 # models of ComfyUI that are not run -> a part of their tensors' names, and why
 NOT_RUN = {
-    "HiDream-O1": (".t_embedder1.", "a model of HiDream-O1, whose class keeps keys and values of its text by itself "
-                                    "from call to call"),
     "SeedVR2": (".mlp.all.proj_in_gate.", "a model of SeedVR2, which attends within windows of the whole video that "
                                           "shift from block to block")}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
@@ -31,7 +29,8 @@ OTHERS = (
      "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read"),
     (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
     (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight",
-      "^.embed_tokens.", "model.embed_tokens.", ".encoder.embed_tokens.", "token_embedding."),
+      "^.embed_tokens.", ".model.embed_tokens.", "^.model.language_model.embed_tokens.", ".encoder.embed_tokens.",
+      "token_embedding."),
      "a text encoder: load it with Load CLIP"),
     (("vision_model.encoder.",), "a CLIP vision model: load it with Load CLIP Vision"),
     (("blk.0.", "token_embd.", "enc.blk."), "a text encoder or a language model in GGUF"),

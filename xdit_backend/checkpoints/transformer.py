@@ -56,7 +56,7 @@ def metadata_settings(checkpoint):
 def build(family, config):
     """The family's model: diffusers', which computes as ComfyUI's does, or ComfyUI's own."""
     if family.is_comfyuis:
-        model = build_module(family.transformer, config)
+        model = build_module(family.transformer, config, family.of_class)
     else:
         model = _class_of(family).from_config(config)
     family.amend(model, config)

@@ -7,6 +7,7 @@ and nodes stay out of it.
 import functools
 import importlib
 import sys
+import types
 from contextlib import contextmanager
 
 import torch
@@ -16,8 +17,9 @@ from . import layers
 from .place import comfyui_version, find_comfyui
 
 
-def build_module(path, config):
-    """The module at "package.module:Class" of ComfyUI, whose forward returns as diffusers' do: a tuple.
+def build_module(path, config, of_class=lambda config: config):
+    """The module at "package.module:Class" of ComfyUI, whose forward returns as diffusers' do: a tuple. of_class: of
+    its Family.
 
     Its layers are torch's own (layers.py), so that weights are cast, unpacked and shared out as those of diffusers'
     classes are. Its `wide_modules` are those that compute in float32, whatever the model's type; its `own_buffers`
@@ -25,7 +27,7 @@ def build_module(path, config):
     machine has no ComfyUI, or one without the class.
     """
     cls = class_at(path)
-    arguments = {key: value for key, value in config.items() if not key.startswith("_")}
+    arguments = {key: value for key, value in of_class(config).items() if not key.startswith("_")}
     with able_to_compute():
         model = cls(**arguments, dtype=torch.bfloat16, operations=layers)
     model.wide_modules = {name.rpartition(".")[0] for name, parameter in model.named_parameters()
@@ -65,10 +67,26 @@ def class_at(path):
     with torch.device("cpu"):                                  # of tables that packages make as they are imported
         folder = _import_comfyui()
         try:
-            return getattr(importlib.import_module(module), name)
+            with _names_of_transformers():
+                return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise CheckpointError(f"Update ComfyUI: the version {comfyui_version(folder)} in {folder} has no {name} in "
                                   f"{module}, which this model needs ({error}).") from error
+
+
+@contextmanager
+def _names_of_transformers():
+    """Some of ComfyUI's classes are built of a text encoder's, in whose file is its tokenizer's, too. Workers leave
+    transformers out (worker/rank.py): here it has the name that the file imports."""
+    if sys.modules.get("transformers", types) is not None:
+        yield
+        return
+    sys.modules["transformers"] = stand_in = types.ModuleType("transformers")
+    vars(stand_in)["CLIPTokenizer"] = None
+    try:
+        yield
+    finally:
+        sys.modules["transformers"] = None
 
 
 def _import_comfyui():

@@ -209,6 +209,10 @@ PUBLISHED = {
     "triposplat": Published("TripoSplat", (1, 8192), tokens=4101, given={
         "in_channels": 16, "model_channels": 1024, "cond_channels": 1280, "out_channels": 16, "num_blocks": 24,
         "num_refiner_blocks": 2, "num_head_channels": 64, "cam_channels": 5, "cond2_channels": 128, "mlp_ratio": 4}),
+    "hidream-o1": Published("HiDream-O1", (2048, 2048), tokens=100, given={
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vision_hidden_size": 1152,
+        "vision_intermediate_size": 4304, "vision_depth": 27, "vision_num_position_embeddings": 2304}),
     "pixeldit": Published("PixelDiT", tokens=300, given=PIXELDIT_1B),
     "pid": Published("PiD", (4096, 4096), tokens=300, branches=1, given=PIXELDIT_1B | {
         "lq_latent_channels": 16, "lq_hidden_dim": 512, "lq_interval": 2, "lq_num_res_blocks": 4,

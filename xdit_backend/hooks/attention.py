@@ -37,7 +37,7 @@ class RunningAttention:
     name: str
     streams: tuple[str, ...]               # of the queries
     key_streams: tuple[str, ...]           # of keys and values; mostly the same
-    reach: int | None = None               # as ModelPlan.window says
+    reach: tuple | None = None             # as ModelPlan.window says
     num_calls: int = 0                     # of attention, so far
 
     @property
@@ -79,7 +79,7 @@ class AttentionFunctions:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if context.attention is None:
             return attend_here(query, key, value, context.kernel, attn_mask, is_causal, options.get("scale"))
-        if (attn_mask is not None and context.attention.reach is None) or is_causal:
+        if (attn_mask is not None or is_causal) and context.attention.reach is None:
             raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
                                    "sequence parallelism and PipeFusion do not support yet.")
         return self._attend(query, key, value, context, options.get("scale"))
@@ -213,6 +213,7 @@ def attend(query, key, value, context, layer, scale):
 def window_of(layer, sizes, context):
     """The Window of this rank's queries as scatter_heads gives them, which are those of its Ulysses ranks. sizes:
     tokens of every sequence rank."""
-    assert layer.streams == layer.key_streams == ("image",), "a window is of the image's tokens alone"
+    assert len(layer.streams) == 1 and layer.streams == layer.key_streams, "a window is of one stream's tokens"
+    first = context.first_token if layer.streams == ("image",) else 0
     degree, rank = context.mesh.degrees["ulysses"], context.mesh.sequence_rank
-    return Window(layer.reach, context.first_token + sum(sizes[:rank // degree * degree]))
+    return Window(layer.reach, first + sum(sizes[:rank // degree * degree]))

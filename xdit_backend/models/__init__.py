@@ -16,6 +16,7 @@ from .ernie import ERNIE
 from .flux import FLUX
 from .flux2 import FLUX2
 from .hidream import HIDREAM
+from .hidream_o1 import HIDREAM_O1
 from .hunyuan3d import HUNYUAN3D
 from .hunyuan3d21 import HUNYUAN3D21
 from .hunyuan_dit import HUNYUAN_DIT
@@ -77,7 +78,7 @@ FAMILIES = {family.name: family for family in (
     STABLE_CASCADE_C, STABLE_CASCADE_B,
     COSMOS1, OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL,
     WAN_SCAIL2, WAN_S2V, WAN_DANCER, STABLE_AUDIO, STABLE_AUDIO3, ACE_STEP, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21,
-    Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER, NEWBIE, TRIPOSPLAT)}
+    Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER, NEWBIE, TRIPOSPLAT, HIDREAM_O1)}
 
 
 def supported(last="and"):

@@ -100,7 +100,7 @@ ACE_STEP15 = Family(
         blocks=(BlockList("decoder.layers", "decoder.layers.", "num_dit_layers"),),
         streams={"hidden_states": "image"}, attention={"self_attn": IMAGE},
         tokens={"position_embeddings": TokenArgument(0, IMAGE)},
-        window=lambda attention: attention.sliding_window,
+        window=lambda attention: (attention.sliding_window,) * 2 if attention.sliding_window else None,
         positions={"decoder.rotary_emb": Cut(TokenArgument(0, IMAGE), _whole_length),
                    "prepare_condition": _whole_sound},
         once={"cross_attn.k_proj": "run", "cross_attn.v_proj": "run"},

@@ -20,16 +20,17 @@ from ..protocol.exchanges import ALL, KEYS, WHOLE
 
 @dataclass(frozen=True)
 class Window:
-    """Each query attends to the keys whose places are near its own. Keys are those of the whole image, in its
-    order."""
+    """Each query attends to the keys whose places are near its own. Keys are those of a whole stream, in its order."""
 
-    reach: int                             # tokens before and after its own
+    reach: tuple[float, float]             # tokens before and after its own
     first: int                             # place of the first query
 
     def mask(self, num_queries, num_keys, device):
         """(1, 1, queries, keys), which may be attended to."""
-        queries = torch.arange(self.first, self.first + num_queries, device=device)
-        return ((queries[:, None] - torch.arange(num_keys, device=device)).abs() <= self.reach)[None, None]
+        queries, (before, after) = torch.arange(self.first, self.first + num_queries, device=device), self.reach
+        places = torch.arange(num_keys, device=device) - queries[:, None]
+        near = places.abs() <= after if before == after else (places >= -before) & (places <= after)
+        return near[None, None]
 
 
 @dataclass(frozen=True)

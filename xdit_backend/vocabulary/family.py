@@ -101,6 +101,7 @@ class Family:
     # Changes diffusers' model, before it has weights, where it computes otherwise than ComfyUI's. What it remembers
     # while blocks run must be in a ContextVar, since another forward may take turns with this one.
     amend: Callable = lambda model, config: None
+    of_class: Callable = lambda config: config                 # the arguments of ComfyUI's class, of the config's
     computes_as_made: bool = False         # ComfyUI's class computes with its tables as it is made: not on meta
     # how the paths of linears end that amend has halved (halves.py): a folder has them whole
     halved: str = ""

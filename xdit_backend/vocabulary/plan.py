@@ -85,8 +85,8 @@ class ModelPlan:
     unstaged_blocks: tuple[str, ...] = ()  # lists of blocks that no stage passes; tensor parallelism splits them too
     unsplit: tuple[str, ...] = ()          # linears of blocks, by path, that tensor parallelism leaves whole
     of_heads: tuple[str, ...] = ()         # arguments of attentions with heads in their last dim, or dim 1 of four
-    # (attention of a block) -> how many tokens before and after its own one attends to; None: all. Of attention over
-    # the image alone: by the places of tokens in the whole, whatever mask the module makes of those it has
+    # (attention of a block) -> how many tokens (before, after) its own one attends to; None: all. Of attention over one
+    # stream alone: by the places of tokens in the whole, whatever mask the module makes of those it has
     window: Callable = lambda attention: None
     needs_text: bool = False               # blocks fail without text tokens, and get a placeholder instead
     takes_output_patches: bool = False     # ComfyUI's model runs attn1_output_patch on its image tokens

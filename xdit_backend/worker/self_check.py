@@ -49,7 +49,7 @@ def _largest_error(family):
     size = {1: (LENGTH,), 2: sides, 3: (FRAMES, *sides)}[len(family.latent.patch)]
     size = size if family.tiny.rows is None else (family.tiny.rows, LENGTH)
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
-    conditioning = {name: torch.randint(3, shape, generator=generator) if name.endswith("_idx")
+    conditioning = {name: torch.randint(3, shape, generator=generator) if name.endswith(("_idx", "_ids"))
                     else torch.randn(shape, generator=generator)
                     for name, shape in drawn_shapes(family, config, latent.shape, TEXT).items()}
     if family.parts:

@@ -73,7 +73,7 @@ WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAM
             WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model
 # Wrappers inside of the model, by key and function: those that know its latent and its prediction alone. remote.py
 # calls them.
-INSIDE = {"easycache": "easycache_forward_wrapper"}
+INSIDE = {"easycache": "easycache_forward_wrapper", "hidream_o1_patch_seam_smoothing": "smoothing_wrapper"}
 # a prompt for ControlNets alone, which ComfyUI computes: control.py
 CONTROLNETS_TEXT = "crossattn_controlnet"
 CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
