@@ -1,6 +1,8 @@
 """ACE-Step 1.5 through ComfyUI's nodes, at a length of which a layer with a window sees a part: with codes of its
 language model, sound to sing like, neither, and a prompt that is nothing."""
 
+import math
+
 import pytest
 import torch
 
@@ -55,9 +57,10 @@ def test_another_window_is_another_sound(comfyui, wanted, monkeypatch):
 
 
 def test_a_window_is_of_places_in_the_whole():
-    near = usp.Window(2, 5).mask(2, 9, "cpu")[0, 0]
+    for before, after in ((2, 2), (2, 0), (math.inf, 0)):
+        near = usp.Window((before, after), 5).mask(2, 9, "cpu")[0, 0]
 
-    assert near.tolist() == [[abs(key - query) <= 2 for key in range(9)] for query in (5, 6)]
+        assert near.tolist() == [[-before <= key - query <= after for key in range(9)] for query in (5, 6)]
 
 
 def test_parts_of_a_batch_on_ranks_of_their_own_are_refused(comfyui):
