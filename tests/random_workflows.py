@@ -371,6 +371,9 @@ class Runner:
         """The workflow's latent with this MODEL; Parallel Sampler is KSampler for ComfyUI's own."""
         with torch.inference_mode():
             model, (positive, negative), latent = self.changed(model, drawn), self.prompts(drawn), self.latent(drawn)
+            if self.text_moved_by and "context" in families()[drawn["kind"]].ignored:      # text is numbers of words
+                model = model.clone()
+                model.set_model_sampler_post_cfg_function(functools.partial(moved, self.text_moved_by))
             if drawn["second"] == "interrupted":
                 self.interrupted(model, drawn, positive, negative, latent)
             made = self.sample(model, drawn, positive, negative, latent)
@@ -477,6 +480,12 @@ def compare(result, want):
         return "equal" if torch.equal(result[finite], want[finite]) else "wrong", "nothing but zeros or NaN"
     error = relative_error(result[finite], want[finite])
     return "equal" if error < TOLERANCE else "wrong", f"{error:.1e}"
+
+
+def moved(by, given):
+    """What a step predicts, moved by so much."""
+    drawn = torch.randn(given["denoised"].shape, generator=torch.Generator().manual_seed(0))
+    return given["denoised"] + by * drawn
 
 
 class Hang(Exception):
