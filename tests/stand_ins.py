@@ -75,7 +75,6 @@ def _sound_of(latent):
 
 
 def _pixels_of(latent):
-    latent = latent.unbind()[0] if latent.is_nested else latent
     return latent[:, :3].movedim(1, -1).flatten(0, 1)
 
 

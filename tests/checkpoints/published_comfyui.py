@@ -6,6 +6,14 @@ def blocks(prefix, count, shapes):
     return {f"{prefix}{number}.{name}": shape for number in range(count) for name, shape in shapes.items()}
 
 
+def linear(name, outputs, inputs, bias=True):
+    return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
+
+
+def norm(name, width):
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
 OMNIGEN2 = {"image_index_embedding": (5, 2520), "x_embedder.weight": (2520, 64), "x_embedder.bias": (2520,),
     "ref_image_patch_embedder.weight": (2520, 64), "ref_image_patch_embedder.bias": (2520,),
     "time_caption_embed.timestep_embedder.linear_1.weight": (1024, 256),

@@ -1,7 +1,7 @@
 """Names and shapes of published files of models that work on pixels, which ComfyUI's own modules take. Used by
 test_header.py."""
 
-from tests.checkpoints.published_comfyui import blocks
+from tests.checkpoints.published_comfyui import blocks, linear, norm
 
 Z_IMAGE_PIXEL = {"x_pad_token": (1, 3840), "cap_pad_token": (1, 3840), "x_embedder.weight": (3840, 3072),
     "x_embedder.bias": (3840,), **blocks("noise_refiner.", 2, {"attention.qkv.weight": (11520, 3840),
@@ -87,32 +87,24 @@ PID15 = PID | {
     **blocks("lq_proj.gate_modules.", 7, {"content_proj.weight": (1, 3072), "content_proj.bias": (1,)})}
 
 
-def _linear(name, outputs, inputs, bias=True):
-    return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
-
-
-def _norm(name, width):
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-MERGER = {**_linear("linear_fc1", 4608, 4608), **_linear("linear_fc2", 4096, 4608)}
+MERGER = {**linear("linear_fc1", 4608, 4608), **linear("linear_fc2", 4096, 4608)}
 # those of Qwen3-VL 8B, with what ComfyUI drops of them
 HIDREAM_O1 = {"language_model.embed_tokens.weight": (151936, 4096), "language_model.norm.weight": (4096,),
     **blocks("language_model.layers.", 36, {
-        **_linear("self_attn.q_proj", 4096, 4096, False), **_linear("self_attn.k_proj", 1024, 4096, False),
-        **_linear("self_attn.v_proj", 1024, 4096, False), **_linear("self_attn.o_proj", 4096, 4096, False),
+        **linear("self_attn.q_proj", 4096, 4096, False), **linear("self_attn.k_proj", 1024, 4096, False),
+        **linear("self_attn.v_proj", 1024, 4096, False), **linear("self_attn.o_proj", 4096, 4096, False),
         "self_attn.q_norm.weight": (128,), "self_attn.k_norm.weight": (128,),
-        **_linear("mlp.gate_proj", 12288, 4096, False), **_linear("mlp.up_proj", 12288, 4096, False),
-        **_linear("mlp.down_proj", 4096, 12288, False), "input_layernorm.weight": (4096,),
+        **linear("mlp.gate_proj", 12288, 4096, False), **linear("mlp.up_proj", 12288, 4096, False),
+        **linear("mlp.down_proj", 4096, 12288, False), "input_layernorm.weight": (4096,),
         "post_attention_layernorm.weight": (4096,)}),
     "visual.patch_embed.proj.weight": (1152, 3, 2, 16, 16), "visual.patch_embed.proj.bias": (1152,),
     "visual.pos_embed.weight": (2304, 1152),
     **blocks("visual.blocks.", 27, {
-        **_norm("norm1", 1152), **_norm("norm2", 1152), **_linear("attn.qkv", 3456, 1152),
-        **_linear("attn.proj", 1152, 1152), **_linear("mlp.linear_fc1", 4304, 1152),
-        **_linear("mlp.linear_fc2", 1152, 4304)}),
-    **{f"visual.merger.{name}": shape for name, shape in {**_norm("norm", 1152), **MERGER}.items()},
-    **blocks("visual.deepstack_merger_list.", 3, {**_norm("norm", 4608), **MERGER}),
-    **_linear("t_embedder1.mlp.0", 4096, 256), **_linear("t_embedder1.mlp.2", 4096, 4096),
-    **_linear("x_embedder.proj1", 1024, 3072, False), **_linear("x_embedder.proj2", 4096, 1024),
-    **_linear("final_layer2.linear", 3072, 4096)}
+        **norm("norm1", 1152), **norm("norm2", 1152), **linear("attn.qkv", 3456, 1152),
+        **linear("attn.proj", 1152, 1152), **linear("mlp.linear_fc1", 4304, 1152),
+        **linear("mlp.linear_fc2", 1152, 4304)}),
+    **{f"visual.merger.{name}": shape for name, shape in {**norm("norm", 1152), **MERGER}.items()},
+    **blocks("visual.deepstack_merger_list.", 3, {**norm("norm", 4608), **MERGER}),
+    **linear("t_embedder1.mlp.0", 4096, 256), **linear("t_embedder1.mlp.2", 4096, 4096),
+    **linear("x_embedder.proj1", 1024, 3072, False), **linear("x_embedder.proj2", 4096, 1024),
+    **linear("final_layer2.linear", 3072, 4096)}

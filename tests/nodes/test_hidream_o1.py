@@ -4,16 +4,14 @@ own node does to the model; what is refused."""
 import pytest
 import torch
 
+from tests.nodes.layouts import LAYOUTS
 from tests.tolerances import close, relative_error
 
 KIND = "hidream-o1"
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 SIDE = 32                                  # of a token, in pixels
 WHOLE = {"num_patches": 3, "warmup_steps": 1000}               # no step is stale
-LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2}),
-           "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2": ("cpu,cpu", {"ring": 2}),
-           "pipefusion2": ("cpu,cpu", {"pipefusion": 2} | WHOLE), "tensor2": ("cpu,cpu", {"tensor": 2}),
-           "displaced2": ("cpu,cpu", {"displaced": 2, "displaced_mode": "full_sync"})}
+METHODS = LAYOUTS | {"pipefusion2": ("cpu,cpu", {"pipefusion": 2} | WHOLE)}
 
 
 def prompt(comfyui, seed, tokens=20, pictures=()):
@@ -28,10 +26,10 @@ def latent(rows, columns, batch=1):
     return {"samples": torch.zeros(batch, 3, SIDE * rows, SIDE * columns)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", METHODS)
 def test_latents_equal_native_ksampler(comfyui, layout):
     """A sampler that draws noise at an odd number of tokens; a batch, and prompts of unlike lengths; two pictures."""
-    devices, degrees = LAYOUTS[layout]
+    devices, degrees = METHODS[layout]
     model, native = comfyui.ours(KIND, comfyui.config(devices, **degrees)), comfyui.native(KIND)
     for tokens, size, pictures, sampler in (
             ((23, 23), (5, 7), (), "euler_ancestral"), ((17, 4), (3, 5, 2), (), "res_multistep"),
@@ -66,7 +64,7 @@ def smoothed(model, **settings):
     ("displaced2", {"pattern": "symmetric", "passes": "4", "strength": 0.6}), ("tensor2", {"blend": "window"})])
 def test_seams_smoothed_by_its_own_node_equal_native_ksampler(comfyui, layout, settings):
     """It has the model draw each late step several times, of latents that are moved."""
-    devices, degrees = LAYOUTS[layout]
+    devices, degrees = METHODS[layout]
     degrees = degrees | ({"warmup_steps": 1} if layout == "pipefusion2" else {})
     degrees = {name: value for name, value in degrees.items() if name != "displaced_mode"}
     arguments = {"positive": prompt(comfyui, 1, 21), "negative": prompt(comfyui, 2, 9), "latent": latent(4, 5),

@@ -86,16 +86,19 @@ class Autoencoders:
 
     def free_bytes(self, num_ranks, first_rank=0):
         """Bytes that each of these workers may use at the least. Those on one device share what it has."""
-        memory, ranks = self._workers.request(messages.ReportMemory), range(first_rank, first_rank + num_ranks)
-        devices = [self._workers.devices[rank] for rank in ranks]
-        return min(int(memory[rank].numbers["free_bytes"]) // devices.count(device)
-                   for rank, device in zip(ranks, devices))
+        devices = self._workers.devices[first_rank:first_rank + num_ranks]
+        return min(int(free) // devices.count(device)
+                   for free, device in zip(self._free(num_ranks, first_rank), devices))
 
     def fits_unblocked(self, name, shape, scale, num_ranks, first_rank=0):
         """Have these workers so much memory free that they would compute convolutions all at once?"""
-        memory = self._workers.request(messages.ReportMemory)
-        free = [memory[rank].numbers["free_bytes"] for rank in range(first_rank, first_rank + num_ranks)]
+        free = self._free(num_ranks, first_rank)
         return self._estimate(name, shape, scale, num_ranks)["unblocked_bytes"] <= min(free)
+
+    def _free(self, num_ranks, first_rank):
+        """Bytes that each of these workers finds free on its device."""
+        memory = self._workers.request(messages.ReportMemory)
+        return [memory[rank].numbers["free_bytes"] for rank in range(first_rank, first_rank + num_ranks)]
 
     def _estimate(self, name, shape, scale, num_ranks=0, with_work=False):
         done = self._workers.request(
