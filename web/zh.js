@@ -543,6 +543,8 @@ export const ZH = {
     "请在一个文本编码节点中把提示词合并为文本：条件有 {0} 个文本令牌和 {1} 的注意力掩码，这是 Conditioning (Concat) 合并带掩码的提示词时产生的。",
   "Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model: the conditioning weighs text tokens by an attention mask of fractions, which xDiT does not support.":
     "请使用掩码只有 1 和 0 的文本编码器，或“UNet加载器”：条件用小数的注意力掩码为文本令牌加权，xDiT 不支持。",
+  "Connect Empty Ace Step 1.0 Latent Audio, or a sound encoded by the VAE of ACE-Step: a latent of its sound has {} rows, and this one has {}.":
+    "请连接空 Ace Step 1.0 音频 latent，或由 ACE-Step 的 VAE 编码的声音：其声音的 latent 有 {0} 行，而这个有 {1} 行。",
   "Use a width and a height that are multiples of {} pixels: HiDream-O1 takes such latents alone, and this one is of {} x {}.":
     "请使用 {0} 像素倍数的宽度和高度：HiDream-O1 只接受这样的 latent，而这个为 {1} x {2}。",
   "Use a width and a height that are multiples of 16 pixels: {} takes latents of even sides, and this one is of {} x {}.":

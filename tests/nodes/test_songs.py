@@ -52,6 +52,17 @@ def test_parts_that_are_left_from_the_step_before_are_refused(comfyui, method):
         comfyui.ours(KIND, comfyui.config("cpu,cpu", **{method: 2}))
 
 
+@pytest.mark.parametrize("rows", [3, 8, 20])
+def test_a_latent_that_is_no_sound_of_its_is_refused(comfyui, rows):
+    """At which ComfyUI's own model ends in an error of torch's."""
+    latent = {"samples": torch.zeros(1, 8, rows, 21)}
+
+    with pytest.raises(comfyui.errors.ConfigError, match=f"^Connect Empty Ace Step.* 16 rows, and this one has {rows}"):
+        comfyui.sample(comfyui.ours(KIND, comfyui.config()), KIND, steps=1, latent=latent)
+    with pytest.raises(RuntimeError):
+        comfyui.sample(comfyui.native(KIND), KIND, steps=1, latent=latent)
+
+
 @pytest.mark.parametrize("strength", [0.99, 1.0, 0.1, 3.7])
 def test_a_strength_is_told_in_half_precision_without_a_loss(strength):
     from xdit_backend.models.ace_step import _in_pieces

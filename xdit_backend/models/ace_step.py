@@ -6,6 +6,7 @@ from types import MethodType
 import torch
 import torch.nn.functional as F
 
+from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on, same_names
 from ..vocabulary.describe import Whole, blocks, config_of, has, size
 from ..vocabulary.family import Family, Tiny
@@ -79,6 +80,15 @@ def _widths(shapes):
     return [shapes[f"projectors.{number}.4.weight"][0] for number in range(blocks("projectors.")(shapes))]
 
 
+def _of_sound(call):
+    """ComfyUI's forward fails at other latents."""
+    rows = call.latent.shape[-2]
+    if rows % ROWS:
+        raise ConfigError("Connect Empty Ace Step 1.0 Latent Audio, or a sound encoded by the VAE of ACE-Step: a "
+                          f"latent of its sound has {ROWS} rows, and this one has {rows}.")
+    return LATENT(call)
+
+
 TINY = {"in_channels": 8, "out_channels": 8, "num_layers": 4, "inner_dim": 512, "attention_head_dim": HEAD_SIZE,
         "num_attention_heads": 4, "mlp_ratio": 2.5, "max_position": 512, "rope_theta": 1000000.0,
         "speaker_embedding_dim": 16, "text_embedding_dim": 24, "ssl_latent_dims": [8, 12],
@@ -103,7 +113,7 @@ ACE_STEP = Family(
     computes_as_made=True, unfold=_in_pieces,
     conditioning={"context": "text_embedding_dim", "speaker_embeds": "speaker_embedding_dim", "lyric_token_idx": None,
                   "lyrics_strength": None},
-    arguments=handed_on(LATENT, "context", "speaker_embeds", "lyric_token_idx", lyrics_strength=_strength),
+    arguments=handed_on(_of_sound, "context", "speaker_embeds", "lyric_token_idx", lyrics_strength=_strength),
     refused={"pipefusion": SUMS, "displaced": SUMS},
     num_heads=lambda config: config["num_attention_heads"], width=lambda config: config["inner_dim"],
     num_channels=lambda config: config["out_channels"], pixels=lambda config: (1, 64, 1),
