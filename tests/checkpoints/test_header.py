@@ -170,6 +170,11 @@ HUNYUAN_VIDEO15 = {
     "byt5_in.fc1.weight": (2048, 1472), "vision_in.proj.0.weight": (1152,), "cond_type_embedding.weight": (3, 2048),
     **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (2048,)}),
     **blocks("double_blocks.", 54, {"img_attn.qkv.weight": (6144, 2048)})}
+# hunyuanvideo1.5_1080p_sr_distilled, and hunyuanimage2.1_distilled
+HUNYUAN_VIDEO15_SR = {**HUNYUAN_VIDEO15, "img_in.proj.weight": (2048, 98, 1, 1, 1),
+                      "time_r_in.in_layer.weight": (2048, 256)}
+HUNYUAN_IMAGE_DISTILLED = {**HUNYUAN_IMAGE, "time_r_in.in_layer.weight": (3584, 256),
+                           "guidance_in.in_layer.weight": (3584, 256)}
 
 
 def cogvideox(width, num_blocks, projection):
@@ -534,6 +539,11 @@ PUBLISHED = {
     "hunyuan-video-1.5": ("HunyuanVideo 1.5", HUNYUAN_VIDEO15, {
         "in_channels": 65, "out_channels": 32, "num_attention_heads": 16, "num_layers": 54, "num_refiner_layers": 2,
         "text_embed_dim": 3584, "text_embed_2_dim": 1472, "image_embed_dim": 1152}),
+    "hunyuan-video-1.5-sr": ("HunyuanVideo 1.5 distilled", HUNYUAN_VIDEO15_SR, {
+        "in_channels": 98, "out_channels": 32, "num_attention_heads": 16, "num_layers": 54, "use_meanflow": True}),
+    "hunyuan-image-distilled": ("HunyuanImage distilled", HUNYUAN_IMAGE_DISTILLED, {
+        "in_channels": 64, "num_attention_heads": 28, "num_layers": 20, "num_single_layers": 40,
+        "guidance_embeds": True, "use_meanflow": True}),
     "ltx-2b": ("LTX-Video", LTX_2B,
                {"num_layers": 28, "num_attention_heads": 32, "attention_head_dim": 64, "in_channels": 128,
                 "cross_attention_dim": 2048, "caption_channels": 4096}),
@@ -640,7 +650,7 @@ def needed_of(family, shapes):
 
 # what tells one family from the next, without which a file is as near to the other
 TELLING = {"LongCat-Image": "txt_in.weight", "Mage-Flow": "txt_norm.weight", "CogVideoX": "patch_embed.proj.weight",
-           "Kandinsky 5": "visual_embeddings.in_layer.weight"}
+           "Kandinsky 5": "visual_embeddings.in_layer.weight", "HunyuanImage refiner": "img_in.proj.weight"}
 
 
 @pytest.mark.parametrize("name", [name for name, (family, _, _) in PUBLISHED.items()
@@ -705,7 +715,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (published_pixels.Z_IMAGE_PIXEL, {"x_embedder.weight": (3840, 768)}, "its patches are not of 32 x 32 pixels"),
     (published_cascade.STAGE_C, {"up_blocks.0.3.mapper.weight": (4096, 64)},
      "its levels are no repetitions of residual, time and attention blocks"),
-    (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
+    (HUNYUAN_VIDEO15, {"guidance_in.in_layer.weight": (2048, 256)}, "it takes guidance as an input"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attentions between video and sound"),
     (LTX_2B, {"prompt_adaln_single.linear.weight": (1, 1)}, "LTX-2 without sound"),
     (LTX_2B, {"transformer_blocks.0.attn1.to_gate_logits.weight": (32, 2048)}, "LTX-2.3 without its sound"),
@@ -714,7 +724,6 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (WAN_I2V, {"ref_conv.weight": (1, 1)}, "Wan Fun-Control with a reference picture"),
     (WAN_I2V, {"audio_proj.audio_proj_glob_1.layer.bias": (1,)}, "Wan with audio"),
     (WAN_14B, {"more_blocks.0.before_proj.weight": (1, 1)}, "more_blocks"),
-    (HUNYUAN_IMAGE, {"time_r_in.in_layer.weight": (3584, 256)}, "the time of the next step"),
     (HUNYUAN_IMAGE_REFINER, {"img_in.proj.weight": (3328, 128, 1, 2, 2)}, "larger patches than the refiner"),
     (HUNYUAN_IMAGE_REFINER, {"byt5_in.fc1.weight": (2048, 1472)}, "it reads glyphs"),
     (SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "it reads no picture where it looks along frames"),

@@ -14,7 +14,8 @@ from xdit_backend.protocol.errors import CheckpointError
 
 # with matrices whose scales ComfyUI does not heed, and such a file is refused (tests/nodes/test_quantised.py); the
 # embeddings of words of Anima and HiDream-O1 are unpacked when they are read
-NOT_HEEDED = ("hidream-i1", "hunyuan3d-2.1", "wan-animate", "hunyuanvideo-1.5", "anima", "hidream-o1",
+NOT_HEEDED = ("hidream-i1", "hunyuan3d-2.1", "wan-animate", "hunyuanvideo-1.5",
+              "hunyuanvideo-1.5-distilled", "anima", "hidream-o1",
               "stable-audio-open", "ace-step-1.0", "sd-x4-upscaler")
 CASES = [("flux", "scaled_fp8", False), ("wan", "metadata", False), ("sd15", "comfy_quant", False),
          # embeddings of times, texts and pictures among them, as published files of Wan and Z-Image have them

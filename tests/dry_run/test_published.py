@@ -45,7 +45,8 @@ HEADERS = {name: name for name in ("longcat-image", "pixart-alpha", "ernie-image
                                    "stable-audio-open-1.0", "stable-audio-3-medium", "ace-step-1.0")} | {
     "ace-step-1.5": "ace-step15", "hunyuan3d-2": "hunyuan3d-2", "hunyuan3d-2.1": "hunyuan3d-2.1",
     "z-image-pixel": "z-image-pixel", "pixeldit": "pixeldit", "pid": "pid",
-    "hunyuanimage-2.1-refiner": "hunyuan-image-refiner",
+    "hunyuanimage-2.1-refiner": "hunyuan-image-refiner", "hunyuanimage-2.1-distilled": "hunyuan-image-distilled",
+    "hunyuanvideo-1.5-sr": "hunyuan-video-1.5-sr",
     "hunyuandit-1.2": "hunyuan-dit-1.2", "boogu-image": "boogu", "ideogram-4": "ideogram4",
     "wan2.1-vace-14b-480p": "wan-vace-14b", "wan2.1-fun-camera-14b-480p": "wan-camera",
     "wan2.1-humo-17b-480p": "wan-humo", "wan2.2-animate-14b-480p": "wan-animate",

@@ -66,7 +66,8 @@ PIPELINES = {"LTX-Video": "LTXConditionPipeline"}              # of folders that
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
 # Families whose plans are those of others again, or nearly; and one that tests of its own run under other layouts.
-ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "AuraFlow", "Cosmos-Predict1", "Cosmos-Predict2",
+ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "HunyuanImage distilled",
+         "HunyuanVideo 1.5 distilled", "AuraFlow", "Cosmos-Predict1", "Cosmos-Predict2",
          "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.takes_unet_patches}
 WHOLE = [name for name, family in FAMILIES.items() if family.is_whole]          # U-shaped too, but of ComfyUI's
@@ -287,7 +288,7 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
 
 def as_comfyui(conditioning, family):
     """Conditioning as ComfyUI hands it to its models: of a list's tensors, the list of their numbers."""
-    lists = {"disable_time_r": True} if "disable_time_r" in family.ignored else {}
+    lists = {"disable_time_r": "sigma_after" not in conditioning} if "disable_time_r" in family.ignored else {}
     if "picture" in conditioning:                              # of a list ComfyUI's model takes the first
         lists["ref_latents"] = [conditioning["picture"]]
         conditioning = {name: tensor for name, tensor in conditioning.items() if name != "picture"}

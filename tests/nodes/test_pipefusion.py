@@ -50,7 +50,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
     stale = {}
 
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
-        beside = {}
+        beside = family.of_call(timestep, transformer_options)
         if isinstance(x, list):
             x, timestep, beside = family.split_parts(x, timestep, config, transformer_options)
         size = family.patch_size(config)

@@ -106,14 +106,15 @@ def inputs(comfyui, kind, size, batch):
 def check(comfyui, kind, layout, positions, sizes):
     options = {} if positions is None else {"positions": positions}
     devices, degrees = LAYOUTS[layout]
-    ours = comfyui.ours(kind, comfyui.config(devices, **degrees), **options).model.diffusion_model
-    native = comfyui.module(kind, **options)
+    model = comfyui.ours(kind, comfyui.config(devices, **degrees), **options).model
+    ours, native = model.diffusion_model, comfyui.module(kind, **options)
     for number, size in enumerate(sizes):
         # one alone is what MiniMax H3's module takes; Hunyuan3D 2.1's takes two for one's branches of guidance
         alone = kind in ("minimax-h3", "hunyuan3d-2.1")
         x, t, given = inputs(comfyui, kind, size, batch=2 if number == 0 and not alone else 1)
         with torch.inference_mode():
             result, want = ours.forward(x, t, **given), native(x, t, **given)
+        model.remote.end_run()                                 # of a schedule that was handed on
 
         close(result, want, TOLERANCE, size)
 

@@ -100,6 +100,10 @@ PUBLISHED = {
     "hunyuanimage-2.1": Published("HunyuanImage", (2048, 2048), tokens=1000),
     "hunyuanimage-2.1-refiner": Published("HunyuanImage refiner", (2048, 2048), tokens=256, branches=1, given={
         "in_channels": 128, "num_attention_heads": 26, "guidance_embeds": True, "use_meanflow": True}),
+    "hunyuanvideo-1.5-sr": Published("HunyuanVideo 1.5 distilled", (1920, 1080), 121, tokens=1000, branches=1, given={
+        "in_channels": 98}),
+    "hunyuanimage-2.1-distilled": Published("HunyuanImage distilled", (2048, 2048), tokens=1000, branches=1, given={
+        "guidance_embeds": True, "use_meanflow": True, "patch_size": [1, 1], "text_embed_2_dim": 1472}),
     "auraflow": Published("AuraFlow", tokens=256),
     "sana-1.6b": Published("Sana", tokens=300),
     "hunyuanvideo": Published("HunyuanVideo", (1280, 720), 129, tokens=256, branches=1),

@@ -21,9 +21,11 @@ from .hunyuan3d import HUNYUAN3D
 from .hunyuan3d21 import HUNYUAN3D21
 from .hunyuan_dit import HUNYUAN_DIT
 from .hunyuan_image import HUNYUAN_IMAGE
+from .hunyuan_image_distilled import HUNYUAN_IMAGE_DISTILLED
 from .hunyuan_image_refiner import HUNYUAN_IMAGE_REFINER
 from .hunyuan_video import HUNYUAN_VIDEO
 from .hunyuan_video15 import HUNYUAN_VIDEO15
+from .hunyuan_video15_distilled import HUNYUAN_VIDEO15_DISTILLED
 from .ideogram4 import IDEOGRAM4
 from .joyimage import JOYIMAGE
 from .kandinsky5 import KANDINSKY5
@@ -78,7 +80,8 @@ FAMILIES = {family.name: family for family in (
     STABLE_CASCADE_C, STABLE_CASCADE_B,
     COSMOS1, OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL,
     WAN_SCAIL2, WAN_S2V, WAN_DANCER, STABLE_AUDIO, STABLE_AUDIO3, ACE_STEP, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21,
-    Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER, NEWBIE, TRIPOSPLAT, HIDREAM_O1)}
+    Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER, NEWBIE, TRIPOSPLAT, HIDREAM_O1,
+    HUNYUAN_VIDEO15_DISTILLED, HUNYUAN_IMAGE_DISTILLED)}
 
 
 def supported(last="and"):

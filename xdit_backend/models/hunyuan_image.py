@@ -6,7 +6,6 @@ import torch
 from ..vocabulary.describe import (
     Unpacked,
     all_text,
-    because,
     blocks,
     config_of,
     given,
@@ -26,18 +25,24 @@ from .hunyuan_video import KEYS as SHARED_KEYS
 LATENT, BOTH, TABLE = Unpacked((1, 1)), ("image", "text"), TokenArgument(0, ("image",))
 
 KEYS = table(                                                  # of what HunyuanVideo's table leaves
-    (r"^time_text_embed\.timestep_embedder\.", "time_guidance_embed.timestep_embedder."),
+    (r"^time_text_embed\.(timestep|guidance)_embedder\.", r"time_guidance_embed.\1_embedder."),
+    (r"^time_r_in\.linear_", "time_guidance_embed.timestep_embedder_r.linear_"),
     (r"^byt5_in\.layernorm\.", "context_embedder_2.norm."), (r"^byt5_in\.fc(\d)\.", r"context_embedder_2.linear_\1."))
 
 
 def is_image(shapes):
     """Are these HunyuanVideo's blocks, without what only videos have?"""
-    return has("txt_in.individual_token_refiner.blocks.0.norm1.weight")(shapes) \
+    return has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "img_in.proj.weight")(shapes) \
         and not has("vision_in.")(shapes) and not has("vector_in.")(shapes)
 
 
+def is_distilled(shapes):
+    """Is it told of the time of the next step, or of guidance?"""
+    return has("time_r_in.")(shapes) or has("guidance_in.")(shapes)
+
+
 def _recognise(shapes):
-    return is_image(shapes) and len(shapes.get("img_in.proj.weight", ())) != 5
+    return is_image(shapes) and len(shapes["img_in.proj.weight"]) != 5 and not is_distilled(shapes)
 
 
 def _all_glyphs(call):
@@ -50,24 +55,31 @@ def _num_text_tokens(conditioning):
 
 
 def _amend(model, config):
-    """The time's sines are of the type of the arithmetic; diffusers leaves them as the time is."""
+    """The sines of the times and of guidance are of the type of the arithmetic; diffusers leaves them as the time is.
+    A model that takes guidance does without where a workflow disables it."""
     embed, dtype = model.time_guidance_embed, type_of_arithmetic(model)
-    embed.forward = lambda times, timestep_r=None, guidance=None: embed.timestep_embedder(
-        embed.time_proj(times).to(dtype()))
+
+    def sines(times):
+        return embed.time_proj(times).to(dtype())
+
+    def embedded(times, timestep_r=None, guidance=None):
+        found = embed.timestep_embedder(sines(times))
+        if timestep_r is not None:
+            found = (found + embed.timestep_embedder_r(sines(timestep_r))) / 2
+        return found if guidance is None else found + embed.guidance_embedder(sines(guidance))
+    embed.forward = embedded
 
 
 HUNYUAN_IMAGE = Family(
     name="HunyuanImage", title="HunyuanImage 2.1", transformer="HunyuanImageTransformer2DModel", recognise=_recognise,
-    refusals=(because("it also takes the time of the next step (distilled)", has("time_r_in.")),
-              because("it takes guidance as an input", has("guidance_in.")),
-              needs_diffusers("0.36")),
+    refusals=(needs_diffusers("0.36"),),
     config=config_of(
         patch_size=lambda shapes: list(shapes["img_in.proj.weight"][2:]), in_channels=size("img_in.proj.weight", 1),
         out_channels=size("final_layer.linear.weight", 0), num_attention_heads=size("img_in.proj.weight", 0, 128),
         attention_head_dim=128, num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
         num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
         text_embed_dim=size("txt_in.input_embedder.weight", 1),
-        text_embed_2_dim=optional_size("byt5_in.fc1.weight", 1), rope_axes_dim=(64, 64)),
+        text_embed_2_dim=optional_size("byt5_in.fc1.weight", 1), rope_axes_dim=(64, 64), use_meanflow=False),
     convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, amend=_amend,
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim"}, ignored=("y", "guidance"),
     lengths={"text": _num_text_tokens}, pixels=lambda config: (1, 32, 32),

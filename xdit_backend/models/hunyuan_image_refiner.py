@@ -3,31 +3,14 @@ more channels; guidance."""
 
 import dataclasses
 
-from ..vocabulary.describe import Unpacked, because, config_of, given, has, needs_diffusers, type_of_arithmetic
+from ..vocabulary.describe import Unpacked, because, config_of, given, has, needs_diffusers
 from ..vocabulary.family import Tiny
-from ..vocabulary.keys import table
 from .hunyuan_image import HUNYUAN_IMAGE, is_image
 
 LATENT = Unpacked((1, 1, 1))
 
-KEYS = table((r"^time_r_in\.linear_", "time_guidance_embed.timestep_embedder_r.linear_"),
-             (r"^time_text_embed\.guidance_embedder\.", "time_guidance_embed.guidance_embedder."))
-
-
 def _patches(shapes):
     return shapes["img_in.proj.weight"][2:]
-
-
-def _amend(model, config):
-    """The sines of the time and of guidance are of the type of the arithmetic; diffusers leaves them as the time is.
-    A model that takes guidance does without where a workflow disables it. The next step's time is left out, though
-    files have its layers."""
-    embed, dtype = model.time_guidance_embed, type_of_arithmetic(model)
-
-    def embedded(times, timestep_r=None, guidance=None):
-        found = embed.timestep_embedder(embed.time_proj(times).to(dtype()))
-        return found if guidance is None else found + embed.guidance_embedder(embed.time_proj(guidance).to(dtype()))
-    embed.forward = embedded
 
 
 HUNYUAN_IMAGE_REFINER = dataclasses.replace(
@@ -40,9 +23,9 @@ HUNYUAN_IMAGE_REFINER = dataclasses.replace(
               needs_diffusers("0.36")),
     config=config_of(
         **HUNYUAN_IMAGE.config.rules | {
-            "patch_size": list(LATENT.patch), "rope_axes_dim": (16, 56, 56)},
-        guidance_embeds=has("guidance_in."), use_meanflow=has("time_r_in.")),
-    convert=lambda tensors, config: KEYS(HUNYUAN_IMAGE.convert(tensors, config), config), latent=LATENT, amend=_amend,
+            "patch_size": list(LATENT.patch), "rope_axes_dim": (16, 56, 56), "guidance_embeds": has("guidance_in."),
+            "use_meanflow": has("time_r_in.")}),
+    latent=LATENT,
     conditioning={"context": "text_embed_dim", "guidance": None}, ignored=("y", "txt_byt5", "disable_time_r"),
     unsupported_arguments=lambda given: None if given.get("disable_time_r") else "the time of the next step",
     lengths={}, pixels=lambda config: (4, 16, 16),

@@ -23,9 +23,11 @@ from ..vocabulary.positions import Cut
 from .hunyuan_video import KEYS as SHARED_KEYS
 
 LATENT, BOTH, TABLE = Unpacked((1, 1, 1)), ("image", "text"), TokenArgument(0, ("image",))
+NAMES = has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vision_in.proj.0.weight", "byt5_in.fc1.weight")
 
 KEYS = table(                                                  # of what HunyuanVideo's table leaves
     (r"^time_text_embed\.timestep_embedder\.", "time_embed.timestep_embedder."),
+    (r"^time_r_in\.linear_", "time_embed.timestep_embedder_r.linear_"),
     (r"^cond_type_embedding\.", "cond_type_embed."),
     (r"^byt5_in\.layernorm\.", "context_embedder_2.norm."), (r"^byt5_in\.fc(\d)\.", r"context_embedder_2.linear_\1."),
     (r"^vision_in\.proj\.0\.", "image_embedder.norm_in."), (r"^vision_in\.proj\.1\.", "image_embedder.linear_1."),
@@ -56,7 +58,12 @@ def _amend(model, config):
     though none is masked here."""
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
     embed, dtype = model.time_embed, type_of_arithmetic(model)
-    embed.forward = lambda times, timestep_r=None: embed.timestep_embedder(embed.time_proj(times).to(dtype()))
+
+    def embedded(times, timestep_r=None):
+        found = embed.timestep_embedder(embed.time_proj(times).to(dtype()))
+        return (found if timestep_r is None
+                else found + embed.timestep_embedder_r(embed.time_proj(timestep_r).to(dtype())))
+    embed.forward = embedded
 
     def without_mask(forward):
         return lambda attention_mask=None, **arguments: forward(**arguments)
@@ -68,10 +75,8 @@ def _amend(model, config):
 HUNYUAN_VIDEO15 = Family(
     name="HunyuanVideo 1.5", title="HunyuanVideo 1.5 text- and image-to-video",
     transformer="HunyuanVideo15Transformer3DModel",
-    recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vision_in.proj.0.weight",
-                  "byt5_in.fc1.weight"),
-    refusals=(because("it also takes the time of the next step (super-resolution or distilled)", has("time_r_in.")),
-              because("it takes guidance as an input", has("guidance_in.")), needs_diffusers("0.36")),
+    recognise=lambda shapes: NAMES(shapes) and not has("time_r_in.")(shapes),
+    refusals=(because("it takes guidance as an input", has("guidance_in.")), needs_diffusers("0.36")),
     config=config_of(
         patch_size=1, patch_size_t=1, in_channels=size("img_in.proj.weight", 1),
         out_channels=size("final_layer.linear.weight", 0),
@@ -79,8 +84,9 @@ HUNYUAN_VIDEO15 = Family(
         num_layers=blocks("double_blocks."), num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
         text_embed_dim=size("txt_in.input_embedder.weight", 1),
         text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0),
-        rope_axes_dim=(16, 56, 56)),
+        rope_axes_dim=(16, 56, 56), use_meanflow=False),
     convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, amend=_amend,
+    keep_in_compute_dtype=("cond_type_embed",),                # of torch's own, which ComfyUI rounds to no type
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"},
     ignored=("y", "guidance"), lengths={"text": _num_text_tokens}, pixels=lambda config: (4, 16, 16),
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),

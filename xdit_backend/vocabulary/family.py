@@ -140,6 +140,8 @@ class Family:
     # (config, shape of the first part, length of the second or None) -> {name: shape} of what split_parts makes
     call_shapes: Callable | None = None
     options: tuple[str, ...] = ()          # keys of ComfyUI's transformer_options that split_parts reads
+    # (timestep (B,), transformer_options) -> {conditioning: tensor (B, ...) of this call alone}
+    of_call: Callable = lambda timestep, options: {}
     # (ComfyUI's arguments) -> the same, with what is in a dict of many under names of its own
     unfold: Callable = lambda arguments: arguments
     # what lives at once of its published model, as forecast.memory.Live has it; {}: as of most

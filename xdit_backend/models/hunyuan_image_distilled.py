@@ -1,0 +1,23 @@
+"""HunyuanImage 2.1 distilled: HunyuanImage that is told of the next step's time, and of guidance."""
+
+import dataclasses
+
+from ..vocabulary.describe import config_of, given, has
+from ..vocabulary.family import Tiny
+from ..vocabulary.schedule import sigma_after
+from .hunyuan_image import HUNYUAN_IMAGE, is_distilled, is_image
+
+HUNYUAN_IMAGE_DISTILLED = dataclasses.replace(
+    HUNYUAN_IMAGE, name="HunyuanImage distilled", title="HunyuanImage 2.1 distilled", cfg="at cfg above 1",
+    recognise=lambda shapes: is_image(shapes) and len(shapes["img_in.proj.weight"]) != 5 and is_distilled(shapes),
+    config=config_of(**HUNYUAN_IMAGE.config.rules | {
+        "guidance_embeds": has("guidance_in."), "use_meanflow": has("time_r_in.")}),
+    conditioning=HUNYUAN_IMAGE.conditioning | {"guidance": None, "sigma_after": None}, ignored=("y",),
+    of_call=sigma_after,
+    arguments=HUNYUAN_IMAGE.arguments | {
+        "guidance": given("guidance", times=1000, where="guidance_embeds"),
+        "timestep_r": given("sigma_after", times=1000, where="use_meanflow")},
+    tiny=Tiny(
+        HUNYUAN_IMAGE.tiny.config | {"guidance_embeds": True, "use_meanflow": True}, HUNYUAN_IMAGE.tiny.native,
+        HUNYUAN_IMAGE.tiny.arguments | {"guidance_embed": True, "meanflow": True},
+        drawn={"sigma_after": lambda config, shape, tokens: (1,)}))

@@ -1,0 +1,22 @@
+"""HunyuanVideo 1.5 distilled, and for super-resolution: HunyuanVideo 1.5 that is told of the next step's time."""
+
+import dataclasses
+
+from ..vocabulary.describe import config_of, given, has
+from ..vocabulary.family import Tiny
+from ..vocabulary.schedule import sigma_after
+from .hunyuan_video15 import HUNYUAN_VIDEO15, NAMES
+
+HUNYUAN_VIDEO15_DISTILLED = dataclasses.replace(
+    HUNYUAN_VIDEO15, name="HunyuanVideo 1.5 distilled", title="HunyuanVideo 1.5 distilled, super-resolution",
+    recognise=lambda shapes: NAMES(shapes) and has("time_r_in.")(shapes),
+    config=config_of(**HUNYUAN_VIDEO15.config.rules | {"use_meanflow": True}),
+    conditioning=HUNYUAN_VIDEO15.conditioning | {"sigma_after": None},
+    ignored=(*HUNYUAN_VIDEO15.ignored, "disable_time_r"),
+    unsupported_arguments=lambda given: "no time of the next step" if given.get("disable_time_r") else None,
+    of_call=sigma_after,
+    arguments=HUNYUAN_VIDEO15.arguments | {"timestep_r": given("sigma_after", times=1000)},
+    tiny=Tiny(
+        HUNYUAN_VIDEO15.tiny.config | {"in_channels": 14, "use_meanflow": True}, HUNYUAN_VIDEO15.tiny.native,
+        HUNYUAN_VIDEO15.tiny.arguments | {"in_channels": 98, "meanflow": True},
+        drawn={"sigma_after": lambda config, shape, tokens: (1,)}))
