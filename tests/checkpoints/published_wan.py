@@ -45,3 +45,5 @@ WAN_DANCER = I2V | {
        if name.startswith("img_emb.")},
     "music_projection.weight": (256, 35), "music_projection.bias": (256,), **blocks("music_encoder.", 2, FUSED),
     "ref_conv.weight": (5120, 16, 2, 2), "ref_conv.bias": (5120,), **blocks("music_injector.injector.", 8, ATTENTION)}
+WAN_FUN = I2V | {"patch_embedding.weight": (5120, 48, 1, 2, 2), "ref_conv.weight": (5120, 16, 2, 2),
+                 "ref_conv.bias": (5120,)}

@@ -49,6 +49,7 @@ HEADERS = {name: name for name in ("longcat-image", "pixart-alpha", "ernie-image
     "hunyuanvideo-1.5-sr": "hunyuan-video-1.5-sr",
     "hunyuandit-1.2": "hunyuan-dit-1.2", "boogu-image": "boogu", "ideogram-4": "ideogram4",
     "wan2.1-vace-14b-480p": "wan-vace-14b", "wan2.1-fun-camera-14b-480p": "wan-camera",
+    "wan2.1-fun-control-14b-480p": "wan-fun-control",
     "wan2.1-humo-17b-480p": "wan-humo", "wan2.2-animate-14b-480p": "wan-animate",
     "wan2.1-scail-14b-480p": "wan-scail", "wan2.1-scail-2-14b-480p": "wan-scail-2", "wan2.2-s2v-14b-480p": "wan-s2v",
     "wandancer-14b-480p": "wandancer"}

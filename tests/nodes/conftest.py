@@ -161,6 +161,7 @@ class ComfyUI:
         for name, of_picture in (("reference_latent", "reference_latents"), ("pose_latents", "pose_video_latent")):
             if name in made:                                   # of SCAIL's, ComfyUI adds channels of ones
                 latent = made[name][:, :families()[kind].num_channels(self.transformer_config(kind))]
+                latent = latent if latent.ndim == 5 else latent[:, :, None]        # of Fun's, ComfyUI takes one frame
                 options[of_picture] = [latent] if name == "reference_latent" else latent
         options |= {f"{of}_mask_28ch": made[name].movedim(2, 1)
                     for name, of in (("ref_mask_latents", "ref"), ("sam_latents", "driving")) if name in made}

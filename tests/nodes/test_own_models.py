@@ -120,6 +120,20 @@ def _latte(module, prompts, batch):
     return noise, latents, torch.cat([((1 - kept) / kept).sqrt(), torch.zeros(1)])
 
 
+def _anyflow(module, prompts, batch):
+    scheduler = diffusers.FlowMapEulerDiscreteScheduler(shift=5.0)
+    noise = torch.randn(batch, 16, 3, 6, 10, generator=torch.Generator().manual_seed(SEED))
+    vae = type("VAE", (Identity,), {"config": type("Config", (), {"scale_factor_temporal": 4,
+                                                                  "scale_factor_spatial": 8})})()
+    pipeline = diffusers.AnyFlowPipeline(None, None, module, vae, scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    positive, negative = (text.expand(batch, -1, -1) for text in prompts)
+    latents, = pipeline(prompt_embeds=positive, negative_prompt_embeds=negative, height=48, width=80, num_frames=9,
+                        latents=noise.clone(), guidance_scale=GUIDANCE, num_inference_steps=STEPS,
+                        output_type="latent", return_dict=False)
+    return noise, latents, scheduler.sigmas.float()
+
+
 MASKS = torch.tensor([[[1] * 9], [[1] + [0] * 6 + [1] * 2]])
 
 
@@ -127,11 +141,15 @@ def _masked_prompts(comfyui, model):
     return [[[text, {"attention_mask": mask}]] for text, mask in zip(PIPELINES["Sana"][2], MASKS)]
 
 
+def _plain_prompts(comfyui, model):
+    return [[[text, {}]] for text in _texts(24)]
+
+
 # family -> (its pipeline, the tiny model's arguments that differ for that, prompts for the pipeline, prompts for
 # ComfyUI)
 PIPELINES = {"DiT": (_dit, {"num_embeds_ada_norm": 1000}, (207, 1000), _dit_prompts),
              "Sana": (_sana, {"in_channels": 32, "out_channels": 32}, _texts(24), _masked_prompts),
-             "Latte": (_latte, {}, _texts(24), lambda comfyui, model: [[[text, {}]] for text in _texts(24)])}
+             "Latte": (_latte, {}, _texts(24), _plain_prompts), "AnyFlow": (_anyflow, {}, _texts(24), _plain_prompts)}
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +211,7 @@ def test_latents_equal_diffusers_own_pipeline(comfyui, folder_of, expected, name
 
 
 @pytest.mark.parametrize("name, prefix",
-                         [("DiT", "lora_unet_"), ("Sana", "transformer."), ("Latte", "diffusion_model.")])
+                         [("DiT", "lora_unet_"), ("Sana", "transformer."), ("Latte", "diffusion_model."), ("AnyFlow", "transformer.")])
 def test_a_lora_equals_diffusers_pipeline_of_the_merged_model(comfyui, folder_of, name, prefix):
     """Under the names of kohya's scripts, diffusers' and ComfyUI's."""
     loras, (folder, module) = Loras(comfyui), folder_of(name)

@@ -18,6 +18,8 @@ LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "ulysses2": ("cp
            "displaced2": ("cpu,cpu", {"displaced": 2, "displaced_mode": "full_sync"})}
 VAE, ODD = PictureVAE(16, 8), (56, 88)                         # pixels, width and height
 
+VAE.spacial_compression_encode, VAE.latent_channels = (lambda: 8), 16       # which the node of Wan 2.2 Fun asks for
+
 
 def who(seed, frames=1, size=ODD):
     """Pictures in the colours of SCAIL-2's masks, half of each of one."""
@@ -36,6 +38,7 @@ HEARD = {"audio_encoder_output": {"encoded_audio_all_layers": [
 S2V = {"width": 80, "height": 112}         # even sides of a latent that no square of 64 pixels fits
 BESIDE = {"ref_image": picture(9, 80, 112), "control_video": picture(10, 80, 112, frames=5),
           "ref_motion": picture(11, 80, 112, frames=9)}
+FUN = {"width": 80, "height": 112, "control_video": picture(10, 80, 112, frames=9)}
 MUSIC = {"audio_feature": torch.randn(1, 90, 35, generator=torch.Generator().manual_seed(13)), "fps": 10.0,
          "audio_inject_scale": 0.7}
 # eight parts of a frame, of odd sides
@@ -65,6 +68,9 @@ CASES = {
         "audio_encoder_output": MUSIC | {"fps": 30.0}}),
     "wandancer of a long frame": ("wandancer", "WanDancerVideo", DANCER | {
         "audio_encoder_output": MUSIC | {"fps": 30 / 7}}),
+    "fun": ("wan-fun-control", "Wan22FunControlToVideo", FUN | {"ref_image": BESIDE["ref_image"]}),
+    "fun without a picture": ("wan-fun-control", "WanFunControlToVideo", {
+        "control_video": picture(17, *ODD, frames=9), "clip_vision_output": clip_vision(5)}),
     "wandancer silent": ("wandancer", "WanDancerVideo", DANCER | {"audio_encoder_output": None})}
 FIRST = list({kind: case for case, (kind, *_) in reversed(CASES.items())}.values())
 

@@ -104,6 +104,7 @@ PUBLISHED = {
         "in_channels": 98}),
     "hunyuanimage-2.1-distilled": Published("HunyuanImage distilled", (2048, 2048), tokens=1000, branches=1, given={
         "guidance_embeds": True, "use_meanflow": True, "patch_size": [1, 1], "text_embed_2_dim": 1472}),
+    "anyflow-14b": Published("AnyFlow", (832, 480), 81, branches=1),
     "auraflow": Published("AuraFlow", tokens=256),
     "sana-1.6b": Published("Sana", tokens=300),
     "hunyuanvideo": Published("HunyuanVideo", (1280, 720), 129, tokens=256, branches=1),
@@ -225,6 +226,9 @@ PUBLISHED = {
     "wan2.1-vace-14b-480p": Published("Wan VACE", (832, 480), 81),
     "wan2.1-fun-camera-14b-480p": Published("Wan Camera", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
         "in_dim": 32, "model_type": "camera", "in_dim_control_adapter": 24, "_image_dim": 1280,
+        "flf_pos_embed_token_number": None}),
+    "wan2.1-fun-control-14b-480p": Published("Wan Fun-Control", (832, 480), 81, given=WAN_14B_OF_COMFYUI | {
+        "in_dim": 48, "model_type": "i2v", "in_dim_ref_conv": 16, "_image_dim": 1280,
         "flf_pos_embed_token_number": None}),
     "wan2.1-humo-17b-480p": Published("Wan HuMo", (832, 480), 97, given=WAN_14B_OF_COMFYUI | {
         "in_dim": 36, "model_type": "humo"}),

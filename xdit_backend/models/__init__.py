@@ -3,6 +3,7 @@
 from .ace_step import ACE_STEP
 from .ace_step15 import ACE_STEP15
 from .anima import ANIMA
+from .anyflow import ANYFLOW
 from .auraflow import AURAFLOW
 from .boogu import BOOGU
 from .chroma import CHROMA
@@ -64,6 +65,7 @@ from .wan import WAN
 from .wan_animate import WAN_ANIMATE
 from .wan_camera import WAN_CAMERA
 from .wan_dancer import WAN_DANCER
+from .wan_fun import WAN_FUN
 from .wan_humo import WAN_HUMO
 from .wan_s2v import WAN_S2V
 from .wan_scail import WAN_SCAIL
@@ -81,7 +83,8 @@ FAMILIES = {family.name: family for family in (
     COSMOS1, OMNIGEN2, BOOGU, LENS, IDEOGRAM4, JOYIMAGE, MAGE_FLOW, WAN_CAMERA, WAN_HUMO, WAN_ANIMATE, WAN_SCAIL,
     WAN_SCAIL2, WAN_S2V, WAN_DANCER, STABLE_AUDIO, STABLE_AUDIO3, ACE_STEP, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21,
     Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER, NEWBIE, TRIPOSPLAT, HIDREAM_O1,
-    HUNYUAN_VIDEO15_DISTILLED, HUNYUAN_IMAGE_DISTILLED)}
+    HUNYUAN_VIDEO15_DISTILLED, HUNYUAN_IMAGE_DISTILLED, ANYFLOW,
+    WAN_FUN)}
 
 
 def supported(last="and"):

@@ -36,7 +36,7 @@ PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection
 # of families of their own
 OTHERS = ("vace_patch_embedding.weight", "control_adapter.conv.weight", "audio_proj.audio_proj_glob_1.layer.weight",
           "face_adapter.fuser_blocks.0.k_norm.weight", "patch_embedding_pose.weight",
-          "casual_audio_encoder.encoder.final_linear.weight", "patch_embedding_global.weight")
+          "casual_audio_encoder.encoder.final_linear.weight", "patch_embedding_global.weight", "ref_conv.weight")
 
 
 def _recognise(shapes):
@@ -46,8 +46,7 @@ def _recognise(shapes):
 
 def _variant(shapes):
     """What other models of this kind have beside its parts."""
-    variants = {"Wan Fun-Control with a reference picture": "ref_conv.weight",
-                "Wan with audio (MultiTalk)": "audio_proj."}
+    variants = {"Wan with audio (MultiTalk)": "audio_proj."}
     return next((f"of the variant {name}" for name, tensor in variants.items() if has(tensor)(shapes)), None)
 
 

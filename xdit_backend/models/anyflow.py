@@ -1,0 +1,82 @@
+"""AnyFlow: Wan's blocks that are told where a step goes to, so that few steps do. ComfyUI has no model of it."""
+
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+
+from ..vocabulary.describe import Unpacked, config_of, folder_alone, given, has, in_config_json
+from ..vocabulary.family import Family, Sampled, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+from ..vocabulary.schedule import sigma_after
+
+LATENT, TABLE = Unpacked((1, 2, 2)), TokenArgument(0, ("image",))
+
+
+def _whole_sizes(rows, args, kwargs):
+    """For Cut: the call's sizes in tokens, (frames, (rows, columns)), for the whole latent."""
+    layout = kwargs["layout_cfg"]
+    sizes = [layout["total_frames"], *layout["full_frame_shape"]]
+    sizes[rows.axis] = rows.whole_token_rows
+    return args, kwargs | {"layout_cfg": layout | {"total_frames": sizes[0], "full_frame_shape": tuple(sizes[1:])}}
+
+
+def _rotate(tensor_BTNH, cos, sin):
+    """By tables in float64, (T, H / 2), in float32 or wider, as Wan's: diffusers does all in float64, of which cards
+    for games do a 64th as much."""
+    wide = torch.promote_types(tensor_BTNH.dtype, torch.float32)
+    even, odd = tensor_BTNH.to(wide).unflatten(3, (-1, 2)).unbind(4)
+    cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), 4).flatten(3).type_as(tensor_BTNH)
+
+
+def _attend(self, hidden_states, rotary_emb, attention_mask=None):
+    """Self-attention with places in real numbers. (B, T, C) -> (B, T, C)."""
+    query, key, value = (tensor.unflatten(2, (self.heads, -1)) for tensor in (
+        self.norm_q(self.to_q(hidden_states)), self.norm_k(self.to_k(hidden_states)), self.to_v(hidden_states)))
+    query, key = _rotate(query, *rotary_emb), _rotate(key, *rotary_emb)
+    out = F.scaled_dot_product_attention(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+    return self.to_out[0](out.transpose(1, 2).flatten(2))
+
+
+def _amend(model, config):
+    """Times are of a video, not of each token; places are real numbers; diffusers has frames before channels."""
+    embedder, rope = model.condition_embedder, model.rope
+    condition, places, forward = embedder.forward, rope.forward, model.forward
+    embedder.forward = lambda *args, layout_cfg: condition(*args, layout_cfg=layout_cfg | {"full_token_per_frame": 1})
+    rope.forward = lambda **sizes: torch.view_as_real(places(**sizes)["query"][0, 0]).unbind(2)
+    model.forward = lambda *, hidden_states, **inputs: tuple(
+        output.transpose(1, 2) for output in forward(hidden_states=hidden_states.transpose(1, 2), **inputs))
+    for block in model.blocks:
+        block.attn1.forward = MethodType(_attend, block.attn1)
+
+
+def _time_after(call):
+    """(B, 1); that of the call itself where a sampler asks between its noise levels: the velocity there."""
+    after = given("sigma_after", times=1000)(call)
+    return (call.timestep if after is None else after).unsqueeze(1)
+
+
+ANYFLOW = Family(
+    name="AnyFlow", title="AnyFlow", transformer="AnyFlowTransformer3DModel",
+    recognise=has("condition_embedder.delta_embedder.linear_1.weight", "blocks.0.attn1.to_q.weight"),
+    refusals=(folder_alone,),
+    config=config_of(
+        patch_size=LATENT.patch, image_dim=None, num_attention_heads=in_config_json, attention_head_dim=in_config_json,
+        in_channels=in_config_json, out_channels=in_config_json, text_dim=in_config_json, freq_dim=in_config_json,
+        ffn_dim=in_config_json, num_layers=in_config_json, cross_attn_norm=in_config_json, eps=in_config_json,
+        rope_max_seq_len=in_config_json, gate_value=in_config_json, deltatime_type=in_config_json),
+    convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, pixels=lambda config: (4, 8, 8),
+    sampled=Sampled("FLOW", {"shift": 5.0, "multiplier": 1000.0}, "Wan21", memory=0.9), of_call=sigma_after,
+    conditioning={"context": "text_dim", "sigma_after": None},
+    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"),
+               "timestep": lambda call: call.timestep.unsqueeze(1), "r_timestep": _time_after},
+    plan=ModelPlan(
+        blocks=(BlockList("blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
+        tokens={"rotary_emb": TABLE}, positions={"rope": Cut(TABLE, _whole_sizes)},
+        once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"condition_embedder.text_embedder": "run"}),
+    tiny=Tiny({"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 16,
+               "out_channels": 16, "text_dim": 24, "freq_dim": 32, "ffn_dim": 32, "num_layers": 4},
+              drawn={"sigma_after": lambda config, shape, tokens: (1,)}),
+)

@@ -1,0 +1,80 @@
+"""Wan Fun-Control (2.1 V1.1, 2.2), ComfyUI's own module: Wan that follows a video, given as channels beside the
+latent's; a reference picture is a frame before the first, with an embedding of its own."""
+
+import dataclasses
+from types import MethodType
+
+from ..protocol.errors import ConfigError
+from ..vocabulary.comfyui import handed_on
+from ..vocabulary.describe import config_of, given, has, only_parts, optional_size
+from ..vocabulary.family import Tiny
+from ..vocabulary.plan import ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
+from ..vocabulary.rope_scales import moves
+from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with
+from .wan import LATENT, PARTS
+from .wan_camera import HEAD, WAN_CAMERA
+
+ALL, NATIVE = ("reference", "image"), "comfy.ldm.wan.model:WanModel"
+REFERENCED = even_with(LATENT, "Wan Fun-Control", "reference_latent", "reference picture")
+
+
+def num_reference_tokens(conditioning):
+    """Of a picture, (B, C, rows, columns)."""
+    if "reference_latent" not in conditioning:
+        return 0
+    rows, columns = conditioning["reference_latent"].shape[-2:]
+    return rows // 2 * (columns // 2)
+
+
+def _latent(call):
+    if "reference_latent" in call.conditioning and call.patch is not None and call.patch.dim == 3:
+        raise ConfigError("Make a video of 5 frames or more, or set pipefusion_degree to 1: Wan Fun-Control takes a "
+                          "reference picture as a further frame of a video, so that one frame of it cannot be cut into "
+                          "rows.")
+    return REFERENCED(call)
+
+
+def _positions(module, forward, rows, tokens, args, kwargs):
+    """Of the whole latent, and of the picture that is a frame before its first."""
+    def whole(rows, args, kwargs):
+        sizes = list(args[:3])
+        sizes[rows.axis] = rows.patch.whole + (rows.axis == 0 and tokens.held("reference") > 0)
+        return [*sizes, *args[3:]], kwargs
+    return Cut(TokenArgument(1, ALL), whole)(module, forward, rows, tokens, args, kwargs)
+
+
+def _amend(model, config):
+    """ComfyUI's forward takes a reference that is None for one."""
+    model._forward = MethodType(_of_what_is_given, model)
+
+
+def _of_what_is_given(self, *args, **kwargs):
+    return type(self)._forward(self, *args, **{name: value for name, value in kwargs.items() if value is not None})
+
+
+WAN_FUN = dataclasses.replace(
+    WAN_CAMERA, name="Wan Fun-Control", title="Wan Fun-Control (2.1 V1.1, 2.2)", transformer=NATIVE, amend=_amend,
+    recognise=lambda shapes: (has(HEAD, "head.modulation", "ref_conv.weight")(shapes)
+                              and "patch_embedding_global.weight" not in shapes),
+    refusals=(only_parts(PARTS | {"ref_conv"}),),
+    config=config_of(**RULES, model_type=lambda shapes: "i2v" if has("img_emb.")(shapes) else "t2v",
+                     flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
+                     in_dim_ref_conv=optional_size("ref_conv.weight", 1),
+                     _image_dim=optional_size("img_emb.proj.1.weight", 1)),
+    pixels=lambda config: (4, 16, 16) if config["out_dim"] == 48 else (4, 8, 8),
+    conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None},
+    ignored=("denoise_mask",),
+    arguments=handed_on(_latent, "context",
+                        clip_fea=given("clip_fea", where="_image_dim"), reference_latent=given("reference_latent"),
+                        transformer_options=moves),
+    lengths={"reference": num_reference_tokens},
+    plan=ModelPlan(
+        blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
+        streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
+        positions={"rope_encode": _positions}, once_outside={"text_embedding": "run"}),
+    tiny=Tiny(TINY | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280}, NATIVE,
+              ARGUMENTS | {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
+              drawn={"reference_latent": lambda config, shape, tokens: (
+                  shape[0], config["in_dim_ref_conv"], *shape[3:])}),
+)
