@@ -65,7 +65,7 @@ class _Windows(nn.Module):
         return getattr(vars(self)["attention"], name)
 
     def of_heads(self, count, *given):
-        vars(self).update(heads=count)                         # of another layout's call, they may be fewer
+        self.__dict__["heads"] = count                         # of another layout's call, they may be fewer
         return self(*given)
 
     @staticmethod
