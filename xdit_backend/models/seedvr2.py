@@ -64,10 +64,6 @@ class _Windows(nn.Module):
     def __getattr__(self, name):
         return getattr(vars(self)["attention"], name)
 
-    def of_heads(self, count, *given):
-        self.__dict__["heads"] = count                         # of another layout's call, they may be fewer
-        return self(*given)
-
     @staticmethod
     def proj_qkv(vid, txt):
         return vid, txt
@@ -122,7 +118,7 @@ def _attend(self, vid, txt, vid_shape, txt_shape, cache):
     """Where a rank may have some tokens, windows are of all tokens of its share of the heads."""
     vid, txt = self.proj_qkv(vid, txt)
     if not hasattr(cache, "of_all"):
-        return self.proj_out(*self.windows.of_heads(self.heads, vid, txt, vid_shape, txt_shape, cache))
+        return self.proj_out(*_windowed(self, self.heads, vid, txt, vid_shape, txt_shape, cache))
     # (B, T, 3 N H) -> (3, B, N, T, H)
     parts = [_in_batch(tokens, vid_shape).unflatten(2, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
              for tokens in (txt, vid)]
@@ -132,12 +128,18 @@ def _attend(self, vid, txt, vid_shape, txt_shape, cache):
     return self.proj_out(*(tokens.flatten(0, 1) for tokens in reversed(out.split(lengths, 1))))
 
 
+def _windowed(attention, num_heads, *given):
+    """_Windows of so many heads, which another layout's call may have others of."""
+    attention.windows.__dict__["heads"] = num_heads
+    return attention.windows(*given)
+
+
 def _within_windows(self, vid_shape, txt_shape, cache, *of_heads):
     """Queries, keys and values of all tokens, the text's first, (B, N, T, H) of some of the heads; returns like one."""
     _, count, total, size = of_heads[0].shape
     tokens = torch.stack(of_heads, 1).permute(0, 3, 1, 2, 4).flatten(2)                    # (B, T, 3 N H)
     txt, vid = (part.flatten(0, 1) for part in tokens.split((total - cache.num_image, cache.num_image), 1))
-    vid, txt = self.windows.of_heads(count, vid, txt, vid_shape, txt_shape, cache.of_all)
+    vid, txt = _windowed(self, count, vid, txt, vid_shape, txt_shape, cache.of_all)
     out = torch.cat([_in_batch(txt, vid_shape), _in_batch(vid, vid_shape)], 1)
     return out.unflatten(2, (count, size)).transpose(1, 2)
 
