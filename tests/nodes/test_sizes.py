@@ -135,8 +135,8 @@ def test_every_size_equals_comfyuis_own_module(comfyui, kind, positions):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, layout", [
     (kind, layout) for number, kind in enumerate(POSITIONS) for layout in ON_TWO
-    if layout == (ON_TWO if "pipefusion" not in families()[kind].refused else ON_TWO[:2] * 2)[number % len(ON_TWO)]
-    or kind == "sd3"])
+    if layout == (allowed := [each for each in ON_TWO if each[:-1] not in families()[kind].refused])[
+        number % len(ON_TWO) % len(allowed)] or kind == "sd3"])
 def test_sizes_equal_comfyuis_own_module_on_two_workers(comfyui, kind, layout):
     check(comfyui, kind, layout, POSITIONS[kind][0], list(cases(kind))[3:6])
 
