@@ -74,13 +74,12 @@ KINDS = {
     "ModelMergeMochiPreview": "mochi", "ModelSamplingStableCascade": "stable-cascade-c",
     "ModelMergeSD2": "sd2",
     "ModelMergeSD35_Large": "sd35-large", "ModelMergeSDXL": "sdxl-blocks", "RenormCFG": "lumina-2",
-    "SUPIRApply": "sdxl", "TripoSplatSamplingPreview": "triposplat",
+    "SUPIRApply": "sdxl", "SeedVR2Conditioning": "seedvr2", "TripoSplatSamplingPreview": "triposplat",
     "WanInfiniteTalkToVideo": "wan-i2v", "ZImageFunControlnet": "z-image"}
 # What nodes are made for that no family of xDiT is
 OTHERS = {"ARVideoI2V": "Causal-Wan", "ChromaRadianceOptions": "Chroma Radiance",
           "RTDETR_detect": "RT-DETR",
-          "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3", "SDPoseKeypointExtractor": "SDPose",
-          "SeedVR2Conditioning": "SeedVR2"}
+          "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3", "SDPoseKeypointExtractor": "SDPose"}
 # Nodes that change nothing, with any value of their widgets, on one device
 IDLE = {"MultiGPU_WorkUnits", "SelectModelDevice", "TorchCompileModel", "TripoSplatSamplingPreview",
         "wanBlockSwap"}

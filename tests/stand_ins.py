@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests import splat_stand_ins
+from tests import seedvr2_stand_ins, splat_stand_ins
 from tests.control_zoo import save_controlnet
 from tests.model_patch_zoo import save_model_patch, thin_classes
 from tests.nodes.test_lora import Loras
@@ -254,6 +254,8 @@ class StandIns:
     def vae(self, file=""):
         if "triposplat" in file:
             return splat_stand_ins.vae()
+        if self.kind == "seedvr2":
+            return seedvr2_stand_ins.vae()
         if file == "pixel_space" or self.kind == "hidream-o1":
             return self.comfyui.nodes.VAELoader().load_vae("pixel_space")[0]
         if self.kind.startswith("minimax") and "audio" in file:                # of which there is no tiny one

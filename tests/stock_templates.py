@@ -45,6 +45,7 @@ KINDS = (
     ("^flux1|^flux.1", "flux"),
     ("radiance-x0", "chroma-radiance-x0"), ("radiance", "chroma-radiance"), ("chroma", "chroma"),
     ("mage_flow", "mage-flow"), ("neta", "lumina-2"), ("newbie", "newbie-image"), ("triposplat", "triposplat"),
+    ("seedvr2", "seedvr2"),
     ("qwen_image_edit_2511", "qwen-image-2511"),
     ("layered", "qwen-image-layered"), ("qwen_image|firered", "qwen-image"), ("zeta", "z-image-pixel"),
     ("pixeldit", "pixeldit"), ("^pid", "pid"),

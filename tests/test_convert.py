@@ -58,12 +58,12 @@ def test_a_model_that_is_not_run_is_told_by_its_nodes_where_its_file_is_not_here
     with another's conditioning in its place."""
     name = "txt_to_image_to_video.json"
     text = (templates / name).read_text(encoding="utf-8")
-    (tmp_path / name).write_text(text.replace("SVD_img2vid_Conditioning", "SeedVR2Conditioning"),
+    (tmp_path / name).write_text(text.replace("SVD_img2vid_Conditioning", "SDPoseKeypointExtractor"),
                                  encoding="utf-8")
 
     left = convert(node, modules, tmp_path)[name]["left"]
 
-    assert {one["model"] for one in left if one["reason"] == "other_model"} == {"SeedVR2"}
+    assert {one["model"] for one in left if one["reason"] == "other_model"} == {"SDPose"}
     assert "model_stays" in {one["reason"] for one in left if one["type"] == "KSampler"}
 
 

@@ -179,14 +179,27 @@ def _of_fewer_tokens(forward):
     return of_fewer
 
 
+def _of_fewer_blocks(detect):
+    """SeedVR2's files are told by their last block's number."""
+    @functools.wraps(detect)
+    def of_fewer(state_dict, key_prefix, *args, **kwargs):
+        is_tiny = not any(f"{key_prefix}blocks.31.attn.norm_q.{own}.weight" in state_dict for own in ("vid", "all"))
+        if f"{key_prefix}negative_conditioning" in state_dict and is_tiny:
+            return {"image_model": "seedvr2"}
+        return detect(state_dict, key_prefix, *args, **kwargs)
+    return of_fewer
+
+
 def detect_thin():
     """ComfyUI's detection takes widths of the published models for granted; make it take those of the tiny ones."""
+    import comfy.model_detection
     import comfy.supported_models
     import comfy.utils
     thin_parts()
     names, thin = comfy.utils.pixart_to_diffusers, {"hidden_size": families()["pixart"].tiny.arguments["hidden_size"]}
     comfy.utils.pixart_to_diffusers = lambda config, *more, **named: names(thin | config, *more, **named)
     models = comfy.supported_models.models
+    comfy.model_detection.detect_unet_config = _of_fewer_blocks(comfy.model_detection.detect_unet_config)
     for kind, family in families().items():
         detected = getattr(comfy.supported_models, DETECTED.get(kind, family.tiny.detected) or "", None)
         arguments = family.tiny.arguments | VARIANTS.get(kind, (kind, {}))[1]

@@ -33,7 +33,7 @@ const STAY = {
 // Nodes that make conditioning for models that the workers do not run, or that run such a model themselves: a file that is not here can be
 // told by them.
 export const FOR_OTHERS = {
-  SAM3_VideoTrack: "SAM 3", SDPoseKeypointExtractor: "SDPose", SeedVR2Conditioning: "SeedVR2",
+  SAM3_VideoTrack: "SAM 3", SDPoseKeypointExtractor: "SDPose",
 };
 const REFUSED_INPUTS = ["GLIGEN", "PULIDFLUX"];
 

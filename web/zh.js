@@ -121,6 +121,10 @@ export const ZH = {
     "请在上下文窗口节点中把 dim 设为 0，并把 causal_window_fix 设为 false：条件属于 {0} 帧，而 latent 有 {1} 张图像，对 {2} 来说它们就是帧。",
   "Set shift_t of Scale ROPE to 0: Flux.2 tells by these places which tokens are those of reference pictures, whose time this workflow sets to 0.":
     "请把 Scale ROPE 的 shift_t 设为 0：Flux.2 靠这些位置分辨哪些令牌属于参考图像，而此工作流把它们的时间设为 0。",
+  "Connect Apply SeedVR2 Conditioning to the sampler: the prompt has no video, which SeedVR2 draws anew.":
+    "请把 Apply SeedVR2 Conditioning 接到采样器：提示词中没有 SeedVR2 要重新绘制的视频。",
+  "Connect the same latent to Apply SeedVR2 Conditioning and to the sampler: there it is of {}, and here of {}.":
+    "请把同一个 latent 接到 Apply SeedVR2 Conditioning 和采样器：前者为 {0}，后者为 {1}。",
   "Make it with TripoSplat Conditioning: the latent has parts of the shapes {}, and TripoSplat works on up to {} tokens of {} numbers and a camera of (batch, 1, {}).":
     "请用 TripoSplat Conditioning 生成它：latent 各部分的形状是 {0}，而 TripoSplat 处理最多 {1} 个 {2} 个数的令牌和形状为 (batch, 1, {3}) 的相机。",
   "Connect Flux.2's VAE to TripoSplat Conditioning: the picture's latent has the shape {}, and this model takes {} channels.":
@@ -571,8 +575,6 @@ export const ZH = {
     "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。docs/models.md 列出了 xDiT 能运行的模型。",
   "{} is {}. docs/models.md lists what xDiT runs.":
     "{0} 是{1}。docs/models.md 列出了 xDiT 能运行的模型。",
-  "a model of SeedVR2, which attends within windows of the whole video that shift from block to block":
-    " SeedVR2 的模型，它在整个视频的窗口内做注意力，窗口逐块移动",
   "a model that finds things in pictures, and draws none":
     "在图像中查找物体、不画图像的模型",
   "a U-Net of a kind that xDiT does not run":

@@ -14,6 +14,7 @@ from .protocol.specs import Patch
 ALIGNMENT = 16                 # bytes; a layer's place in a bucket of an exchange fits any dtype
 # of a device's memory that weights may take; the rest is for activations, and for other nodes
 FULL = 0.8
+STREAMS = {"vid", "txt", "all"}            # of what some blocks have for each stream, or for both, by itself
 
 
 def shard_sizes(num_tokens, num_shards, speeds=(), least=0):
@@ -200,7 +201,7 @@ def block_path(name):
 def summed_modules(splits):
     """Paths of the modules whose outputs tensor ranks add up: attentions and feed-forwards, or the matrix that both end
     in; of a processor with matrices of its own these, since a whole one may follow, which rounds its inputs; and of an
-    attention that is no more than its matrices, which the block calls.
+    attention that is no more than its matrices, which the block calls; and what a block has of each stream.
 
     splits: {name of a weight: checkpoints.shares.Split}.
     """
@@ -210,7 +211,8 @@ def summed_modules(splits):
             # list, index, (one module that is the block, or has a norm beside,) attention or feed-forward
             names = name.split(".")[:-1]
             inside = block_path(name).count(".") + 1
-            is_within = names[inside] == "block" or names[inside].endswith("_wrapper")
+            is_within = (names[inside] == "block" or names[inside].endswith("_wrapper")
+                         or not STREAMS.isdisjoint(names[inside + 1:inside + 2]))
             by_itself = "processor" in names or names[inside + 1:] == ["proj"]
             summed.add(".".join(names if by_itself else names[:inside + (2 if is_within else 1)]))
     return sorted(summed)

@@ -85,9 +85,9 @@ def sound(family, config, latent):
 
 
 def options_of(family, conditioning):
-    """The transformer_options that ComfyUI's BaseModel adds on the way to its model."""
+    """The transformer_options of one branch that ComfyUI's sampler and its BaseModel add on the way to its model."""
     own = family.rope_options(conditioning)
-    options = {"rope_options": own} if own else {}
+    options = {"cond_or_uncond": [0]} | ({"rope_options": own} if own else {})
     if "sigma_after" in conditioning:                          # a schedule in which this step goes there
         options |= {"sigmas": torch.tensor([0.9]), "sample_sigmas": torch.tensor([0.9, *conditioning["sigma_after"]])}
     return options

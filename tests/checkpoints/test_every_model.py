@@ -42,7 +42,7 @@ FAMILY = {
     "WAN21_I2V": "Wan",
     "WAN22_T2V": "Wan", "WAN21_FunControl2V": "Wan", "WAN21_Vace": "Wan VACE", "HiDream": "HiDream-I1",
     "Chroma": "Chroma", "ChromaRadiance": "Chroma Radiance",
-    "MageFlow": "Mage-Flow", "TripoSplat": "TripoSplat", "HiDreamO1": "HiDream-O1",
+    "MageFlow": "Mage-Flow", "TripoSplat": "TripoSplat", "HiDreamO1": "HiDream-O1", "SeedVR2": "SeedVR2",
     "QwenImage": "Qwen-Image", "Kandinsky5": "Kandinsky 5", "Kandinsky5Image": "Kandinsky 5 Image", "Anima": "Anima",
     "LongCatImage": "LongCat-Image", "ErnieImage": "ERNIE-Image", "Krea2": "Krea 2",
     "CogVideoX_T2V": "CogVideoX", "CogVideoX_I2V": "CogVideoX", "CogVideoX_Inpaint": "CogVideoX",
@@ -50,7 +50,6 @@ FAMILY = {
     "WAN21_CausalAR_T2V": "Wan", "WAN21_FlowRVS": "Wan"}
 # class of ComfyUI's -> (a family's tensors, what it has beside those, what the refusal says)
 REFUSED = {
-    "SeedVR2": ({}, {"blocks.0.mlp.all.proj_in_gate.weight": (2, 2)}, "SeedVR2"),
     **{name: ({}, {mark: (2, 2)}, "finds things in pictures") for name, mark in (
         ("RT_DETR_v4", "backbone.stem.stem1.conv.weight"),
         ("SAM3", "detector.backbone.vision_backbone.trunk.pos_embed"),

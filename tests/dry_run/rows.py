@@ -49,6 +49,10 @@ ALLOWED_WAITS = {
     "copy at model_wandancer.py rope_encode": "ComfyUI's WanDancer fills in the place of the last frame by number",
     "copy at ace_step15.py forward": "ComfyUI's ACE-Step makes the zero that codes are added to on the host",
     "copy at model.py sinusoidal_embedding_1d": "ComfyUI's Wan counts the frequencies of a time on the host",
+    "copy at model.py get_timestep_embedding": "so does its SeedVR2",
+    **{f"{what} at model.py {where}": "and has the sizes of its windows on the device" for what, where in (
+        ("copy", "flatten"), ("copy", "window"), *(("_local_scalar_dense", where) for where in (
+            "unflatten", "window_idx", "get_freqs", "repeat_concat", "repeat_concat_idx", "<lambda>", "<listcomp>")))},
 }
 LORA_RANK = 16
 SMALL_ROWS, SMALL_COLUMNS, TEXT_TOKENS = 16, 20, 7

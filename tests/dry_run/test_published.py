@@ -42,6 +42,7 @@ HEADERS = {name: name for name in ("longcat-image", "pixart-alpha", "ernie-image
                                    "cogvideox-1.5-5b", "sd1.5", "sd2.1", "sd-x4", "svd", "stable-cascade-c",
                                    "stable-cascade-b", "omnigen2", "lens", "joyimage", "minimax-h3",
                                    "chroma-radiance", "mage-flow", "newbie-image", "triposplat", "hidream-o1",
+                                   "seedvr2-3b", "seedvr2-7b",
                                    "stable-audio-open-1.0", "stable-audio-3-medium", "ace-step-1.0")} | {
     "ace-step-1.5": "ace-step15", "hunyuan3d-2": "hunyuan3d-2", "hunyuan3d-2.1": "hunyuan3d-2.1",
     "z-image-pixel": "z-image-pixel", "pixeldit": "pixeldit", "pid": "pid",

@@ -121,6 +121,7 @@ class ComfyUI:
 
     def conditioning(self, kind, seed, tokens=20):
         generator = torch.Generator().manual_seed(seed)
+        tokens += 7 * seed if kind == "seedvr2" else 0         # of one length, its class mixes branches in a batch
         size = in_pixels(kind, LATENT_SIZES.get(kind, (16, 18)))
         made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens},
                                size=in_dims(families()[kind], size) if families()[kind].is_comfyuis else ())
@@ -157,7 +158,7 @@ class ComfyUI:
             options["attention_mask"] = torch.ones(1, tokens).long()
         options |= {name: made[name] for name in (
             "lq_latent", "degrade_sigma", "camera_conditions", "audio_embed", "control_video", "reference_motion",
-            "audio_inject_scale") if name in made}
+            "audio_inject_scale", "condition") if name in made}
         for name, of_picture in (("reference_latent", "reference_latents"), ("pose_latents", "pose_video_latent")):
             if name in made:                                   # of SCAIL's, ComfyUI adds channels of ones
                 latent = made[name][:, :families()[kind].num_channels(self.transformer_config(kind))]

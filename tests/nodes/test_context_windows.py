@@ -11,6 +11,8 @@ from tests.tolerances import close, relative_error
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 VIDEO = [kind for kind, family in families().items() if kind not in VARIANTS and not family.is_unet
          and len(family.latent.patch) == 3 and family.tiny.frames > 1 and kind != "minimax-h3"]
+# how far windows are from none, relatively: each frame of SeedVR2's short video attends to itself and to the text alone
+LEAST = {"seedvr2": 5e-5}
 LAYOUTS = {"cfg2": {"cfg": 2}, "ring2": {"ring": 2}, "pipefusion2": {"pipefusion": 2, "warmup_steps": 1},
            "displaced2": {"displaced": 2, "warmup_steps": 1}}
 
@@ -33,7 +35,8 @@ def test_context_windows_equal_native_ksampler(comfyui, kind, layout):
                             steps=2)
 
     close(result, reference, TOLERANCE)
-    assert relative_error(reference, comfyui.reference(kind, steps=2)) > 1e-3, "windows that change nothing"
+    apart = relative_error(reference, comfyui.reference(kind, steps=2))
+    assert apart > LEAST.get(kind, 1e-3), "windows that change nothing"
 
 
 @pytest.mark.parametrize("layout", by_default(["cfg2"], ["cfg2", "displaced2"]))

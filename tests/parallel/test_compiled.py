@@ -30,6 +30,7 @@ EXACT, EXACT_STEP = 1e-12, 1e-10
 ROUNDED = 1e-3                 # where models of tensor shards round to float32 within, which tests else keep from them
 DRAWN = ("Flux.1", "Wan", "Qwen-Image", "SD3", "Z-Image", "HiDream-I1")
 METHODS = ("plain", "kept")
+UNCOMPILED = ("SeedVR2",)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def forward(one, hooks, backend="reusing", latent=None, timestep=None, patch=Non
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in DRAWN else pytest.mark.slow)
-                                  for name in CONFIGS])
+                                  for name in CONFIGS if name not in UNCOMPILED])
 @pytest.mark.parametrize("method", METHODS)
 def test_blocks_have_one_graph_a_kind_and_compute_the_same(name, method):
     """Three forwards; with keys and values kept, modules that are evaluated once a step are made once and found twice.
@@ -70,7 +71,16 @@ def test_blocks_have_one_graph_a_kind_and_compute_the_same(name, method):
     assert graphs[0] > 0 and graphs[1] == graphs[2] <= 2 * (kinds + 2) and not counters["graph_break"]
 
 
-ALL = [(name, layout) for name in CONFIGS for layout in layouts_of(name, 1)]
+@pytest.mark.parametrize("keeping", [{}, {"key_values": KeyValues(), "first_image": 0, "num_images": 1}])
+@pytest.mark.parametrize("name", UNCOMPILED)
+def test_blocks_that_cannot_be_compiled_are_refused(name, keeping):
+    one = example(name)
+
+    with pytest.raises(UnsupportedError, match="^Set compile to off .* sizes of their windows"):
+        forward(one, Hooks(one.model, one.family.plan), **keeping)
+
+
+ALL = [(name, layout) for name in CONFIGS if name not in UNCOMPILED for layout in layouts_of(name, 1)]
 FEW = [("Flux.1", "ulysses"), ("Wan", "tensor"), ("Z-Image", "pipefusion")]
 
 

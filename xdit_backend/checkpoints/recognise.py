@@ -12,17 +12,12 @@ def article(name):
     return "an" if name.startswith(("A", "E", "I", "O", "SD", "LTX")) else "a"
 
 
-# models of ComfyUI that are not run -> a part of their tensors' names, and why
-NOT_RUN = {
-    "SeedVR2": (".mlp.all.proj_in_gate.", "a model of SeedVR2, which attends within windows of the whole video that "
-                                          "shift from block to block")}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
 BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
                    "a ControlNet: load it with Load ControlNet Model"),)
 # looked through in this order, for files that are no model of a family. A name begins with "^."
 OTHERS = (
     ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
-    *(((mark,), words) for mark, words in NOT_RUN.values()),
     ((".backbone.stem.", ".detector.backbone.", ".refinenet1."),
      "a model that finds things in pictures, and draws none"),
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."),

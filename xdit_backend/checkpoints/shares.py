@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..partition import block_indices, block_path, shard_sizes, shard_start
+from ..partition import STREAMS, block_indices, block_path, shard_sizes, shard_start
 from ..protocol.errors import UnsupportedError
 from .layers import BESIDE
 
@@ -23,21 +23,23 @@ LAYERS = (
      r"|^(self_)?attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$"
      # of ComfyUI's classes
      r"|^(\w+\.)?\w*attn\.(q|k|v|k_img|v_img)$|^\w*attn\.\w*qkv$|^attention\.qkv$|^\w+_attn\.processor\.\w+_to_[qkv]$"
-     r"|^(self|cross)_attn\.[qkv]_proj$|^attn\.qkv_[xy]$|^linear1$",
+     r"|^(self|cross)_attn\.[qkv]_proj$|^attn\.qkv_[xy]$|^linear1$|^attn\.proj_qkv\.\w+$",
      "columns"),
     (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$"
      r"|^(\w+\.)?\w*attn\.(o|img_attn_proj|txt_attn_proj)$|^attention\.o$|^\w+_attn\.processor\.\w+_out$"
      r"|^(self|cross)_attn\.o_proj$|^\w+_attn\.proj$|^attn\.proj(_[xy])?$|^attention\.out$"
-     r"|^linear2$", "rows"),
+     r"|^linear2$|^attn\.proj_out\.\w+$", "rows"),
     (r"^proj_mlp$|^\w+\.net\.0\.proj(\.[01])?$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
      r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$"
      r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.(w[13]|0)$|^mlp\.mlp\.0$|^mlp_[xy]\.w[13]$|^mlp\.fc1$"
-     r"|^moe\.(experts\.\d+|shared_experts)\.net\.0\.proj$|^ff\.ff\.0\.proj$|^to_local_embed\.0$",
+     r"|^moe\.(experts\.\d+|shared_experts)\.net\.0\.proj$|^ff\.ff\.0\.proj$|^to_local_embed\.0$"
+     r"|^mlp\.(vid|txt|all)\.proj_in(_gate)?$",
      "columns"),
     (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$"
      r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$"
      r"|^mlp\.down_proj$|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.(w2|2)$|^mlp\.mlp\.2$|^mlp_[xy]\.w2$|^mlp\.fc2$"
-     r"|^moe\.(experts\.\d+|shared_experts)\.net\.2$|^ff\.ff\.2$|^to_local_embed\.2$",
+     r"|^moe\.(experts\.\d+|shared_experts)\.net\.2$|^ff\.ff\.2$|^to_local_embed\.2$"
+     r"|^mlp\.(vid|txt|all)\.proj_out$",
      "rows"),
     (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.(1|lin)|modulation\.lin|\w+_modulation\.out_layer)$"
      r"|^ada(LN_modulation(_img|_txt)?\.\d+|ln_modulation|ln_proj\.linear)$",
@@ -51,7 +53,7 @@ HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", 
 # diffusers' attentions, or ComfyUI's
 HEADS = "heads", "num_heads", "num_attention_heads", "n_local_heads"
 ATTENTIONS_HAVE = ("processor", "to_q", "to_qkv", "q", "q_proj", "qkv", "qkv_x", "img_qkv", "img_attn_qkv", "img_attn",
-                   "linear1")
+                   "linear1", "proj_qkv")
 MAX_TRIED = 16                             # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
 # of attentions and blocks
@@ -213,7 +215,7 @@ def _parts(block, path, linear):
     if getattr(module, "differential", False) and leaf in TWICE:
         return (linear.out_features // TWICE[leaf],) * TWICE[leaf]
     # queries, keys and values, of as many heads or fewer
-    if leaf.removesuffix("_x").removesuffix("_y").endswith("qkv"):
+    if (parent if leaf in STREAMS else leaf.removesuffix("_x").removesuffix("_y")).endswith("qkv"):
         heads = getattr(module, "n_local_heads", 1)
         counts = (heads, *(getattr(module, "n_local_kv_heads", heads),) * 2)
         return tuple(linear.out_features // sum(counts) * count for count in counts)

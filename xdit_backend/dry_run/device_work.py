@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..checkpoints import kitchen
+from .known_numbers import KnownNumbers
 
 # operators that launch nothing: views, and memory that is not filled
 NO_KERNELS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
@@ -50,12 +51,13 @@ class DeviceWork(TorchDispatchMode):
 
     def __init__(self, others=(), answer=1, num_experts=0):
         """others: tensors whose bytes are not counted among those held, such as weights. answer: what the host is told
-        where it reads a number of a pretended device, such as how many tokens of a text are not masked. num_experts:
+        where it reads a number of a pretended device that does not follow from the host's, such as how many tokens of a
+        text are not masked. num_experts:
         as many take the same number of tokens each, where a model has experts that tokens are sent to."""
         super().__init__()
         self._answer, self._num_experts = answer, num_experts
         self.held_bytes = 0
-        self._num_users, self._users = collections.Counter(), {}
+        self._num_users, self._users, self._known = collections.Counter(), {}, KnownNumbers()
         self._others = {tensor.untyped_storage()._cdata for tensor in others}
         self.start_over()
 
@@ -83,7 +85,7 @@ class DeviceWork(TorchDispatchMode):
         if reads and any(tensor.is_cuda for tensor in given):
             self.waits[f"{name} at {line_at()}"] += 1
             if name in ANSWERED:
-                return self._answer
+                return self._known.number(given, self._answer)
             func, args, kwargs = _as_if_all_were_true(func, args, kwargs)
         if name == "bincount" and self._num_experts:
             return self._even_counts(given[0])
@@ -93,7 +95,7 @@ class DeviceWork(TorchDispatchMode):
         if name == "int8_linear":                              # whose kernels round its inputs, and hold them meanwhile
             rounded = torch.empty_like(args[0], dtype=torch.int8)
             self._hold(rounded)
-        made = self._run(func, args, kwargs, given)
+        made = self._known.follow(func, args, kwargs, lambda: self._run(func, args, kwargs, given))
         outputs = tensors_in(made)
         if name in ("_to_copy", "copy_"):
             self._note_copy(given, outputs, kwargs.get("non_blocking") or (name == "copy_" and args[2:] and args[2]))

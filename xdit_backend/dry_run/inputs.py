@@ -75,6 +75,8 @@ def _special(name, config, shape, width):
         return {name: (batch, config["lq_latent_channels"], *(-(-side // pixels) for side in shape[2:]))}
     if name in ("degrade_sigma", "sca", "crp"):
         return {name: (batch,)}
+    if name == "condition":                                    # the video, and that it is given
+        return {name: (batch, config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}
     if name == "picture":                                      # whose tokens are added to the text's
         return {name: (batch, config["cond2_channels"], 1, 1)}
     if name == "clip_img":

@@ -57,6 +57,7 @@ WAN_14B_OF_COMFYUI = {"out_dim": 16, "dim": 5120, "num_heads": 40, "text_dim": 4
 PIXELDIT_1B = {"hidden_size": 1536, "num_groups": 24, "pixel_hidden_size": 16, "pixel_attn_hidden_size": 1152,
                "pixel_num_groups": 16, "patch_depth": 14, "pixel_depth": 2, "txt_embed_dim": 2304,
                "_drawn_width": 5632}
+SEEDVR2 = {"vid_in_channels": 33, "vid_out_channels": 16, "txt_in_dim": 5120, "head_dim": 128}
 COSMOS2_2B = {"num_attention_heads": 16, "rope_scale": (1.0, 4.0, 4.0)}
 KANDINSKY5 = {"in_visual_dim": 16, "out_visual_dim": 16}
 SD15 = {
@@ -218,6 +219,12 @@ PUBLISHED = {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vision_hidden_size": 1152,
         "vision_intermediate_size": 4304, "vision_depth": 27, "vision_num_position_embeddings": 2304}),
+    "seedvr2-3b": Published("SeedVR2", (1280, 720), 21, tokens=58, branches=1, given=SEEDVR2 | {
+        "num_layers": 32, "mlp_type": "swiglu", "vid_dim": 2560, "heads": 20, "mm_layers": 10, "rope_dim": 126,
+        "rope_type": "mmrope3d", "vid_out_norm": True}),
+    "seedvr2-7b": Published("SeedVR2", (1280, 720), 21, tokens=58, branches=1, given=SEEDVR2 | {
+        "num_layers": 36, "mlp_type": "normal", "vid_dim": 3072, "heads": 24, "mm_layers": 36, "rope_dim": 60,
+        "rope_type": "rope3d"}),
     "pixeldit": Published("PixelDiT", tokens=300, given=PIXELDIT_1B),
     "pid": Published("PiD", (4096, 4096), tokens=300, branches=1, given=PIXELDIT_1B | {
         "lq_latent_channels": 16, "lq_hidden_dim": 512, "lq_interval": 2, "lq_num_res_blocks": 4,

@@ -2,6 +2,7 @@
 transformer.py."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,8 @@ from .rotary import in_pairs, in_real_numbers
 from .speakers import tell_apart
 
 ROTATIONS = "apply_rotary_emb", "apply_rotary_emb_qwen"        # diffusers', of complex numbers in some models
-COMFYUIS = "optimized_attention", "optimized_attention_masked"                 # what its models call attention
+# what ComfyUI's models call attention; the last, of tokens in groups that each attend to themselves
+COMFYUIS = "optimized_attention", "optimized_attention_masked", "optimized_var_attention"
 
 
 @dataclass
@@ -63,7 +65,8 @@ class AttentionFunctions:
         self._running, self._needs_text = running, needs_text
         # of the attention whose graph is being made, and whether that has attended
         self._traced_name, self._is_traced = "", False
-        self.own_code = OwnCode(dict.fromkeys(ROTATIONS, in_real_numbers) | {"attention": self._within},
+        self.own_code = OwnCode(dict.fromkeys(ROTATIONS, in_real_numbers) | {
+                                    "attention": self._within, "optimized_var_attention": self._in_groups},
                                 {"view_as_complex": in_pairs},
                                 F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
                                 dispatch_attention_fn=self.dispatch_attention_fn,
@@ -82,7 +85,7 @@ class AttentionFunctions:
         if (attn_mask is not None or is_causal) and context.attention.reach is None:
             raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
                                    "sequence parallelism and PipeFusion do not support yet.")
-        return self._attend(query, key, value, context, options.get("scale"))
+        return self._attend(query, key, value, context, options.get("scale"), options.get("within"))
 
     def dispatch_attention_fn(self, query, key, value, **options):
         """As diffusers', (B, T, N, H)."""
@@ -124,6 +127,12 @@ class AttentionFunctions:
             return function
         return in_file(function, dict.fromkeys(COMFYUIS, self.optimized_attention))
 
+    def _in_groups(self, function):
+        """ComfyUI's attention of tokens in groups, in its file: these are here."""
+        def attend_in_group(query, key, value, heads, **options):
+            return attend_here(query, key, value, self._running().kernel)
+        return in_file(function, {"_attention": SimpleNamespace(optimized_attention=attend_in_group)})
+
     def traced(self, name, forward, args, kwargs):
         """The forward of an attention in a block, within a graph that is being made."""
         self._traced_name, self._is_traced = name, False
@@ -155,7 +164,9 @@ class AttentionFunctions:
         finally:
             context.attention = None
 
-    def _attend(self, query, key, value, context, scale):
+    def _attend(self, query, key, value, context, scale, within=None):
+        """within: (queries, keys, values of all tokens in the order of the streams, of some heads) -> like queries,
+        instead of attention of all to all."""
         now = context.attention
         now.num_calls += 1
         key, value = one_key_per_group(now.module, query, key), one_key_per_group(now.module, query, value)
@@ -163,6 +174,10 @@ class AttentionFunctions:
         key, value = (self.without_placeholders(each, now.key_streams, context)[0] for each in (key, value))
         if now.streams == now.key_streams:
             tell_apart(context, query, key)
+        if within is not None:
+            ours = Attention(context.tokens.sizes(now.streams), exchange=context.attention_exchange,
+                             within=in_order(within, context.tokens.pieces(now.streams), now.streams))
+            return usp_attention(query, key, value, ours, context.mesh, context.traffic)
         out = self._biased(query, key, value, context, scale)
         for nag in context.guided:
             apply_nag(out, nag, (1, 3), context.tokens.image_slice(now.streams), True, context.mesh, context.traffic)
@@ -208,6 +223,26 @@ def attend(query, key, value, context, layer, scale):
     if context.exchange is not None:
         return displaced_attention(query, key, value, whole, context, layer.key)
     return usp_attention(query, key, value, whole, context.mesh, context.traffic)
+
+
+def in_order(within, pieces, streams):
+    """For attention that asks for tokens in the order of the streams: of those gathered from all ranks. pieces: of
+    Tokens.pieces."""
+    order = sorted(range(len(pieces)), key=lambda index: streams.index(pieces[index][0]))
+    back = sorted(range(len(order)), key=order.__getitem__)
+    sizes = [size for _, _, size in pieces]
+
+    def ordered(*tensors):
+        out = within(*(_rearranged(each, sizes, order) for each in tensors))
+        return _rearranged(out, [sizes[index] for index in order], back)
+    return ordered
+
+
+def _rearranged(tensor_BNTH, sizes, order):
+    if order == sorted(order):
+        return tensor_BNTH
+    parts = tensor_BNTH.split(sizes, 2)
+    return torch.cat([parts[index] for index in order], 2)
 
 
 def window_of(layer, sizes, context):

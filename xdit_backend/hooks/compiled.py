@@ -44,6 +44,7 @@ class CompiledBlocks:
     def __init__(self, model, num_blocks, on_compile):
         """on_compile(done, total): called before each block that is asked for the first time, which may take
         seconds."""
+        self._refusal = getattr(model, "why_uncompiled", "")   # of amend
         self._values, self._on_compile = getattr(model, "forward_values", ()), on_compile
         self.blocks = [CompiledBlock() for _ in range(num_blocks)]
         # what a graph being made asks: are outputs of `once` kept in this forward, and are they known?
@@ -51,6 +52,8 @@ class CompiledBlocks:
 
     def run(self, index, forward, context, arguments):
         """The output of a block. forward: its own, with the hooks inside of it."""
+        if self._refusal:
+            raise uncompiled(self._refusal)
         block = self.blocks[index]
         backend = context.compile_backend
         if backend not in block.forwards:
@@ -123,9 +126,14 @@ def compiled(forward, backend):
         except Exception as error:
             if type(error).__module__ not in FAILURES:
                 raise
-            raise UnsupportedError(f"Set compile to off in xDiT Parallel Config, or remove TorchCompileModel: PyTorch "
-                                   f"cannot compile this model here ({summary(error)}).") from error
+            raise uncompiled(summary(error)) from error
     return run
+
+
+def uncompiled(why):
+    """The UnsupportedError of a model whose blocks cannot be compiled."""
+    return UnsupportedError("Set compile to off in xDiT Parallel Config, or remove TorchCompileModel: PyTorch cannot "
+                            f"compile this model here ({why}).")
 
 
 def summary(error):

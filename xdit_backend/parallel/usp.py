@@ -6,6 +6,7 @@ PipeFusion and displaced patches take the same Attention, and begin and end as i
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -45,9 +46,13 @@ class Attention:
     kernel: KernelUse = field(default_factory=KernelUse)
     exchange: str = WHOLE                  # in which form tensors travel, of exchanges.EXCHANGES
     window: Window | None = None           # None: queries attend to all keys that the mask lets them
+    # (q, k, v of all tokens, rank after rank, of some heads) -> like q, in the place of attention. None: plain
+    within: Callable | None = None
 
     def whole(self, q_BNTH, k_BNTH, v_BNTH, mask):
         """Plain attention to keys that are all here."""
+        if self.within is not None:
+            return self.within(q_BNTH, k_BNTH, v_BNTH)
         mask = self.near(q_BNTH, k_BNTH.shape[2], mask)
         return attend(q_BNTH, k_BNTH, v_BNTH, self.kernel, mask, scale=self.scale)
 

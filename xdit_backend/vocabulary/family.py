@@ -98,6 +98,7 @@ class Family:
     sampled: Sampled | None = None         # of a family that ComfyUI has no model of
     # method that it cannot run under, such as "ring" -> why, as it follows "because"
     refused: dict[str, str] = field(default_factory=dict)
+    branches_apart: bool = False           # ComfyUI's class gives a branch others in a batch with the other
     # Changes diffusers' model, before it has weights, where it computes otherwise than ComfyUI's. What it remembers
     # while blocks run must be in a ContextVar, since another forward may take turns with this one.
     amend: Callable = lambda model, config: None
@@ -111,6 +112,7 @@ class Family:
     unsupported_dtypes: tuple[str, ...] = ()                   # in which its numbers overflow
     # tensors whose values tell ComfyUI how to sample; they may stand beside the diffusion model in a file
     values: tuple[str, ...] = ()
+    read_by_nodes: tuple[str, ...] = ()    # buffers whose numbers nodes of ComfyUI take from the MODEL
     needed_values: tuple[str, ...] = ()    # those of them without which ComfyUI makes no model
     # of names of tensors with which ComfyUI prepares the text once, before LoRA hooks take effect
     text_prefixes: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ from ..workers.memory_checks import MemoryCheck
 from ..workers.placement import load_device_of
 from .checkpoints import CHECKPOINTS
 from .detection import FAST, Detection
-from .file_weights import prepare_text, weight_sources
+from .file_weights import prepare_text, read_values, weight_sources
 from .patcher import ShellPatcher
 from .setup import Setup
 from .spread import spread_of
@@ -97,6 +97,8 @@ def _make_remote(base_model, remote, sources):
     """Have ComfyUI's BaseModel ask the workers. No circle: it ends with its MODEL. sources: see weight_sources."""
     module, itself, family = base_model.diffusion_model, weakref.proxy(base_model), remote.family
     use_worker_parameters(module, functools.partial(_weight_of, itself))
+    for name, tensor in read_values(remote.checkpoint, family.read_by_nodes).items():
+        module.register_buffer(name, tensor.to(getattr(module, name).dtype))
     if hasattr(module, "preprocess_text_embeds"):              # without prefixes, the workers do it
         module.preprocess_text_embeds = (
             functools.partial(prepare_text, itself, remote.checkpoint, family.text_prefixes) if family.text_prefixes

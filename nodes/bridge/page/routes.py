@@ -19,7 +19,7 @@ from ....xdit_backend.autoencoders import supported
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.protocol.errors import CheckpointError, XDiTError
 from ..model.checkpoints import CHECKPOINTS
-from ..vae.kinds import kind_of
+from ..vae.kinds import kind_of, name_of
 from ..workers.groups import fitting_here
 from . import panel
 
@@ -178,7 +178,7 @@ def refused_vae(path):
     model = vae.first_stage_model
     if model is None or kind_of(model) is not None:
         return None
-    return f"The VAE in {os.path.basename(path)} ({type(model).__name__}) is none of {supported()}."
+    return f"The VAE in {os.path.basename(path)} ({name_of(model)}) is none of {supported()}."
 
 
 def _refused(names, folders, reason_of):

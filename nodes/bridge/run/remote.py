@@ -234,7 +234,7 @@ class RemoteModel:
 
     def runs_branches_separately(self):
         """Are two branches two calls for the workers, and not one of twice the batch?"""
-        return self.uses_cache or self.setup.layout(2).cfg_degree > 1
+        return self.uses_cache or self.family.branches_apart or self.setup.layout(2).cfg_degree > 1
 
     @property
     def uses_cache(self):

@@ -10,7 +10,7 @@ from ....xdit_backend.autoencoders import supported
 from ....xdit_backend.forecast.planner import is_long_work
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ..workers.groups import GROUPS, check_packages, show_text
-from .kinds import kind_of
+from .kinds import kind_of, name_of
 from .weights import half_of
 
 
@@ -122,6 +122,6 @@ def _kind_of(vae, what):
     vae.throw_exception_if_invalid()
     kind = kind_of(vae.first_stage_model)
     if kind is None:
-        raise UnsupportedError(f"Use VAE {what} for this VAE ({type(vae.first_stage_model).__name__}): Distributed "
+        raise UnsupportedError(f"Use VAE {what} for this VAE ({name_of(vae.first_stage_model)}): Distributed "
                                f"VAE {what} does not support it yet. It works with the VAEs of {supported()}.")
     return kind

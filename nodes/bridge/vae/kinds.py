@@ -141,11 +141,18 @@ def _encoded_minimax(vae, frames):
     return 1 if frames == 1 else -(-frames // model.clip_length) * model.tokens_chunk_size - model.token_drop
 
 
+def name_of(model):
+    """What a person knows a first_stage_model as."""
+    return NAMES.get(type(model).__name__, type(model).__name__)
+
+
 def kind_of(model):
     """The Kind of a first_stage_model, or None."""
     return next((kind for kind in KINDS if kind.recognises(model)), None)
 
 
+# of ComfyUI's classes of other VAEs
+NAMES = {"VideoAutoencoderKLWrapper": "SeedVR2's"}
 KINDS = (
     Kind(FAMILIES["kl"], lambda model: _is_image_kl(model) and getattr(model, "bn", None) is not None,
          _unnormalised_flux2, _normalised_flux2, latent_patch=2),
