@@ -227,6 +227,10 @@ export const ZH = {
     "请使用 {0} 像素整数倍的宽度和高度：此 Chroma Radiance 文件不接受其他尺寸，而图片为 {1} x {2}。",
   "Make the reference picture and the latent of one width and height, by one node: the reference is of {} x {}, and {} x {} belong to this latent.":
     "请用同一个节点生成宽高相同的参考图像和潜空间：参考图像为 {0} x {1}，而此潜空间需要 {2} x {3}。",
+  "Make a video of 5 frames or more, or set pipefusion_degree to 1: Wan Fun-Control takes a reference picture as a further frame of a video, so that one frame of it cannot be cut into rows.":
+    "请制作 5 帧或更多帧的视频，或把 pipefusion_degree 设为 1：Wan Fun-Control 把参考图作为视频的另一帧，因此单独一帧无法按行切分。",
+  "Use a smaller or shorter video, such as 49 frames of 720 x 480 pixels: CogVideoX-5b-I2V has positions for {} tokens, and this latent is of {}.":
+    "请使用更小或更短的视频，例如 49 帧 720 x 480 像素：CogVideoX-5b-I2V 有 {0} 个 token 的位置，而此 latent 有 {1} 个。",
   "Make a video of 5 frames or more, or set pipefusion_degree to 1: SCAIL takes reference pictures as further frames of a video, so that one frame of it cannot be cut into rows.":
     "请生成 5 帧或更多帧的视频，或将 pipefusion_degree 设为 1：SCAIL 把参考图像当作视频的更多帧，因此单帧视频无法按行切分。",
   "Make the mask of the {}, these and the latent by one node: the mask is of {} frames, rows and columns, and {} belong to this latent.":

@@ -550,6 +550,9 @@ PUBLISHED = {
     "hunyuan-video-1.5": ("HunyuanVideo 1.5", HUNYUAN_VIDEO15, {
         "in_channels": 65, "out_channels": 32, "num_attention_heads": 16, "num_layers": 54, "num_refiner_layers": 2,
         "text_embed_dim": 3584, "text_embed_2_dim": 1472, "image_embed_dim": 1152}),
+    "cogvideox-5b-i2v": ("CogVideoX-I2V", {
+        **cogvideox(3072, 42, (32, 2, 2)), "patch_embed.pos_embedding": (1, 17776, 3072)}, {
+        "in_channels": 32, "num_attention_heads": 48, "num_layers": 42, "use_learned_positional_embeddings": True}),
     "hunyuan-video-1.5-sr": ("HunyuanVideo 1.5 distilled", HUNYUAN_VIDEO15_SR, {
         "in_channels": 98, "out_channels": 32, "num_attention_heads": 16, "num_layers": 54, "use_meanflow": True}),
     "hunyuan-image-distilled": ("HunyuanImage distilled", HUNYUAN_IMAGE_DISTILLED, {
@@ -661,7 +664,8 @@ def needed_of(family, shapes):
 
 # what tells one family from the next, without which a file is as near to the other
 TELLING = {"LongCat-Image": "txt_in.weight", "Mage-Flow": "txt_norm.weight", "CogVideoX": "patch_embed.proj.weight",
-           "Kandinsky 5": "visual_embeddings.in_layer.weight", "HunyuanImage refiner": "img_in.proj.weight"}
+           "Kandinsky 5": "visual_embeddings.in_layer.weight", "HunyuanImage refiner": "img_in.proj.weight",
+           "CogVideoX-I2V": "patch_embed.proj.weight"}
 
 
 @pytest.mark.parametrize("name", [name for name, (family, _, _) in PUBLISHED.items()
@@ -725,7 +729,6 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (LTX_2B, {"prompt_adaln_single.linear.weight": (1, 1)}, "LTX-2 without sound"),
     (LTX_2B, {"transformer_blocks.0.attn1.to_gate_logits.weight": (32, 2048)}, "LTX-2.3 without its sound"),
     (LTX23_22B, {"caption_projection.linear_1.weight": (4096, 3840)}, "projects its text by one layer"),
-    (cogvideox(3072, 42, (32, 2, 2)), {"patch_embed.pos_embedding": (1, 17776, 3072)}, "a table of learned positions"),
     (WAN_I2V, {"audio_proj.audio_proj_glob_1.layer.bias": (1,)}, "Wan with audio"),
     (WAN_14B, {"more_blocks.0.before_proj.weight": (1, 1)}, "more_blocks"),
     (HUNYUAN_IMAGE_REFINER, {"img_in.proj.weight": (3328, 128, 1, 2, 2)}, "larger patches than the refiner"),

@@ -211,7 +211,8 @@ def test_latents_equal_diffusers_own_pipeline(comfyui, folder_of, expected, name
 
 
 @pytest.mark.parametrize("name, prefix",
-                         [("DiT", "lora_unet_"), ("Sana", "transformer."), ("Latte", "diffusion_model."), ("AnyFlow", "transformer.")])
+                         [("DiT", "lora_unet_"), ("Sana", "transformer."), ("Latte", "diffusion_model."),
+                          ("AnyFlow", "transformer.")])
 def test_a_lora_equals_diffusers_pipeline_of_the_merged_model(comfyui, folder_of, name, prefix):
     """Under the names of kohya's scripts, diffusers' and ComfyUI's."""
     loras, (folder, module) = Loras(comfyui), folder_of(name)

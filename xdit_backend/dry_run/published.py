@@ -112,6 +112,8 @@ PUBLISHED = {
     "ltx-video-2b": Published("LTX-Video", (704, 512), 161, tokens=128),
     "mochi": Published("Mochi", (848, 480), 163, tokens=256),
     "cogvideox-2b": Published("CogVideoX", (720, 480), 49, tokens=226),
+    "cogvideox-5b-i2v": Published("CogVideoX-I2V", (720, 480), 49, tokens=226, given={
+        "in_channels": 32, "num_attention_heads": 48, "num_layers": 42}),
     "cosmos-predict1-7b": Published("Cosmos-Predict1", (1280, 704), 121),
     "longcat-image": Published("LongCat-Image", given={"num_layers": 10, "num_single_layers": 20}),
     "pixart-alpha": Published("PixArt-Alpha", tokens=120, given={"caption_channels": 4096}),

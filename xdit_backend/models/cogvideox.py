@@ -7,7 +7,6 @@ from ..protocol.transfers import on_device
 from ..vocabulary.describe import (
     Packed,
     Unpacked,
-    because,
     blocks,
     config_of,
     given,
@@ -56,9 +55,7 @@ def _amend(model, config):
 
 COGVIDEOX = Family(
     name="CogVideoX", title="CogVideoX", transformer="CogVideoXTransformer3DModel",
-    recognise=lambda shapes: is_cogvideox(shapes, 4),
-    refusals=(because("it has a table of learned positions (CogVideoX-5b-I2V), which diffusers' model has together "
-                      "with rotary ones, and ComfyUI's without", has("patch_embed.pos_embedding")),),
+    recognise=lambda shapes: is_cogvideox(shapes, 4) and not has("patch_embed.pos_embedding")(shapes),
     config=config_of(
         patch_size=2, patch_size_t=None, in_channels=size("patch_embed.proj.weight", 1),
         out_channels=size("proj_out.weight", 0, 4),

@@ -69,6 +69,8 @@ WAN_FUN = dataclasses.replace(
                         clip_fea=given("clip_fea", where="_image_dim"), reference_latent=given("reference_latent"),
                         transformer_options=moves),
     lengths={"reference": num_reference_tokens},
+    live={"alone": 8.6, "residual": 3.2, "whole": 4.97, "outside": 4.26, "held": 1.3, "block": 9.83, "exchange": 13.81,
+          "attends": 5.06, "early": 0.67, "cut": 1.76},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},

@@ -1,0 +1,61 @@
+"""CogVideoX-5b-I2V: CogVideoX whose tokens have learned positions, of a table, and no rotary ones."""
+
+import dataclasses
+
+from ..protocol.errors import ConfigError
+from ..vocabulary.describe import config_of, has, token_rows
+from ..vocabulary.family import Tiny
+from .cogvideox import COGVIDEOX, LATENT, is_cogvideox
+
+TABLE = "patch_embed.pos_embedding"
+# of the table, what stands for text; and tokens of 13 frames of 720 x 480 pixels
+NUM_TEXTS, NUM_PLACES = 226, 17550
+
+
+def _latent(call):
+    num_tokens = token_rows(call, LATENT)[2]
+    if num_tokens > NUM_PLACES:
+        raise ConfigError("Use a smaller or shorter video, such as 49 frames of 720 x 480 pixels: CogVideoX-5b-I2V "
+                          f"has positions for {NUM_PLACES} tokens, and this latent is of {num_tokens}.")
+    return LATENT(call)
+
+
+def _amend(model, config):
+    """ComfyUI's model takes the table's rows in order, for a latent of any size; diffusers' takes latents of one size,
+    and rotates too."""
+    COGVIDEOX.amend(model, config)
+    embed = model.patch_embed
+    forward, embed.use_learned_positional_embeddings, embed.use_positional_embeddings = embed.forward, False, False
+
+    def with_places(text_embeds, image_embeds):
+        embeds, num_texts = forward(text_embeds, image_embeds), text_embeds.shape[1]
+        places = embed.pos_embedding[:, NUM_TEXTS:NUM_TEXTS + embeds.shape[1] - num_texts].to(embeds.dtype)
+        embeds[:, num_texts:] += places
+        return embeds
+    embed.forward = with_places
+
+
+def _places_of_patch(module, forward, rows, tokens, args, kwargs):
+    whole, module.pos_embedding = module.pos_embedding, module.pos_embedding[:, rows.first_token:]
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module.pos_embedding = whole
+
+
+COGVIDEOX_I2V = dataclasses.replace(
+    COGVIDEOX, name="CogVideoX-I2V", title="CogVideoX-5b-I2V",
+    recognise=lambda shapes: is_cogvideox(shapes, 4) and has(TABLE)(shapes), refusals=(),
+    config=config_of(**COGVIDEOX.config.rules | {"use_learned_positional_embeddings": True}), amend=_amend,
+    arguments={name: rule for name, rule in COGVIDEOX.arguments.items() if name != "image_rotary_emb"}
+    | {"hidden_states": _latent},
+    live={"alone": 12.07, "residual": 4.07, "whole": 7.05, "outside": 2.57, "held": 1.07, "block": 11.0,
+          "exchange": 14.0, "own": 0.0, "early": 0.95, "cut": 1.19},
+    plan=dataclasses.replace(COGVIDEOX.plan, tokens={}, positions={"patch_embed": _places_of_patch}),
+    tiny=Tiny(COGVIDEOX.tiny.config | {"use_learned_positional_embeddings": True, "ofs_embed_dim": None,
+                                       "num_attention_heads": 6},
+              COGVIDEOX.tiny.native,
+              # of a width that sines are in three of
+              COGVIDEOX.tiny.arguments | {"in_channels": 32, "num_attention_heads": 6,
+                                          "use_rotary_positional_embeddings": False,
+                                          "use_learned_positional_embeddings": True}))
