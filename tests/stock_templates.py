@@ -61,7 +61,8 @@ KINDS = (
     ("ideogram", "ideogram-4"), ("joyai", "joyimage"), ("longcat", "longcat-image"), ("ovis", "ovis-image"),
     ("humo", "wan-humo"), ("animate", "wan-animate"), ("camera", "wan-camera"), ("vace", "wan-vace"),
     ("scail_2", "wan-scail-2"), ("scail", "wan-scail"), ("s2v", "wan-s2v"), ("dancer", "wandancer"),
-    ("flf2v", "wan-flf"), ("ti2v|5b", "wan22-ti2v"), ("fun_control", "wan-fun-control"),
+    ("flf2v", "wan-flf"), ("ti2v|5b", "wan22-ti2v"), ("wan2.2.*fun_control", "wan-fun-control"),
+    ("fun_control", "wan-control"),
     ("wan2.2_(i2v|fun_inp)", "wan22-i2v"), ("(wan.*(i2v|fun_inp|wanmove|ati))|chrono_edit", "wan-i2v"),
     ("causal_forcing", "wan-causal"), ("wan", "wan"))
 STEPS, FRAMES = 3, 9

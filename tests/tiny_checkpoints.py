@@ -59,7 +59,7 @@ VARIANTS = {"chroma-radiance-x0": ("chroma-radiance", {
             "minimax-h3-curve": ("minimax-h3", {"adaln_curve_grid": 9, "time_embed_dim": 5}),
             "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
             "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
-            "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}),
+            "wan-control": ("wan", {"model_type": "i2v", "in_dim": 48}),
             "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}), "wan-causal": ("wan", {"causal_ar": True}),
             # as many blocks as published ones
             "sd15-blocks": ("sd15", {"num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 2, 4, 4],

@@ -227,6 +227,8 @@ export const ZH = {
     "请使用 {0} 像素整数倍的宽度和高度：此 Chroma Radiance 文件不接受其他尺寸，而图片为 {1} x {2}。",
   "Make the reference picture and the latent of one width and height, by one node: the reference is of {} x {}, and {} x {} belong to this latent.":
     "请用同一个节点生成宽高相同的参考图像和潜空间：参考图像为 {0} x {1}，而此潜空间需要 {2} x {3}。",
+  "Remove the noise mask, or use Load Diffusion Model: with one each frame of this model has a time of its own, which xDiT does not do for Wan Fun-Control.":
+    "请移除噪声遮罩，或使用加载扩散模型：有了它，此模型的每一帧都有自己的时间，xDiT 对 Wan Fun-Control 不支持这一点。",
   "Make a video of 5 frames or more, or set pipefusion_degree to 1: Wan Fun-Control takes a reference picture as a further frame of a video, so that one frame of it cannot be cut into rows.":
     "请制作 5 帧或更多帧的视频，或把 pipefusion_degree 设为 1：Wan Fun-Control 把参考图作为视频的另一帧，因此单独一帧无法按行切分。",
   "Use a smaller or shorter video, such as 49 frames of 720 x 480 pixels: CogVideoX-5b-I2V has positions for {} tokens, and this latent is of {}.":

@@ -26,7 +26,7 @@ SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3,
 # ComfyUI's modules take no odd sides
 EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace",
         "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1", "wan-camera", "wan-humo", "wan-animate",
-        "wan-s2v", "seedvr2")
+        "wan-s2v", "wan-fun-control", "seedvr2")
 MULTIPLES = dict.fromkeys(EVEN, 2) | {"chroma-radiance-x0": 16, "hidream-o1": 32}
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 

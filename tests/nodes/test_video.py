@@ -113,6 +113,15 @@ def hunyuan15_nothing(vae, size):
     return "EmptyHunyuanVideo15Latent", {}
 
 
+def hunyuan15_larger(vae, size):
+    """A video that was enlarged, to be drawn anew, and its first picture."""
+    width, height = size
+    latent = torch.randn(1, 32, 3, height // 16, width // 16, generator=torch.Generator().manual_seed(8))
+    return "HunyuanVideo15SuperResolution", {"vae": vae, "latent": {"samples": latent}, "noise_augmentation": 0.7,
+                                             "start_image": picture(3, *size),
+                                             "clip_vision_output": clip_vision(4, width=1152)}
+
+
 def cosmos_start(vae, size):
     return "CosmosPredict2ImageToVideoLatent", {"vae": vae, "start_image": picture(3, *size)}
 
@@ -168,7 +177,7 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start),
          "wan-flf": ("wan-flf", "vae-wan", wan_first_last), "wan-flf-last": ("wan-flf", "vae-wan", wan_last),
          "wan22-i2v": ("wan22-i2v", "vae-wan", wan_start), "wan-text": ("wan", "vae-wan", wan_start),
          "wan-bernini": ("wan", "vae-wan", wan_bernini),
-         "wan-fun-control": ("wan-fun-control", "vae-wan", wan_fun_control),
+         "wan-control": ("wan-control", "vae-wan", wan_fun_control),
          "wan22-ti2v": ("wan22-ti2v", "vae-wan22", wan22_start),
          "wan-vace": ("wan-vace", "vae-wan", wan_vace), "wan-vace-bare": ("wan-vace", "vae-wan", wan_vace_nothing),
          "hunyuan-i2v": ("hunyuanvideo-i2v", "vae-hunyuan", hunyuan_concat),
@@ -176,6 +185,7 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start),
          "hunyuan-skyreels": ("hunyuanvideo-skyreels", "vae-hunyuan", hunyuan_concat),
          "hunyuan15-i2v": ("hunyuanvideo-1.5", PictureVAE(32, 16), hunyuan15_start),
          "hunyuan15-text": ("hunyuanvideo-1.5", PictureVAE(32, 16), hunyuan15_nothing),
+         "hunyuan15-sr": ("hunyuanvideo-1.5-distilled", PictureVAE(32, 16), hunyuan15_larger),
          "kandinsky-i2v": ("kandinsky-5", "vae-hunyuan", kandinsky_start),
          "cosmos-i2v": ("cosmos-predict2-video", "vae-wan", cosmos_start),
          "cosmos-text": ("cosmos-predict2", "vae-wan", cosmos_start),

@@ -28,6 +28,9 @@ def num_reference_tokens(conditioning):
 
 
 def _latent(call):
+    if call.timestep.ndim > 1:
+        raise ConfigError("Remove the noise mask, or use Load Diffusion Model: with one each frame of this model has a "
+                          "time of its own, which xDiT does not do for Wan Fun-Control.")
     if "reference_latent" in call.conditioning and call.patch is not None and call.patch.dim == 3:
         raise ConfigError("Make a video of 5 frames or more, or set pipefusion_degree to 1: Wan Fun-Control takes a "
                           "reference picture as a further frame of a video, so that one frame of it cannot be cut into "
@@ -64,7 +67,7 @@ WAN_FUN = dataclasses.replace(
                      _image_dim=optional_size("img_emb.proj.1.weight", 1)),
     pixels=lambda config: (4, 16, 16) if config["out_dim"] == 48 else (4, 8, 8),
     conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None},
-    ignored=("denoise_mask",),
+    ignored=("denoise_mask",),                                 # but for times, see _latent
     arguments=handed_on(_latent, "context",
                         clip_fea=given("clip_fea", where="_image_dim"), reference_latent=given("reference_latent"),
                         transformer_options=moves),

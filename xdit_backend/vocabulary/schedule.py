@@ -10,4 +10,6 @@ def sigma_after(timestep, options):
     if schedule is None or sigmas is None:
         return {}
     step = (schedule == sigmas[0].to(schedule)).nonzero().flatten()[:1].tolist()
-    return {"sigma_after": schedule[step[0] + 1].expand(len(timestep))} if step and step[0] + 1 < len(schedule) else {}
+    if not step or step[0] + 1 == len(schedule):
+        return {}
+    return {"sigma_after": schedule[step[0] + 1].to(timestep).expand(len(timestep))}
