@@ -64,7 +64,7 @@ def both(path, family, options, **context):
         own = options_of(family, conditioning)
         plain = call(transformer_options=own)
         return family.prediction(output, latent), call(
-            transformer_options={"cond_or_uncond": [1, 0], **own, **options}), plain
+            transformer_options={**own, "cond_or_uncond": [1, 0], **options}), plain
 
 
 @pytest.mark.parametrize("kind", by_default(["flux", "sd15"], HEEDING))
