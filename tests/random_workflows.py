@@ -76,7 +76,8 @@ SIZES = ((16, 18), (8, 24), (15, 17), (9, 31), (2, 6), (3, 3), (2, 2), (31, 5), 
 OWN_SIZES = {**dict.fromkeys(("hunyuanvideo", "cosmos-predict1", "cosmos-predict1-video"),
                              ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10))),
              "hidream-o1": ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10)),
-             "seedvr2": ((16, 18),),                           # of the video that its prompt has
+             # of the video, or the picture, that its prompt has
+             "seedvr2": ((16, 18),), "wan-fun-control": ((16, 18),),
              "stable-cascade-b": ((16, 18), (18, 24), (22, 30), (40, 16)),
              **dict.fromkeys(("pixart", "pixart-alpha"), ((34, 32), (20, 46), (48, 20), (62, 4), (36, 36)))}
 CHANGES = [("RescaleCFG", {"multiplier": 0.7}), ("CFGNorm", {"strength": 0.9}), ("CFGZeroStar", {}),
