@@ -130,6 +130,7 @@ def families():
     from xdit_backend.models import FAMILIES
     kinds = {SHORT.get(name, name.lower().replace(" ", "-")): family for name, family in FAMILIES.items()
              if not family.sampled}
+    assert kinds.keys().isdisjoint(VARIANTS), "a variant would take a family's place"
     return kinds | {kind: kinds[base] for kind, (base, _) in VARIANTS.items()}
 
 

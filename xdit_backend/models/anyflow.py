@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from ..vocabulary.describe import Unpacked, config_of, folder_alone, given, has, in_config_json
 from ..vocabulary.family import Family, Sampled, Tiny
+from ..vocabulary.frames import frames_first
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 from ..vocabulary.schedule import sigma_after
@@ -41,13 +42,12 @@ def _attend(self, hidden_states, rotary_emb, attention_mask=None):
 
 
 def _amend(model, config):
-    """Times are of a video, not of each token; places are real numbers; diffusers has frames before channels."""
+    """Times are of a video, not of each token; places are real numbers."""
+    frames_first(model, config)
     embedder, rope = model.condition_embedder, model.rope
-    condition, places, forward = embedder.forward, rope.forward, model.forward
+    condition, places = embedder.forward, rope.forward
     embedder.forward = lambda *args, layout_cfg: condition(*args, layout_cfg=layout_cfg | {"full_token_per_frame": 1})
     rope.forward = lambda **sizes: torch.view_as_real(places(**sizes)["query"][0, 0]).unbind(2)
-    model.forward = lambda *, hidden_states, **inputs: tuple(
-        output.transpose(1, 2) for output in forward(hidden_states=hidden_states.transpose(1, 2), **inputs))
     for block in model.blocks:
         block.attn1.forward = MethodType(_attend, block.attn1)
 

@@ -16,10 +16,12 @@ from ..vocabulary.describe import (
     timestep,
 )
 from ..vocabulary.family import Family, Tiny
+from ..vocabulary.frames import frames_first
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, HEAD_SIZE, SPREAD, TABLE = Unpacked((1, 2, 2)), 64, 1.875, TokenArgument(0, ("image",))
+LEARNED = "patch_embed.pos_embedding"      # a table of positions, of another family
 
 KEYS = table(
     (r"^blocks\.", "transformer_blocks."), (r"\.([qkv])\.", r".attn1.to_\1."), (r"\.norm_([qk])\.", r".attn1.norm_\1."),
@@ -46,16 +48,9 @@ def rotary(patch, spread):
     return tables
 
 
-def _amend(model, config):
-    """diffusers has frames before channels."""
-    forward = model.forward
-    model.forward = lambda *, hidden_states, **inputs: tuple(
-        output.transpose(1, 2) for output in forward(hidden_states=hidden_states.transpose(1, 2), **inputs))
-
-
 COGVIDEOX = Family(
     name="CogVideoX", title="CogVideoX", transformer="CogVideoXTransformer3DModel",
-    recognise=lambda shapes: is_cogvideox(shapes, 4) and not has("patch_embed.pos_embedding")(shapes),
+    recognise=lambda shapes: is_cogvideox(shapes, 4) and not has(LEARNED)(shapes),
     config=config_of(
         patch_size=2, patch_size_t=None, in_channels=size("patch_embed.proj.weight", 1),
         out_channels=size("proj_out.weight", 0, 4),
@@ -64,7 +59,7 @@ COGVIDEOX = Family(
         text_embed_dim=size("patch_embed.text_proj.weight", 1),
         ofs_embed_dim=optional_size("ofs_embedding_linear_1.weight", 1), use_rotary_positional_embeddings=True,
         sample_width=90, sample_height=60, sample_frames=49),
-    convert=KEYS, latent=LATENT, amend=_amend, keep_in_compute_dtype=("patch_embed",),
+    convert=KEYS, latent=LATENT, amend=frames_first, keep_in_compute_dtype=("patch_embed",),
     config_from_tensors=("sample_width", "sample_height", "sample_frames"),
     conditioning={"context": "text_embed_dim", "ofs": None}, ignored=("y",), pixels=lambda config: (4, 8, 8),
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep(),

@@ -5,9 +5,9 @@ import dataclasses
 from ..protocol.errors import ConfigError
 from ..vocabulary.describe import config_of, has, token_rows
 from ..vocabulary.family import Tiny
-from .cogvideox import COGVIDEOX, LATENT, is_cogvideox
+from ..vocabulary.frames import frames_first
+from .cogvideox import COGVIDEOX, LATENT, LEARNED, is_cogvideox
 
-TABLE = "patch_embed.pos_embedding"
 # of the table, what stands for text; and tokens of 13 frames of 720 x 480 pixels
 NUM_TEXTS, NUM_PLACES = 226, 17550
 
@@ -23,7 +23,7 @@ def _latent(call):
 def _amend(model, config):
     """ComfyUI's model takes the table's rows in order, for a latent of any size; diffusers' takes latents of one size,
     and rotates too."""
-    COGVIDEOX.amend(model, config)
+    frames_first(model, config)
     embed = model.patch_embed
     forward, embed.use_learned_positional_embeddings, embed.use_positional_embeddings = embed.forward, False, False
 
@@ -45,7 +45,7 @@ def _places_of_patch(module, forward, rows, tokens, args, kwargs):
 
 COGVIDEOX_I2V = dataclasses.replace(
     COGVIDEOX, name="CogVideoX-I2V", title="CogVideoX-5b-I2V",
-    recognise=lambda shapes: is_cogvideox(shapes, 4) and has(TABLE)(shapes), refusals=(),
+    recognise=lambda shapes: is_cogvideox(shapes, 4) and has(LEARNED)(shapes), refusals=(),
     config=config_of(**COGVIDEOX.config.rules | {"use_learned_positional_embeddings": True}), amend=_amend,
     arguments={name: rule for name, rule in COGVIDEOX.arguments.items() if name != "image_rotary_emb"}
     | {"hidden_states": _latent},

@@ -41,8 +41,13 @@ def is_distilled(shapes):
     return has("time_r_in.")(shapes) or has("guidance_in.")(shapes)
 
 
+def is_of_rows_and_columns(shapes):
+    """Is it such a model, and not the refiner, which takes frames?"""
+    return is_image(shapes) and len(shapes["img_in.proj.weight"]) != 5
+
+
 def _recognise(shapes):
-    return is_image(shapes) and len(shapes["img_in.proj.weight"]) != 5 and not is_distilled(shapes)
+    return is_of_rows_and_columns(shapes) and not is_distilled(shapes)
 
 
 def _all_glyphs(call):

@@ -5,11 +5,11 @@ import dataclasses
 from ..vocabulary.describe import config_of, given, has
 from ..vocabulary.family import Tiny
 from ..vocabulary.schedule import sigma_after
-from .hunyuan_image import HUNYUAN_IMAGE, is_distilled, is_image
+from .hunyuan_image import HUNYUAN_IMAGE, is_distilled, is_of_rows_and_columns
 
 HUNYUAN_IMAGE_DISTILLED = dataclasses.replace(
     HUNYUAN_IMAGE, name="HunyuanImage distilled", title="HunyuanImage 2.1 distilled", cfg="at cfg above 1",
-    recognise=lambda shapes: is_image(shapes) and len(shapes["img_in.proj.weight"]) != 5 and is_distilled(shapes),
+    recognise=lambda shapes: is_of_rows_and_columns(shapes) and is_distilled(shapes),
     config=config_of(**HUNYUAN_IMAGE.config.rules | {
         "guidance_embeds": has("guidance_in."), "use_meanflow": has("time_r_in.")}),
     conditioning=HUNYUAN_IMAGE.conditioning | {"guidance": None, "sigma_after": None}, ignored=("y",),

@@ -2,7 +2,6 @@
 latent's; a reference picture is a frame before the first, with an embedding of its own."""
 
 import dataclasses
-from types import MethodType
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.comfyui import handed_on
@@ -14,6 +13,7 @@ from ..vocabulary.rope_scales import moves
 from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
+from .wan_scail import WAN_SCAIL
 
 ALL, NATIVE = ("reference", "image"), "comfy.ldm.wan.model:WanModel"
 REFERENCED = even_with(LATENT, "Wan Fun-Control", "reference_latent", "reference picture")
@@ -47,17 +47,9 @@ def _positions(module, forward, rows, tokens, args, kwargs):
     return Cut(TokenArgument(1, ALL), whole)(module, forward, rows, tokens, args, kwargs)
 
 
-def _amend(model, config):
-    """ComfyUI's forward takes a reference that is None for one."""
-    model._forward = MethodType(_of_what_is_given, model)
-
-
-def _of_what_is_given(self, *args, **kwargs):
-    return type(self)._forward(self, *args, **{name: value for name, value in kwargs.items() if value is not None})
-
-
 WAN_FUN = dataclasses.replace(
-    WAN_CAMERA, name="Wan Fun-Control", title="Wan Fun-Control (2.1 V1.1, 2.2)", transformer=NATIVE, amend=_amend,
+    WAN_CAMERA, name="Wan Fun-Control", title="Wan Fun-Control (2.1 V1.1, 2.2)", transformer=NATIVE,
+    amend=WAN_SCAIL.amend,
     recognise=lambda shapes: (has(HEAD, "head.modulation", "ref_conv.weight")(shapes)
                               and "patch_embedding_global.weight" not in shapes),
     refusals=(only_parts(PARTS | {"ref_conv"}),),
