@@ -49,7 +49,7 @@ KINDS = (
     ("qwen_image_edit_2511", "qwen-image-2511"),
     ("layered", "qwen-image-layered"), ("qwen_image|firered", "qwen-image"), ("zeta", "z-image-pixel"),
     ("pixeldit", "pixeldit"), ("^pid", "pid"),
-    ("z_image", "z-image"),
+    ("z_image_omni", "z-image-omni"), ("z_image", "z-image"),
     ("ernie", "ernie-image"), ("krea2", "krea-2"),
     ("hidream_[ie]1", "hidream-i1"), ("hidream_o1", "hidream-o1"), ("hunyuanvideo1.5|capybara", "hunyuanvideo-1.5"),
     ("hunyuan_video_t2v", "hunyuanvideo"), ("ltx-2.3", "ltx-2.3"), ("ltx-2-", "ltx-2"), ("ltx-video", "ltx-video"),

@@ -88,6 +88,7 @@ DETECTED = {"sdxl-refiner": "SDXLRefiner", "ssd-1b": "SSD1B", "koala-700m": "KOA
             "cosmos-predict1-video": "CosmosI2V", "cosmos-predict2-video": "CosmosI2VPredict2"}
 # Families that ComfyUI's detection tells by a width of the published ones: here by one that no other tiny file has.
 TOLD = {"z-image-pixel": {"image_model": "lumina2", "dim": 512},
+        "z-image-omni": {"image_model": "lumina2", "dim": 384, "n_layers": 3},
         "newbie-image": {"image_model": "lumina2", "dim": 768}}
 # what these are, the file says in its metadata
 SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3", "wan-causal")

@@ -241,6 +241,10 @@ export const ZH = {
     "请编码与视频等长的声音：它有 {0} 帧，视频的 {1} 个令牌无法按帧分开。",
   "Use a width and a height that are multiples of 16 pixels: Wan S2V takes references of even sides, and this one is of {}.":
     "请使用 16 像素倍数的宽和高：Wan S2V 的参考需要偶数边长，而此参考为 {0}。",
+  "Scale the reference pictures to sides that are multiples of 16 pixels, and set auto_resize_images to false: Z-Image-Omni takes references of even sides, and this latent is of {} x {}.":
+    "请将参考图像缩放到 16 像素倍数的边长，并将 auto_resize_images 设为 false：Z-Image-Omni 的参考需要偶数边长，而此 latent 为 {0} x {1}。",
+  "Load this model's SigLIP in Load CLIP Vision: it gives {} numbers for each patch of a picture, and this Z-Image-Omni takes {}.":
+    "请在 Load CLIP Vision 中加载此模型所用的 SigLIP：它为图像的每个图块给出 {0} 个数值，而此 Z-Image-Omni 需要 {1} 个。",
   "Put PiD Conditioning after both prompts, with a latent of {} channels, which this file of PiD draws: the latent there has {}.":
     "请在两个提示词之后都接上 PiD Conditioning，并给它 {0} 通道的 latent，此 PiD 文件绘制的正是这种 latent：那里的 latent 有 {1} 个通道。",
   "Use a width and a height of at least 64 pixels: Wan S2V reads frames that came before in squares of that size.":

@@ -74,9 +74,10 @@ def test_each_model_of_comfyui_is_a_family_or_refused():
     assert {*FAMILY, *REFUSED} <= {*classes}
     assert {*FAMILY.values()} <= FAMILIES.keys()
     theirs = {name for name, family in FAMILIES.items() if not family.sampled}
-    # classes of ComfyUI's that are of two families: CogVideoX's, Flux.1's, Lumina 2's, HunyuanImage's, Wan's
+    # classes of ComfyUI's that are of two families: CogVideoX's, Flux.1's, Lumina 2's, HunyuanImage's, Wan's,
+    # Z-Image's
     assert theirs - {*FAMILY.values()} == {"CogVideoX 1.5", "Ovis-Image", "NewBie-Image", "HunyuanImage distilled",
-                                           "Wan Fun-Control", "CogVideoX-I2V"}
+                                           "Wan Fun-Control", "CogVideoX-I2V", "Z-Image-Omni"}
 
 
 @pytest.mark.parametrize("name", REFUSED)

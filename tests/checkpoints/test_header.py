@@ -135,6 +135,9 @@ Z_IMAGE = {
     "t_embedder.mlp.0.weight": (1024, 256), **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (128,)}),
     **blocks("context_refiner.", 2, {"attention_norm1.weight": (3840,)}),
     **blocks("layers.", 30, {"attention.q_norm.weight": (128,), "attention.qkv.weight": (11520, 3840)})}
+Z_IMAGE_OMNI = Z_IMAGE | {
+    "siglip_embedder.0.weight": (1152,), "siglip_embedder.1.weight": (3840, 1152), "siglip_pad_token": (1, 3840),
+    **blocks("siglip_refiner.", 2, {"attention.qkv.weight": (11520, 3840)})}
 ERNIE = {
     "x_embedder.proj.weight": (4096, 128, 1, 1), "text_proj.weight": (4096, 3072), "final_linear.weight": (128, 4096),
     **blocks("layers.", 36, {"adaLN_mlp_ln.weight": (4096,), "self_attention.norm_q.weight": (128,),
@@ -471,6 +474,9 @@ PUBLISHED = {
     "z-image-turbo": ("Z-Image", Z_IMAGE,
                       {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
                        "axes_dims": [32, 48, 48], "in_channels": 16}),
+    "z-image-omni": ("Z-Image-Omni", Z_IMAGE_OMNI,
+                     {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
+                      "siglip_feat_dim": 1152}),
     "ernie-image": ("ERNIE-Image", ERNIE, {
         "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288, "in_channels": 128,
         "out_channels": 128, "text_in_dim": 3072}),
@@ -718,7 +724,6 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
 
 @pytest.mark.parametrize("base, extra, words", [
     (CHROMA_RADIANCE, {"img_in_patch.weight": (3072, 3, 32, 32)}, "its patches are not of 16 x 16 pixels"),
-    (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
     (published_pixels.Z_IMAGE_PIXEL, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
     (published_pixels.PIXELDIT, {"core.s_embedder.proj.weight": (1536, 3072)}, "its patches are not of 16 x 16"),
     (published_pixels.Z_IMAGE_PIXEL, {"x_embedder.weight": (3840, 768)}, "its patches are not of 32 x 32 pixels"),

@@ -45,7 +45,7 @@ HEADERS = {name: name for name in ("longcat-image", "pixart-alpha", "ernie-image
                                    "seedvr2-3b", "seedvr2-7b",
                                    "stable-audio-open-1.0", "stable-audio-3-medium", "ace-step-1.0")} | {
     "ace-step-1.5": "ace-step15", "hunyuan3d-2": "hunyuan3d-2", "hunyuan3d-2.1": "hunyuan3d-2.1",
-    "z-image-pixel": "z-image-pixel", "pixeldit": "pixeldit", "pid": "pid",
+    "z-image-omni": "z-image-omni", "z-image-pixel": "z-image-pixel", "pixeldit": "pixeldit", "pid": "pid",
     "hunyuanimage-2.1-refiner": "hunyuan-image-refiner", "hunyuanimage-2.1-distilled": "hunyuan-image-distilled",
     "hunyuanvideo-1.5-sr": "hunyuan-video-1.5-sr", "cogvideox-5b-i2v": "cogvideox-5b-i2v",
     "hunyuandit-1.2": "hunyuan-dit-1.2", "boogu-image": "boogu", "ideogram-4": "ideogram4",

@@ -67,8 +67,8 @@ BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMI
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
 # Families whose plans are those of others again, or nearly; and one that tests of its own run under other layouts.
 ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "HunyuanImage distilled",
-         "HunyuanVideo 1.5 distilled", "AnyFlow", "CogVideoX-I2V", "AuraFlow", "Cosmos-Predict1", "Cosmos-Predict2",
-         "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
+         "HunyuanVideo 1.5 distilled", "AnyFlow", "CogVideoX-I2V", "Z-Image-Omni", "AuraFlow", "Cosmos-Predict1",
+         "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.takes_unet_patches}
 WHOLE = [name for name, family in FAMILIES.items() if family.is_whole]          # U-shaped too, but of ComfyUI's
 # what references are called, of families that have some

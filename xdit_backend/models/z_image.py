@@ -3,24 +3,24 @@ each is padded to whole groups of tokens."""
 
 import torch
 
-from ..vocabulary.describe import (
-    Unpacked,
-    because,
-    blocks,
-    config_of,
-    given,
-    has,
-    needs_diffusers,
-    size,
-    timestep,
-    type_of_arithmetic,
-)
+from ..vocabulary.describe import blocks, config_of, given, has, needs_diffusers, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.rope_scales import complex_rotations, scales_and_shifts
+from ..vocabulary.rope_scales import scales_and_shifts
+from ..vocabulary.z_image import (
+    EMBEDDER,
+    GROUP,
+    LATENT,
+    embed_times,
+    first_row,
+    is_z_image,
+    num_pads,
+    padded,
+    rotations_of,
+)
 
-LATENT, GROUP, PICTURE, ALL = Unpacked((2, 2)), 32, ("image", "pad"), ("image", "pad", "text")
+PICTURE, ALL = ("image", "pad"), ("image", "pad", "text")
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)
 
 KEYS = table(
@@ -29,23 +29,17 @@ KEYS = table(
     (r"\.attention\.qkv\.", (".attention.to_q.", ".attention.to_k.", ".attention.to_v."), (1, 1, 1)),
     (r"\.attention\.out\.", ".attention.to_out.0."))
 
+
 def _amend(model, config):
-    """A patch has its rows' positions, and the whole latent's padding;
-    times are embedded as wide as the file has it."""
-    forward, pad, place, dtype, embedder = model.forward, model._pad_with_ids, [], type_of_arithmetic(
-        model), model.t_embedder
-    of_tables, axes, theta = model.rope_embedder, model.rope_embedder.axes_dims, model.rope_embedder.theta
-    if config.get("_time_width") not in (None, model.t_embedder.mlp[0].out_features):
-        first, activation, last = model.t_embedder.mlp
-        model.t_embedder.mlp = torch.nn.Sequential(torch.nn.Linear(first.in_features, config["_time_width"]),
-                                                   activation,
-                                                   torch.nn.Linear(config["_time_width"], last.out_features))
+    """A patch has its rows' positions, and the whole latent's padding."""
+    forward, pad, place = model.forward, model._pad_with_ids, []
+    embed_times(model, config)
 
     def placed(*, first_row, num_pads, rope_scales=None, **inputs):
         place[:] = first_row, num_pads, rope_scales
         return (torch.stack(forward(**inputs)[0]).squeeze(2),)
 
-    def padded(features, counts, start, device, noise=None):
+    def placed_pads(features, counts, start, device, noise=None):
         if start[0] == 1:                                      # text; the picture is counted from its end
             return pad(features, counts, start, device, noise)
         first_row, num_pads, scales = place
@@ -57,29 +51,13 @@ def _amend(model, config):
         is_pad = torch.arange(len(features), device=device) >= len(ids)
         return features, torch.cat([ids, ids.new_zeros(num_pads, 3)]), is_pad, len(features), None
 
-    def rotations(ids):                                        # of moved places, which the class's tables have not
-        return of_tables(ids) if not ids.is_floating_point() else complex_rotations(ids, axes, theta).to(
-            torch.complex64)
-    model.forward, model._pad_with_ids, model.rope_embedder = placed, padded, rotations
-    # of the type of the arithmetic: diffusers rounds to that which weights are held in
-    embedder.forward = lambda time: embedder.mlp(
-        embedder.timestep_embedding(time, embedder.frequency_embedding_size).to(dtype()))
-
-
-def _first_row(call):
-    return 0 if call.patch is None else call.patch.start // 2
-
-
-def _num_pads(call):
-    rows = call.latent.shape[2] if call.patch is None else call.patch.whole
-    return -LATENT.num_tokens((1, 1, rows, call.latent.shape[3])) % GROUP
+    model.forward, model._pad_with_ids, model.rope_embedder = placed, placed_pads, rotations_of(model)
 
 
 Z_IMAGE = Family(
     name="Z-Image", title="Z-Image, Z-Image-Turbo", transformer="ZImageTransformer2DModel",
-    recognise=lambda shapes: has("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight", "x_pad_token")(
-        shapes) and not has("dec_net.")(shapes),
-    refusals=(needs_diffusers("0.37"), because("it takes pictures as well (Z-Image-Omni)", has("siglip_embedder."))),
+    recognise=lambda shapes: is_z_image(shapes) and not has(EMBEDDER)(shapes),
+    refusals=(needs_diffusers("0.37"),),
     config=config_of(
         in_channels=size("x_embedder.weight", 1, 4), dim=size("x_embedder.weight", 0), n_layers=blocks("layers."),
         n_refiner_layers=blocks("noise_refiner."),
@@ -87,16 +65,16 @@ Z_IMAGE = Family(
         n_kv_heads=lambda shapes: shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes),
         cap_feat_dim=size("cap_embedder.1.weight", 1),
         axes_dims=lambda shapes: [HEAD_SIZE(shapes) // 4, HEAD_SIZE(shapes) * 3 // 8, HEAD_SIZE(shapes) * 3 // 8],
-        axes_lens=[8192, 4096, 4096], _time_width=size("t_embedder.mlp.0.weight", 0)),
+        axes_lens=[8192, 4096, 4096], siglip_feat_dim=None, _time_width=size("t_embedder.mlp.0.weight", 0)),
     convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, amend=_amend, config_from_tensors=("axes_lens",),
     multiple=GROUP,
     num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
     conditioning={"context": "cap_feat_dim", "rope_scales": None},
     ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
-    lengths={"text": lambda conditioning: -(-conditioning["context"].shape[1] // GROUP) * GROUP},
+    lengths={"text": lambda conditioning: padded(conditioning["context"].shape[1])},
     arguments={"x": lambda call: list(LATENT(call).unsqueeze(2)), "t": timestep(-1, 1),
-               "cap_feats": lambda call: list(given("context")(call)), "first_row": _first_row,
-               "num_pads": _num_pads, "rope_scales": given("rope_scales")},
+               "cap_feats": lambda call: list(given("context")(call)), "first_row": first_row,
+               "num_pads": num_pads, "rope_scales": given("rope_scales")},
     live={"alone": 16.0, "residual": 5.4, "whole": 9.2, "outside": 6.0, "held": 2.3, "block": 14.9, "exchange": 14.3,
           "own": 0.0},
     plan=ModelPlan(

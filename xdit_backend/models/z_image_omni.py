@@ -1,0 +1,191 @@
+"""Z-Image-Omni: Z-Image that looks at pictures as well, each a latent, what SigLIP sees in it, and a text of its own.
+Texts, pictures and what is seen are refined by themselves, then one sequence of all."""
+
+import dataclasses
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+from ..protocol.errors import ConfigError
+from ..vocabulary.describe import config_of, given, size, timestep
+from ..vocabulary.family import Tiny
+from ..vocabulary.plan import BlockList, TokenArgument
+from ..vocabulary.references import references
+from ..vocabulary.rope_scales import scales_and_shifts
+from ..vocabulary.z_image import (
+    EMBEDDER,
+    GROUP,
+    LATENT,
+    embed_times,
+    first_row,
+    is_z_image,
+    num_pads,
+    padded,
+    rotations_of,
+)
+from .z_image import Z_IMAGE
+
+PICTURES = ("reference", "image", "pad")
+ALL = ("text", *PICTURES, "siglip")
+
+
+def _amend(model, config):
+    """Places and padding are ComfyUI's; a patch has its rows' places, and the whole latent's padding."""
+    forward, rotations = model.forward, rotations_of(model)
+    embed_times(model, config)
+
+    def placed(*, x, pictures, contexts, siglip, t, return_dict=True, **place):
+        output, = forward([[*pictures, x]], t, contexts, siglip_feats=siglip, image_noise_mask=place,
+                          return_dict=False)
+        return (torch.stack(output).squeeze(2),)
+
+    def arranged(pictures, contexts, siglip, patch_size, f_patch_size, place):
+        return _arranged(model, pictures[0], contexts, siglip, **place)
+
+    def prepared(tokens, places, is_pad, pad_token, is_noisy=None, device=None):
+        tokens = torch.stack(tokens)
+        tokens = torch.where(is_pad[:, None], pad_token.to(tokens), tokens)
+        return tokens, rotations(places)[None], None, None, is_noisy
+
+    def joined(*given):                                        # (tokens, rotations, lengths, which have noise) of each
+        pictures, texts, siglip = given[:4], given[4:8], given[8:12]
+        tokens, freqs, _, is_noisy = zip(*([texts, pictures, siglip] if siglip[2] else [texts, pictures]))
+        return torch.cat(tokens, 1), torch.cat(freqs, 1), None, torch.cat(is_noisy, 1)
+    model.forward, model.patchify_and_embed_omni = placed, arranged
+    model._prepare_sequence, model._build_unified_sequence = prepared, joined
+
+
+def _arranged(model, pictures, contexts, siglip, *, first_row, num_pads, rope_scales):
+    """What the class's patchify_and_embed_omni gives. pictures: (B, C, rows, columns) of each, the last of which is
+    drawn. contexts: (B, T, C) of each, and of texts after it. siglip: (B, rows, columns, C) of each, or []."""
+    start, texts, images, seen = 0, [], [], []                 # (tokens, places, have they noise?) of each
+    for number, context in enumerate(contexts):
+        is_noisy, length = number >= len(pictures) - 1, context.shape[1]
+        line = torch.arange(start + 1, start + 1 + padded(length), device=context.device)
+        texts.append((context, F.pad(line[:, None], (0, 2)), is_noisy))
+        if number >= len(pictures):
+            start += length
+            continue
+        end = start + (length if siglip else len(line)) + 1
+        row, pads = (first_row, num_pads) if is_noisy else (0, -LATENT.num_tokens(pictures[number].shape) % GROUP)
+        images.append((*_of_picture(model, pictures[number], end, row, pads, rope_scales), is_noisy))
+        seen += [(*_of_siglip(each, end + 1), False) for each in siglip[number:number + 1]]
+        start = end + 1
+    batch_size = len(context)
+    (text, image, siglip), places, is_pad, is_noisy = zip(*(
+        _joined(pieces) if pieces else ([None] * batch_size, None, None, None) for pieces in (texts, images, seen)))
+    offset = len(text[0]), len(text[0]) + len(image[0])
+    sizes = [(1, *picture.shape[2:]) for picture in pictures]
+    order = lambda found: (found[1], found[0], found[2])  # noqa: E731
+    return (image, text, siglip, [sizes] * batch_size, *order(places), *order(is_pad), [offset] * batch_size,
+            *order(is_noisy))
+
+
+def _joined(pieces):
+    """([tokens of each image], places (T, 3), which are padding (T,), which have noise (1, T))."""
+    found, places, _ = zip(*pieces)
+    device = places[0].device
+    tokens = torch.cat([F.pad(each, (0, 0, 0, len(own) - each.shape[1])) for each, own in zip(found, places)], 1)
+    is_pad = torch.cat([torch.arange(len(own), device=device) >= each.shape[1] for each, own in zip(found, places)])
+    is_noisy = torch.cat([torch.full((1, len(own)), noisy, device=device) for _, own, noisy in pieces], 1)
+    return list(tokens), torch.cat(places), is_pad, is_noisy
+
+
+def _of_picture(model, picture, at, first_row, num_pads, rope_scales):
+    """(tokens (B, T, C), places (T + pads, 3)) of a latent or a patch of one."""
+    tokens = torch.stack([model._patchify_image(each[:, None], 2, 1)[0] for each in picture])
+    axes = [torch.arange(first, first + count, device=picture.device)
+            for first, count in zip((first_row, 0), LATENT.counts(picture.shape))]
+    if rope_scales is not None:
+        axes = [axis * scale + shift
+                for axis, (scale, shift) in zip(axes, scales_and_shifts(rope_scales).to(picture.device)[1:])]
+    return tokens, _places(at, axes, num_pads)
+
+
+def _of_siglip(features, at):
+    """So too, of (B, rows, columns, C): the channels' rows one after the other are cut into tokens, as in ComfyUI."""
+    rows, columns, width = features.shape[1:]
+    axes = [torch.linspace(0, count * 8 - 1, count, dtype=torch.float32, device=features.device).floor().long()
+            for count in (rows, columns)]
+    return (features.permute(0, 3, 1, 2).reshape(len(features), rows * columns, width),
+            _places(at, axes, padded(rows * columns) - rows * columns))
+
+
+def _places(at, axes, num_pads):
+    first = torch.arange(at, at + 1, device=axes[0].device).to(axes[0])
+    return F.pad(torch.cartesian_prod(first, *axes), (0, 0, 0, num_pads))
+
+
+def _listed(conditioning, name):
+    """A list of the conditioning, (first, rest): one or None for each reference, and what is beyond."""
+    all_given = (conditioning.get(f"{name}.{number}") for number in itertools.count())
+    found, count = list(itertools.takewhile(lambda each: each is not None, all_given)), len(references(conditioning))
+    return found[:count] + [None] * (count - len(found)), found[count:] if count else []
+
+
+def _pictures(call):
+    found = references(call.conditioning)
+    odd = next((each for each in found if each.shape[2] % 2 or each.shape[3] % 2), None)
+    if odd is not None:
+        raise ConfigError("Scale the reference pictures to sides that are multiples of 16 pixels, and set "
+                          "auto_resize_images to false: Z-Image-Omni takes references of even sides, and this "
+                          f"latent is of {odd.shape[2]} x {odd.shape[3]}.")
+    return [each.expand(len(call.latent), *each.shape[1:]) for each in found]
+
+
+def _contexts(call):
+    """The text of each reference, that of the picture, and those after it; of what has none, one of no tokens."""
+    own, (before, after) = given("context")(call), _listed(call.conditioning, "ref_contexts")
+    return [own[:, :0] if each is None else each.expand(len(own), *each.shape[1:]) for each in (*before, own, *after)]
+
+
+def _siglip(call):
+    """What is seen in each reference, and in the picture, nothing; [] where there are no references."""
+    (found, _), width = _listed(call.conditioning, "siglip_feats"), call.config["siglip_feat_dim"]
+    wrong = next((each.shape[-1] for each in found if each is not None and each.shape[-1] != width), None)
+    if wrong is not None:
+        raise ConfigError(f"Load this model's SigLIP in Load CLIP Vision: it gives {wrong} numbers for each patch of a "
+                          f"picture, and this Z-Image-Omni takes {width}.")
+    nothing = call.latent.new_zeros(1, 0, 0, width)
+    return [(nothing if each is None else each).expand(len(call.latent), -1, -1, -1)
+            for each in (*found, None)] if found else []
+
+
+def _num_text(conditioning):
+    before, after = _listed(conditioning, "ref_contexts")
+    return sum(padded(0 if each is None else each.shape[1]) for each in (*before, conditioning["context"], *after))
+
+
+def _num_references(conditioning):
+    return sum(padded(LATENT.num_tokens(each.shape)) for each in references(conditioning))
+
+
+def _num_siglip(conditioning):
+    found, _ = _listed(conditioning, "siglip_feats")
+    return sum(padded(0 if each is None else each[0, ..., 0].numel()) for each in (*found, None)) if found else 0
+
+
+Z_IMAGE_OMNI = dataclasses.replace(
+    Z_IMAGE, name="Z-Image-Omni", title="Z-Image-Omni", amend=_amend,
+    recognise=lambda shapes: is_z_image(shapes) and EMBEDDER in shapes,
+    config=config_of(**Z_IMAGE.config.rules | {"siglip_feat_dim": size(EMBEDDER, 1)}),
+    conditioning=Z_IMAGE.conditioning | {"ref_latents": None, "ref_contexts": None, "siglip_feats": None},
+    only_with={"ref_contexts": "ref_latents", "siglip_feats": "ref_latents"},
+    lengths={"text": _num_text, "reference": _num_references, "siglip": _num_siglip},
+    arguments={"x": LATENT, "t": timestep(-1, 1), "pictures": _pictures, "contexts": _contexts, "siglip": _siglip,
+               "first_row": first_row, "num_pads": num_pads, "rope_scales": given("rope_scales")},
+    plan=dataclasses.replace(
+        Z_IMAGE.plan,
+        blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURES,),
+                          streams={"x": PICTURES}, attention={"attention": PICTURES},
+                          tokens=dict.fromkeys(("freqs_cis", "noise_mask"), TokenArgument(1, PICTURES))),
+                BlockList("layers", "layers.", "n_layers", returns=(ALL,))),
+        streams={"x": ALL}, attention={"attention": ALL},
+        tokens=dict.fromkeys(("freqs_cis", "noise_mask"), TokenArgument(1, ALL)),
+        # which its blocks ask for two times, that of the pictures given too
+        once={}, once_outside=Z_IMAGE.plan.once_outside | {"siglip_embedder": "run", "siglip_refiner": "run"},
+        unstaged_blocks=("context_refiner", "siglip_refiner")),
+    tiny=Tiny(Z_IMAGE.tiny.config | {"siglip_feat_dim": 24}, Z_IMAGE.tiny.native,
+              Z_IMAGE.tiny.arguments | {"siglip_feat_dim": 40, "n_layers": 3}, detected="ZImage"),
+)
