@@ -29,6 +29,7 @@ from tests.model_nodes import inputs_of, run_node, type_of
 from tests.nodes.conftest import in_parts
 from tests.nodes.test_lora import Loras
 from tests.nodes.test_pictures import EDIT, references
+from tests.nodes.test_z_image_omni import CASES, pictures, with_pictures
 from tests.tiny_checkpoints import families
 from tests.tolerances import relative_error
 
@@ -153,8 +154,11 @@ def draw(comfyui, number, layouts=None, kinds=None, products=False):
         "second": pick(("none", "none", "none", "hires", "interrupted", "again")),
         "loras": tuple((pick(ADAPTERS), pick((1.0, 0.6, -0.4, 1.7))) for _ in range(pick((0, 0, 0, 1, 1, 2)))),
         "references": tuple(pick(REFERENCES) for _ in range(pick((0, 0, 1, 2)) if kind in EDIT else 0)),
+        "pictures": pick((None, *CASES)) if kind == "z-image-omni" else None,
     }
     if families()[kind].name == "MiniMax H3":                  # whose model takes one video alone
+        drawn["batch"] = 1
+    if drawn["pictures"] is not None:                          # ComfyUI's own fails of two, with a text after these
         drawn["batch"] = 1
     if kind == "hunyuan3d-2.1" and layout not in STALE:        # whose class gives a batch each other's predictions
         drawn["batch"] = 1                                     # where branches are computed apart
@@ -298,6 +302,8 @@ class Runner:
             positive = node("FluxDisableGuidance", conditioning=positive)
         for latent in references(drawn["kind"], drawn["references"]):
             positive = node("ReferenceLatent", conditioning=positive, latent={"samples": latent})
+        if drawn["pictures"] is not None:
+            positive = with_pictures(positive, *pictures(self.comfyui, drawn["pictures"]))
         return positive, negative
 
     def moved(self, text):

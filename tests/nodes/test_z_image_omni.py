@@ -37,15 +37,17 @@ def pictures(comfyui, case, batch=1):
             [drawn(batch, count, config["cap_feat_dim"], seed=seed + 20) for seed, count in enumerate(texts)])
 
 
+def with_pictures(prompt, latents, seen, texts):
+    """A prompt, as ComfyUI's node gives it with these."""
+    more = ({"reference_latents": latents} if latents else {}) | (
+        {"reference_latents_text_embeds": texts} if texts else {}) | ({"clip_vision_outputs": [
+            SimpleNamespace(image_sizes=[(3, 16 * each.shape[1], 16 * each.shape[2])],
+                            last_hidden_state=each.flatten(1, 2)) for each in seen]} if seen else {})
+    return [[text, given | more] for text, given in prompt]
+
+
 def asked(comfyui, case, seed=1, tokens=20):
-    """A prompt, as the node gives it."""
-    prompt, (latents, seen, texts) = comfyui.conditioning(KIND, seed, tokens), pictures(comfyui, case)
-    prompt[0][1] |= {"reference_latents": latents} if latents else {}
-    prompt[0][1] |= {"reference_latents_text_embeds": texts} if texts else {}
-    prompt[0][1] |= {"clip_vision_outputs": [
-        SimpleNamespace(image_sizes=[(3, 16 * each.shape[1], 16 * each.shape[2])],
-                        last_hidden_state=each.flatten(1, 2)) for each in seen]} if seen else {}
-    return prompt
+    return with_pictures(comfyui.conditioning(KIND, seed, tokens), *pictures(comfyui, case))
 
 
 @pytest.mark.parametrize("case", CASES)

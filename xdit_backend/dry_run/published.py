@@ -207,7 +207,7 @@ PUBLISHED = {
     "hunyuan3d-2.1": Published("Hunyuan3D 2.1", (1024, 1024), tokens=1370, given={
         "in_channels": 64, "hidden_size": 2048, "context_dim": 1024, "depth": 21, "num_heads": 16, "num_moe_layers": 6,
         "num_experts": 8}),
-    "z-image-omni": Published("Z-Image-Omni", tokens=128, given={"siglip_feat_dim": 1152}),
+    "z-image-omni": Published("Z-Image-Omni", tokens=128, given={"siglip_feat_dim": 1152, "_time_width": 1024}),
     "z-image-pixel": Published("Z-Image pixel", tokens=256, given={
         "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "n_kv_heads": 30, "multiple_of": 10240,
         "cap_feat_dim": 2560, "axes_dims": (32, 48, 48), "decoder_hidden_size": 3840, "decoder_num_res_blocks": 4,
