@@ -53,7 +53,16 @@ PUBLISHED = {
         "num_embeds_ada_norm": 1000, "num_layers": 28, "num_vector_embeds": None, "only_cross_attention": False,
         "out_channels": 8,
         "patch_size": 2, "sample_size": 64, "upcast_attention": False, "use_linear_projection": False,
-        "video_length": 16}, 1_057_246_880)}
+        "video_length": 16}, 1_057_246_880),
+    # as diffusers' own script converts it
+    "SANA-Video_2B_480p": ("Sana-Video", {
+        "_class_name": "SanaVideoTransformer3DModel", "_diffusers_version": "0.36.0.dev0", "attention_bias": False,
+        "attention_head_dim": 112, "caption_channels": 2304, "cross_attention_dim": 2240,
+        "cross_attention_head_dim": 112, "dropout": 0.0, "guidance_embeds": False, "guidance_embeds_scale": 0.1,
+        "in_channels": 16, "interpolation_scale": None, "mlp_ratio": 3.0, "norm_elementwise_affine": False,
+        "norm_eps": 1e-06, "num_attention_heads": 20, "num_cross_attention_heads": 20, "num_layers": 20,
+        "out_channels": 16, "patch_size": [1, 2, 2], "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 1024,
+        "sample_size": 30}, 2_056_862_144)}
 
 
 class Identity(torch.nn.Module):
@@ -97,6 +106,20 @@ def _sana(module, prompts, batch):
         guidance_scale=GUIDANCE,
         negative_prompt_attention_mask=MASKS[1].expand(batch, -1), num_inference_steps=STEPS, output_type="latent",
         use_resolution_binning=False, return_dict=False)
+    return noise, latents, scheduler.sigmas
+
+
+def _sana_video(module, prompts, batch):
+    scheduler, (positive, negative) = diffusers.FlowMatchEulerDiscreteScheduler(shift=8.0), prompts
+    noise = torch.randn(batch, 16, 3, 6, 10, generator=torch.Generator().manual_seed(SEED))
+    pipeline = diffusers.SanaVideoPipeline(None, None, None, module, scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.check_inputs = lambda *arguments: None            # which wants an even number of tokens a side
+    latents, = pipeline(
+        prompt_embeds=positive.expand(batch, -1, -1), prompt_attention_mask=MASKS[0].expand(batch, -1), height=48,
+        width=80, frames=9, negative_prompt=None, negative_prompt_embeds=negative.expand(batch, -1, -1),
+        negative_prompt_attention_mask=MASKS[1].expand(batch, -1), latents=noise, guidance_scale=GUIDANCE,
+        num_inference_steps=STEPS, output_type="latent", use_resolution_binning=False, return_dict=False)
     return noise, latents, scheduler.sigmas
 
 
@@ -149,6 +172,7 @@ def _plain_prompts(comfyui, model):
 # ComfyUI)
 PIPELINES = {"DiT": (_dit, {"num_embeds_ada_norm": 1000}, (207, 1000), _dit_prompts),
              "Sana": (_sana, {"in_channels": 32, "out_channels": 32}, _texts(24), _masked_prompts),
+             "Sana-Video": (_sana_video, {}, _texts(24), _masked_prompts),
              "Latte": (_latte, {}, _texts(24), _plain_prompts), "AnyFlow": (_anyflow, {}, _texts(24), _plain_prompts)}
 
 
@@ -212,7 +236,7 @@ def test_latents_equal_diffusers_own_pipeline(comfyui, folder_of, expected, name
 
 @pytest.mark.parametrize("name, prefix",
                          [("DiT", "lora_unet_"), ("Sana", "transformer."), ("Latte", "diffusion_model."),
-                          ("AnyFlow", "transformer.")])
+                          ("AnyFlow", "transformer."), ("Sana-Video", "diffusion_model.")])
 def test_a_lora_equals_diffusers_pipeline_of_the_merged_model(comfyui, folder_of, name, prefix):
     """Under the names of kohya's scripts, diffusers' and ComfyUI's."""
     loras, (folder, module) = Loras(comfyui), folder_of(name)
@@ -268,6 +292,18 @@ def test_published_folders_are_recognised_and_load(comfyui, tmp_path, name):
         comfyui.shell.load_shell(str(folder / "diffusion_pytorch_model.safetensors"), "default", comfyui.config())
 
 
+def test_the_model_of_sana_video_with_other_patches_is_refused(comfyui, tmp_path):
+    """As published for 720p, whose latents are another VAE's."""
+    _, config, _ = PUBLISHED["SANA-Video_2B_480p"]
+    folder = tmp_path / "720p" / "transformer"
+    folder.mkdir(parents=True)
+    write_header(folder / "diffusion_pytorch_model.safetensors", {"patch_embedding.weight": (2240, 32, 1, 1, 1)})
+    (folder / "config.json").write_text(json.dumps(config | {"patch_size": [1, 1, 1], "in_channels": 32}))
+
+    with pytest.raises(comfyui.errors.CheckpointError, match="patch_size"):
+        comfyui.shell.load_shell(str(tmp_path / "720p"), "default", comfyui.config())
+
+
 @pytest.mark.parametrize("size", [(8, 8), (12, 12), (8, 32), (18, 2)], ids=str)
 def test_dit_at_other_sizes_is_diffusers_own_model(size):
     """Whose forward takes the tokens of any picture for those of a square, which this undoes."""
@@ -296,6 +332,21 @@ def test_latte_with_blocks_in_pairs_is_diffusers_own_model(size, frames):
     with torch.inference_mode():
         want = module(**inputs | {"enable_temporal_attentions": True},
                       return_dict=False)[0][:, :4, :, :size[0], :size[1]]
+
+        assert (one.run() - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("frames", [5, 2, 1])
+@pytest.mark.parametrize("size", [(6, 10), (7, 5), (2, 12)], ids=str)
+def test_sana_video_by_sums_is_diffusers_own_model(monkeypatch, size, frames):
+    """Whose attention is made to compute in float64 here."""
+    one = example("Sana-Video", rows=size[0], columns=size[1], frames=frames, batch=2, masked=True)
+    module = diffusers.SanaVideoTransformer3DModel(**one.config).double().eval()
+    module.load_state_dict(one.model.state_dict())
+    inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    with torch.inference_mode():
+        want = module(**inputs, return_dict=False)[0][..., :size[0], :size[1]]
 
         assert (one.run() - want).abs().max() < 1e-12
 

@@ -2,6 +2,7 @@
 with a broken one it is not."""
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE, build_mesh, with_speeds
+from xdit_backend.distributed.operators import running
 from xdit_backend.distributed.tokens import Tokens
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
@@ -34,6 +36,13 @@ def whole(mesh, one, hooks):
     return loaded.context(mesh, Traffic(), one.latent, one.timestep, one.conditioning)
 
 
+@contextmanager
+def serving(hooks, context):
+    """The model's own forward runs as the hooks' would."""
+    with hooks.serving(context), running(hooks._attention):
+        yield
+
+
 def num_ranks(layout):
     return layout.ring_degree * layout.ulysses_degree
 
@@ -52,7 +61,7 @@ def difference(rank, world_size, name, layout, shapes, mutant=None, speeds=()):
             model = one.model
             hooks = Hooks(model, one.family.plan)
         one.model = model
-        with hooks.serving(whole(mesh, one, hooks)):
+        with serving(hooks, whole(mesh, one, hooks)):
             results.append(max((part - wanted).abs().max().item()
                                for part, wanted in zip(one.run_parts(), want, strict=True)))
     return results
@@ -316,14 +325,14 @@ def attention_calls(rank, world_size, name):
     import xdit_backend.hooks.attention as module
     module.usp_attention = counted
     hooks = Hooks(one.model, one.family.plan)
-    with hooks.serving(whole(build_mesh(Layout(ring_degree=world_size), world_size), one, hooks)):
+    with serving(hooks, whole(build_mesh(Layout(ring_degree=world_size), world_size), one, hooks)):
         one.run()
     return len(calls)
 
 
 @pytest.mark.parametrize("name, expected",
-                         [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8, "LTX-2": 12, "Sana": 0, "ACE-Step 1.0": 0,
-                                  "OmniGen 2": 5, "Hunyuan3D 2.1": 5, "Wan S2V": 5, "WanDancer": 5,
+                         [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8, "LTX-2": 12, "Sana": 0, "Sana-Video": 0,
+                                  "ACE-Step 1.0": 0, "OmniGen 2": 5, "Hunyuan3D 2.1": 5, "Wan S2V": 5, "WanDancer": 5,
                                   "Boogu-Image": 9, "Wan Animate": 10, "Stable Audio 3": 8,
                                   "HiDream-O1": 8}.get(name, 4))
                           for name in having("ring")])
@@ -355,9 +364,9 @@ def test_an_attention_that_is_not_reached_is_an_error():
         run_ranks(with_another_attention, 2)
 
 
-def refusal(rank, world_size):
+def refusal(rank, world_size, name="SD3", frames=None):
     torch.set_grad_enabled(False)
-    one = example("SD3", rows=2, columns=2)
+    one = example(name, rows=2, columns=2, frames=frames)
     hooks = Hooks(one.model, one.family.plan)
     with hooks.serving(whole(build_mesh(Layout(ring_degree=2), 2), one, hooks)):
         one.run()
@@ -366,6 +375,11 @@ def refusal(rank, world_size):
 def test_fewer_tokens_than_ranks_are_refused():
     with pytest.raises(ConfigError, match="has 1 tokens, too few for ulysses_degree x ring_degree = 2"):
         run_ranks(refusal, 2)
+
+
+def test_a_video_of_fewer_frames_than_ranks_is_refused_where_these_have_whole_ones():
+    with pytest.raises(ConfigError, match="has 1 rows of tokens, too few for ulysses_degree x ring_degree = 2"):
+        run_ranks(refusal, 2, "Sana-Video", 1)
 
 
 def masked(rank, world_size):

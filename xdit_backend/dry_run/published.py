@@ -108,6 +108,8 @@ PUBLISHED = {
     "anyflow-14b": Published("AnyFlow", (832, 480), 81, branches=1),
     "auraflow": Published("AuraFlow", tokens=256),
     "sana-1.6b": Published("Sana", tokens=300),
+    # as diffusers' own script converts it: its class has feed-forwards that are less wide by default
+    "sana-video-2b-480p": Published("Sana-Video", (832, 480), 81, tokens=300, given={"mlp_ratio": 3.0}),
     "hunyuanvideo": Published("HunyuanVideo", (1280, 720), 129, tokens=256, branches=1),
     "ltx-video-2b": Published("LTX-Video", (704, 512), 161, tokens=128),
     "mochi": Published("Mochi", (848, 480), 163, tokens=256),

@@ -51,6 +51,7 @@ from .pixart_alpha import PIXART_ALPHA
 from .pixeldit import PIXELDIT
 from .qwen_image import QWEN_IMAGE
 from .sana import SANA
+from .sana_video import SANA_VIDEO
 from .sd2 import SD2
 from .sd3 import SD3
 from .sd15 import SD15
@@ -87,7 +88,7 @@ FAMILIES = {family.name: family for family in (
     WAN_SCAIL2, WAN_S2V, WAN_DANCER, STABLE_AUDIO, STABLE_AUDIO3, ACE_STEP, ACE_STEP15, HUNYUAN3D, HUNYUAN3D21,
     Z_IMAGE_PIXEL, PIXELDIT, PID, HUNYUAN_IMAGE_REFINER, NEWBIE, TRIPOSPLAT, HIDREAM_O1,
     HUNYUAN_VIDEO15_DISTILLED, HUNYUAN_IMAGE_DISTILLED, ANYFLOW, WAN_FUN, SEEDVR2,
-    COGVIDEOX_I2V)}
+    COGVIDEOX_I2V, SANA_VIDEO)}
 
 
 def supported(last="and"):

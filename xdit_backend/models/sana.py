@@ -1,13 +1,12 @@
 """Sana: one stream; linear attention, by sums over all tokens; feed-forwards that read neighbouring rows.
 ComfyUI has no model of it."""
 
-from types import MethodType
-
 import torch
 import torch.nn.functional as F
 
 from ..vocabulary.describe import Unpacked, config_of, folder_alone, given, has, in_config_json, text_mask
 from ..vocabulary.family import Family, Sampled, Tiny
+from ..vocabulary.linear_attention import attending, projected
 from ..vocabulary.plan import BlockList, ModelPlan
 
 LATENT = Unpacked((1, 1))
@@ -18,31 +17,18 @@ SUMS = ("its attention keeps sums over all tokens, of which no part is a patch's
 def _attend(self, hidden_states, total=lambda part: part):
     """Linear attention, in float32 or wider. total: from the sums over the tokens here to those over all.
     (B, T, C) -> (B, T, C)."""
-    def heads(tensor):
-        return tensor.unflatten(2, (self.heads, -1)).transpose(1, 2).to(wide)                   # (B, N, T, H)
-
-    wide = torch.promote_types(hidden_states.dtype, torch.float32)
-    query, key = self.to_q(hidden_states), self.to_k(hidden_states)
-    if self.norm_q is not None:
-        query, key = self.norm_q(query), self.norm_k(key)
+    query, key, value = projected(self, hidden_states)
     # whose last sums are those of the keys
-    values = F.pad(heads(self.to_v(hidden_states)), (0, 1), value=1.0)
-    sums = total(values.transpose(2, 3) @ heads(key).relu())
-    out = heads(query).relu() @ sums.transpose(2, 3)
+    sums = total(F.pad(value, (0, 1), value=1.0).transpose(2, 3) @ key)
+    out = query @ sums.transpose(2, 3)
     out = (out[..., :-1] / (out[..., -1:] + 1e-15)).transpose(1, 2).flatten(2).to(hidden_states.dtype)
     out = self.to_out[0](out)
     return out.clip(-65504, 65504) if out.dtype == torch.float16 else out
 
 
-def _amend(model, config):
-    """diffusers' attention does not say its sums, and rounds them to float32."""
-    for block in model.transformer_blocks:
-        block.attn1.forward = MethodType(_attend, block.attn1)
-
-
 SANA = Family(
     name="Sana", title="Sana, Sana 1.5", transformer="SanaTransformer2DModel",
-    recognise=has("caption_norm.weight", "time_embed.linear.weight", "transformer_blocks.0.ff.conv_depth.weight"),
+    recognise=has("caption_norm.weight", "patch_embed.proj.weight", "transformer_blocks.0.ff.conv_depth.weight"),
     refusals=(folder_alone,),
     config=config_of(
         patch_size=1, guidance_embeds=False, in_channels=in_config_json, out_channels=in_config_json,
@@ -54,7 +40,7 @@ SANA = Family(
         mlp_ratio=in_config_json, attention_bias=in_config_json, sample_size=in_config_json, norm_eps=in_config_json,
         interpolation_scale=in_config_json, qk_norm=in_config_json,
         timestep_scale=in_config_json, guidance_embeds_scale=in_config_json, dropout=in_config_json),
-    convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, pixels=lambda config: (1, 32, 32),
+    convert=lambda tensors, config: tensors, latent=LATENT, amend=attending(_attend), pixels=lambda config: (1, 32, 32),
     sampled=Sampled("FLOW", {"shift": 3.0, "multiplier": 1000.0}, "LatentFormat", {
         "latent_channels": 32, "scale_factor": 0.41407, "spacial_downscale_ratio": 32}, memory=8.0),
     refused={"pipefusion": SUMS, "displaced": SUMS,

@@ -1,0 +1,29 @@
+"""Linear attention of diffusers' models, which says the sums over tokens that ranks add up. Used by Sana's families.
+
+# B batch, N heads, T tokens, H head size
+"""
+
+from types import MethodType
+
+import torch
+
+
+def attending(attend):
+    """A rule for Family.amend: attn1 of each block has this forward, since diffusers' says no sums, and rounds them to
+    float32."""
+    def amend(model, config):
+        for block in model.transformer_blocks:
+            block.attn1.forward = MethodType(attend, block.attn1)
+    return amend
+
+
+def projected(attention, hidden_states):
+    """Queries and keys, none of them below 0, and values: (B, N, T, H), in float32 or wider."""
+    def heads(tensor):
+        return tensor.unflatten(2, (attention.heads, -1)).transpose(1, 2).to(wide)
+
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)
+    query, key = attention.to_q(hidden_states), attention.to_k(hidden_states)
+    if attention.norm_q is not None:
+        query, key = attention.norm_q(query), attention.norm_k(key)
+    return heads(query).relu(), heads(key).relu(), heads(attention.to_v(hidden_states))
