@@ -100,6 +100,14 @@ def test_candidates_use_all_devices_and_can_be_run(devices):
         assert 24 % degrees.ulysses == 0 and degrees.pipefusion <= 57
 
 
+@pytest.mark.parametrize("rows, most", [(None, 4), (3, 2), (1, 1)])
+def test_candidates_have_no_more_ranks_than_rows_of_tokens(rows, most):
+    """Of families of which each rank has whole ones, as Sana's."""
+    layouts = list(candidates(FLUX, Job(4096, 512, 28, rows=rows), 4))
+
+    assert max(degrees.sequence for degrees in layouts) == most
+
+
 EVERY = [Degrees(), Degrees(cfg=2), Degrees(data=2), Degrees(ulysses=4), Degrees(ring=4), Degrees(ulysses=2, ring=4),
          Degrees(tensor=4), Degrees(displaced=4), Degrees(pipefusion=4), Degrees(pipefusion=4, num_patches=8),
          Degrees(pipefusion=2, warmup_by_sequence=True),

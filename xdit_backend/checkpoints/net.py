@@ -76,8 +76,10 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     if not net.joint:
         tokens += sum(count for stream, count in counts.items() if stream != "text")           # of the model's own
         text = family.lengths["text"](conditioning) if "text" in family.lengths else conditioning["context"].shape[1]
+    *beside, a_row = family.latent.counts(shape)
+    rows = math.prod(beside) if not family.is_unet and family.plan.rows else None
     return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=images,
-               sequences=sequences)
+               sequences=sequences, rows=rows)
 
 
 def unet_run_memory(family, model, sizes, batch, degrees, dtype, **kept):

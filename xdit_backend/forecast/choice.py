@@ -274,7 +274,7 @@ def candidates(net, job, devices, per_machine=0):
         stages, rest = divmod(devices, cfg * data * ulysses * ring)
         shares = data <= job.images or (data in alone and job.images == 1)
         works = (not rest and stages and cfg <= job.branches and shares and net.heads % ulysses == 0
-                 and ulysses * ring <= job.tokens)
+                 and ulysses * ring <= (job.rows or job.tokens))
         if works and stages <= net.blocks and (stages == 1 or job.steps > 2):
             for num_patches in (stages, 2 * stages) if stages > 1 else (0,):
                 yield Degrees(cfg, ulysses, ring, stages, data=data, num_patches=num_patches)

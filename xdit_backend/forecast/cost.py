@@ -43,8 +43,7 @@ class Net:
     outside_bytes: float = 0.0             # of them, what every stage holds: those outside the blocks
     sums: float = 2.0                      # of all its tokens that tensor ranks add up in a block, on average
     agreed: float = 0.0                    # of them, before which ranks agree on a number of each token
-    # format of ComfyUI's -> share of the matrices' elements that are held in it (checkpoints/layers.py)
-    formats: dict[str, float] = field(default_factory=dict, hash=False)
+    formats: dict[str, float] = field(default_factory=dict, hash=False)    # ComfyUI's -> share of elements in it
     block_bytes: tuple[float, ...] = ()    # of each block's weights, by which it is given to a stage; (): all are alike
     block_costs: tuple[float, ...] = ()    # likewise what it costs
     unpack_bytes: float = 0.0              # that the largest weight takes while it is unpacked or cast
@@ -79,6 +78,7 @@ class Job:
     images: int = 1                        # of a batch
     kept: int = 0                          # of text: references, whose keys and values the run keeps
     sequences: int = 1                     # that an image's tokens are in, of which each reads the text by itself
+    rows: int | None = None                # of tokens, of which a rank has whole ones; None: of single tokens
 
 
 @dataclass(frozen=True)
