@@ -8,6 +8,7 @@ import torch
 
 from tests.models.zoo import conditioning_of
 from tests.nodes.test_pipefusion import EXACT, STALE, sample_oracle, staged
+from tests.nodes.test_rope_scales import scaled
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 
@@ -88,6 +89,18 @@ def test_pictures_equal_native_ksampler(comfyui, degrees):
         result = comfyui.sample(ours, KIND, **arguments)
 
         close(result, comfyui.sample(native, KIND, **arguments), EXACT, size)
+
+
+def test_pictures_move_with_scale_rope(comfyui):
+    """As the one that is drawn; what is seen of them does not."""
+    arguments = {"positive": asked(comfyui, "one"), "latent": comfyui.latent(KIND, size=(9, 14)), "steps": 2}
+    config = comfyui.config("cpu,cpu", pipefusion=2, num_patches=3, warmup_steps=9)
+
+    result = comfyui.sample(scaled(comfyui.ours(KIND, config)), KIND, **arguments)
+
+    want = comfyui.sample(scaled(comfyui.native(KIND)), KIND, **arguments)
+    close(result, want, EXACT)
+    assert relative_error(comfyui.sample(comfyui.native(KIND), KIND, **arguments), want) > 100 * EXACT
 
 
 def test_stale_patches_with_pictures_equal_the_oracle(comfyui):
