@@ -76,8 +76,8 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     if not net.joint:
         tokens += sum(count for stream, count in counts.items() if stream != "text")           # of the model's own
         text = family.lengths["text"](conditioning) if "text" in family.lengths else conditioning["context"].shape[1]
-    *beside, a_row = family.latent.counts(shape)
-    rows = math.prod(beside) if not family.is_unet and family.plan.rows else None
+    a_row = family.tokens_a_row(shape)
+    rows = None if a_row == 1 else family.latent.num_tokens(shape) // a_row
     return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=images,
                sequences=sequences, rows=rows)
 

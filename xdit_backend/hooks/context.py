@@ -136,8 +136,8 @@ def tokens_of(family, mesh, shape, conditioning, patch=None):
     if not opens_step(patch):
         left_out = {stream: count for stream, count in counts.items() if stream != "image"}
         counts |= dict.fromkeys(left_out, 0)
-    row = family.latent.counts(shape)[-1] if not family.is_unet and family.plan.rows else 1
-    return Tokens(counts, mesh.sequence_degree, mesh.sequence_rank, left_out, row, mesh.sequence_speeds)
+    return Tokens(counts, mesh.sequence_degree, mesh.sequence_rank, left_out, family.tokens_a_row(shape),
+                  mesh.sequence_speeds)
 
 
 def rows_of(family, shape, patch):

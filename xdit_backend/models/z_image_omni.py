@@ -2,7 +2,6 @@
 Texts, pictures and what is seen are refined by themselves, then one sequence of all."""
 
 import dataclasses
-import itertools
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from ..protocol.errors import ConfigError
 from ..vocabulary.describe import config_of, given, size, timestep
 from ..vocabulary.family import Tiny
 from ..vocabulary.plan import BlockList, TokenArgument
-from ..vocabulary.references import references
+from ..vocabulary.references import listed, references
 from ..vocabulary.rope_scales import scales_and_shifts
 from ..vocabulary.z_image import (
     EMBEDDER,
@@ -73,13 +72,11 @@ def _arranged(model, pictures, contexts, siglip, *, first_row, num_pads, rope_sc
         seen += [(*_of_siglip(each, end + 1), False) for each in siglip[number:number + 1]]
         start = end + 1
     batch_size = len(context)
-    (text, image, siglip), places, is_pad, is_noisy = zip(*(
-        _joined(pieces) if pieces else ([None] * batch_size, None, None, None) for pieces in (texts, images, seen)))
+    (image, text, siglip), places, is_pad, is_noisy = zip(*(
+        _joined(pieces) if pieces else ([None] * batch_size, None, None, None) for pieces in (images, texts, seen)))
     offset = len(text[0]), len(text[0]) + len(image[0])
     sizes = [(1, *picture.shape[2:]) for picture in pictures]
-    order = lambda found: (found[1], found[0], found[2])  # noqa: E731
-    return (image, text, siglip, [sizes] * batch_size, *order(places), *order(is_pad), [offset] * batch_size,
-            *order(is_noisy))
+    return image, text, siglip, [sizes] * batch_size, *places, *is_pad, [offset] * batch_size, *is_noisy
 
 
 def _joined(pieces):
@@ -117,10 +114,9 @@ def _places(at, axes, num_pads):
     return F.pad(torch.cartesian_prod(first, *axes), (0, 0, 0, num_pads))
 
 
-def _listed(conditioning, name):
+def _by_reference(conditioning, name):
     """A list of the conditioning, (first, rest): one or None for each reference, and what is beyond."""
-    all_given = (conditioning.get(f"{name}.{number}") for number in itertools.count())
-    found, count = list(itertools.takewhile(lambda each: each is not None, all_given)), len(references(conditioning))
+    found, count = listed(conditioning, name), len(references(conditioning))
     return found[:count] + [None] * (count - len(found)), found[count:] if count else []
 
 
@@ -136,13 +132,13 @@ def _pictures(call):
 
 def _contexts(call):
     """The text of each reference, that of the picture, and those after it; of what has none, one of no tokens."""
-    own, (before, after) = given("context")(call), _listed(call.conditioning, "ref_contexts")
+    own, (before, after) = given("context")(call), _by_reference(call.conditioning, "ref_contexts")
     return [own[:, :0] if each is None else each.expand(len(own), *each.shape[1:]) for each in (*before, own, *after)]
 
 
 def _siglip(call):
     """What is seen in each reference, and in the picture, nothing; [] where there are no references."""
-    (found, _), width = _listed(call.conditioning, "siglip_feats"), call.config["siglip_feat_dim"]
+    (found, _), width = _by_reference(call.conditioning, "siglip_feats"), call.config["siglip_feat_dim"]
     wrong = next((each.shape[-1] for each in found if each is not None and each.shape[-1] != width), None)
     if wrong is not None:
         raise ConfigError(f"Load this model's SigLIP in Load CLIP Vision: it gives {wrong} numbers for each patch of a "
@@ -153,7 +149,7 @@ def _siglip(call):
 
 
 def _num_text(conditioning):
-    before, after = _listed(conditioning, "ref_contexts")
+    before, after = _by_reference(conditioning, "ref_contexts")
     return sum(padded(0 if each is None else each.shape[1]) for each in (*before, conditioning["context"], *after))
 
 
@@ -162,7 +158,7 @@ def _num_references(conditioning):
 
 
 def _num_siglip(conditioning):
-    found, _ = _listed(conditioning, "siglip_feats")
+    found, _ = _by_reference(conditioning, "siglip_feats")
     return sum(padded(0 if each is None else each[0, ..., 0].numel()) for each in (*found, None)) if found else 0
 
 

@@ -1,20 +1,18 @@
 """Bernini's reference videos and pictures, which ComfyUI's Wan reads as further tokens after the image's, for
 diffusers' Wan. Used in `amend`."""
 
-import itertools
-
 import torch
 
 from ..protocol.errors import ConfigError
 from .forward_value import ForwardValue
+from .references import listed
 
 NAME, STREAM = "context_latents", "reference"
 
 
 def given_latents(conditioning):
     """The reference latents of a call, (1 or B, C, F, rows, columns) each, in their order."""
-    found = (conditioning.get(f"{NAME}.{number}") for number in itertools.count())
-    return list(itertools.takewhile(lambda latent: latent is not None, found))
+    return listed(conditioning, NAME)
 
 
 def num_context_tokens(latent):

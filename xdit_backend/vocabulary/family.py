@@ -231,6 +231,10 @@ class Family:
         return {"image": self.latent.num_tokens(shape)} | {
             stream: length(conditioning) for stream, length in lengths.items() if stream in streams}
 
+    def tokens_a_row(self, shape):
+        """How many tokens of a latent of this shape one rank has together: those of a row, or 1."""
+        return self.latent.counts(shape)[-1] if not self.is_unet and self.plan.rows else 1
+
     def stream_width(self, config, streams, block):
         """Of a token of these streams, which are one tensor that this block gives."""
         list_ = [each for each in self.blocks for _ in range(config[each.count])][block]

@@ -11,10 +11,15 @@ import itertools
 AT_ZERO = "index_timestep_zero"
 
 
+def listed(conditioning, name):
+    """The tensors of a list of ComfyUI's, as Family.tensors has them, in their order."""
+    found = (conditioning.get(f"{name}.{number}") for number in itertools.count())
+    return list(itertools.takewhile(lambda tensor: tensor is not None, found))
+
+
 def references(conditioning):
     """The reference latents, each like the latent but for its rows and columns."""
-    found = (conditioning.get(f"ref_latents.{number}") for number in itertools.count())
-    return list(itertools.takewhile(lambda latent: latent is not None, found))
+    return listed(conditioning, "ref_latents")
 
 
 def method_of(conditioning, default):
