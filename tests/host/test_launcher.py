@@ -218,7 +218,7 @@ def test_a_killed_torchrun_is_replaced_by_a_new_group(client, spec_of):
     want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
     old, folder = [psutil.Process(int(numbers["pid"]))
                    for numbers in client.report_memory().values()], client.group.segments.folder
-    torchrun = client.group._resources.process
+    torchrun = client.group._resources.processes
     torchrun.kill()
     assert torchrun.wait_ended(30)
     result, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])

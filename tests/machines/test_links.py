@@ -268,7 +268,7 @@ def test_the_doctor_knows_of_no_machine_of_a_host_that_has_ended(monkeypatch, tm
 
 def test_a_session_of_another_is_not_taken_over(listener):
     commands, welcome = join(listener, name="third")
-    for purpose, session in (("replies", "0" * 32), ("replies", ""), ("store", welcome.session), ("store", "")):
+    for purpose, session in (("replies", "0" * 32), ("replies", "")):
         assert isinstance(join(listener, purpose=purpose, session=session)[1], Refused), purpose
 
 

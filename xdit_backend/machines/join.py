@@ -39,7 +39,6 @@ from .links import (
     Tensor,
     Welcome,
     connect,
-    exchange,
     ping,
     silence_s,
 )
@@ -128,7 +127,6 @@ class Joined:
         self._commands, welcome = self._connect(Hello("machine", "", self._name, versions(), cards))
         self._ahead_s = welcome.clock_s - (asked_s + time.perf_counter()) / 2
         self.replies, _ = self._connect(Hello("replies", welcome.session))
-        self._session = welcome.session
         for link in (self._commands, self.replies):
             link.set_silence_limit(silence_s())
         threading.Thread(target=ping, args=(self.replies, self._over), daemon=True).start()
@@ -209,15 +207,6 @@ class Joined:
 
     def interface(self):
         return interface_of(self._commands.raw.getsockname()[0])
-
-    def relay_store(self, accepted):
-        """Connect one of the processes here with torch's store on the host."""
-        try:
-            link, _ = self._connect(Hello("store", self._session))
-        except (ChannelClosedError, OSError):
-            accepted.close()
-            return
-        exchange(link, accepted)
 
     # --- files ---
 

@@ -8,7 +8,6 @@ nothing. After the greeting a Link goes one way.
 import contextlib
 import hashlib
 import hmac
-import select
 import socket
 import ssl
 import struct
@@ -25,7 +24,7 @@ from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
 from ..protocol.messages import ADAPTERS, decode, encode
 from ..protocol.segments import Segment
-from ..protocol.strict import STRICT, Degree, Natural, Printable, Rank
+from ..protocol.strict import STRICT, Natural, Printable, Rank
 from .keys import SECRET_BYTES
 
 PORT = 29431                               # where the host listens, unless another is given
@@ -44,7 +43,7 @@ Name: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE_NAME}$")]
 class Hello:
     """The first message of a connection: what it is for. "machine": it joins, and will take commands here."""
 
-    purpose: Literal["machine", "replies", "store"]
+    purpose: Literal["machine", "replies"]
     session: str = ""              # of Welcome, for the others
     name: Name = "machine"
     versions: dict[str, str] = field(default_factory=dict)
@@ -67,8 +66,6 @@ class Start:
     """Start the workers of this machine's devices, which are some of these; the order is that of ranks."""
 
     devices: tuple[str, ...]
-    node: Natural
-    num_nodes: Degree
     variables: dict[Literal["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], Literal["1"]] = field(default_factory=dict)
 
 
@@ -246,32 +243,6 @@ def ping(link, is_over):
     with contextlib.suppress(ChannelClosedError):
         while not is_over.wait(silence_s() / PINGS):
             link.send(Ping())
-
-
-def exchange(link, plain):
-    """Pass bytes between a Link and a socket of this machine, both ways, until one of them ends.
-    One thread: TLS takes no two at once."""
-    secure = link.raw
-    secure.settimeout(silence_s())                             # of one send, or of the rest of a record
-    try:
-        while True:
-            if not secure.pending():
-                ready, _, _ = select.select([secure, plain], [], [])
-            if secure.pending() or secure in ready:
-                content = secure.recv(2 ** 16)
-                if not content:
-                    return
-                plain.sendall(content)
-            elif plain in ready:
-                content = plain.recv(2 ** 16)
-                if not content:
-                    return
-                secure.sendall(content)
-    except (OSError, ValueError):
-        pass
-    finally:
-        plain.close()
-        link.close()
 
 
 def silence_s():

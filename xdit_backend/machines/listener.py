@@ -202,17 +202,14 @@ class Listener:
             return
         with self._lock:
             session = next((each for each in self._sessions if secrets.compare_digest(each.token, hello.session)), None)
-        if session is None or session.ended or (hello.purpose == "store") != bool(session.store_port):
+        if session is None or session.ended:
             link.send(Refused("its session has ended"))
             link.close()
             return
         link.send(Welcome(session.token, time.perf_counter()))
-        if hello.purpose == "replies":
-            session.answer_over(link)
-            self._note_machines()
-            log.info("%s has joined", session.name)
-        else:
-            session.relay_store(link)
+        session.answer_over(link)
+        self._note_machines()
+        log.info("%s has joined", session.name)
 
 
 def read_address(text):

@@ -3,14 +3,13 @@ Made by the listener, used by the launcher."""
 
 import logging
 import queue
-import socket
 import threading
 import time
 
 from ..protocol.channel import pair
 from ..protocol.devices import machine_of
 from ..protocol.errors import ChannelClosedError, CheckpointError, XDiTError
-from ..protocol.messages import Abort, Done, Failed, Stop
+from ..protocol.messages import Abort, Done, Failed, Stop, StoreRequest
 from . import tensors
 from .links import (
     MACHINE,
@@ -24,10 +23,10 @@ from .links import (
     Searching,
     Start,
     Tensor,
-    exchange,
     ping,
     silence_s,
 )
+from .store_access import StoreAccess
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +37,13 @@ class Session:
     """One machine, which takes commands over one link and answers over another.
 
     name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. on_end(): called when it has
-    ended. store_port: of torch's store on the host, once the session has started; 0 before that, in use.
+    ended.
     """
 
     def __init__(self, name, token, cards, commands, on_end=lambda: None):
         self.name, self.token, self.cards = name, token, cards
-        self.store_port: int | None = None
+        self.is_used = False                                   # a group has reserved it
+        self._store: StoreAccess | None = None                 # of that group, once it starts
         self.address = commands.raw.getsockname()[0]           # of the host, as that machine reaches it
         self.ended = ""                                        # why, in words, once it has
         self._on_end = on_end
@@ -53,7 +53,6 @@ class Session:
         self._inner, self._open, self._lines = {}, {}, {}
         self._lock = threading.Lock()                          # of _open, and of the order of what is sent
         self._answers = queue.SimpleQueue()                    # of files
-        self._stores = []                                      # Links over which its processes talk to torch's store
 
     @property
     def is_open(self):
@@ -67,34 +66,25 @@ class Session:
         threading.Thread(target=ping, args=(self._commands, self._is_over), daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    @property
-    def is_used(self):
-        return self.store_port is not None
-
     def reserve(self):
         """A group is to start on it: no other may."""
-        self.store_port = 0
+        self.is_used = True
 
-    def start(self, devices, node, num_nodes, store_port, timeout_s, variables):
+    def start(self, devices, store_path, timeout_s, variables):
         """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its
         name.
 
-        variables: of preflight.fallbacks.
+        store_path: of the group's FileStore. variables: of preflight.fallbacks.
         """
-        self.store_port = store_port
+        self._store = StoreAccess(store_path)
         ranks = [rank for rank, device in enumerate(devices) if machine_of(device) == self.name]
         channels = {}
         for rank in ranks:
             channels[rank], self._inner[rank] = pair(timeout_s)
-        self._commands.send(Start(tuple(devices), node, num_nodes, dict(variables)))
+        self._commands.send(Start(tuple(devices), dict(variables)))
         for rank in ranks:
             threading.Thread(target=self._pass_on, args=(rank,), daemon=True).start()
         return channels
-
-    def relay_store(self, link):
-        """Pass on what one of its processes and torch's store say to each other, until one of them ends."""
-        self._stores.append(link)
-        exchange(link, socket.create_connection(("127.0.0.1", self.store_port)))
 
     def find(self, path, content, check, on_read):
         """See that it has the model file of this path here, by its content.
@@ -127,7 +117,7 @@ class Session:
         if not self._is_over.is_set():
             self._is_over.set()
             self._on_end()
-        for link in (self._commands, self._replies, *self._stores):
+        for link in (self._commands, self._replies):
             if link is not None:
                 link.close()
         for channel in self._inner.values():
@@ -167,6 +157,8 @@ class Session:
                     self._handle(message)
                 elif rank not in self._inner or getattr(message, "rank", None) != rank:
                     raise XDiTError(f"{type(message).__name__} came of rank {rank}, which is not there")
+                elif isinstance(message, StoreRequest):
+                    self._commands.send(self._store.answer(message), rank)
                 else:
                     self._inner[rank].send(message)
                     if isinstance(message, (Done, Failed)):

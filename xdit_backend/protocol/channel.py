@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 # of a message; the largest ones name the tensors of a VAE
 MAX_BYTES = 2 ** 24
 KEY_FILE, ADDRESS_FILE = "key", "address"
+STORE_FILE = "store"                               # of torch's FileStore, in the same folder
 HANDSHAKE_S, TIMEOUT_S = 5.0, 60.0
 
 

@@ -24,6 +24,7 @@ from .specs import (
     Patch,
     WeightCopies,
 )
+from .store_messages import StoreReply, StoreRequest
 from .strict import STRICT, Natural, Printable, Rank, Share, Speed
 
 JOINING = "joining the devices"                                # the Phase in which a worker joins the others
@@ -307,7 +308,7 @@ MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning,
     Predict, LoadAutoencoder, LoadNetwork,
     Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abort, Stop, Ready, StartFailed, Phase, Heartbeat, Done,
-                                          Failed)}
+    Failed, StoreRequest, StoreReply)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

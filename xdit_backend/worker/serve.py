@@ -20,9 +20,22 @@ from ..distributed.mesh import backend_for, group_options, group_timeout
 from ..protocol.channel import connect
 from ..protocol.devices import own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
-from ..protocol.messages import JOINING, TRYING_LINKS, Abort, Done, Failed, Heartbeat, Phase, Ready, StartFailed, Stop
+from ..protocol.messages import (
+    JOINING,
+    TRYING_LINKS,
+    Abort,
+    Done,
+    Failed,
+    Heartbeat,
+    Phase,
+    Ready,
+    StartFailed,
+    Stop,
+    StoreReply,
+)
 from ..protocol.segments import discard, folders_of
 from .engine import Engine
+from .host_store import open_store
 from .output import keep_small
 from .preflight import prepare_device, try_links
 
@@ -32,19 +45,20 @@ HEARTBEAT_S = 2.0                                 # from beat to beat of a worke
 PREFETCHED = 3                               # commands whose receives are posted: the one at hand and two ahead
 
 
-def serve(folder, rank, devices, store_port, log_file):
-    """Join the process group at the host's store, greet the host, and serve until it says stop or is gone.
+def serve(folder, rank, devices, log_file):
+    """Join the process group through its store, greet the host, and serve until it says stop or is gone.
     log_file: what is printed."""
     channel = connect(folder)
+    store = open_store(folder, rank, devices, channel.send)    # referenced until the process group is destroyed
     channel.send(Phase(rank, "starting workers"))
     commands, busy, ready, aborted = queue.SimpleQueue(), threading.Event(), threading.Event(), set()
     threading.Thread(target=_heartbeat_until, args=(ready, channel, rank), daemon=True).start()
-    threading.Thread(target=_read, args=(channel, commands, aborted, folder), daemon=True).start()
+    threading.Thread(target=_read, args=(channel, commands, aborted, store, folder), daemon=True).start()
     device = torch.device(own_name(devices[rank]))
     torch.set_grad_enabled(False)
     try:
         prepare_device(device)
-        _join(channel, rank, devices, device, store_port)
+        _join(channel, rank, devices, device, store)
     except (WorkerStartError, LinkError) as error:
         log.exception("cannot start")
         channel.send(StartFailed(rank, str(error), isinstance(error, LinkError)))
@@ -83,10 +97,9 @@ def serve(folder, rank, devices, store_port, log_file):
     dist.destroy_process_group()
 
 
-def _join(channel, rank, devices, device, store_port):
+def _join(channel, rank, devices, device, store):
     """Join the process group, and see that its ranks reach each other."""
     backend = backend_for(devices, dist.is_nccl_available())
-    store = dist.PrefixStore("workers", dist.TCPStore("127.0.0.1", store_port, is_master=False))
     channel.send(Phase(rank, JOINING))
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=len(devices), timeout=group_timeout(),
@@ -140,13 +153,16 @@ def _heartbeat(channel, engine, busy, log_file):
         pass                                                   # _read ends the process
 
 
-def _read(channel, commands, aborted, folder):
+def _read(channel, commands, aborted, store, folder):
     """Pass commands on; when the host is gone, end this process whatever it is doing, and leave no file behind."""
     try:
         while True:
             command = channel.receive()
             if isinstance(command, Abort):
                 aborted.add(command.request)
+                continue
+            if isinstance(command, StoreReply):
+                store.take(command)
                 continue
             commands.put(command)
             if isinstance(command, Stop):
