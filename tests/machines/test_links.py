@@ -32,7 +32,7 @@ from xdit_backend.machines.links import (
 )
 from xdit_backend.machines.listener import Listener, interface_of, read_address, version_differences, versions
 from xdit_backend.machines.session import wait_for
-from xdit_backend.protocol import messages, specs
+from xdit_backend.protocol import channel, messages, specs
 from xdit_backend.protocol.errors import ChannelClosedError, ConfigError, WorkerStartError, XDiTError
 from xdit_backend.protocol.segments import Segment, SegmentStore
 
@@ -44,8 +44,13 @@ def pair(listener):
     """Two ends of one connection over TLS: (the host's, the other's)."""
     server = socket.create_server(("127.0.0.1", 0))
     made = []
-    thread = threading.Thread(
-        target=lambda: made.append(links.welcome(server.accept()[0], listener._context, listener._key.secret)))
+
+    def welcome():
+        link = links.accepted(server.accept()[0], listener._context)
+        links.welcome(link, listener._key.secret)
+        link.set_silence_limit(60)
+        made.append(link)
+    thread = threading.Thread(target=welcome)
     thread.start()
     other = connect(server.getsockname(), listener._key)
     thread.join()
@@ -74,6 +79,26 @@ def test_a_machine_with_the_key_joins_and_is_known_by_its_name(listener):
     with pytest.raises(ChannelClosedError):
         while True:                                            # what was sent before
             commands.receive()
+
+
+def test_heartbeats_that_nobody_reads_do_not_stop_a_session(listener):
+    """ComfyUI may compute for minutes on its own while workers are at a command."""
+    _, welcome = join(listener, name="busy")
+    replies, _ = join(listener, purpose="replies", session=welcome.session)
+    wait_for(lambda: "busy" in listener.joined() or None, time.monotonic() + 60, lambda: None)
+    session = listener.take("busy")
+    near, session._inner[1] = channel.pair()
+    replies.set_silence_limit(10)
+
+    for _ in range(5000):                                      # of almost three hours
+        replies.send(messages.Heartbeat(1, 7, 0, False), rank=1)
+    replies.send(messages.Phase(1, "computing"), rank=1)
+    received = [near.receive()]
+    while not isinstance(received[-1], messages.Phase):
+        received.append(near.receive())
+
+    assert session.is_open and 0 < received.count(messages.Heartbeat(1, 7, 0, False)) < 5000
+    session.close()
 
 
 def test_another_secret_is_refused_before_anything_is_parsed(listener, monkeypatch):

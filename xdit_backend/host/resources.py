@@ -78,7 +78,7 @@ class GroupResources:
                                                            variables, check)
         at_once = []
         for index, session in enumerate(self.sessions.values(), 1):
-            at_once += session.start(self.devices, index, node.num_nodes, port, silence_s, variables).values()
+            at_once += session.start(self.devices, index, node.num_nodes, port, variables).values()
         return GroupStart(self.devices, own, self.process, self.channel_listener, at_once, self.sessions, self.traces,
                           has_fallbacks)
 

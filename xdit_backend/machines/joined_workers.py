@@ -42,7 +42,8 @@ class Workers:
                 raise WorkerStartError("none of the devices is of this machine")
             for warning in preflight.check(devices, (self.segments.folder, self.segments.overflow_folder)):
                 say(warning)
-            self._channel_listener = ChannelListener(self.segments.folder)
+            self._channel_listener = ChannelListener(self.segments.folder,
+                                                     timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))
             self._store = socket.create_server(("127.0.0.1", 0))
             threading.Thread(target=self._relay_stores, daemon=True).start()
             self._process, _ = start_torchrun(

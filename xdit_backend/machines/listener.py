@@ -21,12 +21,12 @@ from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError
 from .contents import Contents
 from .keys import identity, server_context
-from .links import PORT, Hello, Refused, Welcome, welcome
-from .session import Session, wait_for
+from .links import PORT, Hello, Refused, Welcome, accepted, welcome
+from .pending import Pending
+from .session import POLL_S, Session, wait_for
 
 log = logging.getLogger(__name__)
 
-MAX_GREETED = 16                           # connections that have not shown a key yet
 PACKAGE = Path(__file__).resolve().parent.parent
 COMFYUI = "ComfyUI"                        # which a machine may lack: models that run as modules of it say so
 COMPARED = ("torch", "diffusers")          # packages whose versions must be the same on all machines
@@ -55,7 +55,7 @@ class Listener:
                               f"{self.address}:{PORT + 1}, if this one is taken: other machines cannot join at "
                               f"{address} ({error}).") from error
         self.port = self._server.getsockname()[1]
-        self._sessions, self._lock, self._num_greeted = [], threading.Lock(), 0
+        self._sessions, self._lock, self._pending = [], threading.Lock(), Pending()
         # name of a machine -> why it was not let in, or is not there any more
         self._absent = {}
         self._is_over = threading.Event()
@@ -147,41 +147,55 @@ class Listener:
 
     def _accept(self):
         while not self._is_over.is_set():
+            self._server.settimeout(POLL_S if self._pending.num_waiting else None)
             try:
-                connected, _ = self._server.accept()
+                self._queue(*self._server.accept())
+            except TimeoutError:
+                pass
             except OSError:
                 if not self._is_over.is_set():
-                    time.sleep(0.1)                            # such as too many open files
-                continue
-            with self._lock:
-                self._num_greeted += 1
-                is_too_many = self._num_greeted > MAX_GREETED
-            if is_too_many:
-                connected.close()
-                self._has_greeted()
-            else:
-                threading.Thread(target=self._greet, args=(connected,), daemon=True).start()
+                    time.sleep(POLL_S)                         # such as too many open files
+            while (link := self._pending.next()) is not None:
+                try:
+                    threading.Thread(target=self._greet, args=(link,), daemon=True).start()
+                except RuntimeError as error:                  # the system lets this process have no more threads
+                    log.warning("a machine cannot join: %s", error)
+                    self._pending.remove(link)
+                    link.close()
+        for link in self._pending.close():
+            link.close()
 
-    def _has_greeted(self):
-        with self._lock:
-            self._num_greeted -= 1
-
-    def _greet(self, connected):
+    def _queue(self, connected, address):
         try:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = welcome(connected, self._context, self._key.secret)
-            if link is None:
-                return
-            _, hello = link.receive()
-        except (ChannelClosedError, OSError):
+            link = accepted(connected, self._context)
+        except (OSError, ValueError):                          # it has ended already
             connected.close()
             return
+        refused = self._pending.add(link, address[0])
+        if refused is not None:
+            refused.close()
+
+    def _greet(self, link):
+        try:
+            welcome(link, self._key.secret)
+            _, hello = link.receive()
+        except ChannelClosedError:
+            link.close()
+            return
         finally:
-            self._has_greeted()
+            self._pending.remove(link)
+        self._end_incomplete()
         try:
             self._let_in(link, hello)
         except ChannelClosedError:
             link.close()
+
+    def _end_incomplete(self):
+        """End sessions whose second connection has not come in time; such a machine joins again by itself."""
+        with self._lock:
+            late = [session for session in self._sessions if session.is_late]
+        for session in late:
+            session.close("it did not finish joining")
 
     def _let_in(self, link, hello):
         if not isinstance(hello, Hello):
