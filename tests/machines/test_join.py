@@ -40,8 +40,12 @@ def spec_of(folder, stages=None):
 def start_join(listener, models, tmp_path, address=None):
     """A process that joins as "other". address: of the listener, unless a relay stands before it."""
     command = [sys.executable, "-m", "xdit_backend", "join", address or f"{listener.address}:{listener.port}", "other",
-               listener._key.text, "--models", str(models)]
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"XDIT_LOG_FOLDER": str(tmp_path / "logs")})
+               "--models", str(models)]
+    joined = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"XDIT_LOG_FOLDER": str(tmp_path / "logs")},
+                              stdin=subprocess.PIPE, text=True)
+    joined.stdin.write(f"{listener._key.text}\n")
+    joined.stdin.close()
+    return joined
 
 
 def worker_of(joined):
@@ -67,7 +71,7 @@ def test_ranks_on_another_machine(files, tmp_path, forkserver):
         whole, staged = spec_of(here), spec_of(here, Stages(2))
         for spec, degrees in ((whole, {"ulysses": 2}), (whole, {"cfg": 2}), (staged, {"pipefusion": 2})):
             predict(spec, **degrees)
-        assert any(text.startswith("waiting for other to join. There, ") and listener.command("other") in text
+        assert any(text.startswith("waiting for other to join. ") and listener.key_command("other") in text
                    for text in told)
         within((decode(client) - decoded()).abs().max(), 1e-5)
         assert client.models.park(whole.name, 2 ** 30) > 0

@@ -304,10 +304,8 @@ def test_a_machine_that_does_not_come_is_asked_for_by_the_command(listener, monk
     with pytest.raises(WorkerStartError) as error:
         listener.take("absent", told.append)
 
-    command = listener.command("absent")
+    command = listener.key_command("absent")
     assert command in str(error.value) and command in told[0] and "has not joined after 0 s" in str(error.value)
-    assert (command.split()[:4] == ["python", "-m", "xdit_backend", "join"]
-            and read_key(command.split()[-1]) == listener._key)
 
 
 def test_a_person_can_give_up_waiting(listener):
@@ -357,7 +355,7 @@ def test_an_address_of_another_machine_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "short", "é" * 64, "A" * 63, "A" * 68])
 def test_keys_that_are_none_are_refused(text):
-    with pytest.raises(ConfigError, match="is not one that a host has printed"):
+    with pytest.raises(ConfigError, match="^Copy the whole key again, which has 64 characters"):
         read_key(text)
 
 

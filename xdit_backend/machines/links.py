@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import hmac
 import math
+import re
 import select
 import socket
 import ssl
@@ -170,7 +171,7 @@ def connect(address, key):
     if not hmac.compare_digest(shown, key.fingerprint):
         secure.close()
         raise ConfigError(f"What answers at {address[0]}:{address[1]} is not the host that this key is of. Copy the "
-                          f"line that ComfyUI prints there now.")
+                          f"key again: python -m xdit_backend key shows it there.")
     secure.sendall(key.secret)
     return Link(secure)
 
@@ -304,6 +305,11 @@ def exchange(link, plain):
 
 def silence_s():
     return timeouts.seconds("XDIT_LINK_TIMEOUT_S")
+
+
+def is_name(text):
+    """May a machine have this name?"""
+    return re.fullmatch(MACHINE_NAME, text) is not None
 
 
 def _words(error):

@@ -2,10 +2,11 @@
 Used by the bridge."""
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
-import re
 import secrets
+import shlex
 import socket
 import threading
 import time
@@ -13,15 +14,15 @@ from pathlib import Path
 
 import psutil
 
-from ..comfyui.place import comfyui_version, find_comfyui
+from ..comfyui.place import PACK, comfyui_version, find_comfyui
 from ..host import logs
 from ..host.doctor import gigabytes, package_versions
 from ..protocol import timeouts
-from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError
 from .contents import Contents
-from .keys import identity, server_context
+from .keys import identity, key_folder, server_context
 from .links import PORT, Hello, Refused, Welcome, accepted, welcome
+from .listening import Listening
 from .pending import Pending
 from .session import POLL_S, Session, wait_for
 
@@ -45,6 +46,7 @@ class Listener:
         self.wanted = read_address(address)
         self.address, self.port = self.wanted
         self.contents = Contents()
+        self._folder = Path(folder)
         self._key = identity(folder)
         self._context = server_context(folder)
         try:
@@ -55,6 +57,8 @@ class Listener:
                               f"{self.address}:{PORT + 1}, if this one is taken: other machines cannot join at "
                               f"{address} ({error}).") from error
         self.port = self._server.getsockname()[1]
+        self._listening = Listening(f"{self.address}:{self.port}")
+        self._write_listening()
         self._sessions, self._lock, self._pending = [], threading.Lock(), Pending()
         # name of a machine -> why it was not let in, or is not there any more
         self._absent = {}
@@ -62,9 +66,12 @@ class Listener:
         threading.Thread(target=self._accept, daemon=True).start()
         log.info("other machines can join at %s:%d", self.address, self.port)
 
-    def command(self, name):
-        """What to paste on the machine of this name, in the folder of the xDiT nodes there."""
-        return f"python -m xdit_backend join {self.address}:{self.port} {name} {self._key.text}"
+    def key_command(self, name):
+        """The command that shows, on this machine, in the folder of the xDiT nodes, what to run on the machine of this
+        name. It alone shows the key: errors, phases and logs are read by others."""
+        is_usual = self._folder == key_folder(PACK.parent.parent)
+        folder = "" if is_usual else f" --folder {shlex.quote(str(self._folder))}"
+        return f"python -m xdit_backend key{folder} {name}"
 
     @property
     def interface(self):
@@ -114,6 +121,18 @@ class Listener:
                     self._absent.pop(session.name, None)
             logs.note_machines([f"{name} {words}" for name, words in sorted(lines_of.items())])
 
+    def _note_waiting(self, name):
+        with self._lock:
+            names = dict.fromkeys((*self._listening.names, name))
+            self._listening = dataclasses.replace(self._listening, names=tuple(names))
+            self._write_listening()
+
+    def _write_listening(self):
+        try:
+            self._listening.write(self._folder)
+        except OSError as error:
+            log.warning("python -m xdit_backend key does not know at which address ComfyUI listens: %s", error)
+
     def _wait(self, name, on_phase, check, takes):
         def found():
             with self._lock:
@@ -128,18 +147,20 @@ class Listener:
         session = found()
         if session is None:
             timeout_s = timeouts.seconds("XDIT_JOIN_TIMEOUT_S")
-            words = f"waiting for {name} to join. There, in the folder of the xDiT nodes, run: {self.command(name)}"
+            self._note_waiting(name)
+            words = (f"waiting for {name} to join. To see what to run there, run this on the machine with ComfyUI, in "
+                     f"the folder of the xDiT nodes: {self.key_command(name)}")
             log.warning("%s", words)
             on_phase(words)
             session = wait_for(found, time.monotonic() + timeout_s, check)
         if session is None:
             others = f" Joined are: {', '.join(self.joined())}." if self.joined() else ""
             raise WorkerStartError(
-                f"{name} has not joined after {timeout_s:.0f} s.{others} On that machine, in the folder of the xDiT "
-                f"nodes (it needs them, the same versions of {' and '.join(COMPARED)}, and the model files, but not "
-                f"ComfyUI), run:\n{self.command(name)}\nWhen it says that it has joined, queue the prompt again. If "
-                f"it cannot connect, let port {self.port} through this machine's firewall. Or leave {name} out of "
-                f"devices in xDiT Parallel Config.")
+                f"{name} has not joined after {timeout_s:.0f} s.{others} On the machine with ComfyUI, in the folder of "
+                f"the xDiT nodes, run:\n{self.key_command(name)}\nIt shows what to run on {name}, which needs the "
+                f"xDiT nodes, the same versions of {' and '.join(COMPARED)}, and the model files, but not ComfyUI. "
+                f"When {name} says that it has joined, queue the prompt again. If it cannot connect, let port "
+                f"{self.port} through the firewall here. Or leave {name} out of devices in xDiT Parallel Config.")
         self._note_machines()
         return session
 
@@ -277,7 +298,3 @@ def version_differences(theirs, ours):
     different = [f"{name} is {theirs.get(name, 'not there')} there and {version} here" for name, version in ours.items()
                  if theirs.get(name) != version and (name != COMFYUI or name in theirs)]
     return f"{'; '.join(different)}. Install the same on both machines." if different else ""
-
-
-def is_name(text):
-    return re.fullmatch(MACHINE_NAME, text) is not None

@@ -1,8 +1,9 @@
 """Connections to the host that have not shown the key yet: who of them is listened to, and who waits.
 
-Strangers cannot keep a machine out. At most MAX_SERVED connections are listened to at a time, and MAX_SERVED_PER_ADDRESS
-of one address; each has links.WELCOME_S to be let in. Others wait in a line. While any waits, a connection that has been
-listened to for TURN_S makes way for it. The next one comes from the address of which the fewest are listened to.
+Strangers cannot keep a machine out. At most MAX_SERVED connections are listened to at a time, of one address at most
+MAX_SERVED_PER_ADDRESS; each has links.WELCOME_S to be let in. Others wait in a line. While any waits, a connection that
+has been listened to for TURN_S makes way for it. The next one comes from the address of which the fewest are listened
+to.
 """
 
 import collections
