@@ -381,6 +381,10 @@ export const ZH = {
     "请把 mode 设为 auto：没有并行度能使这些设置在这里可用。",
   "Set devices to \"auto\", or to names with commas such as \"cuda:0,cuda:1\": devices is empty.":
     "请把 devices 设为“auto”，或设为用逗号分隔的设备名称，例如“cuda:0,cuda:1”：devices 为空。",
+  "Name \"cpu\" at most {} times, once for each core that may be used here: devices=\"{}\" names it {} times.":
+    "请最多写 {0} 次“cpu”，即这里可用的每个核心一次：devices=\"{1}\" 写了 {2} 次。",
+  "Name each GPU once, for one worker: devices=\"{}\" names {} {} times.":
+    "每个 GPU 请只写一次，供一个工作进程使用：devices=\"{0}\" 把 {1} 写了 {2} 次。",
   "Name devices of one kind: devices=\"{}\" mixes CPU and CUDA workers.":
     "请只写一种设备：devices=\"{0}\" 混用了 CPU 和 CUDA 工作进程。",
   "Name a device of this machine too, which has {}: devices=\"{}\" names none.":

@@ -1,8 +1,8 @@
 """Lend this machine's devices to ComfyUI on another one.
 
-`python -m xdit_backend key` shows there what to run here. This stays until it is stopped, and joins again when the other
-machine was away. The model files have to be here too, below one of the --models folders; their names may differ, their
-content may not.
+`python -m xdit_backend key` shows there what to run here. This stays until it is stopped, and joins again when the
+other machine was away. The model files have to be here too, below one of the --models folders; their names may differ,
+their content may not.
 """
 
 import contextlib

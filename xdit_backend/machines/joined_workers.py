@@ -11,7 +11,7 @@ from ..host.starting import TORCHRUN, StartMonitor, exit_words
 from ..host.torchrun import Node, children, end_torchrun, first_ended, read_text, start_torchrun
 from ..protocol import messages, timeouts
 from ..protocol.channel import ChannelListener
-from ..protocol.devices import own_name
+from ..protocol.devices import check_counts, own_name
 from ..protocol.errors import ChannelClosedError, WorkerStartError, XDiTError
 from ..protocol.segments import DTYPES, SegmentStore
 from . import tensors
@@ -40,6 +40,7 @@ class Workers:
             devices = [own_name(start.devices[rank]) for rank in ranks]
             if not devices:
                 raise WorkerStartError("none of the devices is of this machine")
+            check_counts(devices, ",".join(devices))
             for warning in preflight.check(devices, (self.segments.folder, self.segments.overflow_folder)):
                 say(warning)
             self._channel_listener = ChannelListener(self.segments.folder,
