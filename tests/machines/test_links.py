@@ -10,22 +10,28 @@ import struct
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from xdit_backend.host import logs
 from xdit_backend.machines import links, tensors
 from xdit_backend.machines.contents import Contents
+from xdit_backend.machines.join import Joined
 from xdit_backend.machines.keys import SECRET_BYTES, Key, identity, read_key
 from xdit_backend.machines.links import (
     HEADER,
     MACHINE,
+    Find,
     Hello,
     Link,
+    Missing,
     Piece,
     Ping,
     Refused,
+    Searching,
     Tensor,
     Welcome,
     connect,
@@ -297,6 +303,21 @@ def test_a_session_of_another_is_not_taken_over(listener):
         assert isinstance(join(listener, purpose=purpose, session=session)[1], Refused), purpose
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_machine_answers_for_its_own_ranks_only(listener, rank):
+    _, welcome = join(listener, name="liar")
+    replies, _ = join(listener, purpose="replies", session=welcome.session)
+    wait_for(lambda: "liar" in listener.joined() or None, time.monotonic() + 60, lambda: None)
+    session = listener.take("liar")
+    near, session._inner[1] = channel.pair()
+
+    replies.send(messages.Phase(rank, "computing"), rank=1)    # by its own channel, in the name of another
+
+    with pytest.raises(ChannelClosedError):
+        near.receive()
+    assert not session.is_open
+
+
 def test_a_machine_that_does_not_come_is_asked_for_by_the_command(listener, monkeypatch):
     monkeypatch.setenv("XDIT_JOIN_TIMEOUT_S", "0.1")
     told = []
@@ -445,6 +466,27 @@ def test_a_file_that_changes_has_another_content(tmp_path):
 
     assert first == again == f"7-{hashlib.sha256(b'content').hexdigest()}" and read == [(7, 7)]
     assert contents.of(path) == f"7-{hashlib.sha256(b'others!').hexdigest()}"
+
+
+def test_a_host_opens_no_file_of_a_joined_machine_by_its_path(tmp_path):
+    """Only files below the folders that were named there, after it has asked for them by their content."""
+    (tmp_path / "models").mkdir()
+    private, public = tmp_path / "private.safetensors", tmp_path / "models" / "a.safetensors"
+    for path in (private, public):
+        save_file({"weight": torch.full((2,), float(path == private))}, path)
+    answers, joined = [], Joined(("127.0.0.1", 1), None, "other", [tmp_path / "models"], Contents(), None)
+    joined.replies = SimpleNamespace(send=answers.append)
+
+    def load(path):
+        return joined._of_here(messages.LoadModel(1, specs.ModelSpec("a", "Flux.1", str(path), "float32", "float32")))
+    joined._find(Find(str(private), Contents().of(private)))
+    assert [type(answer) for answer in answers if not isinstance(answer, Searching)] == [Missing]
+    for path in (private, public, "/etc/passwd"):
+        with pytest.raises(KeyError):
+            load(path)
+
+    joined._find(Find("/on/the/host/b.safetensors", Contents().of(public)))
+    assert load("/on/the/host/b.safetensors").spec.path == str(public)
 
 
 def test_of_a_folder_what_is_read_counts(tmp_path):

@@ -168,8 +168,8 @@ class Listener:
 
     def _accept(self):
         while not self._is_over.is_set():
-            self._server.settimeout(POLL_S if self._pending.num_waiting else None)
             try:
+                self._server.settimeout(POLL_S if self._pending.num_waiting else None)
                 self._queue(*self._server.accept())
             except TimeoutError:
                 pass

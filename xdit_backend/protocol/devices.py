@@ -9,8 +9,6 @@ import re
 from .errors import ConfigError
 
 MACHINE_NAME = r"[a-z0-9][a-z0-9.-]{0,62}"
-# the environment variable by which tests have several workers on a GPU, and more CPU workers than cores
-SHARED = "XDIT_SHARED_DEVICES"
 MAX_SHOWN = 60                             # characters of the setting in an error
 
 
@@ -73,8 +71,8 @@ def check_counts(names, setting):
 
     Raises ConfigError.
     """
-    if os.environ.get(SHARED, "") not in ("", "0"):
-        return
+    if os.environ.get("XDIT_SHARED_DEVICES", "") not in ("", "0"):
+        return                                                 # tests of many workers
     shown = setting if len(setting) <= MAX_SHOWN else f"{setting[:MAX_SHOWN]}..."
     counts = collections.Counter(names)
     if counts["cpu"] > num_cores():
