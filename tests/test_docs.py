@@ -136,6 +136,16 @@ def test_sections_that_docstrings_cite_exist():
     assert {number: path for number, path in cited.items() if number not in headings} == {}
 
 
+def test_tests_that_the_trust_model_names_exist():
+    defined = {name for path in sources("tests")
+               for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)}
+    named = {path.name: set(re.findall(r"`(test_\w+)`", path.read_text(encoding="utf-8")))
+             for path in (ROOT / "SECURITY.md", ROOT / "docs" / "machines.md")}
+
+    assert len(named["machines.md"]) >= 20 and all(named.values())
+    assert set().union(*named.values()) <= defined
+
+
 def test_the_picture_of_the_rooms_is_current():
     assert PICTURE.read_text(encoding="utf-8") == draw(), "draw it anew: python -m tests.architecture"
 

@@ -1,11 +1,15 @@
 """What the page is told of files before it converts a workflow: read from headers, as the nodes would say it."""
 
+import asyncio
 import importlib
 import json
 import re
 import struct
+from types import SimpleNamespace
 
+import pytest
 import torch
+from aiohttp import test_utils, web
 
 from tests.comfyui_server import ROOT
 
@@ -79,3 +83,63 @@ def test_few_checkpoints_stay_open(comfyui, tmp_path):
     for number in range(1, checkpoints.MAX_OPEN + 1):
         kept.open(tmp_path / f"{number}.safetensors")
     assert kept.open(first) is not opened
+
+
+# --- where requests come from ---
+
+HOST = "10.0.0.5:8188"                     # of a LAN, where ComfyUI itself does not compare it with the origin
+JSON = {"Host": HOST, "Content-Type": "application/json"}
+OWN = [{}, {"Origin": f"http://{HOST}"}, {"Origin": f"https://{HOST.upper()}"}, {"Sec-Fetch-Site": "none"},
+       {"Sec-Fetch-Site": "same-origin"}, {"Origin": "https://proxy.example", "Sec-Fetch-Site": "same-origin"}]
+FOREIGN = [{"Origin": "http://elsewhere.example"}, {"Origin": "null"}, {"Origin": "http://10.0.0.5:9000"},
+           {"Origin": "http://10.0.0.5"}, {"Origin": ""}, {"Sec-Fetch-Site": "cross-site"},
+           {"Sec-Fetch-Site": "same-site"}, {"Origin": f"http://{HOST}", "Sec-Fetch-Site": "cross-site"}]
+
+
+@pytest.fixture
+def statuses(comfyui):
+    """(headers of a request) -> {(method, path): status} of every route of the pack, without ComfyUI's own checks."""
+    page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.page.routes")
+    server = SimpleNamespace(routes=web.RouteTableDef(), sockets={}, send_json=None,
+                             prompt_queue=SimpleNamespace(currently_running=True))
+    page.add_routes(server)
+
+    async def ask(headers, body):
+        app = web.Application()
+        app.add_routes(server.routes)
+        found = {}
+        async with test_utils.TestClient(test_utils.TestServer(app)) as client:
+            for route in server.routes:
+                data = body if route.method == "POST" else None
+                async with client.request(route.method, route.path, data=data, headers=headers) as answer:
+                    found[route.method, route.path] = answer.status
+        return found
+    return lambda headers, body=b"{}": asyncio.run(ask(headers, body))
+
+
+@pytest.mark.parametrize("headers", OWN, ids=str)
+def test_the_own_page_and_programs_are_answered(statuses, headers):
+    found = statuses(JSON | headers)
+
+    assert {status for (method, _), status in found.items() if method == "GET"} == {200}
+    assert {status for (method, _), status in found.items() if method == "POST"} == {400}  # "{}" asks for nothing
+    assert len(found) == 7
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_other_sites_are_rejected_by_every_route(statuses, headers):
+    assert set(statuses(JSON | headers).values()) == {403}
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "text/plain; a=application/json", "multipart/form-data",
+                                          "application/x-www-form-urlencoded", "", "application/jsonp"])
+def test_a_body_that_any_page_could_send_is_rejected_by_every_route(statuses, content_type):
+    found = statuses({"Host": HOST, "Content-Type": content_type})
+
+    assert {status for (method, _), status in found.items() if method == "POST"} == {415}
+
+
+def test_json_with_a_charset_is_json(statuses):
+    found = statuses({"Host": HOST, "Content-Type": "application/json; charset=utf-8"})
+
+    assert {status for (method, _), status in found.items() if method == "POST"} == {400}

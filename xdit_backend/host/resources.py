@@ -70,7 +70,7 @@ class GroupResources:
         self.why_not_forked = self.processes.why_not_forked
         at_once = []
         for session in self.sessions.values():
-            at_once += session.start(self.devices, self.segments.folder / STORE_FILE, silence_s, variables).values()
+            at_once += session.start(self.devices, self.segments.folder / STORE_FILE, variables).values()
         return GroupStart(self.devices, own, self.processes, self.channel_listener, at_once, self.sessions, self.traces,
                           has_fallbacks)
 

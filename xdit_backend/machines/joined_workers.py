@@ -9,7 +9,7 @@ from ..host.starting import TORCHRUN, StartMonitor, exit_words
 from ..host.supervisor import LocalRanks
 from ..protocol import messages, timeouts
 from ..protocol.channel import ChannelListener
-from ..protocol.devices import own_name
+from ..protocol.devices import check_counts, own_name
 from ..protocol.errors import ChannelClosedError, WorkerStartError, XDiTError
 from ..protocol.segments import DTYPES, SegmentStore
 from . import tensors
@@ -38,9 +38,11 @@ class Workers:
             devices = [own_name(start.devices[rank]) for rank in ranks]
             if not devices:
                 raise WorkerStartError("none of the devices is of this machine")
+            check_counts(devices, ",".join(devices))
             for warning in preflight.check(devices, (self.segments.folder, self.segments.overflow_folder)):
                 say(warning)
-            self._channel_listener = ChannelListener(self.segments.folder)
+            self._channel_listener = ChannelListener(self.segments.folder,
+                                                     timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))
             local = LocalRanks(start.devices, ranks[0], len(ranks), self.segments.folder, self.segments.overflow_folder,
                                self._log_folder)
             environment = torchrun.environment_of(start.devices, len(ranks), session.interface())

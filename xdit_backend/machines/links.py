@@ -8,10 +8,13 @@ nothing. After the greeting a Link goes one way.
 import contextlib
 import hashlib
 import hmac
+import math
+import re
 import socket
 import ssl
 import struct
 import threading
+import time
 from dataclasses import field
 from typing import Annotated, Literal, TypeAlias
 
@@ -31,7 +34,8 @@ PORT = 29431                               # where the host listens, unless anot
 PIECE_BYTES = 2 ** 20                      # of a tensor that travels at a time; between two, other messages pass
 # that have to be on their way within the time of silence: a slow link is no lost one
 SEND_BYTES = 2 ** 16
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10.0                         # for which the joining side waits for the host
+WELCOME_S = 5.0                            # from a new connection until it has shown the key and said its Hello
 PINGS = 16                                 # in the time after which silence counts as the end
 HEADER = struct.Struct("!iI")              # the rank that a message is for, or comes from, or MACHINE; its bytes
 MACHINE = -1
@@ -132,23 +136,23 @@ BETWEEN_MACHINES = {cls.__name__: TypeAdapter(cls) for cls in (
 
 # --- who is let in ---
 
-def welcome(connected, context, secret):
-    """The host's side of a new connection: a Link to who holds the key;
-    None, and the connection is closed, for all others."""
-    connected.settimeout(HANDSHAKE_S)
-    try:
-        secure = context.wrap_socket(connected, server_side=True)
-    except (OSError, ValueError):
-        connected.close()
-        return None
-    link = Link(secure)
-    try:
-        if hmac.compare_digest(link.read(SECRET_BYTES), secret):
-            return link
-    except ChannelClosedError:
-        pass
-    link.close()
-    return None
+def accepted(connected, context):
+    """The Link of a connection that the host has accepted, of which nothing has been read yet.
+    Raises OSError or ValueError where it has ended already."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.settimeout(WELCOME_S)
+    link = Link(context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False))
+    return link
+
+
+def welcome(link, secret):
+    """The host's side of the TLS handshake and of the key's secret, before which nothing is parsed. From now on,
+    everything until `set_silence_limit` has to be over in WELCOME_S.
+    Raises ChannelClosedError for all who do not hold the key."""
+    link.set_deadline(time.monotonic() + WELCOME_S)
+    link.handshake()
+    if not hmac.compare_digest(link.read(SECRET_BYTES), secret):
+        raise ChannelClosedError("the secret is another")
 
 
 def connect(address, key):
@@ -164,7 +168,7 @@ def connect(address, key):
     if not hmac.compare_digest(shown, key.fingerprint):
         secure.close()
         raise ConfigError(f"What answers at {address[0]}:{address[1]} is not the host that this key is of. Copy the "
-                          f"line that ComfyUI prints there now.")
+                          f"key again: python -m xdit_backend key shows it there.")
     secure.sendall(key.secret)
     return Link(secure)
 
@@ -176,12 +180,25 @@ class Link:
     In use it goes one way, since TLS takes no two threads at once."""
 
     def __init__(self, secure):
-        self.raw = secure
+        self.raw, self._deadline_s = secure, math.inf
         self._sending, self._receiving = threading.RLock(), threading.RLock()
 
     def set_silence_limit(self, silence_s):
         """From now on the other end counts as gone when nothing has come, or could be sent, for so long."""
+        self._deadline_s = math.inf
         self.raw.settimeout(silence_s)
+
+    def set_deadline(self, deadline_s):
+        """Until set_silence_limit, the other end counts as gone at this time.monotonic(), even if bytes arrive."""
+        self._deadline_s = deadline_s
+
+    def handshake(self):
+        """TLS's. Raises ChannelClosedError where it fails."""
+        try:
+            self._limit_wait()
+            self.raw.do_handshake()                            # the time-out is of all of it
+        except (OSError, ValueError) as error:
+            raise ChannelClosedError(_words(error)) from error
 
     def send(self, message, rank=MACHINE, content=b""):
         """Send one of this module's messages, or, for a rank or from one, of protocol.messages;
@@ -220,6 +237,7 @@ class Link:
         try:
             with self._receiving:
                 while view:
+                    self._limit_wait()
                     count = self.raw.recv_into(view)
                     if not count:
                         raise ChannelClosedError("the connection was closed")
@@ -230,10 +248,21 @@ class Link:
             raise ChannelClosedError(_words(error)) from error
         return bytes(content)
 
+    def _limit_wait(self):
+        if self._deadline_s < math.inf:
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self.raw.settimeout(left_s)
+
+    def end(self):
+        """End both directions, so that threads that wait in it wake up; one of them has to close it."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.raw, socket.SHUT_RDWR)
+
     def close(self):
         """End both directions; may be called twice, and while others send and receive."""
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self.raw, socket.SHUT_RDWR)                 # who waits in it wakes up
+        self.end()
         with self._sending, self._receiving:
             self.raw.close()
 
@@ -247,6 +276,11 @@ def ping(link, is_over):
 
 def silence_s():
     return timeouts.seconds("XDIT_LINK_TIMEOUT_S")
+
+
+def is_name(text):
+    """May a machine have this name?"""
+    return re.fullmatch(MACHINE_NAME, text) is not None
 
 
 def _words(error):

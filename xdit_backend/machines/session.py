@@ -9,7 +9,7 @@ import time
 from ..protocol.channel import pair
 from ..protocol.devices import machine_of
 from ..protocol.errors import ChannelClosedError, CheckpointError, XDiTError
-from ..protocol.messages import Abort, Done, Failed, Stop, StoreRequest
+from ..protocol.messages import Abort, Done, Failed, Heartbeat, Stop, StoreRequest
 from . import tensors
 from .links import (
     MACHINE,
@@ -31,6 +31,7 @@ from .store_access import StoreAccess
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+COMPLETE_S = 30.0                          # from the first connection of a machine until the second, which may wait
 
 
 class Session:
@@ -49,7 +50,7 @@ class Session:
         self._on_end = on_end
         self._commands: Link = commands
         self._replies: Link | None = None
-        self._is_over = threading.Event()
+        self._is_over, self._began_s = threading.Event(), time.monotonic()
         self._inner, self._open, self._lines = {}, {}, {}
         self._lock = threading.Lock()                          # of _open, and of the order of what is sent
         self._answers = queue.SimpleQueue()                    # of files
@@ -57,6 +58,11 @@ class Session:
     @property
     def is_open(self):
         return self._replies is not None and not self._is_over.is_set()
+
+    @property
+    def is_late(self):
+        """Has the second connection not come in time?"""
+        return self._replies is None and not self._is_over.is_set() and time.monotonic() - self._began_s > COMPLETE_S
 
     def answer_over(self, replies):
         """It answers over this link: now it is complete."""
@@ -70,7 +76,7 @@ class Session:
         """A group is to start on it: no other may."""
         self.is_used = True
 
-    def start(self, devices, store_path, timeout_s, variables):
+    def start(self, devices, store_path, variables):
         """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its
         name.
 
@@ -80,7 +86,7 @@ class Session:
         ranks = [rank for rank, device in enumerate(devices) if machine_of(device) == self.name]
         channels = {}
         for rank in ranks:
-            channels[rank], self._inner[rank] = pair(timeout_s)
+            channels[rank], self._inner[rank] = pair()
         self._commands.send(Start(tuple(devices), dict(variables)))
         for rank in ranks:
             threading.Thread(target=self._pass_on, args=(rank,), daemon=True).start()
@@ -159,7 +165,8 @@ class Session:
                     raise XDiTError(f"{type(message).__name__} came of rank {rank}, which is not there")
                 elif isinstance(message, StoreRequest):
                     self._commands.send(self._store.answer(message), rank)
-                else:
+                elif not isinstance(message, Heartbeat) or self._inner[rank].has_room:
+                    # heartbeats that nobody reads would fill the channel, and this thread would stop reading the link
                     self._inner[rank].send(message)
                     if isinstance(message, (Done, Failed)):
                         self._answered(rank, message.request)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..distributed.kernels import unusable
 from ..distributed.mesh import backend_for, group_options, group_timeout
+from ..protocol import timeouts
 from ..protocol.channel import connect
 from ..protocol.devices import own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
@@ -41,7 +42,8 @@ from .preflight import prepare_device, try_links
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 2.0                                 # from beat to beat of a worker that is at a command
+HEARTBEAT_S = 2.0                                 # at most, from beat to beat of a worker that is at a command
+BEATS = 4                                         # at least, in the time after which a silent worker counts as lost
 PREFETCHED = 3                               # commands whose receives are posted: the one at hand and two ahead
 
 
@@ -129,10 +131,14 @@ def _prefetch(engine, command):
         return False
 
 
+def _interval_s():
+    return min(HEARTBEAT_S, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S") / BEATS)
+
+
 def _heartbeat_until(ready, channel, rank):
     """Tell the host that this process lives while it has no engine to tell of: it may wait for the others to come."""
     with suppress(ChannelClosedError):                         # _read ends the process
-        while not ready.wait(HEARTBEAT_S):
+        while not ready.wait(_interval_s()):
             channel.send(Heartbeat(rank, 0, 0, False))
 
 
@@ -145,7 +151,7 @@ def _heartbeat(channel, engine, busy, log_file):
     try:
         while True:
             busy.wait()
-            time.sleep(HEARTBEAT_S)
+            time.sleep(_interval_s())
             keep_small(log_file)
             if busy.is_set():
                 channel.send(Heartbeat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report()))

@@ -1,7 +1,7 @@
 """What the page asks: which files the workers cannot have, before it converts a workflow, and what its panel shows.
 Used by __init__.py.
 
-All routes stand under ComfyUI's own checks of where a request comes from.
+Each route takes requests of ComfyUI's own page only (own_page.py), besides ComfyUI's own checks.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from ..model.checkpoints import CHECKPOINTS
 from ..vae.kinds import kind_of, name_of
 from ..workers.groups import fitting_here
 from . import panel
+from .own_page import add_checked
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,10 @@ def add_routes(server):
     that can work here}.
     POST /xdit/do {"action": one of panel.ACTIONS} -> {}; 409 while a prompt runs, or where it cannot be done.
     """
-    _add_questions(server.routes)
-    _add_panel(server.routes, server)
+    own = web.RouteTableDef()
+    _add_questions(own)
+    _add_panel(own, server)
+    add_checked(server.routes, own)
 
 
 def _add_questions(routes):
