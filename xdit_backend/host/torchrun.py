@@ -17,7 +17,7 @@ from .supervisor import ROOT
 # file in a group's folder in memory: torchrun's log of workers that failed
 FAILED = "failed"
 POLL_S = 0.02
-# process name of a forked worker (worker/rank.py); others have RANK in their environment
+# process name of a forked worker (worker/rank.py); others have LOCAL_RANK in their environment
 FORKED = re.compile(r"xdit rank (\d+)")
 # CPU workers: activations are allocated anew by every layer, and returned to the system each time they cost page
 # faults. In two alternating pairs of runs a Flux forward of 2,432 tokens took 3.59 s with these instead of 3.75 s.
@@ -90,7 +90,7 @@ class Torchrun(psutil.Process):
         for child in self.children():
             with suppress(psutil.Error, KeyError, ValueError):     # it has ended, or is not a worker yet
                 forked = FORKED.fullmatch(child.name())
-                ranks[int(forked[1]) if forked else self._ranks.first_rank + int(child.environ()["RANK"])] = child
+                ranks[int(forked[1]) if forked else self._ranks.first_rank + int(child.environ()["LOCAL_RANK"])] = child
         return ranks
 
     def first_failure(self):

@@ -25,9 +25,10 @@ PR_SET_NAME = 15                           # linux/prctl.h
 def run(folder, devices, first_rank, log_folder):
     """Serve the host until it says stop or is gone. The arguments are texts.
 
-    first_rank: of this machine, whose torchrun counts its own ranks from 0 (RANK).
+    first_rank: of this machine, whose torchrun counts its own ranks from 0 (LOCAL_RANK).
     """
     rank = rank_of(first_rank)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(1 + devices.count(","))}
     log_file = os.path.join(log_folder, f"rank-{rank}.log")
     take_over(log_file)
     import_libraries()
@@ -55,7 +56,7 @@ def run_forked(folder, devices, first_rank, log_folder):
 
 
 def rank_of(first_rank):
-    return int(first_rank) + int(os.environ["RANK"])
+    return int(first_rank) + int(os.environ["LOCAL_RANK"])
 
 
 def name_process(name):
