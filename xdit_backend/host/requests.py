@@ -4,17 +4,20 @@ import time
 from dataclasses import dataclass, field
 
 from ..protocol import errors
-from ..protocol.devices import own_name
 from ..protocol.errors import WorkerFailedError
 from ..protocol.messages import Decode, Done, Encode, LoadModel, Probe
 from .shortage import remedies, shortage_words
 from .starting import HELP
+from .unmatched import is_unmatched, lost_device
 
 # What workers do, for a person
 ACTIVITIES = {"LoadModel": "loading a model", "Predict": "computing a step",
               "ParkModel": "moving weights to host memory", "RestoreModel": "bringing weights back",
               "LoadAutoencoder": "loading a VAE", "LoadNetwork": "loading a model patch",
               "Decode": "decoding", "Encode": "encoding", "Probe": "measuring"}
+
+
+IN_EXCHANGE = ", in an exchange with other ranks"
 
 
 @dataclass
@@ -31,6 +34,14 @@ class Request:
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
     failed_s: float = 0.0
+    # of ranks that have not answered: the exchanges that they have entered, as of their last heartbeats
+    entered: dict = field(default_factory=dict)
+
+    @property
+    def ends_group(self):
+        """Has it failed in such a way that its group cannot go on, as far as is known by now?"""
+        running = {rank: self.entered.get(rank, {}) for rank in self.unanswered}
+        return lost_device(self.failed.values()) or is_unmatched(self.failed, self.done, running)
 
     @property
     def first_failure(self):
@@ -53,11 +64,12 @@ class Request:
         if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
             return kind(failure.message)
         first, words = "", f"{failure.message.rstrip('. ')}."
+        where_in = f", in block {failure.block}" * bool(failure.block) + IN_EXCHANGE * failure.is_broken
         if failure.numbers:                                    # torch's own words, which say less, are in the log
             first = f"{remedies(failure.numbers, num_ranks)} "
             words = f"memory ran out: {shortage_words(failure.numbers)} {HELP}"
         return WorkerFailedError(f"{first}Worker rank {failure.rank} ({failure.device}) failed with "
-                                 f"{failure.kind}{self.activity}: {words} {where}".rstrip())
+                                 f"{failure.kind}{self.activity}{where_in}: {words} {where}".rstrip())
 
 
 class Requests:
@@ -99,6 +111,12 @@ class Requests:
             request.failed_s = request.failed_s or time.monotonic()
         return request
 
+    def heartbeat(self, rank, message):
+        """Take in which exchanges a rank has entered by now for the request that it is at."""
+        request = self._open.get(message.request)
+        if request is not None and rank in request.unanswered:
+            request.entered[rank] = message.entered
+
     def first_unanswered(self, rank):
         """The first request that this rank owes an answer to; None."""
         return next((request for request in self if rank in request.unanswered), None)
@@ -136,20 +154,3 @@ class Requests:
                     store.remove(request.segments.pop())
                 if request.claimed and not request.kept:
                     del self._open[number]
-
-
-def can_continue(devices, failures):
-    """May a group go on after a command that failed? failures: the messages.Failed of some or all of its ranks.
-
-    Over gloo, a rank that answers has left its exchanges. With CUDA an exchange is only queued: one that another rank
-    never joined still runs, and would be joined by that rank's next command, which gives a hang or a wrong picture. So
-    a group of several CUDA devices goes on only when every rank failed before its first exchange, as when all refuse a
-    command alike. A device whose context is lost, which "CUDA error" says, computes nothing more, and a failed copy may
-    be that.
-    """
-    if any(failure.kind in ("AcceleratorError", "CopyError") or failure.message.startswith("CUDA error")
-           for failure in failures):
-        return False
-    if any(own_name(device) == "cpu" for device in devices) or len(set(devices)) == 1:
-        return True
-    return len(failures) == len(devices) and not any(failure.exchanged for failure in failures)

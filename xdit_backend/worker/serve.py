@@ -69,13 +69,15 @@ def serve(folder, rank, devices, store_port, log_file):
         busy.set()
         try:
             numbers = engine.execute(command)
-            reply = Done(command.request, rank, numbers or {}, engine.spans_for(command))
+            reply = Done(command.request, rank, numbers or {}, engine.spans_for(command),
+                         engine.traffic.entered)
         except Exception as error:                             # one road for failure: it reaches the node by name
             log.exception("command %s failed", type(command).__name__)
             numbers = engine.shortage(error)
             reply = Failed(command.request, rank, devices[rank],
                            "OutOfMemoryError" if numbers else type(error).__name__, str(error),
-                           traceback.format_exc(), engine.traffic.num_exchanges > 0, numbers)
+                           traceback.format_exc(), numbers, engine.traffic.entered, engine.traffic.is_broken,
+                           engine.traffic.block)
         if isinstance(reply, Failed):                          # by now nothing refers to what the command held
             engine.memory.give_back()
         busy.clear()
@@ -135,7 +137,8 @@ def _heartbeat(channel, engine, busy, log_file):
             time.sleep(HEARTBEAT_S)
             keep_small(log_file)
             if busy.is_set():
-                channel.send(Heartbeat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report()))
+                channel.send(Heartbeat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report(),
+                                       dict(engine.traffic.entered)))
     except ChannelClosedError:
         pass                                                   # _read ends the process
 
