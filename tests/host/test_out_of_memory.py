@@ -30,11 +30,12 @@ METHODS = {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulysses"
            "displaced": Layout(displaced_degree=2), "tensor": Layout(tensor_degree=2),
            "cfg, shared copies": Layout(cfg_degree=2)}
 PLACES = {"load": "loading a model", "block": r"computing a step \(step 2 of 3\), in block \d of 4",
-          "exchange": r"computing a step \(step 2 of 3\).*, in an exchange with other ranks",
-          "decode": "decoding, in an exchange with other ranks|decoding", "encode": "encoding"}
+          "exchange": r"(computing a step \(step 2 of 3\)|decoding).*, in an exchange with other ranks",
+          "decode": "decoding", "encode": "encoding"}
 # (method, place, failing rank) -> does the group go on?
 CASES = {**{(method, "load", rank): True for method in METHODS for rank in (0, 1)},
-         **{(method, "block", rank): method in ("cfg", "data") or (method, rank) == ("pipefusion", 1)
+         # the last block: its shared weights have come, and nothing is sent to the last stage any more
+         **{(method, "block", rank): method.startswith(("cfg", "data")) or (method, rank) == ("pipefusion", 1)
             for method in METHODS for rank in (0, 1)},
          **{(method, "exchange", rank): False
             # a receive that cannot be posted ahead is posted again when its turn comes
@@ -138,7 +139,9 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_the_next_run_is_right(starve
     words = str(raised.value)
     assert not list(starved.folder.glob("runs-out-*")), "memory did not run out"
     assert re.search(rf"Worker rank {rank} \(cpu\) failed with OutOfMemoryError while ({PLACES[place]}).*: memory ran "
-                     r"out: 2\.0 GB more were asked for, and \d", words), words
+                     r"out: 2\.0 GB more were asked for, and \d.*"
+                     + ("The workers go on, " if goes_on else "so the workers were ended: the next prompt "), words), words
+    assert words.startswith("Use pipefusion_degree or" if place == "load" else "Use a smaller ")
     assert took_s < PROMPT_S
     assert client.running is goes_on
     starved.phases.clear()

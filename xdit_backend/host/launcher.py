@@ -209,8 +209,8 @@ class WorkerGroup:
         for number in numbers:
             request = self._requests[number]
             if request.failed and (not request.unanswered or not self._resources.channels):
-                error = request.raised(len(self.devices), self._resources.traces.where())
-                self._resources.traces.note(error)
+                traces, is_ended = self._resources.traces, not self._resources.channels
+                traces.note(error := request.raised(len(self.devices), traces.where(), is_ended))
                 raise error
         # also where answers are there: they may come of a broken exchange
         if not self._resources.channels:

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from ..protocol import errors
-from ..protocol.errors import WorkerFailedError
+from ..protocol.errors import WorkerFailedError, WorkerOutOfMemoryError
 from ..protocol.messages import Decode, Done, Encode, LoadModel, Probe
 from .shortage import remedies, shortage_words
 from .starting import HELP
@@ -18,6 +18,9 @@ ACTIVITIES = {"LoadModel": "loading a model", "Predict": "computing a step",
 
 
 IN_EXCHANGE = ", in an exchange with other ranks"
+GOES_ON = "The workers go on, with the models that they hold."
+ENDED = ("The other ranks waited for it, so the workers were ended: the next prompt starts new ones and loads the "
+         "model again.")
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Request:
     answering: set                                 # the ranks whose answers somebody will wait for
     segments: list
     claimed: bool                                  # will nobody wait for it any more?
+    command: str = ""                              # the name of its message
     can_stop: bool = False                         # do ranks leave it when nobody waits for it any more?
     activity: str = ""                             # with a space before it, for a sentence
     kept: bool = False                             # do its answers stay for who waits again?
@@ -57,19 +61,22 @@ class Request:
     def is_complete(self):
         return not self.failed and self.answering <= self.done.keys()
 
-    def raised(self, num_ranks, where):
-        """The exception that stands on the host for the first failure. where: all output is, a sentence."""
+    def raised(self, num_ranks, where, is_ended):
+        """The exception that stands on the host for the first failure. where: all output is, a sentence. is_ended: has
+        the group ended?"""
         failure, self.kept = self.first_failure, False
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
             return kind(failure.message)
-        first, words = "", f"{failure.message.rstrip('. ')}."
         where_in = f", in block {failure.block}" * bool(failure.block) + IN_EXCHANGE * failure.is_broken
-        if failure.numbers:                                    # torch's own words, which say less, are in the log
-            first = f"{remedies(failure.numbers, num_ranks)} "
-            words = f"memory ran out: {shortage_words(failure.numbers)} {HELP}"
-        return WorkerFailedError(f"{first}Worker rank {failure.rank} ({failure.device}) failed with "
-                                 f"{failure.kind}{self.activity}{where_in}: {words} {where}".rstrip())
+        who = f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}{self.activity}{where_in}"
+        if not failure.numbers:
+            return WorkerFailedError(f"{who}: {failure.message.rstrip('. ')}. {where}".rstrip())
+        # torch's own words, which say less, are in the log
+        facts = (f"{who}: memory ran out: {shortage_words(failure.numbers)} {ENDED if is_ended else GOES_ON} {HELP} "
+                 f"{where}".rstrip())
+        first = remedies(failure.numbers, num_ranks, self.command, failure.device)
+        return WorkerOutOfMemoryError(f"{first} {facts}", failure.device, failure.numbers, facts)
 
 
 class Requests:
@@ -93,6 +100,7 @@ class Requests:
         Returns the Request."""
         activity = ACTIVITIES.get(type(command).__name__, "") + (activity and f" ({activity})")
         self._open[number] = Request(set(ranks), set(answering), list(segments), claimed=not answering,
+                                     command=type(command).__name__,
                                      can_stop=isinstance(command, (LoadModel, Decode, Encode)),
                                      activity=f" while {activity}" if activity else "",
                                      kept=isinstance(command, Probe))

@@ -50,7 +50,16 @@ class CopyError(XDiTError, RuntimeError):
 
 
 class WorkerFailedError(XDiTError, RuntimeError):
-    """A worker raised while it carried out a command. The group is alive and takes the next one."""
+    """A worker raised while it carried out a command. The group goes on, unless other ranks waited for that worker."""
+
+
+class WorkerOutOfMemoryError(WorkerFailedError):
+    """Memory ran out on a worker. numbers: bytes by name, see worker.engine.Engine.shortage. device: where. facts: the
+    message without what would fit."""
+
+    def __init__(self, message, device="", numbers=None, facts=""):
+        super().__init__(message)
+        self.device, self.numbers, self.facts = device, numbers or {}, facts
 
 
 class ChannelClosedError(XDiTError, ConnectionError):
