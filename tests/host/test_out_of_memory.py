@@ -139,8 +139,8 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_the_next_run_is_right(starve
     words = str(raised.value)
     assert not list(starved.folder.glob("runs-out-*")), "memory did not run out"
     assert re.search(rf"Worker rank {rank} \(cpu\) failed with OutOfMemoryError while ({PLACES[place]}).*: memory ran "
-                     r"out: 2\.0 GB more were asked for, and \d.*"
-                     + ("The workers go on, " if goes_on else "so the workers were ended: the next prompt "), words), words
+                     r"out: 2\.0 GB more were asked for, and \d", words), words
+    assert ("The workers go on, " if goes_on else "so the workers were ended: the next prompt ") in words
     assert words.startswith("Use pipefusion_degree or" if place == "load" else "Use a smaller ")
     assert took_s < PROMPT_S
     assert client.running is goes_on

@@ -24,7 +24,8 @@ def test_words_say_who_holds_what_and_what_would_fit():
     words = remedies(numbers, 2)
 
     assert shortage_words(numbers).startswith(
-        "3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free: 2.0 GB are lacking. Held by: weights 14.0 GB, keys and values 2.0 GB, "
+        "3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free: 2.0 GB are lacking. Held by: weights 14.0 GB, "
+        "keys and values 2.0 GB, "
         "activations 3.0 GB, other programs and libraries 4.0 GB.")
     assert "at most 75% of these pixels (each side times 0.87)" in words and "at least 3 devices" in words
     assert ("weight_dtype fp8_e4m3fn (7.0 GB) or int8 (7.0 GB) or nf4, with the package bitsandbytes (3.") in words

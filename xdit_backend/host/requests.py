@@ -76,7 +76,8 @@ class Request:
         facts = (f"{who}: memory ran out: {shortage_words(failure.numbers)} {ENDED if is_ended else GOES_ON} {HELP} "
                  f"{where}".rstrip())
         first = remedies(failure.numbers, num_ranks, self.command, failure.device)
-        return WorkerOutOfMemoryError(f"{first} {facts}", failure.device, failure.numbers, facts)
+        return WorkerOutOfMemoryError(f"{first} {facts}", failure.rank, failure.device, failure.numbers, self.command,
+                                      facts)
 
 
 class Requests:

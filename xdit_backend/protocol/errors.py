@@ -54,12 +54,13 @@ class WorkerFailedError(XDiTError, RuntimeError):
 
 
 class WorkerOutOfMemoryError(WorkerFailedError):
-    """Memory ran out on a worker. numbers: bytes by name, see worker.engine.Engine.shortage. device: where. facts: the
-    message without what would fit."""
+    """Memory ran out on a worker. numbers: bytes by name, see worker.engine.Engine.shortage. rank, device: where.
+    command: the name of the message that it was at. facts: the error's text without what would fit."""
 
-    def __init__(self, message, device="", numbers=None, facts=""):
-        super().__init__(message)
-        self.device, self.numbers, self.facts = device, numbers or {}, facts
+    def __init__(self, text, rank=0, device="", numbers=None, command="", facts=""):
+        super().__init__(text)
+        self.rank, self.device, self.numbers = rank, device, numbers or {}
+        self.command, self.facts = command, facts
 
 
 class ChannelClosedError(XDiTError, ConnectionError):
