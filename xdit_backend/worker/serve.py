@@ -73,11 +73,7 @@ def serve(folder, rank, devices, store_port, log_file):
                          engine.traffic.entered)
         except Exception as error:                             # one road for failure: it reaches the node by name
             log.exception("command %s failed", type(command).__name__)
-            numbers = engine.shortage(error)
-            reply = Failed(command.request, rank, devices[rank],
-                           "OutOfMemoryError" if numbers else type(error).__name__, str(error),
-                           traceback.format_exc(), numbers, engine.traffic.entered, engine.traffic.is_broken,
-                           engine.traffic.block)
+            reply = _failed(command, engine, devices[rank], error)
         if isinstance(reply, Failed):                          # by now nothing refers to what the command held
             engine.memory.give_back()
         busy.clear()
@@ -98,6 +94,13 @@ def _join(channel, rank, devices, device, store_port):
     if len(devices) > 1:
         channel.send(Phase(rank, TRYING_LINKS))
         try_links(rank, devices, device)
+
+
+def _failed(command, engine, device, error):
+    """The Failed of a command that raised this. Called while it is handled."""
+    numbers, traffic = engine.shortage(error), engine.traffic
+    return Failed(command.request, engine.rank, device, "OutOfMemoryError" if numbers else type(error).__name__,
+                  str(error), traceback.format_exc(), numbers, traffic.entered, traffic.is_broken, traffic.block)
 
 
 def _next(commands, memory):
