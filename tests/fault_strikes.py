@@ -106,8 +106,10 @@ def can_run_out(folder):
 
 def run_out_of_memory(folder, rank, place):
     """Have this rank run out of memory once: in its "load" of a model, the last "block" of a forward, an "exchange",
-    "decode" or "encode"."""
-    Path(folder, f"runs-out-{rank}").write_text(place)
+    "decode" or "encode". Returns the file that is there until then."""
+    path = Path(folder, f"runs-out-{rank}")
+    path.write_text(place)
+    return path
 
 
 def _run_in_workers(source, folder):
