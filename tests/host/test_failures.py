@@ -167,7 +167,7 @@ def test_a_rank_that_waits_for_a_failed_one_is_ended_by_its_next_heartbeat(group
     group.workers[1].send(Heartbeat(1, request, 4, True, entered={"0,1": 5}))
 
     with pytest.raises(WorkerFailedError, match="no room"):
-        group.wait([request])
+        group.wait([request], check=lambda: clock.sleep(0.2))
 
     assert not group.goes_on and clock.now_s - before_s < 1
 
