@@ -406,3 +406,17 @@ def test_a_worker_that_runs_out_of_memory_has_the_nodes_estimates_say_what_would
 
     with pytest.raises(errors.WorkerOutOfMemoryError, match="^Use less"), check.explaining():
         raise errors.WorkerOutOfMemoryError("Use less. " + facts, 1, "cuda:1", numbers, "Decode", facts)
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"pipefusion": 2}], ids=str)
+def test_the_error_of_a_node_begins_with_what_would_fit_by_the_estimates(comfyui, monkeypatch, degrees):
+    model, client = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees)), comfyui.groups.client(("cpu", "cpu"))
+    numbers = {"activation_bytes": 3e9, "asked_bytes": 2e9, "free_bytes": 0.5e9}
+    error = comfyui.errors.WorkerOutOfMemoryError
+
+    def run_out(*args, **kwargs):
+        raise error("Use less. Facts.", 1, "cpu", numbers, "Predict", "Facts.")
+    monkeypatch.setattr(client, "wait", run_out)
+
+    with pytest.raises(error, match=r"^Use at most \d+ x \d+ pixels instead of 128 x 128.* Facts\.$"):
+        comfyui.sample(model, "sd3", steps=3, latent=comfyui.latent("sd3", size=(16, 16)))
