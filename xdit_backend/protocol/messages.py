@@ -25,7 +25,7 @@ from .specs import (
     WeightCopies,
 )
 from .store_messages import StoreReply, StoreRequest
-from .strict import STRICT, Natural, Printable, Rank, Share, Speed
+from .strict import STRICT, Exchange, Natural, Printable, Rank, Share, Speed
 
 JOINING = "joining the devices"                                # the Phase in which a worker joins the others
 TRYING_LINKS = "trying the links between the devices"          # and in which they send each other something
@@ -268,6 +268,8 @@ class Heartbeat:
     waits: bool                    # does it wait for one now?
     # of memory, as it is meanwhile; see worker/memory.py
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+    # exchanges of the request, by the ranks that take part: how many this rank has entered; see collectives.Traffic
+    entered: dict[Exchange, Natural] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -289,6 +291,7 @@ class Done:
     rank: Rank
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)   # measurements, by name
     spans: list[Span] = dataclasses.field(default_factory=list)           # of ReportMemory
+    entered: dict[Exchange, Natural] = dataclasses.field(default_factory=dict)        # see Heartbeat
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -299,9 +302,11 @@ class Failed:
     kind: str                      # name of the exception's class
     message: Printable
     traceback: Printable
-    exchanged: bool = True         # had it begun an exchange with other ranks, which they may still be in?
     # bytes by name, where memory ran out: Engine.shortage
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+    entered: dict[Exchange, Natural] = dataclasses.field(default_factory=dict)        # see Heartbeat
+    is_broken: bool = False        # did an exchange fail on this rank?
+    block: Printable = ""          # of the model, that this rank was at: "3 of 12"
 
 
 MESSAGES = {cls.__name__: cls for cls in (

@@ -10,6 +10,7 @@ Natural: TypeAlias = Annotated[int, Field(ge=0, lt=2 ** 63)]
 Rank: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 Degree: TypeAlias = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 Speed: TypeAlias = Annotated[int, Field(ge=1, le=2 ** 20)]
+Exchange: TypeAlias = Annotated[str, Field(pattern=r"^[0-9]{1,5}([,>][0-9]{1,5})*$", max_length=2 ** 16)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -68,10 +68,10 @@ class Autoencoders:
         """check: see _progress."""
         vae = self._loaded[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
-        ranks = self._working(command, latent.shape, 1)
+        ranks = self._working(command, latent.shape, 1, traffic)
         if not ranks.is_member:
             return dict.fromkeys(("sent_bytes", "num_exchanges", "busy_s", "cpu_s", "peak_bytes"), 0)
-        block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1, ranks)
+        block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1, ranks, traffic)
         live, started_s, started_cpu_s, start = (LiveBytes(), time.perf_counter(), time.process_time(),
                                                  self._clock.mark())
         for index in range(len(latent)):
@@ -94,10 +94,10 @@ class Autoencoders:
         vae = self._loaded[command.autoencoder]
         picture, latent = map_segment(command.picture), map_segment(command.latent)
         scale, start = picture.shape[-1] // latent.shape[-1], self._clock.mark()
-        ranks = self._working(command, picture.shape, scale)
+        ranks = self._working(command, picture.shape, scale, traffic)
         if not ranks.is_member:
             return
-        block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale, ranks)
+        block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale, ranks, traffic)
         for index in range(len(picture)):
             progress = self._progress("encoding", index, len(picture), num_steps, check)
             pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
@@ -117,15 +117,16 @@ class Autoencoders:
         for pair in traffic.waits if self._device.type == "cpu" else ():
             self._timeline.add("exchange", *pair)
 
-    def _working(self, command, shape, scale):
+    def _working(self, command, shape, scale, traffic):
         """The Ranks that a command asks for, as many of them as have something to do. Every rank calls it."""
         asked = command.num_ranks or self._ranks.count
-        return self._ranks.only(self._planners[command.autoencoder].num_working(shape, scale, asked),
-                                command.first_rank)
+        num_working = self._planners[command.autoencoder].num_working(shape, scale, asked)
+        with traffic.entering(dist.group.WORLD):               # every rank may have to make a group
+            return self._ranks.only(num_working, command.first_rank)
 
-    def _plan_rows(self, command, shape, scale, ranks):
+    def _plan_rows(self, command, shape, scale, ranks, traffic):
         return self._planners[command.autoencoder].plan(shape, scale, ranks, free_bytes(self._device),
-                                                           command.speeds[command.first_rank:])
+                                                        command.speeds[command.first_rank:], traffic)
 
     def _progress(self, text, index, count, num_steps, check):
         """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth.

@@ -69,7 +69,8 @@ class Engine:
 
     def execute(self, command):
         """Carry out one command; returns measurements by name, or None."""
-        self.request, self.traffic = command.request, Traffic()
+        # in this order: what another thread reads as a request's is never an earlier one's
+        self.traffic, self.request = Traffic(), command.request
         empties_cache = isinstance(command, ALLOCATING) and not self._predictions.num_conditionings
         # it may have what runs have left; what they take then counts from there
         if empties_cache:
@@ -102,7 +103,7 @@ class Engine:
         return self._timeline.since(command.since_s) if asked else []
 
     def _load(self, command, traffic):
-        return self._models.load(command.spec, partial(self._check, command), command.segments)
+        return self._models.load(command.spec, partial(self._check, command), command.segments, traffic)
 
     def _check(self, command, agreed=lambda asked: asked):
         """Raise Aborted where nobody waits for a command any more.
@@ -143,6 +144,9 @@ class Engine:
         try:
             return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic,
                                  report_phase, command.per_machine)
+        except Exception:
+            traffic.is_broken = dist.get_world_size() > 1      # ranks begin each measurement together
+            raise
         finally:
             self.memory.give_back()
 

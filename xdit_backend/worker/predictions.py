@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ..distributed.exchange import Exchange
 from ..distributed.kernels import KernelUse
@@ -111,7 +112,7 @@ class Predictions:
     def predict(self, command, traffic):
         """Run this rank's branch, batch share, stage and token shard;
         the first rank of the last stage writes the prediction."""
-        loaded, mesh = self._models[command.model], self._mesh(command)
+        loaded, mesh = self._models[command.model], self._entered_mesh(command, traffic)
         self._kernel = KernelUse(command.kernel.name, command.kernel.is_required, self._kernel.modules)
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
         start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
@@ -123,6 +124,9 @@ class Predictions:
         finally:
             handles = self._posted.pop(command.request, [])
             traffic.num_exchanges += len(handles)         # what others send cannot be called off
+            for _ in handles:
+                with traffic.entering(self._link(mesh, command.layout).arriving):
+                    pass
             self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         link = self._link(mesh, command.layout)
         if link is not None:
@@ -316,6 +320,13 @@ class Predictions:
         if mesh.degrees["pipefusion"] > 1 and layout not in self._links:
             self._links[layout] = Link(mesh, self._device)
         return self._links.get(layout)
+
+    def _entered_mesh(self, command, traffic):
+        """As `_mesh`, where every rank of the world may have to make groups, which is an exchange."""
+        if command.layout in self._meshes:
+            return self._mesh(command)
+        with traffic.entering(dist.group.WORLD):
+            return self._mesh(command)
 
     def _mesh(self, command):
         """The process groups of a command's layout, made when it is first used.

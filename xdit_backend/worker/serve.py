@@ -85,13 +85,11 @@ def serve(folder, rank, devices, log_file):
         busy.set()
         try:
             numbers = engine.execute(command)
-            reply = Done(command.request, rank, numbers or {}, engine.spans_for(command))
+            reply = Done(command.request, rank, numbers or {}, engine.spans_for(command),
+                         engine.traffic.entered)
         except Exception as error:                             # one road for failure: it reaches the node by name
             log.exception("command %s failed", type(command).__name__)
-            numbers = engine.shortage(error)
-            reply = Failed(command.request, rank, devices[rank],
-                           "OutOfMemoryError" if numbers else type(error).__name__, str(error),
-                           traceback.format_exc(), engine.traffic.num_exchanges > 0, numbers)
+            reply = _failed(command, engine, devices[rank], error)
         if isinstance(reply, Failed):                          # by now nothing refers to what the command held
             engine.memory.give_back()
         busy.clear()
@@ -111,6 +109,13 @@ def _join(channel, rank, devices, device, store):
     if len(devices) > 1:
         channel.send(Phase(rank, TRYING_LINKS))
         try_links(rank, devices, device)
+
+
+def _failed(command, engine, device, error):
+    """The Failed of a command that raised this. Called while it is handled."""
+    numbers, traffic = engine.shortage(error), engine.traffic
+    return Failed(command.request, engine.rank, device, "OutOfMemoryError" if numbers else type(error).__name__,
+                  str(error), traceback.format_exc(), numbers, traffic.entered, traffic.is_broken, traffic.block)
 
 
 def _next(commands, memory):
@@ -154,7 +159,8 @@ def _heartbeat(channel, engine, busy, log_file):
             time.sleep(_interval_s())
             keep_small(log_file)
             if busy.is_set():
-                channel.send(Heartbeat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report()))
+                channel.send(Heartbeat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report(),
+                                       dict(engine.traffic.entered)))
     except ChannelClosedError:
         pass                                                   # _read ends the process
 

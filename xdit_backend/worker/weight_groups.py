@@ -32,7 +32,8 @@ class WeightGroups:
         if not command.copies.is_shared or not can_share(spec, self._world_size):
             return None
         if not self.has(spec):
-            self._groups[self._key(spec)] = self._made(spec)
+            with traffic.entering(dist.group.WORLD):
+                self._groups[self._key(spec)] = self._made(spec)
         if not is_alike(command, mesh):
             return None
         group, ranks = self._groups[self._key(spec)]
