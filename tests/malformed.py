@@ -60,6 +60,8 @@ EXAMPLES = [
     messages.ReportMemory(8, 12.5),
     messages.GiveBack(8),
     messages.Abort(6),
+    messages.StoreRequest(1, 4, "compare_set", ("default_pg/0//cpu//0/1",), "00ff", "01"),
+    messages.StoreReply(4, "00ff"),
     messages.Stop(),
     messages.Ready(0, 4711, "cuda:0"),
     messages.StartFailed(1, "no room", by_links=True),
