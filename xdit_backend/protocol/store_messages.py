@@ -26,7 +26,7 @@ class StoreRequest:
     keys: Annotated[tuple[StoreKey, ...], Field(max_length=MAX_RANKS)] = ()
     value: StoreValue = ""
     expected: StoreValue = ""
-    amount: Annotated[int, Field(ge=-2 ** 31, lt=2 ** 31)] = 0
+    amount: Annotated[int, Field(ge=0, lt=2 ** 31)] = 0
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -35,5 +35,5 @@ class StoreReply:
 
     number: Natural
     value: StoreValue | None = None
-    count: int = 0
+    count: Natural = 0
     error: Printable = ""
