@@ -259,6 +259,18 @@ def test_a_dropped_model_is_gone_at_once(folder):
     assert count > 50 and left == 0
 
 
+def unused(rank, world_size, machines):
+    """Bytes that this rank may use of the 100 that are free on its machine."""
+    engine = Engine(rank, torch.device("cpu"), lambda *phase: None, machines=machines)
+    with mock.patch("xdit_backend.worker.predictions.free_bytes", lambda device: 100):
+        return engine._predictions.unused_bytes
+
+
+@pytest.mark.parametrize("machines, expected", [((), [33] * 3), (("", "", "other"), [50, 50, 100])])
+def test_cpu_workers_share_the_memory_of_their_own_machine(machines, expected):
+    assert run_ranks(unused, 3, machines) == expected
+
+
 def load_in_stages(rank, world_size, spec, kinds, flops_s):
     """Which blocks a stage has on cards of these kinds, of which each makes so much of a matrix multiplication."""
     replaced = {"kind_of": lambda device: kinds[rank], "matrix_flops_s": lambda device, dtype: flops_s[rank]}
