@@ -39,6 +39,8 @@ def cross(rank):
 
     def crossed(out, scattered, mesh, traffic):
         groups = [mesh.ulysses_group, mesh.ring_group]
+        for group in groups:                                   # which connects them
+            all_reduce([torch.ones(3)], group, Traffic())
         waits = [start_all_reduce([torch.ones(3)], group, Traffic())
                  for group in (groups if rank in (0, 3) else groups[::-1])]
         for wait in waits:
