@@ -58,10 +58,11 @@ def test_a_step_whose_weights_come_from_host_memory_equals_one_device_under_ever
 
 def test_steps_under_products_of_two_methods_that_are_drawn_equal_one_device(request, tmp_path):
     """One of two branches whose texts are unlike in length, and one of such that are alike in that alone."""
-    rng = random.Random(request.config.option.smoke_seed)
-    asked = rng.sample([(name, layout) for name in FAMILIES for layout in layouts_of(name, 2)], NUM_PRODUCTS)
+    seed = request.config.option.smoke_seed
+    every = [(name, layout) for name in FAMILIES for layout in layouts_of(name, 2)]
+    asked = random.Random(seed).sample(every, NUM_PRODUCTS)
     wrong = {f"{name}, {words(layout)}": error
-             for (name, layout), error in errors_of(asked, tmp_path, 4, (7, 9, 7), seed=request.config.option.smoke_seed).items()
+             for (name, layout), error in errors_of(asked, tmp_path, 4, (7, 9, 7), seed=seed).items()
              if isinstance(error, Exception) or not error <= EXACT}
 
     assert not wrong

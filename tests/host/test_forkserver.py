@@ -254,7 +254,7 @@ def say(signum, frame):
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", "NCCL_DEBUG"):
-        print(name, getenv(name.encode()), file=sys.stderr, flush=True)
+        print("it has", name, getenv(name.encode()), file=sys.stderr, flush=True)
 signal.signal(signal.SIGUSR2, say)
 """
 
@@ -283,8 +283,8 @@ def test_variables_for_a_record_of_exchanges_reach_workers_without_another_forks
         server.close()
 
     assert num_servers == 1
-    assert [line.split()[:2] for line in printed.splitlines()] == [
-        [name, "b'2000'"] for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", "NCCL_DEBUG")]
+    assert [line for line in printed.splitlines() if line.startswith("it has")] == [
+        f"it has {name} b'2000'" for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", "NCCL_DEBUG")]
 
 
 @pytest.mark.parametrize("devices, is_program", [("cuda:0,cuda:1", True), ("another/cuda:0,cpu", True),

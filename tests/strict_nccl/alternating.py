@@ -18,8 +18,9 @@ TIMES, NUM_PATCHES = (900.0, 700.0, 500.0), 3
 CASES = [("SD3", layout) for layout in (
     Layout(displaced_degree=2), Layout(pipefusion_degree=2), Layout(pipefusion_degree=3),
     Layout(displaced_degree=2, ulysses_degree=2), Layout(displaced_degree=2, cfg_degree=2), Layout(displaced_degree=4),
-    Layout(pipefusion_degree=4), Layout(pipefusion_degree=2, ring_degree=2), Layout(pipefusion_degree=2, tensor_degree=2),
-    Layout(pipefusion_degree=2, cfg_degree=2), Layout(pipefusion_degree=2, data_degree=2),
+    Layout(pipefusion_degree=4), Layout(pipefusion_degree=2, ring_degree=2),
+    Layout(pipefusion_degree=2, tensor_degree=2), Layout(pipefusion_degree=2, cfg_degree=2),
+    Layout(pipefusion_degree=2, data_degree=2),
     Layout(ulysses_degree=2, ring_degree=2))]
 CASES += [("Flux.1", Layout(displaced_degree=2, ring_degree=2)), ("Wan", Layout(pipefusion_degree=2))]
 
@@ -68,8 +69,8 @@ class Alternating:
     def _predict(self, turn, step, patch, rows, layout=None):
         stale = {"stale": step > 0, "forecast": 0.5} if self._is_displaced and layout is None else {}
         branches = [self._branch(index, TIMES[step], patch, rows) for index in turn]
-        return messages.Predict(next(self._request), self._spec.name, layout or self._layout, branches, patch, keep=True,
-                                **stale)
+        return messages.Predict(next(self._request), self._spec.name, layout or self._layout, branches, patch,
+                                keep=True, **stale)
 
     def _branch(self, index, time, patch, rows):
         one = self._examples[index]

@@ -1,7 +1,7 @@
 """A rank of the simulation: takes the place of torch.distributed's functions in a process that has joined a group by
 gloo, and has the referee (server.py) carry out every exchange.
 
-What arrives is there when it is waited for, and NaN until then (bytes of 0xFF). Buffers must not be touched before that.
+What arrives is there when it is waited for, and NaN until then (bytes of 0xFF). Buffers must not be touched before.
 Tensors must be as ProcessGroupNCCL wants them. `get_backend` says "nccl", so that the product takes those branches.
 """
 
@@ -94,9 +94,9 @@ class Work:
     def finish(self, arrived):
         changed = [buffer for buffer, content in self._expected if buffer.read() != content]
         if changed:
-            self._rank.fault(f"BUFFER: {changed[0].num_bytes} bytes of {changed[0].dtype} were changed while the device "
-                             f"may use them for {self._operation.kind} of {self._operation.communicator}, launched at "
-                             f"{self._operation.where} and waited for at {place()}")
+            self._rank.fault(f"BUFFER: {changed[0].num_bytes} bytes of {changed[0].dtype} were changed while the "
+                             f"device may use them for {self._operation.kind} of {self._operation.communicator}, "
+                             f"launched at {self._operation.where} and waited for at {place()}")
         self._on_arrival(arrived)
         self._expected = self._on_arrival = None
 
@@ -171,8 +171,8 @@ class StrictRank:
         return work
 
     def _check(self, tensor, kind):
-        formats = [torch.contiguous_format, *{4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.dim(), [])]
-        if not any(tensor.is_contiguous(memory_format=each) for each in formats):
+        of_channels = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
+        if not any(tensor.is_contiguous(memory_format=each) for each in (torch.contiguous_format, of_channels)):
             self.fault(f"{kind}: a tensor {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous, at "
                        f"{place()}")
         if tensor.dtype not in DTYPES:
@@ -224,7 +224,8 @@ class StrictRank:
                                       reduce if tensor.numel() else lambda arrived: None, buffer), async_op)
 
     def broadcast(self, tensor, src=0, group=None, async_op=False):
-        others, buffer = [rank for rank in dist.get_process_group_ranks(_world_or(group)) if rank != src], Buffer(tensor)
+        buffer = Buffer(tensor)
+        others = [rank for rank in dist.get_process_group_ranks(_world_or(group)) if rank != src]
         sends, receives = (dict.fromkeys(others, buffer), {}) if self.rank == src else ({}, {src: buffer})
         return _result(self._launched(group, "broadcast", sends, receives, (tensor.numel(), str(tensor.dtype), src)),
                        async_op)

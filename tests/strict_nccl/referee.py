@@ -2,8 +2,8 @@
 heads.
 
 An operation ends when its peers' are at the heads of their queues too; nothing is buffered, so a send is a rendezvous.
-Kinds, sizes, dtypes and order must agree. The ranks (client.py) send requests and block until the answer: when all ranks
-are blocked and nothing can move, that is a deadlock.
+Kinds, sizes, dtypes and order must agree. The ranks (client.py) send requests and block until the answer: when all
+ranks are blocked and nothing can move, that is a deadlock.
 """
 
 import collections
@@ -129,8 +129,8 @@ class Referee:
         under_way = [each for (owner, _), each in self._operations.items()
                      if owner == rank and each.communicator == WORLD and not each.is_idle]
         if under_way:
-            self._fail(f"SPLIT: rank {rank} splits the communicator of the world at {where}, and has not waited for its "
-                       f"device since {under_way[0]}")
+            self._fail(f"SPLIT: rank {rank} splits the communicator of the world at {where}, and has not waited for "
+                       f"its device since {under_way[0]}")
         return Request(f"a split into {groups}", where, groups=groups)
 
     def _destroy(self, rank, communicator, where):
@@ -200,7 +200,7 @@ class Referee:
         if len({(each.kind, each.ranks, each.agreed) for each in every.values()}) > 1:
             self._mismatch(every)
             return False
-        for sender, receiver in ((sender, receiver) for sender in every for receiver in every[sender].sends):
+        for sender, receiver in [(one, other) for one in every for other in every[one].sends]:
             if sender not in every[receiver].receives:
                 self._mismatch({sender: every[sender], receiver: every[receiver]})
             if self.failure or not self._deliver(sender, every[sender], receiver, every[receiver]):

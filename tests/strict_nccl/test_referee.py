@@ -42,7 +42,7 @@ def receive(of, size=4, communicator=WORLD, dtype=FLOAT, where="receiver.py:1"):
 
 def reduce(size=4, communicator=WORLD, ranks=(0, 1), dtype=FLOAT, where="reduce.py:1"):
     peers = {rank: (bytes(size), dtype) for rank in ranks}
-    return Operation(communicator, ranks, "all_reduce", peers, {rank: (size, dtype) for rank in ranks},
+    return Operation(communicator, ranks, "all_reduce", peers, dict.fromkeys(ranks, (size, dtype)),
                      (size, dtype, "sum"), where)
 
 

@@ -58,8 +58,8 @@ def groups_while_busy(rank, world_size, waits):
 def test_groups_are_split_off_an_idle_communicator(tmp_path):
     with strict_world(tmp_path, "communicator") as world:
         assert world.run_ranks(groups_while_busy, 3, True) == [([0], False), ([1, 2], False), ([1, 2], True)]
-        with pytest.raises(StrictNcclError, match=r"^SPLIT: rank \d splits the communicator of the world at xdit_backend/"
-                                                  r"distributed/mesh.py:(.|\n)*all_reduce of world"):
+        with pytest.raises(StrictNcclError, match=r"^SPLIT: rank \d splits the communicator of the world at "
+                                                  r"xdit_backend/distributed/mesh.py:(.|\n)*all_reduce of world"):
             world.run_ranks(groups_while_busy, 3, False)
 
 
