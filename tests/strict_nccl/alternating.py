@@ -37,6 +37,8 @@ class Alternating:
         more = {"frames": 4} if name == "Wan" else {}
         self._examples = [example(name, rows=16, columns=6, batch=2, num_text_tokens=count, seed=count, **more)
                           for count in (7, 9)]
+        with torch.no_grad():
+            self._num_channels = self._examples[0].run().shape[1]
         path = Path(tempfile.mkdtemp(dir=folder))
         save_transformer(self._examples[0].model, path)
         stages = Stages(layout.pipefusion_degree, self.world_size // layout.pipefusion_degree // layout.cfg_degree
@@ -75,7 +77,8 @@ class Alternating:
     def _branch(self, index, time, patch, rows):
         one = self._examples[index]
         latent = one.latent if patch is None else one.latent.narrow(patch.dim, patch.start, rows)
-        self.made.append(self._store.create(tuple(latent.shape), torch.float64)[0])
+        shape = len(latent), self._num_channels, *latent.shape[2:]
+        self.made.append(self._store.create(shape, torch.float64)[0])
         return specs.Branch(self._store.share((latent * (1 + time / 1e4)).contiguous()),
                             self._store.share(torch.full_like(one.timestep, time)), "ab"[index], self.made[-1])
 

@@ -140,9 +140,11 @@ class StrictRank:
     def fault(self, text):
         self.request("fault", text)
 
-    def leave(self):
-        """This rank launches nothing more."""
+    def leave(self, error=None):
+        """This rank launches nothing more. error: what it raised."""
         if self._connection is not None:
+            if error is not None:
+                self._connection.send(("gone", f"{type(error).__name__}: {error}"))
             self._connection.close()
             self._connection = None
 
@@ -318,6 +320,9 @@ def run_strictly(rank, world_size, strict, source, arguments):
         from .mutants import MUTANTS
         MUTANTS[mutant](rank)
     try:
-        return getattr(sys.modules[module_name], function_name)(rank, world_size, *pickle.loads(arguments))
-    finally:
-        own.leave()
+        result = getattr(sys.modules[module_name], function_name)(rank, world_size, *pickle.loads(arguments))
+    except Exception as error:
+        own.leave(error)
+        raise
+    own.leave()
+    return result

@@ -75,13 +75,14 @@ class Referee:
         self.num_splits, self.num_operations = 0, collections.Counter()
         self._operations = {}              # (rank, number) -> Operation that may be under way, as the host knows it
         self._queues = collections.defaultdict(collections.deque)
-        self._requests, self._gone, self._joined = {}, set(), set()
+        self._requests, self._joined = {}, set()
+        self._gone = {}                    # rank -> what it raised, in words
         self._launched = collections.defaultdict(set)          # connection -> ranks that have used it
 
     def handle(self, rank, name, *arguments):
         """Take a request of a rank. Returns the answers that can be given: [(rank, error, answer)]."""
         if name == "gone":
-            self._gone.add(rank)
+            self._gone[rank] = f" with {arguments[0]}" if arguments else ""
             self._requests.pop(rank, None)
         elif name == "test":
             operation = self._operations.get((rank, *arguments))
@@ -269,7 +270,7 @@ class Referee:
         lines = [f"{text} (queues: one a {self._queue_model})"]
         for rank in range(self.world_size):
             request = self._requests.get(rank)
-            what = ("has ended" if rank in self._gone else "computes" if request is None
+            what = (f"has ended{self._gone[rank]}" if rank in self._gone else "computes" if request is None
                     else f"is at {request.where or 'its start'}, and waits for {request.words}")
             lines.append(f"  rank {rank} {what}")
             for (owner, *_), queue in self._queues.items():

@@ -91,7 +91,7 @@ class StrictWorld:
 
 @contextmanager
 def strict_world(folder, queues, mutant=""):
-    """A StrictWorld that finds no fault, or raises what it found."""
+    """A StrictWorld whose socket is in this folder, until the end of a test."""
     world = StrictWorld(str(folder), queues, mutant)
     try:
         yield world

@@ -126,10 +126,11 @@ def test_communicators_in_another_order_on_another_rank(queues, is_deadlock):
 
 def test_a_rank_that_has_ended_leaves_others_in_a_deadlock():
     played = Played(2)
-    played.ask(1, "gone")
+    played.ask(1, "gone", "ValueError: no such shape")
     played.launch(0, reduce())
 
-    assert played.referee.failure.startswith("DEADLOCK") and "rank 1 has ended" in played.referee.failure
+    assert played.referee.failure.startswith("DEADLOCK")
+    assert "rank 1 has ended with ValueError: no such shape" in played.referee.failure
 
 
 def test_an_operation_without_a_peer_is_named_when_all_have_ended():
