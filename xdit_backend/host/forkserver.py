@@ -23,7 +23,7 @@ MAX_BYTES = 2 ** 16                        # of an answer
 NUM_LINES = 15                             # of its output, where it fails
 # What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read
 # it then.
-OF_A_GROUP = ("XDIT_", "NCCL_", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+OF_A_GROUP = ("XDIT_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
 FORK = "XDIT_FORK"                         # in the environment; "0": torchrun and each rank are programs of their own
 # Of the forkserver alone: no threads, which would make forking unsafe.
 OF_THE_SERVER = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

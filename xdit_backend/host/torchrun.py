@@ -40,7 +40,11 @@ INHERITED = frozenset({
     "HSA_OVERRIDE_GFX_VERSION", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE",
     # of what compiles blocks
     "CC", "CXX", "LIBRARY_PATH", "CPATH", "TRITON_CACHE_DIR", "TRITON_LIBCUDA_PATH", "TORCHINDUCTOR_CACHE_DIR"})
-INHERITED_PREFIXES = ("XDIT_", "NCCL_", "LC_")
+INHERITED_PREFIXES = ("XDIT_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "LC_")
+
+# torch 2.6.0 to 2.7.0 take NCCL's non-blocking communicators where the group is given its device, and these hang at
+# random (pytorch issue 153960). Later releases take blocking ones by themselves.
+BLOCKING_COMMUNICATORS = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
 
 # CUDA workers: ComfyUI sets cudaMallocAsync for itself, under which later allocations may wait for receives that are
 # posted ahead.
@@ -126,7 +130,7 @@ def environment_of(devices, num_own=0, interface=""):
         environment[FOLDER] = str(comfyui)
     interface = interface or ("lo0" if sys.platform == "darwin" else "lo")
     # without "=", NCCL takes others that begin so
-    environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", **BLOCKING_COMMUNICATORS}
     on_cpu = any(own_name(device) == "cpu" for device in devices)
     environment = environment | CPU_ALLOCATOR if on_cpu else CUDA_QUEUES | environment | CUDA_ALLOCATOR
     if "OMP_NUM_THREADS" not in environment:                   # torchrun would set 1

@@ -35,24 +35,24 @@ class StoreAccess:
             value, count = self._execute(request, keys)
         except (RuntimeError, ValueError) as error:            # the group ends, or "add" to what is not a number
             return StoreReply(request.number, error=str(error))
-        return StoreReply(request.number, None if value is None else value.hex(), count)
+        return StoreReply(request.number, value.hex(), count)
 
     def _execute(self, request, keys):
-        """(value or None, count)"""
+        """(value, count)"""
         value, expected = bytes.fromhex(request.value), bytes.fromhex(request.expected)
         match request.operation:
             case "set":
                 self._store.set(keys[0], value)
             case "get":
-                return (self._store.get(keys[0]) if self._store.check(keys) else None), 0
+                return (self._store.get(keys[0]), 1) if self._store.check(keys) else (b"", 0)
             case "add":
-                return None, self._store.add(keys[0], request.amount)
+                return b"", self._store.add(keys[0], request.amount)
             case "compare_set":
                 return self._store.compare_set(keys[0], expected, value), 0
             case "check":
-                return None, int(self._store.check(keys))
+                return b"", int(self._store.check(keys))
             case "delete":
-                return None, int(self._store.delete_key(keys[0]))
+                return b"", int(self._store.delete_key(keys[0]))
             case "num_keys":
-                return None, self._store.num_keys()
-        return None, 0
+                return b"", self._store.num_keys()
+        return b"", 0

@@ -252,14 +252,14 @@ def pixels_of(meta_vae, shape):
 
 
 def least_free(free_bytes, ranks, device, traffic=None):
-    """The least of what the ranks may use. Ranks on one device share what it has.
-    traffic: the Traffic in which the exchange is counted."""
-    place = -1 if device.type == "cpu" else device.index or 0
-    own = torch.tensor([[free_bytes, place]], dtype=torch.int64, device=device)
+    """The least of what the ranks may use. Ranks on one device share what it has; of CPU workers, those on one
+    machine. traffic: the Traffic in which the exchange is counted."""
+    index = -1 if device.type == "cpu" else device.index or 0
+    own = torch.tensor([[free_bytes, index]], dtype=torch.int64, device=device)
     everyone = all_gather(own, [1] * ranks.count, 0, ranks.first(ranks.count),
                           traffic or Traffic()) if ranks.count > 1 else own
-    places = everyone[:, 1].tolist()
-    return min(free // places.count(place) for free, place in everyone.tolist())
+    places = list(zip(ranks.machines, everyone[:, 1].tolist(), strict=True))
+    return min(free // places.count(place) for free, place in zip(everyone[:, 0].tolist(), places))
 
 
 def free_bytes(device):

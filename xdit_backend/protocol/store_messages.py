@@ -31,9 +31,12 @@ class StoreRequest:
 
 @dataclass(frozen=True, config=STRICT)
 class StoreReply:
-    """The host's answer to a StoreRequest. value: None if "get" found no such key. count: the result of the others."""
+    """The host's answer to a StoreRequest.
+
+    value: of "get" and "compare_set". count: the result of the others; of "get" 1 if the key was found.
+    """
 
     number: Natural
-    value: StoreValue | None = None
+    value: StoreValue = ""
     count: Natural = 0
     error: Printable = ""

@@ -5,13 +5,12 @@ from contextlib import nullcontext
 from itertools import count as count_from
 
 import torch
-import torch.distributed as dist
 
 from ..autoencoders import family_of
 from ..checkpoints.streamed_layers import StreamedLayers
 from ..checkpoints.vae import load_autoencoder
 from ..distributed.rows import all_sums
-from ..parallel.vae import Pieces, Ranks, decode_rows, encode_rows
+from ..parallel.vae import Pieces, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, free_bytes
 from ..parallel.vae_tile_memory import planner_of
 from ..protocol.copies import CopyThread
@@ -26,10 +25,10 @@ CHECKED = 4
 class Autoencoders:
     """The VAEs that this rank holds, by the names of their specs. All ranks share each picture, by rows or tiles."""
 
-    def __init__(self, device, staging, report_phase, timeline):
+    def __init__(self, ranks, device, staging, report_phase, timeline):
         self._device, self._report_phase = device, report_phase
         self._loaded, self._planners, self._streamed = {}, {}, {}
-        self._ranks, self._staging = Ranks(dist.group.WORLD), staging
+        self._ranks, self._staging = ranks, staging
         self._timeline, self._clock = timeline, Clock(device)
 
     def load(self, spec):

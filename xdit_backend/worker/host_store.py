@@ -46,17 +46,17 @@ class HostStore(dist.Store):
 
     def get(self, key):
         self.wait([key])
-        value = self._ask("get", key).value
-        if value is None:
+        reply = self._ask("get", key)
+        if not reply.count:
             raise dist.DistStoreError(f"the key {key} was deleted from the store")
-        return bytes.fromhex(value)
+        return bytes.fromhex(reply.value)
 
     def add(self, key, amount):
         return self._ask("add", key, amount=amount).count
 
     def compare_set(self, key, expected, desired):
         return bytes.fromhex(self._ask("compare_set", key, value=_as_bytes(desired).hex(),
-                                       expected=_as_bytes(expected).hex()).value or "")
+                                       expected=_as_bytes(expected).hex()).value)
 
     def check(self, keys):
         return bool(self._ask("check", *keys).count)

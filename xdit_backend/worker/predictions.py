@@ -37,8 +37,9 @@ class Predictions:
     """What this rank keeps between predictions: conditioning, keys and values, groups and links of layouts,
     posted receives."""
 
-    def __init__(self, models, world_size, device, staging, timeline, map_segment=map_segment):
-        """map_segment(segment) -> the tensor that a command means by it."""
+    def __init__(self, models, world_size, device, staging, timeline, map_segment=map_segment, num_on_machine=1):
+        """map_segment(segment) -> the tensor that a command means by it. num_on_machine: ranks on this machine."""
+        self._num_on_machine = num_on_machine
         self._models, self._world_size, self._device, self._map = models, world_size, device, map_segment
         self._conditioning, self._key_values, self._exchanges = {}, {}, {}
         self._references = References()
@@ -311,10 +312,10 @@ class Predictions:
 
     @property
     def unused_bytes(self):
-        """Bytes of the device that nobody has asked for yet; CPU workers share what the machine has."""
+        """Bytes of the device that nobody has asked for yet; CPU workers on one machine share what it has."""
         if self._device.type == "cuda":
             return torch.cuda.mem_get_info(self._device)[0]
-        return free_bytes(self._device) // self._world_size
+        return free_bytes(self._device) // self._num_on_machine
 
     def _link(self, mesh, layout):
         if mesh.degrees["pipefusion"] > 1 and layout not in self._links:

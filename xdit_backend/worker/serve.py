@@ -19,7 +19,7 @@ from ..distributed.kernels import unusable
 from ..distributed.mesh import backend_for, group_options, group_timeout
 from ..protocol import timeouts
 from ..protocol.channel import connect
-from ..protocol.devices import own_name
+from ..protocol.devices import machine_of, own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
 from ..protocol.messages import (
     JOINING,
@@ -68,7 +68,8 @@ def serve(folder, rank, devices, log_file):
         threading.Event().wait()
     # the libraries' objects stay: what is dropped is found sooner without them
     gc.freeze()
-    engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), aborted)
+    engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), aborted,
+                    tuple(map(machine_of, devices)))
     ready.set()
     channel.send(Ready(rank, os.getpid(), devices[rank], unusable(device)))
     threading.Thread(target=_heartbeat, args=(channel, engine, busy, log_file), daemon=True).start()
@@ -76,9 +77,7 @@ def serve(folder, rank, devices, log_file):
     while True:
         while not waiting or not commands.empty():
             waiting.append(_next(commands, engine.memory))
-        for upcoming in itertools.islice(waiting, PREFETCHED):
-            if not _prefetch(engine, upcoming):
-                break
+        prefetch_ahead(engine, itertools.islice(waiting, PREFETCHED))
         command = waiting.popleft()
         if isinstance(command, Stop):
             break
@@ -126,6 +125,19 @@ def _next(commands, memory):
             return commands.get(timeout=memory.idle_timeout_s)
         except queue.Empty:
             memory.give_back()
+
+
+def prefetch_ahead(engine, commands):
+    """Post the receives of the command at hand and of those that follow, up to the first that cannot be prepared.
+
+    No further than the first of another layout: a step of that one may be a collective of all ranks, and a receive
+    posted before it waits for a rank that comes to its send only after that step.
+    """
+    layouts = set()
+    for command in commands:
+        layouts.add(getattr(command, "layout", None))
+        if len(layouts) > 1 or not _prefetch(engine, command):
+            break
 
 
 def _prefetch(engine, command):
