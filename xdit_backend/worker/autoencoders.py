@@ -120,7 +120,7 @@ class Autoencoders:
         """The Ranks that a command asks for, as many of them as have something to do. Every rank calls it."""
         asked = command.num_ranks or self._ranks.count
         num_working = self._planners[command.autoencoder].num_working(shape, scale, asked)
-        with traffic.entering(dist.group.WORLD):               # every rank may have to make a group
+        with traffic.entering(self._ranks.first(self._ranks.count)):          # every rank may have to make a group
             return self._ranks.only(num_working, command.first_rank)
 
     def _plan_rows(self, command, shape, scale, ranks, traffic):
