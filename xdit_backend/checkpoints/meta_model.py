@@ -10,6 +10,7 @@ import inspect
 import torch
 
 from ..protocol.errors import CheckpointError
+from ..vocabulary.describe import MAX_BLOCKS
 from ..vocabulary.unet import settings_of
 from .packed import packed_weights, set_packed_parameters
 from .transformer import build
@@ -30,10 +31,11 @@ def meta_model(checkpoint, quantisation=""):
         _check_folder_config(folder_config, family, name)
     whole = {key for key, dtype in checkpoint.dtypes.items() if key not in checkpoint.quantised
              and not dtype.startswith(FLOATS)}
-    tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta")
-               for key, shape in checkpoint.shapes.items()}
     try:
+        tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta")
+                   for key, shape in checkpoint.shapes.items()}
         config = checkpoint.config
+        _check_counts(config)
         with torch.device("meta"):
             model = build(family, config)
         tensors = checkpoint.under_diffusers_names(tensors)
@@ -42,8 +44,8 @@ def meta_model(checkpoint, quantisation=""):
     except KeyError as error:
         raise CheckpointError(f"Download {name} again, or choose another file: it lacks the tensor {error.args[0]}, "
                               f"which a {family.name} model needs.") from error
-    except (ValueError, IndexError, TypeError, RuntimeError, ArithmeticError, AssertionError,
-            NotImplementedError) as error:
+    except (ValueError, IndexError, TypeError, AttributeError, RuntimeError, ArithmeticError, AssertionError,
+            MemoryError) as error:
         raise CheckpointError(f"Download {name} again, or choose another file: it looks like a {family.name} model, "
                               f"but its tensors have shapes that none has ({error}).") from error
     if checkpoint.folder is not None and checkpoint.folder_config is None:
@@ -51,6 +53,14 @@ def meta_model(checkpoint, quantisation=""):
     _compare(model.state_dict(), tensors, family, name)
     set_packed_parameters(model, packed_weights(checkpoint, model, quantisation))
     return model
+
+
+def _check_counts(config):
+    """Raise ValueError for settings with more layers than any model has: each would be built before tensors are
+    compared."""
+    for key, value in config.items():
+        if any(word in key for word in ("layers", "blocks", "depth")) and type(value) is int and value > MAX_BLOCKS:
+            raise ValueError(f"{key} is {value:,}, and at most {MAX_BLOCKS} are read")
 
 
 def _folder_settings(checkpoint):

@@ -74,8 +74,9 @@ def _apply_rule(rule, *arguments):
 
 
 def _refuse_others(name, shapes, others):
+    names = "\n".join(f"^.{key}" for key in shapes)
     for marks, what in others:
-        if any(mark in f"^.{key}" for key in shapes for mark in marks):
+        if any(mark in names for mark in marks):
             raise CheckpointError(f"{name} is {what}." if ": " in what
                                   else f"{name} is {what}. {ELSEWHERE} {LISTED}")
 

@@ -20,6 +20,8 @@ from .family import ConfigRules
 from .references import method_of, reference_positions, references
 from .rope_scales import moved
 
+MAX_BLOCKS = 256                           # of one list; the longest published one has 60 (Qwen-Image)
+
 # --- rules over the shapes of a file: {name: shape} ---
 
 def size(name, dim, divided_by=1):
@@ -33,8 +35,14 @@ def optional_size(name, dim):
 
 
 def blocks(prefix):
-    """Number of blocks named `prefix`0., `prefix`1., ..."""
-    return lambda shapes: len({name[len(prefix):].partition(".")[0] for name in shapes if name.startswith(prefix)})
+    """Number of blocks named `prefix`0., `prefix`1., ... Raises ValueError for more than any model has: each of them
+    would be built."""
+    def count(shapes):
+        found = len({name[len(prefix):].partition(".")[0] for name in shapes if name.startswith(prefix)})
+        if found > MAX_BLOCKS:
+            raise ValueError(f"{found:,} blocks named {prefix}, and at most {MAX_BLOCKS} are read")
+        return found
+    return count
 
 
 def has(*names):
