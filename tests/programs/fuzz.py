@@ -32,7 +32,7 @@ HEADER_S = 0.5                             # CPU seconds in which a file is reje
 LARGEST_S = 1.0                            # in which the largest header within the limits is read
 MODEL_S = 10.0                             # in which the model of a header is made without weights, and compared
 HANG_S = 60                                # of wall clock
-SPARE_BYTES = 8 * 2 ** 30                  # of address space that reading a file may take: more is an attempt to fill memory
+SPARE_BYTES = 8 * 2 ** 30                  # of address space that reading a file may take
 REJECTED = "refused", "messages, then refused", "sent away", "not heard"       # of malformed's outcomes
 
 
@@ -194,9 +194,10 @@ def table(rows):
     return "\n".join([*lines, *(f"WRONG {words}" for row in rows for words in row.wrong)])
 
 
-def run(options, report=lambda text: None):
-    """All rows."""
-    parts = ((options.messages, run_messages), (options.headers, run_headers),
+def run(options, report=lambda text: None, families_drawn=None):
+    """All rows. families_drawn: of run_headers."""
+    parts = ((options.messages, run_messages),
+             (options.headers, lambda seed, count: run_headers(seed, count, families_drawn)),
              (options.faults, lambda seed, count: run_faults(seed, count, report)))
     rows = []
     for count, part in parts:

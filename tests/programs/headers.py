@@ -33,6 +33,7 @@ VALUES = ["null", "true", "-1", "0", "1", "9", "1.5", "-0.0", "1e999", "NaN", "-
           "{}", "[[]]", '{"a": 1}', "[1, 2]", '["a"]', "[-1]", "[null]", '"\\ud800"', '"\\u0000\\n"', '"é"',
           "9" * 30, "9" * 4000, "[" * 3000, "[" * 3000 + "]" * 3000, "[" * 10 + "]" * 10, f'"{"x" * 100_000}"',
           f"[{'0,' * 100_000}0]", *map(str, INTEGERS)]
+NUMBERS = ["0", "1", "5", "99", "1000000", "9" * 40, "x"]      # of blocks, in names
 MARK = "the value that is replaced"
 
 
@@ -160,7 +161,7 @@ class Mutator:
                 save(kind, originals / f"{name}.safetensors")
             packed_file(originals, "sd3", "nvfp4").rename(originals / "quantised.safetensors")
             save_gguf(originals / "model.gguf", originals / "safetensors.safetensors")
-        self._published = _published_folder("pixart-sigma")
+        self._published = [_published_folder("pixart-sigma", "transformer"), _published_folder("sdxl", "unet")]
         self._families, self._shapes = families_drawn, {}
         lora = {f"lora_unet_joint_blocks_{number}_x_block_attn_qkv.lora_{which}.weight": (4, 4)
                 for number in range(3) for which in ("up", "down")}
@@ -209,9 +210,9 @@ class Mutator:
         """A folder of a published size, of which one file is mutated, missing or under another name."""
         path = self._folder / "folder"
         shutil.rmtree(path, ignore_errors=True)
-        own, weights = path / "transformer", path / "transformer/diffusion_pytorch_model.safetensors"
+        part, config, original = self._chance.choice(self._published)
+        own, weights = path / part, path / part / "diffusion_pytorch_model.safetensors"
         own.mkdir(parents=True)
-        config, original = self._published
         what = self._chance.choice(["config", "config", "config", "index", "header", "header", "missing", "renamed",
                                     "scheduler"])
         (own / "config.json").write_bytes(self._mutated_json(config) if what == "config" else config)
@@ -299,8 +300,7 @@ class Mutator:
                 del entries[name]
             else:
                 for _ in range(300 if what == "many" else 1):
-                    other = re.sub(r"\d+", lambda found: str(self._chance.choice([0, 1, 5, 99, 10 ** 6, "9" * 40, "x"])),
-                                   name)
+                    other = re.sub(r"\d+", lambda found: self._chance.choice(NUMBERS), name)
                     entries[other] = dict(entries[name])
                 if what == "rename":
                     entries.pop(name, None)
@@ -351,9 +351,9 @@ def _original(shapes, dtype="BF16"):
     return Original(json.dumps(entries).encode(), end)
 
 
-def _published_folder(name):
-    """(config.json, Original) of a diffusers folder of a published size."""
+def _published_folder(name, part):
+    """(part, config.json, Original) of a diffusers folder of a published size."""
     one = PUBLISHED[name]
     family, config = FAMILIES[one.family], {key: value for key, value in one.config.items() if key[0] != "_"}
     shapes = {name: tensor.shape for name, tensor in build_empty(family, one.config).state_dict().items()}
-    return json.dumps(config | {"_class_name": family.transformer}).encode(), _original(shapes)
+    return part, json.dumps(config | {"_class_name": family.transformer}).encode(), _original(shapes)

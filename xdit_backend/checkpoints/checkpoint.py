@@ -15,6 +15,7 @@ from ..protocol.specs import ModelSpec
 from ..vocabulary.family import Family
 from ..vocabulary.unet import CLASSES, publishers_names
 from . import gguf, kitchen
+from .file_map import unreadable
 from .folder import Folder, extra_parts, read_folder
 from .layers import Layer, layers_of
 from .limits import MAX_HEADER_BYTES, MAX_TENSORS
@@ -132,12 +133,17 @@ class Checkpoint:
 def open_checkpoint(path):
     """Read the header of a safetensors or GGUF file, or of the transformer in a diffusers folder.
 
-    Raises CheckpointError for what is not a whole file or a complete folder.
+    Raises CheckpointError for what is not a whole file or a complete folder, or cannot be opened.
     """
-    if os.path.isdir(path):
-        return _read_folder(path)
-    if str(path).lower().endswith(".gguf"):
-        return _read_gguf(str(path))
+    try:
+        if os.path.isdir(path):
+            return _read_folder(path)
+        return _read_gguf(str(path)) if str(path).lower().endswith(".gguf") else _read_safetensors(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _read_safetensors(path):
     tensors, metadata, read = read_safetensors(path)
     prefix = _prefix(tensors)
     ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..protocol.bounded_json import parse_json, shown
+from ..protocol.bounded_json import MAX_SHOWN, parse_json, shown
 from ..protocol.errors import CheckpointError
 from .limits import MAX_HEADER_BYTES, MAX_LAYER_BYTES, MAX_LAYER_VALUES
 from .safetensors_header import MAX_VALUES
@@ -202,8 +202,8 @@ def _options(said):
 def _layer(layer, options, shapes, dtypes, file_name):
     weight, format_ = f"{layer}.weight", options.get("format")
     if not isinstance(format_, str) or format_ not in FORMATS:
-        raise _refusal(file_name, f"is quantised in the format {shown(format_)} ({layer}), which xDiT does not read. It reads "
-                                  f"{', '.join(FORMATS)}")
+        raise _refusal(file_name, f"is quantised in the format {str(format_)[:MAX_SHOWN]} ({layer}), which xDiT does "
+                                  f"not read. It reads {', '.join(FORMATS)}")
     how, beside = FORMATS[format_], {}
     for name in (*how.scales, *how.more):
         names = f"{layer}.{name}", f"{layer}.{OLD_NAMES.get(name)}"
@@ -226,7 +226,8 @@ def _layer(layer, options, shapes, dtypes, file_name):
         _check_scale(name, how, shape, (there, weight), (shapes[there], dtypes[there]), file_name)
     linear_dtype = options.get("linear_dtype", "int4")
     if linear_dtype not in ("int4", "int8"):
-        raise _refusal(file_name, f"says that {weight} is multiplied in {shown(linear_dtype)}, and xDiT knows int4 and int8")
+        raise _refusal(file_name, f"says that {weight} is multiplied in {shown(linear_dtype)}, and xDiT knows "
+                                  "int4 and int8")
     return Layer(format_, shape, beside, 0 if how.block else math.prod(shapes[beside["weight_scale"]]), rotated,
                  bool(options.get("full_precision_matrix_mult", False)), linear_dtype)
 
@@ -239,8 +240,8 @@ def _rotated(layer, format_, options, shape, file_name):
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         size = int(size)                                       # ComfyUI takes 64.0 and "64" for 64
     if size not in ROTATIONS or shape[1] % size or format_ == "convrot_w4a4" and shape[1] % W4A4_COLUMNS:
-        raise _refusal(file_name, f"says that ConvRot rotates {shown(size)} columns of {layer}.weight together, which has "
-                                  f"{shape[1]}. They must be {', '.join(map(str, ROTATIONS))}, and go into them")
+        raise _refusal(file_name, f"says that ConvRot rotates {shown(size)} columns of {layer}.weight together, which "
+                                  f"has {shape[1]}. They must be {', '.join(map(str, ROTATIONS))}, and go into them")
     return size
 
 

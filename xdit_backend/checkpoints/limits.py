@@ -19,7 +19,8 @@ MAX_HEADER_BYTES = 8 * 2 ** 20             # of safetensors; of a folder's files
 MAX_GGUF_HEADER_BYTES = 32 * 2 ** 20
 MAX_STRINGS = 2 ** 20                      # in the lists of a GGUF file's metadata together
 MAX_TEXT_BYTES = 2 ** 20                   # of one text of a GGUF file's metadata
-MAX_CONFIG_BYTES, MAX_CONFIG_VALUES = 2 ** 20, 2 ** 16         # of a JSON file; model_index.json of DiT has 42,000 bytes
+# of a JSON file of a folder; the model_index.json of DiT, with the names of 1,000 classes, has 42,000 bytes
+MAX_CONFIG_BYTES, MAX_CONFIG_VALUES = 2 ** 20, 2 ** 16
 MAX_LAYER_BYTES, MAX_LAYER_VALUES = 4096, 64                   # of JSON about one quantised layer
 
 

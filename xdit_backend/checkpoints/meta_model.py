@@ -9,6 +9,7 @@ import inspect
 
 import torch
 
+from ..protocol.bounded_json import shown
 from ..protocol.errors import CheckpointError
 from ..vocabulary.describe import MAX_BLOCKS
 from ..vocabulary.unet import settings_of
@@ -79,7 +80,7 @@ def _check_folder_agrees(folder_config, config, family, name):
         if key in folder_config and key not in family.config_from_tensors and (_plain(folder_config[key])
                                                                                != _plain(config[key])):
             raise CheckpointError(f"Download the folder again, or choose another: {name} is a model of {family.name} "
-                                  f"whose config.json says {key} = {folder_config[key]!r}, and its tensors are of "
+                                  f"whose config.json says {key} = {shown(folder_config[key])}, and its tensors are of "
                                   f"{config[key]!r}.")
 
 
@@ -100,7 +101,7 @@ def _check_folder_config(config, family, name):
             fits = _plain(value) == _plain(expected)
         if not fits:
             raise CheckpointError(f"Use another model, or Load Diffusion Model: {name} is a model of {family.name} "
-                                  f"whose config.json says {key} = {value!r}, and xDiT runs {family.name} with "
+                                  f"whose config.json says {key} = {shown(value)}, and xDiT runs {family.name} with "
                                   f"{expected!r} only.")
 
 
