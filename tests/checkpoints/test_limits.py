@@ -102,7 +102,8 @@ def test_a_folder_with_a_hostile_config_is_refused_at_once(tmp_path, config):
 def test_the_files_of_a_folder_have_one_limit_together(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for number in range(1, 4):
-        save_header(tmp_path / f"a-0000{number}-of-00003.safetensors", empty_tensors(MAX_TENSORS // 2, f"{number}.{{}}"))
+        tensors = empty_tensors(MAX_TENSORS // 2, f"{number}.{{}}")
+        save_header(tmp_path / f"a-0000{number}-of-00003.safetensors", tensors)
 
     with pytest.raises(CheckpointError, match="more than 16,384 tensors"):
         open_checkpoint(tmp_path)

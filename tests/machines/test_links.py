@@ -276,7 +276,8 @@ def test_a_session_of_another_is_not_taken_over(listener):
 @pytest.mark.parametrize("fields", [
     b'Hello {"purpose": "replies", "session": "\xc3\xa9"}', b'Hello {"purpose": "replies", "session": "0"}',
     b'Find {"path": "/models/a", "content": "many-00"}', b'Find {"path": "/models/a", "content": ""}',
-    b'Find {"path": "/models/a", "content": "' + b"9" * 5000 + b"-" + b"0" * 64 + b'"}'], ids=lambda raw: repr(raw[:50]))
+    b'Find {"path": "/models/a", "content": "' + b"9" * 5000 + b"-" + b"0" * 64 + b'"}'],
+                         ids=lambda raw: repr(raw[:50]))
 def test_sessions_and_contents_that_are_none_are_no_messages(pair, fields):
     """Else the thread that compares them raises."""
     host, other = pair

@@ -89,7 +89,8 @@ def test_few_checkpoints_stay_open(comfyui, tmp_path):
 
 
 # bodies that hold the event loop for seconds, or raise in it, where their size and form are not checked
-HOSTILE = [b"[" * 100_000, b'{"settings": {"num_patches": ' + b"9" * 4000 + b"}}", b"\xff", b'"\\ud800"', b" " * 2 ** 20,
+HOSTILE = [b"[" * 100_000, b'{"settings": {"num_patches": ' + b"9" * 4000 + b"}}", b"\xff",
+           b'"\\ud800"', b" " * 2 ** 20,
            b'{"settings": {"num_patches": 1, "num_patches": 2}}', b'{"settings": {"num_patches": ' + b"9" * 30 + b"}}",
            json.dumps({"settings": {"devices": "cpu," * 200_000}}).encode(),
            json.dumps({"settings": {"devices": "cpu," * 2000}}).encode(),

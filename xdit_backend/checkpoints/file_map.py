@@ -13,7 +13,7 @@ import os
 import torch
 
 from ..protocol.errors import CheckpointError
-from ..protocol.open_files import HOW, is_out_of_files
+from ..protocol.open_files import out_of_files
 
 NORESERVE = 0x4000             # Linux's MAP_NORESERVE, which Python's mmap has no name for
 TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -35,10 +35,8 @@ def map_memory(path):
 def unreadable(path, error):
     """The CheckpointError for a file that the system does not open."""
     name, why = os.path.basename(path), getattr(error, "strerror", None) or error
-    if is_out_of_files(error):
-        return CheckpointError(f"{HOW}, {name} among them ({why}).")
-    return CheckpointError(f"Check that {name} is there, and that this user may read it, or choose another: it cannot "
-                           f"be opened ({why}).")
+    return out_of_files(error, CheckpointError) or CheckpointError(
+        f"Check that {name} is there, and that this user may read it, or choose another: it cannot be opened ({why}).")
 
 
 def map_tensors(path):

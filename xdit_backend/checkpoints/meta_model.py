@@ -11,7 +11,7 @@ import torch
 
 from ..protocol.bounded_json import shown
 from ..protocol.errors import CheckpointError
-from ..vocabulary.describe import MAX_BLOCKS
+from ..vocabulary.limits import MAX_BLOCKS
 from ..vocabulary.unet import settings_of
 from .packed import packed_weights, set_packed_parameters
 from .transformer import build

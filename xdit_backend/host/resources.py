@@ -19,7 +19,7 @@ from ..protocol.channel import ChannelListener
 from ..protocol.devices import machine_of, machines_of
 from ..protocol.errors import ChannelClosedError, WorkerStartError
 from ..protocol.messages import Phase, Stop
-from ..protocol.open_files import HOW, is_out_of_files
+from ..protocol.open_files import out_of_files
 from ..protocol.segments import SegmentStore, folders_of
 from . import logs, preflight
 from .greeting import GroupStart
@@ -131,8 +131,8 @@ class GroupResources:
 
 def refused_by_the_system(error):
     """The WorkerStartError for an OSError of a start."""
-    if is_out_of_files(error):
-        return WorkerStartError(f"{HOW} ({error.strerror}). {HELP}")
+    if (out := out_of_files(error, WorkerStartError)) is not None:
+        return out
     places = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders_of("of a group")))
     return WorkerStartError(f"The workers cannot be started: {error}. They need a little room in {places}, where this "
                             f"user may write, and which have short names. {HELP}")

@@ -22,7 +22,7 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from .errors import XDiTError
-from .open_files import HOW, is_out_of_files
+from .open_files import out_of_files
 from .strict import STRICT, Many, Natural
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -246,8 +246,8 @@ def _reserve(path, num_bytes):
             os.mkdir(os.path.dirname(path), 0o700)
         file = open(path, "wb")
     except OSError as error:
-        if is_out_of_files(error):
-            raise XDiTError(f"{HOW} ({error.strerror}).") from error
+        if (out := out_of_files(error)) is not None:
+            raise out from error
         return False
     with file:
         try:

@@ -7,8 +7,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 MAX_RANKS, MAX_TEXT = 2 ** 16, 2 ** 20
 MAX_NAME, MAX_REASON = 2 ** 14, 2 ** 12    # characters of a name or path, and of an error on another machine
 MAX_ITEMS = 2 ** 14                        # of a list or of names; a model has at most checkpoints.limits.MAX_TENSORS
-Key = TypeVar("Key")
-Item = TypeVar("Item")
+K = TypeVar("K")
+T = TypeVar("T")
 
 Natural: TypeAlias = Annotated[int, Field(ge=0, lt=2 ** 63)]
 Rank: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
@@ -33,8 +33,8 @@ def _reason(text):
 Printable: TypeAlias = Annotated[str, Field(max_length=MAX_TEXT), BeforeValidator(_printable)]
 Reason: TypeAlias = Annotated[str, Field(max_length=MAX_REASON), BeforeValidator(_reason)]
 # collections of messages, which are bounded
-Many: TypeAlias = Annotated[tuple[Item, ...], Field(max_length=MAX_ITEMS)]
-ManyListed: TypeAlias = Annotated[list[Item], Field(max_length=MAX_ITEMS)]
-ByName: TypeAlias = Annotated[dict[Key, Item], Field(max_length=MAX_ITEMS)]
+Many: TypeAlias = Annotated[tuple[T, ...], Field(max_length=MAX_ITEMS)]
+ManyListed: TypeAlias = Annotated[list[T], Field(max_length=MAX_ITEMS)]
+ByName: TypeAlias = Annotated[dict[K, T], Field(max_length=MAX_ITEMS)]
 
 STRICT = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants", str_max_length=MAX_NAME)

@@ -4,7 +4,6 @@ given.
 # B batch, C channels, T tokens
 """
 
-import importlib
 import importlib.metadata
 import math
 from dataclasses import dataclass
@@ -17,10 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..protocol.errors import ConfigError, UnsupportedError
 from .family import ConfigRules
+from .limits import count_blocks
 from .references import method_of, reference_positions, references
 from .rope_scales import moved
-
-MAX_BLOCKS = 256                           # of one list; the longest published one has 60 (Qwen-Image)
 
 # --- rules over the shapes of a file: {name: shape} ---
 
@@ -35,14 +33,8 @@ def optional_size(name, dim):
 
 
 def blocks(prefix):
-    """Number of blocks named `prefix`0., `prefix`1., ... Raises ValueError for more than any model has: each of them
-    would be built."""
-    def count(shapes):
-        found = len({name[len(prefix):].partition(".")[0] for name in shapes if name.startswith(prefix)})
-        if found > MAX_BLOCKS:
-            raise ValueError(f"{found:,} blocks named {prefix}, and at most {MAX_BLOCKS} are read")
-        return found
-    return count
+    """Number of blocks named `prefix`0., `prefix`1., ..., of which there are at most MAX_BLOCKS."""
+    return lambda shapes: count_blocks(prefix, shapes)
 
 
 def has(*names):
