@@ -115,7 +115,8 @@ def test_a_hostile_request_is_refused_at_once(comfyui, path):
 STAGES = {"mode": "manual", "devices": "cpu,cpu", "pipefusion_degree": 2}
 
 
-@pytest.mark.parametrize("settings", [STAGES | {"stage_blocks": "²"}, STAGES | {"stage_blocks": "9" * 4000}, {"weights_memory": "1e999"},
+@pytest.mark.parametrize("settings", [STAGES | {"stage_blocks": "²"}, STAGES | {"stage_blocks": "9" * 4000},
+                                      {"weights_memory": "1e999"},
                                       {"weights_memory": "nan"}, {"forecast_keys_values": 10 ** 18},
                                       {"cfg_degree": 2 ** 62}, {"devices": "cuda:" + "9" * 4000}], ids=str)
 def test_settings_of_any_value_fit_or_are_refused_in_words(comfyui, settings):
