@@ -353,6 +353,14 @@ export const ZH = {
     "{0} 接近 {2} 模型，但 {3}。请重新下载，或选择其他文件。{4}",
   "{} is {} {} model, but {}.":
     "{0} 是 {2} 模型，但 {3}。",
+  "Choose another folder: the files of {} have headers of {} bytes, and at most {} are read.":
+    "请选择另一个文件夹：{0} 中各文件的文件头共有 {1} 字节，而最多读取 {2} 字节。",
+  "Choose another folder: the files of {} have more than {} tensors.":
+    "请选择另一个文件夹：{0} 中的文件有超过 {1} 个张量。",
+  "Check that {} is there, and that this user may read it, or choose another: it cannot be opened ({}).":
+    "请检查 {0} 是否存在、当前用户是否有权读取，或选择另一个：无法打开它（{1}）。",
+  "Download {} again: it has a header of {} bytes, and at most {} are read.":
+    "请重新下载 {0}：它的文件头有 {1} 字节，而最多读取 {2} 字节。",
   "Download {} again: it is empty.":
     "请重新下载 {0}：它是空的。",
   "Log in where it is from, and download {} again: it is a web page, which some sites send in place of a file that needs a login.":

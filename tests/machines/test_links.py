@@ -37,10 +37,11 @@ from xdit_backend.machines.links import (
     connect,
 )
 from xdit_backend.machines.listener import Listener, interface_of, read_address, version_differences, versions
-from xdit_backend.machines.session import wait_for
+from xdit_backend.machines.session import MAX_ANSWERS, wait_for
 from xdit_backend.protocol import channel, messages, specs
 from xdit_backend.protocol.errors import ChannelClosedError, ConfigError, WorkerStartError, XDiTError
 from xdit_backend.protocol.segments import Segment, SegmentStore
+from xdit_backend.protocol.strict import MAX_REASON
 
 CARDS = {"cpu": ("a processor", 1e9)}
 
@@ -316,6 +317,45 @@ def test_a_machine_answers_for_its_own_ranks_only(listener, rank):
     with pytest.raises(ChannelClosedError):
         near.receive()
     assert not session.is_open
+
+
+@pytest.mark.parametrize("fields", [
+    b'Hello {"purpose": "replies", "session": "\xc3\xa9"}', b'Hello {"purpose": "replies", "session": "0"}',
+    b'Find {"path": "/models/a", "content": "many-00"}', b'Find {"path": "/models/a", "content": ""}',
+    b'Find {"path": "/models/a", "content": "' + b"9" * 5000 + b"-" + b"0" * 64 + b'"}'],
+                         ids=lambda raw: repr(raw[:50]))
+def test_sessions_and_contents_that_are_none_are_no_messages(pair, fields):
+    """Else the thread that compares them raises."""
+    host, other = pair
+    other.raw.sendall(HEADER.pack(MACHINE, len(fields)) + fields)
+
+    with pytest.raises(ChannelClosedError, match="Not a message"):
+        host.receive()
+
+
+def test_answers_that_nobody_asked_for_are_dropped(listener):
+    """A machine that sends them by the thousand fills no memory, and the answer that is asked for is still found."""
+    commands, welcome = join(listener, name="other")
+    replies, _ = join(listener, purpose="replies", session=welcome.session)
+    session = listener.take("other")
+    for number in range(300):
+        replies.send(links.Missing(f"/models/{number}", "x" * 500_000))
+        replies.send(links.Searching(number, 300))
+
+    def answer():
+        while not isinstance(commands.receive()[1], links.Find):
+            pass
+        for number in range(300):
+            replies.send(links.Searching(number, 300))
+            replies.send(links.Missing(f"/models/{number}", "x"))
+        replies.send(links.Found("/models/a"))
+        replies.send(links.Missing("/models/a", "too late"))
+    threading.Thread(target=answer, daemon=True).start()
+    session.find("/models/a", f"1-{'0' * 64}", lambda: None, lambda done, total: None)
+    replies.send(links.Ping())
+
+    assert wait_for(lambda: session._answers.qsize() <= MAX_ANSWERS or None, time.monotonic() + 5, lambda: None)
+    assert len(links.Missing("/models/a", "x" * 500_000).reason) == MAX_REASON
 
 
 def test_a_machine_that_does_not_come_is_asked_for_by_the_command(listener, monkeypatch):

@@ -5,11 +5,14 @@ import importlib
 import json
 import re
 import struct
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from aiohttp import test_utils, web
+from aiohttp.test_utils import TestClient, TestServer
+from safetensors.torch import load_file
 
 from tests.comfyui_server import ROOT
 
@@ -143,3 +146,65 @@ def test_json_with_a_charset_is_json(statuses):
     found = statuses({"Host": HOST, "Content-Type": "application/json; charset=utf-8"})
 
     assert {status for (method, _), status in found.items() if method == "POST"} == {400}
+
+
+# bodies that hold the event loop for seconds, or raise in it, where their size and form are not checked
+HOSTILE = [b"[" * 100_000, b'{"settings": {"num_patches": ' + b"9" * 4000 + b"}}", b"\xff",
+           b'"\\ud800"', b" " * 2 ** 20,
+           b'{"settings": {"num_patches": 1, "num_patches": 2}}', b'{"settings": {"num_patches": ' + b"9" * 30 + b"}}",
+           json.dumps({"settings": {"devices": "cpu," * 200_000}}).encode(),
+           json.dumps({"settings": {"devices": "cpu," * 2000}}).encode(),
+           json.dumps({"settings": {f"name{number}": 1 for number in range(200_000)}}).encode(),
+           json.dumps({"models": ["a"] * 200_000, "vaes": []}).encode(),
+           json.dumps({"models": [["a"]], "vaes": []}).encode()]
+
+
+@pytest.mark.parametrize("path", ["/xdit/fit", "/xdit/refusals", "/xdit/watch", "/xdit/do"])
+def test_a_hostile_request_is_refused_at_once(comfyui, path):
+    async def ask():
+        async with TestClient(TestServer(_app(comfyui))) as client:
+            for body in HOSTILE:
+                started_s = time.process_time()
+                answer = await client.post(path, data=body, headers={"Content-Type": "application/json"})
+                took_s = time.process_time() - started_s
+                assert answer.status == 400 and (await answer.json())["error"], body[:60]
+                assert took_s < 0.5, f"{body[:60]} took {took_s:.1f} s"
+    asyncio.run(ask())
+
+
+STAGES = {"mode": "manual", "devices": "cpu,cpu", "pipefusion_degree": 2}
+
+
+@pytest.mark.parametrize("settings", [STAGES | {"stage_blocks": "²"}, STAGES | {"stage_blocks": "9" * 4000},
+                                      {"weights_memory": "1e999"},
+                                      {"weights_memory": "nan"}, {"forecast_keys_values": 10 ** 18},
+                                      {"cfg_degree": 2 ** 62}, {"devices": "cuda:" + "9" * 4000}], ids=str)
+def test_settings_of_any_value_fit_or_are_refused_in_words(comfyui, settings):
+    async def ask():
+        async with TestClient(TestServer(_app(comfyui))) as client:
+            answer = await client.post("/xdit/fit", json={"settings": settings})
+            assert answer.status == 200 and set((await answer.json())["settings"]) <= set(settings) or (
+                answer.status == 409 and (await answer.json())["error"])
+    asyncio.run(ask())
+
+
+def test_a_vae_of_shapes_that_none_has_is_left_to_comfyui(comfyui):
+    """Whose classes raise of any kind there."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(
+        comfyui.base / "vae" / comfyui.file("vae-sd", folder="vae")).items()}
+    page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.page.routes")
+    for number, name in enumerate(list(shapes)[::7]):
+        write_header(comfyui.base / "vae" / "odd.safetensors",
+                     {**shapes, name: [(), (0,), (1,) * 5, (2 ** 20, 1)][number % 4]})
+        found = page.refusals([], ["odd.safetensors"])["vaes"]
+        assert found == {} or "odd.safetensors" in found["odd.safetensors"]
+
+
+def _app(comfyui):
+    """ComfyUI's web application with nothing but the pack's routes."""
+    page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.page.routes")
+    routes = web.RouteTableDef()
+    page.add_routes(SimpleNamespace(routes=routes, sockets={}, prompt_queue=SimpleNamespace(currently_running={})))
+    app = web.Application(client_max_size=2 ** 26)
+    app.add_routes(routes)
+    return app

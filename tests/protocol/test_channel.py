@@ -109,7 +109,7 @@ def test_no_message_is_too_long_to_be_received(channel_listener, tmp_path):
     host, worker = accept_while(channel_listener, lambda: connect(tmp_path))
 
     with pytest.raises(XDiTError, match="is more than a connection takes"):
-        host.send(DropConditioning(1, ["conditioning"] * 2 ** 21))
+        host.send(DropConditioning(1, ["c" * 2048] * 2 ** 14))
     host.send(Stop())
 
     assert worker.receive() == Stop()

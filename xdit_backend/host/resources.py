@@ -17,6 +17,7 @@ from ..protocol.channel import STORE_FILE, ChannelListener
 from ..protocol.devices import machine_of, machines_of
 from ..protocol.errors import ChannelClosedError, WorkerStartError
 from ..protocol.messages import Phase, Stop
+from ..protocol.open_files import out_of_files
 from ..protocol.segments import SegmentStore, folders_of
 from . import logs, preflight, torchrun
 from .greeting import GroupStart
@@ -122,6 +123,8 @@ class GroupResources:
 
 def refused_by_the_system(error):
     """The WorkerStartError for an OSError of a start."""
+    if (out := out_of_files(error, WorkerStartError)) is not None:
+        return out
     places = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders_of("of a group")))
     return WorkerStartError(f"The workers cannot be started: {error}. They need a little room in {places}, where this "
                             f"user may write, and which have short names. {HELP}")

@@ -27,7 +27,7 @@ from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
 from ..protocol.messages import ADAPTERS, decode, encode
 from ..protocol.segments import Segment
-from ..protocol.strict import STRICT, Natural, Printable, Rank
+from ..protocol.strict import STRICT, ByName, Many, Natural, Printable, Rank, Reason
 from .keys import SECRET_BYTES
 
 PORT = 29431                               # where the host listens, unless another is given
@@ -41,6 +41,8 @@ HEADER = struct.Struct("!iI")              # the rank that a message is for, or 
 MACHINE = -1
 
 Name: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE_NAME}$")]
+Token: TypeAlias = Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]         # of a session; "": there is none yet
+Content: TypeAlias = Annotated[str, Field(pattern="^[0-9]{1,19}-[0-9a-f]{64}$")]       # contents.Contents.of
 
 
 @message(frozen=True, config=STRICT)
@@ -48,29 +50,29 @@ class Hello:
     """The first message of a connection: what it is for. "machine": it joins, and will take commands here."""
 
     purpose: Literal["machine", "replies"]
-    session: str = ""              # of Welcome, for the others
+    session: Token = ""            # of Welcome, for the others
     name: Name = "machine"
-    versions: dict[str, str] = field(default_factory=dict)
-    cards: dict[str, tuple[str, float]] = field(default_factory=dict)  # device -> (what it is, bytes of memory)
+    versions: ByName[str, str] = field(default_factory=dict)
+    cards: ByName[str, tuple[str, float]] = field(default_factory=dict)  # device -> (what it is, bytes of memory)
 
 
 @message(frozen=True, config=STRICT)
 class Welcome:
-    session: str
+    session: Token
     clock_s: float                 # the host's time.perf_counter
 
 
 @message(frozen=True, config=STRICT)
 class Refused:
-    reason: Printable
+    reason: Reason
 
 
 @message(frozen=True, config=STRICT)
 class Start:
     """Start the workers of this machine's devices, which are some of these; the order is that of ranks."""
 
-    devices: tuple[str, ...]
-    variables: dict[Literal["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], Literal["1"]] = field(default_factory=dict)
+    devices: Many[str]
+    variables: ByName[Literal["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], Literal["1"]] = field(default_factory=dict)
 
 
 @message(frozen=True, config=STRICT)
@@ -78,7 +80,7 @@ class Find:
     """Look for a model file, or diffusers folder, of this content."""
 
     path: str                      # on the host's machine: its last part is the name to look for first
-    content: str                   # contents.Contents.of
+    content: Content
 
 
 @message(frozen=True, config=STRICT)
@@ -89,7 +91,7 @@ class Found:
 @message(frozen=True, config=STRICT)
 class Missing:
     path: str
-    reason: Printable
+    reason: Reason
 
 
 @message(frozen=True, config=STRICT)
@@ -126,7 +128,7 @@ class Ended:
     """Workers of this machine have ended, or could not start."""
 
     rank: Rank
-    reason: Printable
+    reason: Reason
     lines: Printable = ""          # the last that it printed
 
 

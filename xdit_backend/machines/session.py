@@ -1,6 +1,7 @@
 """The host's end of one machine that has joined: from its joining until its workers end.
 Made by the listener, used by the launcher."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 COMPLETE_S = 30.0                          # from the first connection of a machine until the second, which may wait
+MAX_ANSWERS = 16                           # about a file, that nobody has read yet
 
 
 class Session:
@@ -53,7 +55,7 @@ class Session:
         self._is_over, self._began_s = threading.Event(), time.monotonic()
         self._inner, self._open, self._lines = {}, {}, {}
         self._lock = threading.Lock()                          # of _open, and of the order of what is sent
-        self._answers = queue.SimpleQueue()                    # of files
+        self._wanted, self._answers = "", queue.Queue(MAX_ANSWERS)         # path that is looked for; what it says
 
     @property
     def is_open(self):
@@ -97,6 +99,7 @@ class Session:
 
         Raises CheckpointError where it does not, with what to do; ChannelClosedError when it is lost.
         """
+        self._wanted, self._answers = path, queue.Queue(MAX_ANSWERS)
         self._commands.send(Find(path, content))
         while True:
             check()
@@ -108,9 +111,9 @@ class Session:
                 continue
             if isinstance(answer, Searching):
                 on_read(answer.done, answer.total)
-            elif answer.path == path:
-                if isinstance(answer, Missing):
-                    raise CheckpointError(f"{self.name}: {answer.reason}")
+            elif isinstance(answer, Missing):
+                raise CheckpointError(f"{self.name}: {answer.reason}")
+            else:
                 return
 
     def last_lines(self, rank):
@@ -184,13 +187,24 @@ class Session:
                 raise XDiTError(f"a piece of {message.path} came, which is no result")
             tensors.receive(self._replies, message, segment)
         elif isinstance(message, (Searching, Found, Missing)):
-            self._answers.put(message)
+            self._note_answer(message)
         elif isinstance(message, Ended):
             self._lines[message.rank] = message.lines
             self.ended = self.ended or message.reason
             raise XDiTError(message.reason)
         elif not isinstance(message, Ping):
             raise XDiTError(f"{type(message).__name__} is nothing that a machine tells the host")
+
+    def _note_answer(self, answer):
+        """Keep what find() waits for. The rest is dropped: nobody would read it."""
+        if not self._wanted or isinstance(answer, Searching) and self._answers.qsize() >= MAX_ANSWERS - 1:
+            return
+        if not isinstance(answer, Searching):
+            if answer.path != self._wanted:
+                return
+            self._wanted = ""
+        with contextlib.suppress(queue.Full):
+            self._answers.put_nowait(answer)
 
     def _answered(self, rank, request):
         with self._lock:
