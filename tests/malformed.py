@@ -79,7 +79,7 @@ BETWEEN_MACHINES = [
     links.Hello("replies", "0" * 32),
     links.Welcome("0" * 32, 12.5),
     links.Refused("torch is 2.6 there and 2.11 here"),
-    links.Start(("cuda:0", "other-pc/cuda:0"), 1, 2, {"NCCL_P2P_DISABLE": "1"}),
+    links.Start(("cuda:0", "other-pc/cuda:0"), {"NCCL_P2P_DISABLE": "1"}),
     links.Find("/models/flux.safetensors", f"23802932552-{'0' * 64}"),
     links.Found("/models/flux.safetensors"),
     links.Missing("/models/flux.safetensors", "no file here has this content"),
