@@ -159,11 +159,10 @@ def collected(*options):
 def test_the_default_tier_has_a_case_of_every_slow_test():
     long = {function for function, seconds in slow_tier.measured().items() if seconds >= LONG_S}
     default, slow = collected("-m", "not slow or drawn", "--smoke-seed", "5"), collected("-m", "slow")
-    functions = {*map(function_of, slow)} - long
+    expected = {case for case in draw(slow, 5, 0, slow_tier.measured()) if function_of(case) not in long}
 
-    assert len(slow) > 20 and functions <= {*map(function_of, slow & default)}
-    assert slow & default >= draw(slow, 5, 0, slow_tier.measured()) - {case for case in slow if function_of(case) in long}
-    assert len(slow & default) < len(slow) / 2
+    assert len(slow) > 20 and expected <= default and len(slow & default) < len(slow) / 2
+    assert {*map(function_of, slow)} - long == {*map(function_of, expected)}
 
 
 def test_records_give_the_seconds_by_which_portions_are_cut(tmp_path, monkeypatch):
