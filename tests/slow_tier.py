@@ -5,6 +5,7 @@ of what ran.
 """
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -22,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_PORTIONS = 12                          # of CI: each ends in the time that the default tier leaves
 SECONDS = Path(__file__).with_name("slow_seconds.json")        # {test function: seconds of a case, measured}
 UNMEASURED_S = 2.0
-LONG_S = 20.0                              # of a case, from which on a function is drawn in turn
+LONG_S = 3.0                               # of a case, from which on a test is not drawn each time but in turn
+TURN_S = 100.0                             # of the cases that are drawn in turn, all together
 COMMIT = "commit"                          # --portion's word for the commit's turn
 PORTION, TURN = pytest.StashKey[object](), pytest.StashKey[object]()
 
@@ -67,8 +69,8 @@ def select(config, items):
 
 
 def header(config):
-    lines = [f"each slow test's case, of those that take under {LONG_S:.0f} s: --smoke-seed "
-             f"{config.option.smoke_seed}; of the longer tests one, {config.stash[TURN].why}"]
+    lines = [f"one case of each slow test: --smoke-seed {config.option.smoke_seed}; those of {LONG_S:.0f} s and more "
+             f"take turns, {config.stash[TURN].why}"]
     return lines + ([f"of the slow tier {config.stash[PORTION]}"] if config.stash[PORTION] else [])
 
 
@@ -152,18 +154,24 @@ def cut(nodeids, count, seconds):
 
 
 def draw(nodeids, seed, number, seconds):
-    """Of each slow test function one case, drawn; of all functions whose cases take LONG_S or more, one function's, in
-    turn.
+    """One case of each slow test function, drawn. Functions whose cases take LONG_S or more take turns: those of about
+    TURN_S are drawn from, and of successive numbers others, until all have been.
 
     nodeids: of all slow cases. number: the Turn's. Returns a set of cases.
     """
     cases = defaultdict(list)
     for nodeid in sorted(nodeids):
         cases[function_of(nodeid)].append(nodeid)
-    long = [function for function in cases if seconds.get(function, UNMEASURED_S) >= LONG_S]
-    in_turn = {long[number % len(long)]} if long else set()
+    turns = turns_of(cases, seconds)
+    now = number % max(turns.values(), default=1) + 1
     return {random.Random(f"{seed} {function}").choice(of_function) for function, of_function in cases.items()
-            if function not in long or function in in_turn}
+            if turns.get(function, now) == now}
+
+
+def turns_of(functions, seconds):
+    """{function: its turn, from 1} of those whose cases take LONG_S or more."""
+    long = {function: seconds[function] for function in functions if seconds.get(function, 0.0) >= LONG_S}
+    return cut(long, math.ceil(sum(long.values()) / TURN_S), seconds)
 
 
 def measured():

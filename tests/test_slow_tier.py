@@ -12,10 +12,23 @@ import pytest
 
 from tests import slow_tier
 from tests.comfyui_server import ROOT
-from tests.slow_tier import LONG_S, NUM_PORTIONS, Turn, choose_portion, cut, draw, function_of, turn
+from tests.slow_tier import (
+    LONG_S,
+    NUM_PORTIONS,
+    TURN_S,
+    Turn,
+    choose_portion,
+    cut,
+    draw,
+    function_of,
+    turn,
+    turns_of,
+)
 
 CASES = [f"tests/test_{file}.py::test_{name}[{case}]" for file in "abc" for name in "de" for case in range(6)]
-SECONDS = {"tests/test_a.py::test_d": 10.0, "tests/test_b.py::test_e": LONG_S, "tests/test_c.py::test_d": 2 * LONG_S}
+# of a case; three are long enough to take turns, those that are not here too short
+SECONDS = {"tests/test_a.py::test_d": 0.6 * TURN_S, "tests/test_a.py::test_e": LONG_S / 2,
+           "tests/test_b.py::test_e": TURN_S, "tests/test_c.py::test_d": 1.2 * TURN_S}
 
 
 @pytest.fixture
@@ -83,15 +96,23 @@ def test_portions_are_neighbours_and_take_about_equally_long(count):
 
 
 def test_of_each_slow_test_one_case_is_drawn_and_in_time_every_case():
-    seen = set()
-    for seed in range(200):
+    seen, long = set(), {*SECONDS} - {"tests/test_a.py::test_e"}
+    for seed in range(300):
         drawn = draw(CASES, seed, seed, SECONDS)
         of_functions = collections.Counter(map(function_of, drawn))
-        long = [function for function in of_functions if SECONDS.get(function, 0) >= LONG_S]
-        assert set(of_functions.values()) == {1} and len(long) == 1 and len(of_functions) == 5
+        assert set(of_functions.values()) == {1} and {*of_functions} - long == {*map(function_of, CASES)} - long
+        assert sum(SECONDS[function] for function in of_functions if function in long) <= TURN_S + max(SECONDS.values())
         seen |= drawn
 
     assert seen == {*CASES} and draw(CASES, 3, 1, SECONDS) == draw(CASES[::-1], 3, 1, SECONDS)
+
+
+def test_long_tests_take_turns_until_each_has_run():
+    turns = turns_of(map(function_of, CASES), SECONDS)
+    drawn = [{*map(function_of, draw(CASES, 0, number, SECONDS))} & turns.keys() for number in range(3)]
+
+    assert max(turns.values()) == 3 and set().union(*drawn) == turns.keys()
+    assert sum(map(len, drawn)) == len(turns) and "tests/test_a.py::test_e" not in turns
 
 
 @pytest.mark.parametrize("asked", ["", "0/3", "4/3", "3", "x/3", "1/0", "-1/3"])
