@@ -44,12 +44,15 @@ QUANTISERS = ["torchao==0.18.0", "bitsandbytes==0.50.2"]
 TIERS = {"smoke": "a step of every family under a layout that is drawn, alone",
          "all": "everything: more sizes, samplers and products of methods, and int8 and nf4",
          "rest": "what --all has beside the tests without it"}
-MARKED = {"": "not slow", "smoke": "smoke", "all": "", "rest": "slow"}         # as pytest selects them
+MARKED = {"": "not slow or drawn", "smoke": "smoke", "all": "", "rest": "slow"}         # as pytest selects them
 # Options of the tests that choose none of them (tests/order.py), so these still run in two processes.
 ORDER = {"order": ("written, reverse or drawn", "test: of the files, and of the tests in each; default: written"),
          "order-seed": ("SEED", "test: of --order drawn; default: of the commit's day"),
          "smoke-seed": ("SEED", "test: of what is drawn for each family; default: of the commit's day"),
-         "beside": ("COUNT", "test: so many processes that are never idle run beside the tests")}
+         "beside": ("COUNT", "test: so many processes that are never idle run beside the tests"),
+         "portion": ("PORTION", "test --rest: a portion of the slow tests, such as 3/12, or that which is the commit's "
+                                "turn: commit"),
+         "record": ("FILE", "test --rest --portion: add to this file which portion passed at which commit")}
 MINUTES = "test: those whose turn has not come so many minutes after the start are skipped, and counted"
 # pytest-xdist: a file's tests run in one process, in order, since they share a ComfyUI or a worker group.
 IN_TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]

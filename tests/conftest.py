@@ -34,7 +34,7 @@ def _provide(name):
 _provide("tests")
 _provide("xdit_backend")
 
-from tests import order, tiers  # noqa: E402
+from tests import order, slow_tier, tiers  # noqa: E402
 from tests.worker_processes import FOLDER, host_of, kind_of  # noqa: E402
 
 
@@ -147,6 +147,7 @@ def seeded():
 
 def pytest_addoption(parser):
     order.add_options(parser)
+    slow_tier.add_options(parser)
     parser.addoption("--tolerances", action="store_true",
                      help="print, for every comparison of numbers, the largest error that was met beside the one "
                           "allowed")
@@ -154,6 +155,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     order.choose_seeds(config)
+    slow_tier.configure(config)
     busy = order.start_busy(config)
     config.add_cleanup(lambda: [process.kill() or process.wait() for process in busy])
 
@@ -165,11 +167,12 @@ def pytest_runtest_setup(item):
 
 def pytest_configure_node(node):
     """Of pytest-xdist: before it starts a process."""
-    node.workerinput.update({name: getattr(node.config.option, name) for name in order.SEEDS})
+    node.workerinput.update({name: getattr(node.config.option, name) for name in order.SEEDS},
+                            **slow_tier.for_processes(node.config))
 
 
 def pytest_report_header(config):
-    return order.header(config)
+    return order.header(config) + slow_tier.header(config)
 
 
 def pytest_testnodedown(node):
@@ -185,7 +188,8 @@ def pytest_sessionfinish(session):
 def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.section("dearest files")
     terminalreporter.write_line("\n".join(tiers.dearest_files(terminalreporter)))
-    terminalreporter.write_line(tiers.summary(terminalreporter, config))
+    for line in (tiers.summary(terminalreporter, config), *slow_tier.report(config, terminalreporter.stats)):
+        terminalreporter.write_line(line)
     if config.getoption("tolerances"):
         from tests.tolerances import COMPARISONS, report
         terminalreporter.section("largest errors met, the loosest tolerance first")
@@ -204,7 +208,9 @@ def pytest_collection_modifyitems(config, items):
 
     order.arrange(items, config.option.order, config.option.order_seed)
 
-    tiers.mark(config, items)
+    tiers.mark(items)
+    slow_tier.select(config, items)
+    tiers.count_left_out(config, items)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -22,8 +22,8 @@ def by_default(chosen, values):
     return [value if is_chosen(value) else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def mark(config, items):
-    """Leave the tests of most families to --all, but for those that are marked `everyone`; and count what is left."""
+def mark(items):
+    """Leave the tests of most families to --all, but for those that are marked `everyone`."""
     from tests.tiny_checkpoints import AUTOENCODERS, families
     from tests.vae_zoo import KINDS
     from xdit_backend.models import FAMILIES
@@ -33,8 +33,13 @@ def mark(config, items):
                 and any(
                         isinstance(value, str) and value in others for value in item.callspec.params.values())):
             item.add_marker(pytest.mark.slow)
+
+
+def count_left_out(config, items):
+    """Count what the default tier leaves out."""
     is_left = config.option.markexpr.startswith("not slow")
-    config.stash[LEFT_OUT] = sum("slow" in item.keywords for item in items) if is_left else 0
+    config.stash[LEFT_OUT] = sum("slow" in item.keywords and "drawn" not in item.keywords
+                                 for item in items) if is_left else 0
 
 
 def give_count(config, output):

@@ -6,9 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.checkpoints.test_header import PUBLISHED, write_header
+from tests.models.zoo import FOLDERS, example, save_as_published
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.folder import read_folder, read_json
 from xdit_backend.machines.contents import Contents
+from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
 
 NAME = "diffusion_pytorch_model"
@@ -105,3 +108,40 @@ def test_a_folder_of_a_model_that_is_comfyuis_module_says_that_files_are_taken(t
 
     with pytest.raises(CheckpointError, match="^Load a file of OmniGen 2 in ComfyUI's format: folder is a folder of "):
         _ = open_checkpoint(tmp_path / "folder").family
+
+
+CLASSES = [FAMILIES[name].transformer for name in FOLDERS]
+SHARING = [name for name in FOLDERS if CLASSES.count(FAMILIES[name].transformer) > 1]      # a class with other families
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_families_of_one_class_are_told_apart_in_their_tiny_folders(tmp_path, name):
+    save_as_published(example(name).model, tmp_path / "model")
+
+    assert open_checkpoint(tmp_path / "model").family.name == name
+
+
+def family_of_config(folder, family, shapes):
+    """The family recognised in a folder whose config.json has what a file of these shapes gives."""
+    folder.mkdir()
+    config = {key: value for key, value in family.config(shapes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config | {"_class_name": family.transformer}))
+    write_header(folder / f"{NAME}.safetensors", shapes)
+    return open_checkpoint(folder).family.name
+
+
+@pytest.mark.parametrize("name", [name for name, (family, *_) in PUBLISHED.items() if family in SHARING])
+def test_families_of_one_class_are_told_apart_in_published_folders(tmp_path, name):
+    family, shapes, _ = PUBLISHED[name]
+
+    assert family_of_config(tmp_path / "model", FAMILIES[family], shapes) == family
+
+
+@pytest.mark.parametrize("lacking", ["time_r_in.", "guidance_in."])
+def test_a_distilled_hunyuanimage_with_one_of_its_inputs_is_told_by_that(tmp_path, lacking):
+    """As it is told in a file."""
+    family, shapes, _ = PUBLISHED["hunyuan-image-distilled"]
+    shapes = {name: shape for name, shape in shapes.items() if not name.startswith(lacking)}
+
+    assert FAMILIES[family].recognise(shapes)
+    assert family_of_config(tmp_path / "model", FAMILIES[family], shapes) == family

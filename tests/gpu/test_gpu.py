@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.host.conftest import call_of, folders, layout, spec_of  # noqa: F401
 from tests.host.test_client import TOLD
 from tests.host.test_pipefusion import oracle, sample, small
-from tests.models.zoo import BARE, example, having
+from tests.models.zoo import BARE, example, having, takes
 from xdit_backend.distributed.attention import attention_with_lse, merge_attention
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.norm_rows import group_norm_rows
@@ -95,8 +95,7 @@ def gpu_client(request):
 @pytest.mark.parametrize("name", TOLD)
 def test_predictions_equal_the_model_on_the_cpu(gpu_client, spec_of, name, dtype):  # noqa: F811
     one = example(name, torch.float32, rows=16, columns=12)
-    several = [degrees for degrees in ({"ulysses": 2}, {"ring": 2}, {"cfg": 2})
-               if not {*degrees} & one.family.refused.keys()]
+    several = [degrees for degrees in ({"ulysses": 2}, {"ring": 2}, {"cfg": 2}) if takes(one.family, degrees)]
     for degrees in several if len(gpu_client.devices) == 2 else [{}]:
         result, = gpu_client.predict(spec_of(name, dtype), layout(**degrees), one.family.num_channels(one.config),
                                      [call_of(one)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.host.conftest import call_of, decode, decoded, layout
-from tests.models.zoo import FOLDERS, example
+from tests.models.zoo import FOLDERS, example, takes
 from tests.tolerances import within
 from xdit_backend.host.client import Client
 from xdit_backend.models import FAMILIES
@@ -27,7 +27,7 @@ TOLD = [name for name in FOLDERS if not FAMILIES[name].settings]               #
 def methods_of(name):
     """One, in turn; of one family all. What a family makes of each is for tests/parallel,
     and this for its tensors on their way."""
-    possible = [degrees for degrees in METHODS if not {*degrees} & FAMILIES[name].refused.keys()]
+    possible = [degrees for degrees in METHODS if takes(FAMILIES[name], degrees)]
     return possible if name == "SD3" else [possible[TOLD.index(name) % len(possible)]]
 
 

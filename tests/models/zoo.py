@@ -54,9 +54,19 @@ class Example:
 CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
            if not family.is_unet and not any(refusal.__name__ == "older_diffusers" and refusal({})
                                              for refusal in family.refusals)}
-# Of these, those that have a method, as degrees call it.
-having = lambda method, names=CONFIGS: [name for name in names if method not in FAMILIES[name].refused]  # noqa: E731
-# Of them, those that a folder has whole: the text of the others is prepared by a part that has a folder of its own
+
+
+def takes(family, degrees):
+    """Does the Family run under all these methods, such as {"ring": 2}?"""
+    return not degrees.keys() & family.refused.keys()
+
+
+def having(method, names=CONFIGS):
+    """Those of the families that run under a method, such as "ring"."""
+    return [name for name in names if takes(FAMILIES[name], {method: 2})]
+
+
+# Of CONFIGS, those that a folder has whole: the text of the others is prepared by a part that has a folder of its own
 # there.
 FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2", "Chroma Radiance")
            and not FAMILIES[name].is_comfyuis]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.checkpoints.test_casting import options_of
-from tests.models.zoo import as_comfyui, conditioning_of
+from tests.models.zoo import as_comfyui, conditioning_of, takes
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close
 
@@ -135,7 +135,7 @@ def test_every_size_equals_comfyuis_own_module(comfyui, kind, positions):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, layout", [
     (kind, layout) for number, kind in enumerate(POSITIONS) for layout in ON_TWO
-    if layout == (allowed := [each for each in ON_TWO if each[:-1] not in families()[kind].refused])[
+    if layout == (allowed := [each for each in ON_TWO if takes(families()[kind], LAYOUTS[each][1])])[
         number % len(ON_TWO) % len(allowed)] or kind == "sd3"])
 def test_sizes_equal_comfyuis_own_module_on_two_workers(comfyui, kind, layout):
     check(comfyui, kind, layout, POSITIONS[kind][0], list(cases(kind))[3:6])

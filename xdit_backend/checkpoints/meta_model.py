@@ -14,6 +14,7 @@ from ..protocol.errors import CheckpointError
 from ..vocabulary.limits import MAX_BLOCKS
 from ..vocabulary.unet import settings_of
 from .packed import packed_weights, set_packed_parameters
+from .recognise import plain
 from .transformer import build
 
 NUM_NAMED = 3                              # how many tensors a message names
@@ -77,8 +78,8 @@ def _folder_settings(checkpoint):
 def _check_folder_agrees(folder_config, config, family, name):
     """Refuse a U-Net whose config.json says otherwise than its tensors do."""
     for key in family.config.rules:
-        if key in folder_config and key not in family.config_from_tensors and (_plain(folder_config[key])
-                                                                               != _plain(config[key])):
+        if key in folder_config and key not in family.config_from_tensors and (plain(folder_config[key])
+                                                                               != plain(config[key])):
             raise CheckpointError(f"Download the folder again, or choose another: {name} is a model of {family.name} "
                                   f"whose config.json says {key} = {shown(folder_config[key])}, and its tensors are of "
                                   f"{config[key]!r}.")
@@ -98,15 +99,11 @@ def _check_folder_config(config, family, name):
             expected, fits = None, not value                   # what older releases of diffusers wrote of what is off
         else:
             expected = rules.get(key, defaults[key])
-            fits = _plain(value) == _plain(expected)
+            fits = plain(value) == plain(expected)
         if not fits:
             raise CheckpointError(f"Use another model, or Load Diffusion Model: {name} is a model of {family.name} "
                                   f"whose config.json says {key} = {shown(value)}, and xDiT runs {family.name} with "
                                   f"{expected!r} only.")
-
-
-def _plain(value):
-    return list(value) if isinstance(value, (tuple, list)) else value
 
 
 def _compare(needed, found, family, name):

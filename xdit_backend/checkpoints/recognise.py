@@ -83,10 +83,9 @@ def _refuse_others(name, shapes, others):
 
 
 def _family_of_folder(name, folder):
-    """The family of the class that config.json means; of several, the one whose fixed settings, and further parts,
-    it has most of."""
-    config, fixed = folder.config, lambda family: [rule for rule in family.config.rules.items()
-                                                   if not callable(rule[1])]
+    """The family of the class in config.json. Several families may share a class, and differ in their fixed settings:
+    the one that config.json contradicts least, then the one that it agrees with most."""
+    config = folder.config
     of_class = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
     of_files = [family.name for family in FAMILIES.values() if family.transformer.endswith(f":{class_name(config)}")]
     if of_files:
@@ -94,8 +93,21 @@ def _family_of_folder(name, folder):
                               "runs it as ComfyUI's own module, which takes files.")
     if not of_class:
         raise CheckpointError(f"{name} is {_describe_class(class_name(config))}. {LISTED}")
-    return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family))
-               + len(folder.extra_parts.keys() & family.extra_parts.keys()))
+    return max(of_class, key=lambda family: _agreement(family, folder))
+
+
+def _agreement(family, folder):
+    """(minus the number of settings of config.json that contradict the family's fixed ones, the number of those that
+    agree and of extra parts that both have). A setting that config.json lacks agrees."""
+    fixed = {key: plain(value) for key, value in family.config.rules.items()
+             if not callable(value) and key not in family.config_from_tensors}
+    agreeing = sum(plain(folder.config.get(key, value)) == value for key, value in fixed.items())
+    return agreeing - len(fixed), agreeing + len(folder.extra_parts.keys() & family.extra_parts.keys())
+
+
+def plain(value):
+    """A value of a config as JSON has it, where tuples are lists."""
+    return list(value) if isinstance(value, (tuple, list)) else value
 
 
 def class_name(config):

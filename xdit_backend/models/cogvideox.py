@@ -58,6 +58,7 @@ COGVIDEOX = Family(
         num_layers=blocks("blocks."), time_embed_dim=size("time_embedding_linear_1.weight", 0),
         text_embed_dim=size("patch_embed.text_proj.weight", 1),
         ofs_embed_dim=optional_size("ofs_embedding_linear_1.weight", 1), use_rotary_positional_embeddings=True,
+        use_learned_positional_embeddings=False,
         sample_width=90, sample_height=60, sample_frames=49),
     convert=KEYS, latent=LATENT, amend=frames_first, keep_in_compute_dtype=("patch_embed",),
     config_from_tensors=("sample_width", "sample_height", "sample_frames"),
