@@ -1,17 +1,18 @@
 """xDiT Class Label: a class to conditioning, for models that draw classes and read no text."""
 
 import difflib
-import json
 import os
 
 import torch
 
 from comfy_api.latest import io
 
+from ..xdit_backend.protocol.bounded_json import parse_json
 from ..xdit_backend.protocol.errors import CheckpointError, ConfigError
 from .bridge.supported.inputs import check_links
 
 NUM_NAMED, MAX_SHOWN = 5, 60               # names that a message gives, and of a label, characters
+MAX_BYTES, MAX_VALUES = 2 ** 20, 2 ** 16   # of model_index.json, which has 42,000 bytes with ImageNet's classes
 MAX_DIGITS = 18                            # of a number; more are no class
 
 
@@ -75,8 +76,8 @@ def _names(folder):
     path, names = os.path.join(folder, "model_index.json"), {}
     if os.path.isfile(path):
         try:
-            with open(path, encoding="utf-8") as file:
-                said = json.load(file).get("id2label") or {}
+            with open(path, "rb") as file:
+                said = parse_json(file.read(MAX_BYTES + 1), MAX_BYTES, MAX_VALUES).get("id2label") or {}
             for number, of_class in said.items():
                 for name in of_class.split(","):
                     names.setdefault(name.strip().lower(), set()).add(int(number))

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("XDIT_SHARED_DEVICES", "1")              # as many CPU workers as a test needs, on any machine
 
 
 def _provide(name):

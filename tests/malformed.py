@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tests.conftest import left_behind, still_there
 from xdit_backend.host.launcher import WorkerGroup
+from xdit_backend.machines import links
 from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.channel import ADDRESS_FILE, MAX_BYTES, ChannelListener, connect
 from xdit_backend.protocol.errors import ChannelClosedError, XDiTError
@@ -60,6 +61,8 @@ EXAMPLES = [
     messages.ReportMemory(8, 12.5),
     messages.GiveBack(8),
     messages.Abort(6),
+    messages.StoreRequest(1, 4, "compare_set", ("default_pg/0//cpu//0/1",), "00ff", "01"),
+    messages.StoreReply(4, "00ff"),
     messages.Stop(),
     messages.Ready(0, 4711, "cuda:0"),
     messages.StartFailed(1, "no room", by_links=True),
@@ -67,16 +70,35 @@ EXAMPLES = [
     messages.Heartbeat(3, 9, 41, True, {"reserved_bytes": 1024.0}),
     messages.Done(9, 0, {"sent_bytes": 1024.0}, [messages.Span("patch", 1.5, 2.5, 900.0, 8)]),
     messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback"),
-    messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback", False, {"asked_bytes": 2e9}),
+    messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback", {"asked_bytes": 2e9}, {"0,1": 3, "0>1": 1},
+                    True, "3 of 12"),
 ]
 
+BETWEEN_MACHINES = [
+    links.Hello("machine", "", "other-pc", {"torch": "2.11.0"}, {"cuda:0": ("RTX 3090", 24e9)}),
+    links.Hello("replies", "0" * 32),
+    links.Welcome("0" * 32, 12.5),
+    links.Refused("torch is 2.6 there and 2.11 here"),
+    links.Start(("cuda:0", "other-pc/cuda:0"), {"NCCL_P2P_DISABLE": "1"}),
+    links.Find("/models/flux.safetensors", f"23802932552-{'0' * 64}"),
+    links.Found("/models/flux.safetensors"),
+    links.Missing("/models/flux.safetensors", "no file here has this content"),
+    links.Searching(2 ** 30, 2 ** 34),
+    links.Tensor(SEGMENT),
+    links.Piece("/dev/shm/xdit/1", 0, 2 ** 20),
+    links.Ping(),
+    links.Ended(1, "no room", "Traceback"),
+]
+OF_A_GROUP = EXAMPLES, messages.ADAPTERS
+# which messages are drawn, in turn
+KINDS = (OF_A_GROUP, OF_A_GROUP, OF_A_GROUP, (BETWEEN_MACHINES, links.BETWEEN_MACHINES))
 DECODED, FRAMED = 0.5, 0.1                 # shares of all
 PATIENCE_S = 0.3                           # of a host for the rest of a frame; 60 for people
 
 
-def noise(chance):
+def noise(chance, examples=EXAMPLES, adapters=messages.ADAPTERS):
     """Bytes of a message with a few pieces of it removed, repeated, or in the place of others."""
-    raws = [encode(message) for message in EXAMPLES]
+    raws = [encode(message, adapters) for message in examples]
     raw = bytearray(chance.choice(raws))
     for _ in range(chance.randint(1, 4)):
         start = chance.randrange(len(raw) + 1)
@@ -88,19 +110,23 @@ def noise(chance):
     return bytes(raw)
 
 
-def decode_noise(seed, count):
-    """{outcome: how often}. Raises AssertionError for bytes that are taken for a message which would be sent in other
-    words."""
+def decode_noise(seed, count, on_each=lambda outcome: None):
+    """{outcome: how often}. A quarter are messages between machines. Raises AssertionError for bytes that are taken for
+    a message which would be sent in other words."""
     chance, outcomes = random.Random(seed), collections.Counter()
-    for _ in range(count):
-        try:
-            message = decode(noise(chance))
-        except XDiTError:
-            outcomes["refused"] += 1
-        else:
-            assert decode(encode(message)) == message
-            outcomes["a message"] += 1
+    for number in range(count):
+        outcomes[outcome := _decode_one(chance, *KINDS[number % len(KINDS)])] += 1
+        on_each(outcome)
     return outcomes
+
+
+def _decode_one(chance, examples, adapters):
+    try:
+        message = decode(noise(chance, examples, adapters), adapters)
+    except XDiTError:
+        return "refused"
+    assert decode(encode(message, adapters), adapters) == message
+    return "a message"
 
 
 def frame(chance):
@@ -117,7 +143,7 @@ def frame(chance):
     return whole[:chance.randrange(len(whole) + 1)] if chance.random() < 0.3 else whole
 
 
-def receive_frames(seed, count):
+def receive_frames(seed, count, on_each=lambda outcome: None):
     """{outcome: how often} of frames, each on an authenticated connection of its own, at the host's end of it."""
     chance, outcomes = random.Random(seed), collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +158,8 @@ def receive_frames(seed, count):
                 os.write(other.raw.fileno(), sent)
                 if not stays_open:
                     other.close()
-                outcomes[_receive_all(host, stays_open, limit_s)] += 1
+                outcomes[outcome := _receive_all(host, stays_open, limit_s)] += 1
+                on_each(outcome)
                 other.close()
                 host.close()
         finally:

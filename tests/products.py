@@ -24,6 +24,7 @@ def main():
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--weights-memory", type=int, default=0, metavar="BYTES",
                         help="of a device, that weights may take; 1: all that can comes from host memory")
+    parser.add_argument("--seed", type=int, default=0, help="draws which steps keep keys and values")
     options = parser.parse_args()
     for num_methods in options.methods:
         num_compared, num_wrong, largest, started_s = 0, 0, 0.0, time.monotonic()
@@ -31,7 +32,8 @@ def main():
             names = options.families[first:first + TOGETHER]
             asked = [(name, layout) for name in names for layout in layouts_of(name, num_methods)]
             with tempfile.TemporaryDirectory() as folder:
-                outcomes = errors_of(asked, folder, 2 ** num_methods, tuple(options.texts), options.weights_memory)
+                outcomes = errors_of(asked, folder, 2 ** num_methods, tuple(options.texts), options.weights_memory,
+                                     seed=options.seed)
             wrong = {key: error for key, error in outcomes.items() if isinstance(error, Exception)
                      or not error <= EXACT}
             for (name, layout), error in wrong.items():

@@ -1,8 +1,8 @@
-"""Writes the addresses that ComfyUI's registry asks for into pyproject.toml, and that of git clone into the READMEs:
-python -m tests.release [--repository ADDRESS]
+"""Release addresses: python -m tests.release [--repository ADDRESS] [--check]
 
-The repository, and the icon and the banner in it, are where the code is published: without --repository at git's remote
-"origin". Says what else a release needs. Run it again after the code has moved.
+Writes the repository's address, and those of the icon and the banner in it, into pyproject.toml, and the address of
+`git clone` into the READMEs. Without --repository it is the address of git's remote "origin". Run it again after the
+repository has moved. --check writes nothing, and fails while a placeholder is left or the changelog has no date.
 """
 
 import argparse
@@ -15,14 +15,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GITHUB = re.compile(
     r"(?:https://github\.com/|git@github\.com:|ssh://git@github\.com/)([\w.-]+)/([\w.-]+?)(?:\.git)?/?$")
+PLACEHOLDER = ("OWNER", "NAME")
+CLONE = re.compile(r"(?m)^git clone (.+) xdit-comfyui$")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repository", help='address on GitHub; default: that of the remote "origin"')
-    parser.add_argument("--branch", default="main", help="whose icon and banner are shown (default: main)")
+    parser.add_argument("--branch", default="main", help="branch of the icon and the banner (default: main)")
     parser.add_argument("--folder", type=Path, default=ROOT, help="a checkout (default: this one)")
+    parser.add_argument("--check", action="store_true", help="only report what a release still needs")
     options = parser.parse_args()
+    if options.check:
+        problems = unset(options.folder)
+        if problems:
+            sys.exit("Not ready to publish:\n" + "\n".join(f"- {problem}" for problem in problems))
+        print(f"{options.folder} is ready to publish.")
+        return
     path = options.folder / "pyproject.toml"
     repository = options.repository or origin(options.folder)
     try:
@@ -32,37 +41,64 @@ def main():
     path.write_text(text, encoding="utf-8")
     for readme in options.folder.glob("README*.md"):
         readme.write_text(with_clone(readme.read_text(encoding="utf-8"), repository), encoding="utf-8")
-    print(f"{path} and the READMEs have the addresses. Before publishing: commit them, and give {date.today()} to the "
-          f"version's section in CHANGELOG.md.")
+    print(f"{path} and the READMEs have the addresses. Commit them, give the first section of CHANGELOG.md its date "
+          f"({date.today()}), and run this with --check before publishing.")
 
 
 def origin(folder):
-    """The address of git's remote "origin"; "" where there is none."""
+    """Address of git's remote "origin", or "" if there is none."""
     return subprocess.run(["git", "config", "--get", "remote.origin.url"], cwd=folder, capture_output=True,
                           text=True).stdout.strip()
 
 
+def addresses(owner, name, branch="main"):
+    """Keys of pyproject.toml with their addresses in a repository on GitHub."""
+    page, raw = f"https://github.com/{owner}/{name}", f"https://raw.githubusercontent.com/{owner}/{name}/{branch}"
+    return {"Repository": page, "Documentation": f"{page}/blob/{branch}/docs/README.md", "Issues": f"{page}/issues",
+            "Icon": f"{raw}/web/icon.svg", "Banner": f"{raw}/web/banner.svg"}
+
+
 def with_addresses(text, repository, branch):
-    """pyproject.toml's text with Repository, Icon and Banner of this repository.
-    Raises ValueError where it is none that is known."""
+    """Text of pyproject.toml with the addresses of `repository`.
+
+    Raises ValueError if `repository` is not on GitHub, or a key is not exactly once in the text.
+    """
     match = GITHUB.match(repository)
-    if match is None:
-        raise ValueError(f'The repository\'s address is "{repository}", and the registry takes one such as '
-                         f'https://github.com/OWNER/NAME. '
-                         f"Give it with --repository.")
-    owner, name = match.groups()
-    web = f"https://raw.githubusercontent.com/{owner}/{name}/{branch}/web"
-    text = re.sub(r'(?m)^(Icon|Banner) = ".*"\n', "", text)
-    text = re.sub(r"(?m)^\[project\.urls\]\n(?:[^\[\n].*\n)*\n?", "", text)
-    text = text.replace("[tool.comfy]\n", f'[tool.comfy]\nIcon = "{web}/icon.svg"\nBanner = "{web}/banner.svg"\n', 1)
-    comment = text.index("# What ComfyUI's registry asks for")
-    return f'{text[:comment]}[project.urls]\nRepository = "https://github.com/{owner}/{name}"\n\n{text[comment:]}'
+    if match is None or match.groups() == PLACEHOLDER:
+        raise ValueError('Give the address of the repository with --repository, such as https://github.com/me/my-pack: '
+                         f'it is "{repository}".')
+    for key, address in addresses(*match.groups(), branch).items():
+        text, count = re.subn(rf'(?m)^{key} = ".*"$', f'{key} = "{address}"', text)
+        if count != 1:
+            raise ValueError(f'Give pyproject.toml one line {key} = "...": it has {count}.')
+    return text
 
 
 def with_clone(text, repository):
-    """A README's text whose git clone can be pasted."""
+    """Text of a README whose git clone can be pasted."""
     owner, name = GITHUB.match(repository).groups()
-    return re.sub(r"(?m)^git clone .+ xdit-comfyui$", f"git clone https://github.com/{owner}/{name} xdit-comfyui", text)
+    return CLONE.sub(f"git clone https://github.com/{owner}/{name} xdit-comfyui", text)
+
+
+def unset(folder):
+    """Reasons why a checkout cannot be published yet, as sentences."""
+    project = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    problems, remedy = [], "Run python -m tests.release."
+    for key in addresses(*PLACEHOLDER):
+        values = re.findall(rf'(?m)^{key} = "(.*)"$', project)
+        if len(values) != 1 or "/".join(PLACEHOLDER) in values[0]:
+            problems.append(f"pyproject.toml: {key} is {values[0] if values else 'missing'}. {remedy}")
+    for readme in sorted(folder.glob("README*.md")):
+        cloned = CLONE.findall(readme.read_text(encoding="utf-8"))
+        matches = [match for address in cloned if (match := GITHUB.match(address))]
+        if not cloned or len(matches) < len(cloned) or any(match.groups() == PLACEHOLDER for match in matches):
+            problems.append(f"{readme.name}: git clone has {cloned[0] if cloned else 'no address'}. {remedy}")
+    version = re.search(r'(?m)^version = "(.+)"$', project)[1]
+    section = re.search(r"(?m)^## (.*)$", (folder / "CHANGELOG.md").read_text(encoding="utf-8"))[1]
+    if not re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", section):
+        problems.append(f'CHANGELOG.md: the first section is "{section}". It has to be "{version} ({date.today()})", '
+                        f"with the day of the release.")
+    return problems
 
 
 if __name__ == "__main__":

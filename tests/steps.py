@@ -5,6 +5,7 @@ import functools
 import importlib
 import itertools
 import json
+import random
 import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
@@ -126,7 +127,8 @@ class Run:
     """Steps under one layout, each of the first branch and another: the commands for the workers, which have loaded the
     model, and where they write."""
 
-    def __init__(self, saved, layout, store, requests, weights_memory, compile_backend):
+    def __init__(self, saved, layout, store, requests, weights_memory, compile_backend, seed):
+        """seed: draws which steps keep their keys and values: every second one. Ring exchanges those of the others."""
         family, spec = saved.family, saved.spec(layout, weights_memory)
         self.model, self.layout, self._wanted = spec.name, layout, saved.wanted(layout)
         self.load, self.drop = messages.LoadModel(next(requests), spec), messages.DropModel(next(requests), spec.name)
@@ -142,8 +144,10 @@ class Run:
             self._compared += zip(made, wanted, strict=True)
             return specs.Branch(store.share(one.latent), store.share(one.timestep), names[number], made[0],
                                 parts=dict(zip(family.parts, made[1:], strict=True)))
-        predict = functools.partial(messages.Predict, keep=True, compile_backend=compile_backend)
-        self.commands += [predict(next(requests), spec.name, self.layout, [branch(0), branch(other)])
+        predict = functools.partial(messages.Predict, compile_backend=compile_backend)
+        first = random.Random(f"{seed} {saved.name} {layout}").randrange(2)
+        self.commands += [predict(next(requests), spec.name, self.layout, [branch(0), branch(other)],
+                                  keep=(first + other) % 2 == 0)
                           for other in range(1, len(names))]
         self.commands.append(messages.DropConditioning(next(requests), names))
 
@@ -167,18 +171,19 @@ def execute(rank, world_size, runs):
                 engine.execute(command)
 
 
-def errors_of(asked, folder, world_size, num_text_tokens=(7, 9), weights_memory=0, compile_backend=""):
+def errors_of(asked, folder, world_size, num_text_tokens=(7, 9), weights_memory=0, compile_backend="", seed=0):
     """{(family, layout): the largest error of its steps, or what was raised}, one after the other on one set of ranks.
     asked: those keys.
 
     num_text_tokens: of the first branch, and of those that are in a step with it, each in one of its own.
     weights_memory: ModelSpec's; 1: of transformers, as much as can comes from host memory. compile_backend: Predict's.
+    seed: Run's.
     """
     return errors_of_saved(asked, functools.partial(as_folder, folder=folder, num_text_tokens=num_text_tokens),
-                           world_size, weights_memory, compile_backend)
+                           world_size, weights_memory, compile_backend, seed=seed)
 
 
-def errors_of_saved(asked, saved_of, world_size, weights_memory=0, compile_backend="", execute=execute):
+def errors_of_saved(asked, saved_of, world_size, weights_memory=0, compile_backend="", execute=execute, seed=0):
     """The same of what saved_of(name) gives. execute: a function of ranks, as it is above."""
     store, requests, outcomes, families, runs = SegmentStore(), itertools.count(1), {}, {}, {}
     try:
@@ -186,7 +191,8 @@ def errors_of_saved(asked, saved_of, world_size, weights_memory=0, compile_backe
             with kept(outcomes, (name, layout)):
                 if name not in families:
                     families[name] = saved_of(name)
-                runs[name, layout] = Run(families[name], layout, store, requests, weights_memory, compile_backend)
+                runs[name, layout] = Run(families[name], layout, store, requests, weights_memory, compile_backend,
+                                          seed)
         outcomes |= _carried_out(runs, world_size, execute)
     finally:
         store.close()

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 
 import pytest
 
@@ -154,6 +155,19 @@ def parameters_of(arguments):
     """Names, but for self and cls; *args and **options are one each."""
     every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
     return [argument.arg for argument in every if argument is not None and argument.arg not in ("self", "cls")]
+
+
+def test_one_function_makes_process_groups():
+    """NCCL splits them off the world's communicator, which must have no operation under way."""
+    makers = re.compile(r"\b(new_group|split_group|new_subgroups\w*|shrink_group|init_device_mesh)\b")
+    texts = {name_of(path): path.read_text(encoding="utf-8") for path in sources("nodes") + sources("xdit_backend")}
+    del texts["xdit_backend.bench.diffusers_peer"]             # diffusers' own parallelism, in a process of its own
+    mesh = texts.pop("xdit_backend.distributed.mesh")
+    function, = (node for node in ast.parse(mesh).body if getattr(node, "name", "") == "make_group")
+    inside = makers.findall(ast.get_source_segment(mesh, function))
+
+    assert sorted(set(inside)) == ["new_group", "split_group"] and len(makers.findall(mesh)) == len(inside)
+    assert [name for name, text in texts.items() if makers.search(text)] == []
 
 
 def test_nothing_is_pickled():

@@ -1,5 +1,6 @@
 """Degrees and devices: every rule accepts what works and refuses what does not, with the value and a remedy."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,7 +9,8 @@ import pytest
 
 from tests.conftest import ROOT
 from xdit_backend.config import ParallelConfig, fitting, validate, validate_layout, validate_stages
-from xdit_backend.protocol.devices import devices_per_machine, resolve_devices
+from xdit_backend.protocol import devices as devices_module
+from xdit_backend.protocol.devices import check_counts, devices_per_machine, num_cores, resolve_devices
 from xdit_backend.protocol.displaced_modes import chosen_for
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.specs import Layout
@@ -114,18 +116,50 @@ def test_impossible_devices_are_refused(devices, num_cuda, words):
         resolve_devices(devices, num_cuda)
 
 
+@pytest.mark.parametrize("mode", ["manual", "auto"])
+@pytest.mark.parametrize("devices, num_cuda, words", [
+    (",".join(["cpu"] * 1000), 0, r'^Name "cpu" at most 4 times, .*devices="cpu,.{0,60}\.\.\." names it 1000 times\.$'),
+    ("cpu,cpu,cpu,cpu,cpu", 0, r'devices="cpu,cpu,cpu,cpu,cpu" names it 5 times'),
+    ("cuda:0, cuda, cuda:1", 2, r'^Name each GPU once, .*devices="cuda:0, cuda, cuda:1" names cuda:0 2 times\.$'),
+    ("cuda:0,other-pc/cuda:1,other-pc/cuda:1", 1, "names other-pc/cuda:1 2 times")])
+def test_a_core_and_a_gpu_have_one_worker_each(devices, num_cuda, words, mode, monkeypatch):
+    monkeypatch.setattr(devices_module, "num_cores", lambda: 4)
+    with monkeypatch.context() as lifted:
+        lifted.setenv("XDIT_SHARED_DEVICES", "1")
+        assert len(resolve_devices(devices, num_cuda)) == devices.count(",") + 1
+    monkeypatch.delenv("XDIT_SHARED_DEVICES")
+    with pytest.raises(ConfigError, match=words):
+        resolve_devices(devices, num_cuda, mode)
+
+    assert len(resolve_devices("cpu,cpu,cpu,cpu,other-pc/cpu,other-pc/cpu", 0)) == 6       # which counts its own
+    with pytest.raises(ConfigError, match="names it 5 times"):
+        check_counts(["cpu"] * 5, "cpu,cpu,cpu,cpu,cpu")       # as there
+
+
+def test_cores_are_those_that_this_process_may_use():
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system does not bind processes to cores")
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert num_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert num_cores() == len(allowed)
+
+
 @pytest.mark.parametrize("devices, num_cuda, expected", [
     ("cuda:0,cuda:1,cuda:2", 2, ("cuda:0", "cuda:1")), ("cuda:3,cuda:1", 2, ("cuda:1",)),
     ("cuda:2,cuda:3", 2, ("cuda:0", "cuda:1")),
     ("cuda:0,cuda:1", 0, ("cpu", "cpu")), ("auto", 0, ("cpu", "cpu")), ("cpu", 0, ("cpu",)),
     ("cpu,cpu", 2, ("cpu", "cpu"))])
 def test_auto_takes_those_of_another_machines_devices_that_are_there(devices, num_cuda, expected, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(devices_module, "num_cores", lambda: 8)
     assert resolve_devices(devices, num_cuda, "auto") == expected
 
 
 def test_auto_is_one_worker_on_one_core(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(devices_module, "num_cores", lambda: 1)
 
     assert resolve_devices("auto", 0, "auto") == ("cpu",)
 
@@ -193,7 +227,7 @@ def test_stages_must_fit_the_models_blocks():
     ({"devices": "cpu,cpu", "displaced_degree": 2, "tensor_degree": 2}, 0, {"devices": "cpu,cpu"}),
 ], ids=str)
 def test_what_fits_is_near_and_can_work(given, num_cuda, expected, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(devices_module, "num_cores", lambda: 8)
     found = fitting(ParallelConfig(mode="manual", **given), num_cuda)
 
     devices = resolve_devices(found.devices, num_cuda)

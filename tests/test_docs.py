@@ -136,6 +136,16 @@ def test_sections_that_docstrings_cite_exist():
     assert {number: path for number, path in cited.items() if number not in headings} == {}
 
 
+def test_tests_that_the_trust_model_names_exist():
+    defined = {name for path in sources("tests")
+               for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)}
+    named = {path.name: set(re.findall(r"`(test_\w+)`", path.read_text(encoding="utf-8")))
+             for path in (ROOT / "SECURITY.md", ROOT / "docs" / "machines.md")}
+
+    assert len(named["machines.md"]) >= 20 and all(named.values())
+    assert set().union(*named.values()) <= defined
+
+
 def test_the_picture_of_the_rooms_is_current():
     assert PICTURE.read_text(encoding="utf-8") == draw(), "draw it anew: python -m tests.architecture"
 
@@ -234,7 +244,17 @@ def test_versions_agree():
 def test_environment_variables_are_listed():
     read = {name for path in [*sources("xdit_backend"), *sources("nodes"), *sources("tests"), ROOT / "start.py"]
             for name in re.findall(r"environ(?:\.get\(|\[)\"(XDIT_\w+)\"", path.read_text(encoding="utf-8"))}
-    listed = dict(re.findall(r"^\| `(XDIT_\w+)` \| (.*)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M))
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(XDIT_\w+)` \| (.*)", page, re.M))
 
     assert listed.keys() == read | TIMEOUTS.keys()
     assert all(f"({usual_s:g})" in listed[name] for name, (usual_s, _) in TIMEOUTS.items())
+
+
+@pytest.mark.parametrize("page, most", [("CHANGELOG.md", 900), ("CONTRIBUTING.md", 450)])
+def test_pages_that_everyone_reads_stay_short(page, most):
+    """Words of a page; of the changelog, of each version's section."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for section in re.split(r"(?m)^(?=## \d)", text):
+        words = [word for word in section.split() if re.search(r"\w", word)]
+        assert len(words) <= most, f"{len(words)} words, of {most} at most: {section.partition(chr(10))[0]}"

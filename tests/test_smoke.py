@@ -33,7 +33,7 @@ def errors(request, tmp_path_factory):
     asked = [item.callspec.params for item in request.session.items if item.path == request.path
              and hasattr(item, "callspec")]
     return errors_of([(params["name"], params["layout"]) for params in asked if "layout" in params],
-                     tmp_path_factory.mktemp("smoke"), 2)
+                     tmp_path_factory.mktemp("smoke"), 2, seed=request.config.option.smoke_seed)
 
 
 def test_a_step_of_two_ranks_equals_one_device(errors, name, layout):
@@ -58,10 +58,11 @@ def test_a_step_whose_weights_come_from_host_memory_equals_one_device_under_ever
 
 def test_steps_under_products_of_two_methods_that_are_drawn_equal_one_device(request, tmp_path):
     """One of two branches whose texts are unlike in length, and one of such that are alike in that alone."""
-    rng = random.Random(request.config.option.smoke_seed)
-    asked = rng.sample([(name, layout) for name in FAMILIES for layout in layouts_of(name, 2)], NUM_PRODUCTS)
+    seed = request.config.option.smoke_seed
+    every = [(name, layout) for name in FAMILIES for layout in layouts_of(name, 2)]
+    asked = random.Random(seed).sample(every, NUM_PRODUCTS)
     wrong = {f"{name}, {words(layout)}": error
-             for (name, layout), error in errors_of(asked, tmp_path, 4, (7, 9, 7)).items()
+             for (name, layout), error in errors_of(asked, tmp_path, 4, (7, 9, 7), seed=seed).items()
              if isinstance(error, Exception) or not error <= EXACT}
 
     assert not wrong

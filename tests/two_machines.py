@@ -142,8 +142,11 @@ def run(folder, pid, link, steps):
     header = open_checkpoint(folder / "there")
     spec = header.spec("float32", "float32", Stages(2))
     listener = Listener(HOST, folder / "key")
-    command = [sys.executable, *listener.command("other-pc").split()[1:], "--models", str(folder)]
-    joined = subprocess.Popen([*inside(pid), *command], cwd=ROOT)
+    command = [sys.executable, "-m", "xdit_backend", "join", f"{HOST}:{listener.port}", "other-pc",
+               "--models", str(folder)]
+    joined = subprocess.Popen([*inside(pid), *command], cwd=ROOT, stdin=subprocess.PIPE, text=True)
+    joined.stdin.write(f"{listener._key.text}\n")
+    joined.stdin.close()
     client = Client(("cpu", "other-pc/cpu"), listener)
     picture, wanted = one.run(), decoded()
 

@@ -353,6 +353,14 @@ export const ZH = {
     "{0} 接近 {2} 模型，但 {3}。请重新下载，或选择其他文件。{4}",
   "{} is {} {} model, but {}.":
     "{0} 是 {2} 模型，但 {3}。",
+  "Choose another folder: the files of {} have headers of {} bytes, and at most {} are read.":
+    "请选择另一个文件夹：{0} 中各文件的文件头共有 {1} 字节，而最多读取 {2} 字节。",
+  "Choose another folder: the files of {} have more than {} tensors.":
+    "请选择另一个文件夹：{0} 中的文件有超过 {1} 个张量。",
+  "Check that {} is there, and that this user may read it, or choose another: it cannot be opened ({}).":
+    "请检查 {0} 是否存在、当前用户是否有权读取，或选择另一个：无法打开它（{1}）。",
+  "Download {} again: it has a header of {} bytes, and at most {} are read.":
+    "请重新下载 {0}：它的文件头有 {1} 字节，而最多读取 {2} 字节。",
   "Download {} again: it is empty.":
     "请重新下载 {0}：它是空的。",
   "Log in where it is from, and download {} again: it is a web page, which some sites send in place of a file that needs a login.":
@@ -381,6 +389,10 @@ export const ZH = {
     "请把 mode 设为 auto：没有并行度能使这些设置在这里可用。",
   "Set devices to \"auto\", or to names with commas such as \"cuda:0,cuda:1\": devices is empty.":
     "请把 devices 设为“auto”，或设为用逗号分隔的设备名称，例如“cuda:0,cuda:1”：devices 为空。",
+  "Name \"cpu\" at most {} times, once for each core that may be used here: devices=\"{}\" names it {} times.":
+    "请最多写 {0} 次“cpu”，即这里可用的每个核心一次：devices=\"{1}\" 写了 {2} 次。",
+  "Name each GPU once, for one worker: devices=\"{}\" names {} {} times.":
+    "每个 GPU 请只写一次，供一个工作进程使用：devices=\"{0}\" 把 {1} 写了 {2} 次。",
   "Name devices of one kind: devices=\"{}\" mixes CPU and CUDA workers.":
     "请只写一种设备：devices=\"{0}\" 混用了 CPU 和 CUDA 工作进程。",
   "Name a device of this machine too, which has {}: devices=\"{}\" names none.":
@@ -495,8 +507,10 @@ export const ZH = {
     "没有设置 {0} 可以加入的地址：只有 ComfyUI 的节点使用其他机器的设备。",
   "The workers have ended. Queue the prompt again to start a new group.":
     "工作进程已结束。请再次排队以启动新的一组。",
-  "The key of {} characters is not one that a host has printed, which has 64. Copy the whole line again.":
-    "这 {0} 个字符的密钥不是主机打印的密钥，后者有 64 个字符。请重新复制整行。",
+  "Copy the whole key again, which has 64 characters: python -m xdit_backend key shows it on the machine with ComfyUI. {} characters were given, which are not a key.":
+    "请重新复制整个密钥，它有 64 个字符：在运行 ComfyUI 的机器上，python -m xdit_backend key 会显示它。给出的 {0} 个字符不是密钥。",
+  "Run this as the user who runs ComfyUI: the key in {} cannot be read ({}).":
+    "请以运行 ComfyUI 的用户运行此命令：{0} 中的密钥无法读取（{1}）。",
   "Give this user room in {}, and leave to write there: the key by which other machines join cannot be kept ({}).":
     "请为当前用户在 {0} 中留出空间和写入权限：供其他机器加入的密钥不能保存（{1}）。",
   "Install openssl, such as with apt install openssl, which makes the certificate for other machines: they join over TLS, and it is not here.":
@@ -505,8 +519,10 @@ export const ZH = {
     "openssl 不能为其他机器的加入生成证书：{0}",
   "Set one of {} in Settings > xDiT: no network interface of this machine has the address {}, at which others joined.":
     "请在 设置 > xDiT 中设为 {0} 之一：本机没有网络接口具有其他机器加入时所用的地址 {1}。",
-  "{} has not joined after {} s.{} On that machine, in the folder of the xDiT nodes (it needs them, the same versions of {}, and the model files, but not ComfyUI), run:\n{}\nWhen it says that it has joined, queue the prompt again. If it cannot connect, let port {} through this machine's firewall. Or leave {} out of devices in xDiT Parallel Config.":
-    "{0} 在 {1} 秒后仍未加入。{2} 请在该机器上 xDiT 节点的文件夹中运行以下命令（它需要这些节点、相同版本的 {3} 以及模型文件，但不需要 ComfyUI）：\n{4}\n当它说已加入时，请再次排队。若不能连接，请在本机的防火墙中放行端口 {5}。或在“xDiT 并行配置”的 devices 中去掉 {6}。",
+  "{} has not joined after {} s.{} On the machine with ComfyUI, in the folder of the xDiT nodes, run:\n{}\nIt shows what to run on {}, which needs the xDiT nodes, the same versions of {}, and the model files, but not ComfyUI. When {} says that it has joined, queue the prompt again. If it cannot connect, let port {} through the firewall here. Or leave {} out of devices in xDiT Parallel Config.":
+    "{0} 在 {1} 秒后仍未加入。{2} 请在运行 ComfyUI 的机器上 xDiT 节点的文件夹中运行：\n{3}\n它会显示要在 {4} 上运行的命令；那台机器需要 xDiT 节点、相同版本的 {5} 以及模型文件，但不需要 ComfyUI。当 {6} 说已加入时，请再次排队。若不能连接，请在本机的防火墙中放行端口 {7}。或在“xDiT 并行配置”的 devices 中去掉 {8}。",
+  "waiting for {} to join. To see what to run there, run this on the machine with ComfyUI, in the folder of the xDiT nodes: {}":
+    "正在等待 {0} 加入。要查看在那里运行的命令，请在运行 ComfyUI 的机器上 xDiT 节点的文件夹中运行：{1}",
   "Give one address of this machine at which others could join, such as {}; a port may follow, \"{}:{}\": \"{}\" is none.":
     "请给出一个其他机器可以加入的本机地址，例如 {0}；后面可写端口，“{1}:{2}”：“{3}”不是这样的地址。",
   "Set one of {} in Settings > xDiT, with another port, such as {}:{}, if this one is taken: other machines cannot join at {} ({}).":

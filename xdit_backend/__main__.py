@@ -1,5 +1,5 @@
 """The commands of this package: python -m xdit_backend bench COMMAND, one file of bench/ each, plan,
-doctor and join."""
+doctor, join and key."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ from .bench import (
     vae,
 )
 from .host import doctor
-from .machines import join
+from .machines import join, show_key
 from .protocol.errors import XDiTError
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": planner,
@@ -51,6 +51,7 @@ def make_parser():
     _add(commands, "plan", plan)
     _add(commands, "doctor", doctor)
     _add(commands, "join", join)
+    _add(commands, "key", show_key)
     return parser
 
 

@@ -25,6 +25,7 @@ WEIGHTS_MEMORY = {"auto": None, ALL_ON_DEVICE: 0}      # words of weights_memory
 FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # which older workflows name where nobody chose
 KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
 MAX_SHOWN = 60                             # characters of a value that is none of these
+MAX_DIGITS = 9                             # of a number of blocks
 
 PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values")          # what only PipeFusion reads
 BOTH = ("warmup_steps", "forecast_keys_values")                # and what displaced patches read too
@@ -80,7 +81,7 @@ class ParallelConfig:
         if not self.stage_blocks.strip():
             return ()
         parts = [part.strip() for part in self.stage_blocks.split(",")]
-        if not all(part.isdigit() and int(part) > 0 for part in parts):
+        if not all(part.isdecimal() and len(part) <= MAX_DIGITS and int(part) > 0 for part in parts):
             raise ConfigError('Give stage_blocks one number a stage with commas, such as "20,37", or leave it empty: '
                               f'stage_blocks="{self.stage_blocks}" is not a list of block counts of at least 1.')
         return tuple(map(int, parts))

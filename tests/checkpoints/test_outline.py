@@ -101,9 +101,12 @@ def test_a_tensor_that_is_missing_is_named(tmp_path, shapes_of, kind):
 
 @pytest.mark.parametrize("change, words", [
     ({"data_offsets": [4, 8]}, "starts at byte 4"), ({"data_offsets": [0, 6]}, "has 6 bytes"),
-    ({"dtype": "F3"}, "unknown type F3"),
-    ({"shape": [-1, -2]}, "has shape"), ({"shape": "ab"}, "cannot be read"), ({"data_offsets": [0]}, "cannot be read"),
-    ({"shape": [2 ** 70]}, "has 4 bytes")], ids=str)
+    ({"dtype": "F3"}, "unknown type 'F3'"),
+    ({"shape": [-1, -2]}, "sizes or offsets"), ({"shape": "ab"}, "cannot be read"),
+    ({"data_offsets": [0]}, "cannot be read"),
+    ({"shape": [2 ** 70]}, "sizes or offsets"),
+    ({"shape": [2 ** 40]}, "has 4 bytes"), ({"shape": [1] * 9}, "at most 8"), ({"shape": [True]}, "sizes or offsets"),
+    ({"shape": [2 ** 40, 0], "data_offsets": [0, 0]}, "has nothing"), ({"more": 1}, "exactly a dtype")], ids=str)
 def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words):
     raw = json.dumps({"a": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]} | change}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16))

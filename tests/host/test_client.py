@@ -264,7 +264,7 @@ def test_workers_that_end_once_something_is_loaded_are_an_error(spec_of, monkeyp
 
             def loads_and_ends(*arguments, load=load):
                 load(*arguments)
-                torchrun = client.group._resources.process
+                torchrun = client.group._resources.processes
                 torchrun.kill()
                 assert torchrun.wait_ended(30)
             with monkeypatch.context() as patch:

@@ -1,5 +1,4 @@
-"""What becomes of a worker group when a rank fails: with CUDA,
-an exchange that one rank never joined outlives the command."""
+"""Worker groups of which a rank fails: they go on unless an exchange is left over that other ranks have entered."""
 
 import functools
 import multiprocessing
@@ -9,7 +8,7 @@ import pytest
 
 from xdit_backend.host import launcher, requests, resources, watch
 from xdit_backend.host.launcher import WorkerGroup
-from xdit_backend.host.requests import can_continue
+from xdit_backend.host.unmatched import is_unmatched, lost_device
 from xdit_backend.protocol.channel import Channel
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError
 from xdit_backend.protocol.messages import (
@@ -40,11 +39,13 @@ class PretendedGroup(WorkerGroup):
             ours, theirs = multiprocessing.Pipe()
             self._resources.channels[rank], self.workers[rank] = Channel(ours), Channel(theirs)
 
-    def answer(self, request, failed=(), done=(), exchanged=True):
+    def answer(self, request, failed=(), done=(), entered=None):
+        """entered: {rank: the exchanges that it has entered}."""
+        entered = entered or {}
         for rank in failed:
-            self.workers[rank].send(failure(rank, exchanged, request))
+            self.workers[rank].send(failure(rank, entered.get(rank), request))
         for rank in done:
-            self.workers[rank].send(Done(request, rank))
+            self.workers[rank].send(Done(request, rank, entered=entered.get(rank, {})))
 
     @property
     def goes_on(self):
@@ -56,8 +57,8 @@ def all_that_came(worker):
         yield worker.receive()
 
 
-def failure(rank, exchanged, request=1, kind="OutOfMemoryError", message="no room"):
-    return Failed(request, rank, f"device {rank}", kind, message, "Traceback", exchanged)
+def failure(rank, entered=None, request=1, kind="OutOfMemoryError", message="no room", is_broken=False):
+    return Failed(request, rank, f"device {rank}", kind, message, "Traceback", {}, entered or {}, is_broken)
 
 
 class Clock:
@@ -92,44 +93,96 @@ def with_devices(*devices):
     return pytest.mark.parametrize("group", devices, indirect=True, ids=str)
 
 
-@pytest.mark.parametrize("devices, failures, goes_on", [
-    (TWO_GPUS, [failure(0, True)], False),                                         # the other one waits for it, or will
-    (TWO_GPUS, [failure(1, False)], False),                                        # as far as is known
-    (TWO_GPUS, [failure(0, False), failure(1, False)], True),                      # refused alike
-    (TWO_GPUS, [failure(0, True), failure(1, False)], False),
-    (TWO_GPUS, [failure(0, True), failure(1, True)], False),
-    (("cuda:0", "cuda:0"), [failure(0, True)], True),                              # joined by gloo
-    (("cuda:0",), [failure(0, True)], True),
-    (("cpu", "cpu"), [failure(0, True)], True),
-    (("cuda:0",), [failure(0, False, kind="AcceleratorError")], False),
-    (("cpu",), [failure(0, False, kind="CopyError")], False),
-    (("cuda:0",), [failure(0, False, kind="RuntimeError", message="CUDA error: an illegal memory access")], False)])
-def test_a_group_outlives_a_failure_only_where_no_exchange_can_be_left(devices, failures, goes_on):
-    assert can_continue(devices, failures) is goes_on
+@pytest.mark.parametrize("failed, done, running, is_left", [
+    ([failure(0)], {}, {1: {}}, False),                                            # the other one computes its part
+    ([failure(0)], {1: {}}, {}, False),                                            # and has answered
+    ([failure(0)], {}, {1: {"0,1": 1}}, True),                                     # it waits for the failed one
+    ([failure(0)], {1: {"0,1": 1}}, {}, True),                                     # or its device does
+    ([failure(0, {"0,1": 3})], {}, {1: {"0,1": 3}}, False),                        # it is not further
+    ([failure(0, {"0,1": 3})], {}, {1: {"0,1": 2}}, False),                        # it has yet to come there
+    ([failure(0, {"0,1": 3})], {1: {"0,1": 2}}, {}, True),                         # it never came there
+    ([failure(0, {"0,1": 3})], {}, {1: {"0,1": 4}}, True),
+    ([failure(0, {"0,1": 3}), failure(1, {"0,1": 3})], {}, {}, False),             # both at one place
+    ([failure(0, {"0,1": 3}), failure(1, {"0,1": 4})], {}, {}, True),
+    ([failure(0, {"0,1": 1}, is_broken=True)], {}, {1: {"0,1": 1}}, True),
+    ([failure(0, {"0": 1}, is_broken=True)], {}, {}, False),                       # alone
+    ([failure(1, {"2,3": 1})], {}, {0: {"0,1": 1}, 2: {"2,3": 1}, 3: {}}, True),   # one group of several
+    ([failure(1)], {}, {0: {}, 2: {"2,3": 5}, 3: {"2,3": 4}}, False),              # others go on between themselves
+    ([failure(0)], {}, {1: {"0>1": 1}}, True),                                     # a stage waits for the one before
+    ([failure(1, {"0>1": 2})], {0: {"0>1": 2}}, {}, False),                        # all that was sent is received
+    ([failure(1, {"0>1": 1})], {0: {"0>1": 2}}, {}, True)])
+def test_exchanges_that_others_have_entered_without_a_failed_rank_are_left_over(failed, done, running, is_left):
+    failed = {each.rank: each for each in failed}
+    done = {rank: Done(1, rank, entered=entered) for rank, entered in done.items()}
+
+    assert is_unmatched(failed, done, running) is is_left
+
+
+@pytest.mark.parametrize("kind, message, is_lost", [
+    ("OutOfMemoryError", "no room", False), ("AcceleratorError", "", True), ("CopyError", "no memory", True),
+    ("RuntimeError", "CUDA error: an illegal memory access", True)])
+def test_a_device_that_is_lost_ends_the_group_whatever_was_exchanged(kind, message, is_lost):
+    assert lost_device([failure(0, kind=kind, message=message)]) is is_lost
 
 
 @with_devices(TWO_GPUS, ("cpu", "cpu"))
-def test_a_failed_rank_ends_a_group_of_several_gpus_though_the_others_have_answered(group):
+@pytest.mark.parametrize("entered, goes_on", [({}, True), ({0: {"0,1": 2}, 1: {"0,1": 2}}, True),
+                                              ({0: {"0,1": 1}, 1: {"0,1": 2}}, False)], ids=str)
+def test_a_group_outlives_a_failed_rank_where_no_exchange_is_left_over(group, entered, goes_on):
     request = group.post(ReportMemory)
-    group.answer(request, failed=[0], done=[1])
+    group.answer(request, failed=[0], done=[1], entered=entered)
 
     with pytest.raises(WorkerFailedError, match=r"rank 0 \(device 0\) failed with OutOfMemoryError: no room"):
         group.wait([request])
 
-    assert group.goes_on is (group.devices != TWO_GPUS)
+    assert group.goes_on is goes_on
+    if goes_on:
+        following = group.post(ReportMemory)
+        group.answer(following, done=[0, 1])
+        assert group.wait([following])[1].keys() == {0, 1}
 
 
 @with_devices(TWO_GPUS)
-def test_what_all_ranks_refuse_alike_leaves_the_group(group):
-    refused = group.post(ReportMemory)
-    group.answer(refused, failed=[0, 1], exchanged=False)
-    with pytest.raises(WorkerFailedError):
-        group.wait([refused])
-
+def test_others_may_take_as_long_as_they_need_for_a_part_without_exchanges(group, clock):
     request = group.post(ReportMemory)
-    group.answer(request, done=[0, 1])
+    group.answer(request, failed=[0])
+    heartbeats = iter(range(30))
 
-    assert group.wait([request])[1].keys() == {0, 1}
+    def heartbeat():
+        clock.sleep(launcher.STRAGGLER_S / 5)
+        if next(heartbeats, None) is None:
+            group.answer(request, done=[1])
+        else:
+            group.workers[1].send(Heartbeat(1, request, 0, False))
+    with pytest.raises(WorkerFailedError, match="no room"):
+        group.wait([request], check=heartbeat)
+
+    assert group.goes_on and next(heartbeats, None) is None
+
+
+@with_devices(TWO_GPUS, ("cpu", "cpu"))
+def test_a_rank_that_waits_for_a_failed_one_is_ended_by_its_next_heartbeat(group, clock):
+    request, before_s = group.post(ReportMemory), clock.now_s
+    group.answer(request, failed=[0], entered={0: {"0,1": 4}})
+    group.workers[1].send(Heartbeat(1, request, 4, True, entered={"0,1": 5}))
+
+    with pytest.raises(WorkerFailedError, match="no room"):
+        group.wait([request], check=lambda: clock.sleep(0.2))
+
+    assert not group.goes_on and clock.now_s - before_s < 1
+
+
+@with_devices(TWO_GPUS)
+def test_a_failure_of_a_cancelled_step_ends_the_group_also_where_nobody_asks_for_more(group):
+    """The answers are taken in by who looks at the group's state."""
+    cancelled, request = abandon(group)
+    group.answer(request, done=[0, 1])
+    group.wait([request])
+    group.answer(cancelled, failed=[0], done=[1], entered={1: {"0,1": 1}})
+
+    group.receive_pending()
+
+    assert not group.goes_on and not group.alive
 
 
 def abandon(group):
@@ -149,15 +202,12 @@ def abandon(group):
 def test_a_failure_in_a_cancelled_step_is_not_passed_over(group):
     """The next command's answer is there: what it holds may come of the exchange that the failed rank never joined."""
     cancelled, request = abandon(group)
-    group.answer(cancelled, failed=[0], done=[1])
+    group.answer(cancelled, failed=[0], done=[1], entered={1: {"0,1": 1}})
     group.answer(request, done=[0, 1])
 
-    if group.devices == TWO_GPUS:
-        with pytest.raises(WorkerDiedError, match=r"ended because rank 0 \(device 0\) failed with OutOfMemoryError"):
-            group.wait([request])
-    else:
-        assert group.wait([request])[0] == request
-    assert group.goes_on is (group.devices != TWO_GPUS)
+    with pytest.raises(WorkerDiedError, match=r"ended because rank 0 \(device 0\) failed with OutOfMemoryError"):
+        group.wait([request])
+    assert not group.goes_on
 
 
 @with_devices(("cpu", "cpu"))
@@ -182,8 +232,11 @@ def test_a_rank_that_is_stuck_in_a_cancelled_step_ends_the_next(group, clock):
     cancelled, request = abandon(group)
     group.answer(cancelled, failed=[0])
 
+    def heartbeat():
+        clock.sleep(launcher.STRAGGLER_S / 2)
+        group.workers[1].send(Heartbeat(1, cancelled, 0, True))
     with pytest.raises(WorkerDiedError, match="Queue the prompt again"):
-        group.wait([request], check=lambda: clock.sleep(launcher.STRAGGLER_S / 2))
+        group.wait([request], check=heartbeat)
 
     assert not group.goes_on
 

@@ -246,6 +246,47 @@ def test_workers_find_packages_where_their_host_does(monkeypatch):
     assert said == ["None", "1"]
 
 
+# prints, on a signal, variables as the libraries of this process read them
+SAY_VARIABLES = """
+import os, signal, sys
+def say(signum, frame):
+    import ctypes
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", "NCCL_DEBUG"):
+        print("it has", name, getenv(name.encode()), file=sys.stderr, flush=True)
+signal.signal(signal.SIGUSR2, say)
+"""
+
+
+@pytest.mark.parametrize("fork", ["1", pytest.param("0", marks=pytest.mark.slow)])
+def test_variables_for_a_record_of_exchanges_reach_workers_without_another_forkserver(tmp_path, monkeypatch, fork):
+    (tmp_path / "sitecustomize.py").write_text(SAY_VARIABLES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("XDIT_FORK", fork)
+    server = Forkserver()
+    try:
+        for size in ("1000", "2000"):
+            monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / size))
+            for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", "NCCL_DEBUG"):
+                monkeypatch.setenv(name, size)
+            group = WorkerGroup(("cpu",), forkserver=server)
+            try:
+                os.kill(pids(group)[0], signal.SIGUSR2)
+                group.request(ReportMemory)
+                log_file, = (tmp_path / size).rglob("rank-0.log")
+                printed = log_file.read_text()
+            finally:
+                group.close()
+        num_servers = len(server._servers)
+    finally:
+        server.close()
+
+    assert num_servers == 1
+    assert [line for line in printed.splitlines() if line.startswith("it has")] == [
+        f"it has {name} b'2000'" for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", "NCCL_DEBUG")]
+
+
 @pytest.mark.parametrize("devices, is_program", [("cuda:0,cuda:1", True), ("another/cuda:0,cpu", True),
                                                  ("cpu,cpu", False)])
 def test_a_rank_that_could_not_use_its_gpu_becomes_a_program(monkeypatch, devices, is_program):

@@ -24,11 +24,24 @@ def test_words_say_who_holds_what_and_what_would_fit():
     words = remedies(numbers, 2)
 
     assert shortage_words(numbers).startswith(
-        "3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free. Held by: weights 14.0 GB, keys and values 2.0 GB, "
+        "3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free: 2.0 GB are lacking. Held by: weights 14.0 GB, "
+        "keys and values 2.0 GB, "
         "activations 3.0 GB, other programs and libraries 4.0 GB.")
     assert "at most 75% of these pixels (each side times 0.87)" in words and "at least 3 devices" in words
     assert ("weight_dtype fp8_e4m3fn (7.0 GB) or int8 (7.0 GB) or nf4, with the package bitsandbytes (3.") in words
-    assert "4.0 GB; nvidia-smi" in words
+    assert "other programs, which take 4.0 GB (nvidia-smi" in words
+    assert 'weights_memory "12.88", with which the other weights are streamed' in words
+    assert "weights_memory" not in remedies(numbers, 2, device="cpu")
+
+
+def test_what_would_fit_is_of_what_was_done():
+    numbers = {"asked_bytes": 3 * GB, "free_bytes": GB, "weight_bytes": 10 * GB, "activation_bytes": 2 * GB}
+
+    assert remedies(numbers, 2, "LoadModel").startswith('Use weights_memory "auto", or fewer GB than now')
+    assert "smaller" not in remedies(numbers, 2, "LoadModel")
+    assert remedies(numbers, 2, "Decode") == (
+        "Use a smaller image or batch: at most 60% of these pixels (each side times 0.77), frames or images fit beside "
+        "the weights; or at least 4 devices for Distributed VAE Decode or Encode.")
 
 
 def test_only_types_that_would_fit_are_named():
@@ -42,7 +55,7 @@ def test_nothing_is_reckoned_from_what_is_not_known():
     numbers = {"free_bytes": 100.0, "weight_bytes": 0.0}
 
     assert shortage_words(numbers) == "it asked for more, and 0 MB are free."
-    assert remedies(numbers, 1) == "Use a smaller latent, or more devices."
+    assert remedies(numbers, 1) == "Use a smaller latent; or more devices."
 
 
 @pytest.mark.parametrize("words, num_bytes", [

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 from xdit_backend.host import starting
 from xdit_backend.host.starting import StartMonitor
 from xdit_backend.protocol.messages import TRYING_LINKS
@@ -15,13 +17,13 @@ def test_who_gets_a_piece_now_and_then_lives_and_who_is_stopped_does_not(monkeyp
     """Rank 0 reads from something slow, which takes no time of a processor that the system would count."""
     monkeypatch.setattr(starting, "POLL_S", 0.1)
     ranks = [subprocess.Popen([sys.executable, "-c", "import os\nprint(flush=True)\nwhile os.read(0, 1): pass"],
-                              stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, env=os.environ | {"RANK": str(rank)}) for rank in range(2)]
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    processes = {rank: psutil.Process(process.pid) for rank, process in enumerate(ranks)}
     try:
         for process in ranks:
             process.stdout.readline()
         ranks[1].send_signal(signal.SIGSTOP)
-        signs, found = StartMonitor(os.getpid(), 2), None
+        signs, found = StartMonitor(os.getpid(), 2, lambda: processes), None
         while found is None:
             time.sleep(0.1)
             ranks[0].stdin.write(b"x")

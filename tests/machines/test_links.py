@@ -10,31 +10,38 @@ import struct
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from xdit_backend.host import logs
 from xdit_backend.machines import links, tensors
 from xdit_backend.machines.contents import Contents
+from xdit_backend.machines.join import Joined
 from xdit_backend.machines.keys import SECRET_BYTES, Key, identity, read_key
 from xdit_backend.machines.links import (
     HEADER,
     MACHINE,
+    Find,
     Hello,
     Link,
+    Missing,
     Piece,
     Ping,
     Refused,
+    Searching,
     Tensor,
     Welcome,
     connect,
 )
 from xdit_backend.machines.listener import Listener, interface_of, read_address, version_differences, versions
-from xdit_backend.machines.session import wait_for
-from xdit_backend.protocol import messages, specs
+from xdit_backend.machines.session import MAX_ANSWERS, wait_for
+from xdit_backend.protocol import channel, messages, specs
 from xdit_backend.protocol.errors import ChannelClosedError, ConfigError, WorkerStartError, XDiTError
 from xdit_backend.protocol.segments import Segment, SegmentStore
+from xdit_backend.protocol.strict import MAX_REASON
 
 CARDS = {"cpu": ("a processor", 1e9)}
 
@@ -44,8 +51,13 @@ def pair(listener):
     """Two ends of one connection over TLS: (the host's, the other's)."""
     server = socket.create_server(("127.0.0.1", 0))
     made = []
-    thread = threading.Thread(
-        target=lambda: made.append(links.welcome(server.accept()[0], listener._context, listener._key.secret)))
+
+    def welcome():
+        link = links.accepted(server.accept()[0], listener._context)
+        links.welcome(link, listener._key.secret)
+        link.set_silence_limit(60)
+        made.append(link)
+    thread = threading.Thread(target=welcome)
     thread.start()
     other = connect(server.getsockname(), listener._key)
     thread.join()
@@ -74,6 +86,26 @@ def test_a_machine_with_the_key_joins_and_is_known_by_its_name(listener):
     with pytest.raises(ChannelClosedError):
         while True:                                            # what was sent before
             commands.receive()
+
+
+def test_heartbeats_that_nobody_reads_do_not_stop_a_session(listener):
+    """ComfyUI may compute for minutes on its own while workers are at a command."""
+    _, welcome = join(listener, name="busy")
+    replies, _ = join(listener, purpose="replies", session=welcome.session)
+    wait_for(lambda: "busy" in listener.joined() or None, time.monotonic() + 60, lambda: None)
+    session = listener.take("busy")
+    near, session._inner[1] = channel.pair()
+    replies.set_silence_limit(10)
+
+    for _ in range(5000):                                      # of almost three hours
+        replies.send(messages.Heartbeat(1, 7, 0, False), rank=1)
+    replies.send(messages.Phase(1, "computing"), rank=1)
+    received = [near.receive()]
+    while not isinstance(received[-1], messages.Phase):
+        received.append(near.receive())
+
+    assert session.is_open and 0 < received.count(messages.Heartbeat(1, 7, 0, False)) < 5000
+    session.close()
 
 
 def test_another_secret_is_refused_before_anything_is_parsed(listener, monkeypatch):
@@ -268,8 +300,62 @@ def test_the_doctor_knows_of_no_machine_of_a_host_that_has_ended(monkeypatch, tm
 
 def test_a_session_of_another_is_not_taken_over(listener):
     commands, welcome = join(listener, name="third")
-    for purpose, session in (("replies", "0" * 32), ("replies", ""), ("store", welcome.session), ("store", "")):
+    for purpose, session in (("replies", "0" * 32), ("replies", "")):
         assert isinstance(join(listener, purpose=purpose, session=session)[1], Refused), purpose
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_machine_answers_for_its_own_ranks_only(listener, rank):
+    _, welcome = join(listener, name="liar")
+    replies, _ = join(listener, purpose="replies", session=welcome.session)
+    wait_for(lambda: "liar" in listener.joined() or None, time.monotonic() + 60, lambda: None)
+    session = listener.take("liar")
+    near, session._inner[1] = channel.pair()
+
+    replies.send(messages.Phase(rank, "computing"), rank=1)    # by its own channel, in the name of another
+
+    with pytest.raises(ChannelClosedError):
+        near.receive()
+    assert not session.is_open
+
+
+@pytest.mark.parametrize("fields", [
+    b'Hello {"purpose": "replies", "session": "\xc3\xa9"}', b'Hello {"purpose": "replies", "session": "0"}',
+    b'Find {"path": "/models/a", "content": "many-00"}', b'Find {"path": "/models/a", "content": ""}',
+    b'Find {"path": "/models/a", "content": "' + b"9" * 5000 + b"-" + b"0" * 64 + b'"}'],
+                         ids=lambda raw: repr(raw[:50]))
+def test_sessions_and_contents_that_are_none_are_no_messages(pair, fields):
+    """Else the thread that compares them raises."""
+    host, other = pair
+    other.raw.sendall(HEADER.pack(MACHINE, len(fields)) + fields)
+
+    with pytest.raises(ChannelClosedError, match="Not a message"):
+        host.receive()
+
+
+def test_answers_that_nobody_asked_for_are_dropped(listener):
+    """A machine that sends them by the thousand fills no memory, and the answer that is asked for is still found."""
+    commands, welcome = join(listener, name="other")
+    replies, _ = join(listener, purpose="replies", session=welcome.session)
+    session = listener.take("other")
+    for number in range(300):
+        replies.send(links.Missing(f"/models/{number}", "x" * 500_000))
+        replies.send(links.Searching(number, 300))
+
+    def answer():
+        while not isinstance(commands.receive()[1], links.Find):
+            pass
+        for number in range(300):
+            replies.send(links.Searching(number, 300))
+            replies.send(links.Missing(f"/models/{number}", "x"))
+        replies.send(links.Found("/models/a"))
+        replies.send(links.Missing("/models/a", "too late"))
+    threading.Thread(target=answer, daemon=True).start()
+    session.find("/models/a", f"1-{'0' * 64}", lambda: None, lambda done, total: None)
+    replies.send(links.Ping())
+
+    assert wait_for(lambda: session._answers.qsize() <= MAX_ANSWERS or None, time.monotonic() + 5, lambda: None)
+    assert len(links.Missing("/models/a", "x" * 500_000).reason) == MAX_REASON
 
 
 def test_a_machine_that_does_not_come_is_asked_for_by_the_command(listener, monkeypatch):
@@ -279,10 +365,8 @@ def test_a_machine_that_does_not_come_is_asked_for_by_the_command(listener, monk
     with pytest.raises(WorkerStartError) as error:
         listener.take("absent", told.append)
 
-    command = listener.command("absent")
+    command = listener.key_command("absent")
     assert command in str(error.value) and command in told[0] and "has not joined after 0 s" in str(error.value)
-    assert (command.split()[:4] == ["python", "-m", "xdit_backend", "join"]
-            and read_key(command.split()[-1]) == listener._key)
 
 
 def test_a_person_can_give_up_waiting(listener):
@@ -332,7 +416,7 @@ def test_an_address_of_another_machine_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "short", "é" * 64, "A" * 63, "A" * 68])
 def test_keys_that_are_none_are_refused(text):
-    with pytest.raises(ConfigError, match="is not one that a host has printed"):
+    with pytest.raises(ConfigError, match="^Copy the whole key again, which has 64 characters"):
         read_key(text)
 
 
@@ -422,6 +506,27 @@ def test_a_file_that_changes_has_another_content(tmp_path):
 
     assert first == again == f"7-{hashlib.sha256(b'content').hexdigest()}" and read == [(7, 7)]
     assert contents.of(path) == f"7-{hashlib.sha256(b'others!').hexdigest()}"
+
+
+def test_a_host_opens_no_file_of_a_joined_machine_by_its_path(tmp_path):
+    """Only files below the folders that were named there, after it has asked for them by their content."""
+    (tmp_path / "models").mkdir()
+    private, public = tmp_path / "private.safetensors", tmp_path / "models" / "a.safetensors"
+    for path in (private, public):
+        save_file({"weight": torch.full((2,), float(path == private))}, path)
+    answers, joined = [], Joined(("127.0.0.1", 1), None, "other", [tmp_path / "models"], Contents(), None)
+    joined.replies = SimpleNamespace(send=answers.append)
+
+    def load(path):
+        return joined._of_here(messages.LoadModel(1, specs.ModelSpec("a", "Flux.1", str(path), "float32", "float32")))
+    joined._find(Find(str(private), Contents().of(private)))
+    assert [type(answer) for answer in answers if not isinstance(answer, Searching)] == [Missing]
+    for path in (private, public, "/etc/passwd"):
+        with pytest.raises(KeyError):
+            load(path)
+
+    joined._find(Find("/on/the/host/b.safetensors", Contents().of(public)))
+    assert load("/on/the/host/b.safetensors").spec.path == str(public)
 
 
 def test_of_a_folder_what_is_read_counts(tmp_path):

@@ -375,3 +375,48 @@ def test_flux2_in_fp8_on_two_cards_is_answered_alike(comfyui, monkeypatch, tmp_p
     said = remote.memory.words(types.SimpleNamespace(plan=None, coming=None, timed=None))
     assert fit.answer().startswith("fits: ") and fit.answer().endswith(said)
     assert said.startswith(". Weights: ") and "come from host memory in every step" in said
+
+
+@pytest.mark.parametrize("command", ["Predict", "LoadModel"])
+def test_a_worker_that_runs_out_of_memory_has_the_nodes_estimates_say_what_would_fit(comfyui, monkeypatch, command):
+    """Flux.1 dev by CFG parallelism on two GPUs of 30 GB. The run took three times what was estimated; or the weights
+    did not fit, since others use the GPU."""
+    fit, check = asked(comfyui, "cfg2", 30e9, "auto", monkeypatch)
+    run, errors = fit.subject.run, comfyui.errors
+    conditioning = {name: torch.empty(shape, device="meta") for name, shape in run.conditioning.items()}
+    check.check_run(run.shape, conditioning, 1, 2, fit.layout)
+    weights, facts = check.weight_bytes[1], "Worker rank 1 (cuda:1) failed with OutOfMemoryError."
+    numbers = {"weight_bytes": weights, "activation_bytes": 3e9, "asked_bytes": 2e9, "free_bytes": 0.5e9}
+    if command == "LoadModel":
+        numbers = {"activation_bytes": 12e9, "asked_bytes": 2e9, "free_bytes": 0.5e9}
+
+    with pytest.raises(errors.WorkerOutOfMemoryError) as raised, check.explaining():
+        raise errors.WorkerOutOfMemoryError("Use less. " + facts, 1, "cuda:1", numbers, command, facts)
+
+    words = str(raised.value)
+    assert words.endswith(facts) and words.startswith('Use weights_memory "') and "Use less" not in words
+    kept = float(re.search(r'weights_memory "([\d.]+)"', words)[1]) * 1e9
+    has = sum(numbers.get(name, 0) for name in ("weight_bytes", "activation_bytes", "free_bytes"))
+    assert check._most_held(kept) <= has - (5e9 if command == "Predict" else 0)
+    if command == "Predict":
+        width = int(re.search(r"at most (\d+) x \d+ pixels instead of", words)[1])
+        assert 0 < width < 1024 and re.search(r"(ulysses|tensor)_degree=2 on the same devices \(about", words)
+    else:
+        assert "pixels" not in words
+
+    with pytest.raises(errors.WorkerOutOfMemoryError, match="^Use less"), check.explaining():
+        raise errors.WorkerOutOfMemoryError("Use less. " + facts, 1, "cuda:1", numbers, "Decode", facts)
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"pipefusion": 2}], ids=str)
+def test_the_error_of_a_node_begins_with_what_would_fit_by_the_estimates(comfyui, monkeypatch, degrees):
+    model, client = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees)), comfyui.groups.client(("cpu", "cpu"))
+    numbers = {"activation_bytes": 3e9, "asked_bytes": 2e9, "free_bytes": 0.5e9}
+    error = comfyui.errors.WorkerOutOfMemoryError
+
+    def run_out(*args, **kwargs):
+        raise error("Use less. Facts.", 1, "cpu", numbers, "Predict", "Facts.")
+    monkeypatch.setattr(client, "wait", run_out)
+
+    with pytest.raises(error, match=r"^Use at most \d+ x \d+ pixels instead of 128 x 128.* Facts\.$"):
+        comfyui.sample(model, "sd3", steps=3, latent=comfyui.latent("sd3", size=(16, 16)))

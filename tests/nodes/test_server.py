@@ -274,9 +274,10 @@ def test_everything_listens_on_loopback_only(server):
 @pytest.mark.parametrize("headers", [{"Origin": "http://elsewhere.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=str)
 def test_another_site_s_page_is_refused(server, path, body, headers):
     """By ComfyUI's own check, under which our routes stand."""
-    urllib.request.urlopen(urllib.request.Request(server.url + path, body)).close()
+    json_body = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(server.url + path, body, json_body)).close()
     with pytest.raises(urllib.error.HTTPError) as answer:
-        urllib.request.urlopen(urllib.request.Request(server.url + path, body, headers))
+        urllib.request.urlopen(urllib.request.Request(server.url + path, body, json_body | headers))
     answer.value.close()
     assert answer.value.code == 403
 

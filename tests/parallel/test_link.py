@@ -92,13 +92,16 @@ def test_a_silent_stage_is_named():
 
 
 def send_long_before(rank, world_size):
-    """The sum of a message that the receiver asks for when the sender has gone on."""
+    """The sum of a message that the receiver asks for when the sender has gone on. NCCL connects a pair at its first
+    message, for which both wait."""
     link, gone_on = Link(build_mesh(Layout(pipefusion_degree=world_size), world_size),
                          torch.device("cpu")), torch.zeros(1)
     if rank == 0:
+        link.send(torch.ones(1), Traffic())
         link.send(torch.ones(1_000_000), Traffic())
         dist.send(gone_on, 1)
         return link.drain()
+    link.receive(link.post_receive(1, torch.float32))
     dist.recv(gone_on, 0)
     return link.receive(link.post_receive(1_000_000, torch.float32)).sum().item()
 

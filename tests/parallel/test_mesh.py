@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from xdit_backend.distributed.mesh import AXES, backend_for, build_mesh, group_options, group_timeout
+from xdit_backend.distributed import mesh
+from xdit_backend.distributed.mesh import AXES, backend_for, build_mesh, group_options, group_timeout, make_group
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.specs import Layout
 
@@ -133,6 +134,8 @@ def test_exchanges_over_nccl_come_first_on_a_full_device(monkeypatch):
     made, new_group = [], dist.new_group
     monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options, **others: made.append(pg_options)
                         or new_group(ranks, **others))
+    monkeypatch.setattr(mesh, "can_split", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     with pretended_world(0, 8):
         monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
         build_mesh(Layout(pipefusion_degree=2, ring_degree=2, tensor_degree=2), 8)
@@ -142,6 +145,59 @@ def test_exchanges_over_nccl_come_first_on_a_full_device(monkeypatch):
     assert [options.config.max_ctas for options in made] == [2] * 4 + [unlimited] * 8
     assert all(options._timeout == group_timeout() for options in (*made, group_options("nccl")))
     assert group_options("gloo") is None and group_options("nccl").is_high_priority_stream
+
+
+def splits_made(monkeypatch, layout, world_size, rank):
+    """What a rank of a group over NCCL asks of torch and of its device for a layout, in order."""
+    asked = []
+
+    def split_group(split_ranks, timeout, pg_options):
+        asked.append(split_ranks)
+        return dist.new_group(next(ranks for ranks in split_ranks if rank in ranks))
+    with pretended_world(rank, world_size), monkeypatch.context() as patched:
+        patched.setattr(mesh, "group_options", lambda *_: None)
+        patched.setattr(torch.cuda, "synchronize", lambda device=None: asked.append("synchronize"))
+        patched.setattr(torch, "__version__", "2.11.0+cu130")
+        patched.setattr(dist, "get_backend", lambda group=None: "nccl")
+        patched.setattr(dist, "split_group", split_group)
+        made = build_mesh(layout, world_size)
+    return asked, made
+
+
+def test_the_groups_of_an_axis_are_one_split_of_a_communicator_that_is_idle(monkeypatch):
+    """ncclCommSplit requires the latter. Every rank is in one group of each split: torch names groups by their number
+    on a rank."""
+    layout = Layout(pipefusion_degree=2, ring_degree=2, ulysses_degree=2)
+    asked = [splits_made(monkeypatch, layout, 8, rank)[0] for rank in range(8)]
+    pipeline, _ = splits_made(monkeypatch, Layout(pipefusion_degree=4), 4, 0)
+
+    assert asked == [asked[0]] * 8
+    assert asked[0][::2] == ["synchronize"] * 4
+    assert asked[0][1::2] == [[[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 2], [1, 3], [4, 6], [5, 7]],
+                              [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]]
+    assert pipeline == ["synchronize", [[0, 1], [2, 3]], "synchronize", [[1, 2], [0, 3]]]
+
+
+def test_a_stage_in_the_middle_has_a_group_with_either_neighbour(monkeypatch):
+    found = [splits_made(monkeypatch, Layout(pipefusion_degree=4), 4, rank)[1] for rank in range(4)]
+
+    assert [one.before_group is None for one in found] == [True, False, False, False]
+    assert [one.after_group is None for one in found] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("version, is_split", [("2.6.0+cu124", False), ("2.10.1", False), ("2.11.0+cu130", True),
+                                               ("2.14.1", True)])
+def test_groups_are_split_together_where_torch_names_them_apart(monkeypatch, version, is_split):
+    """Earlier releases give disjoint groups one name, and with it one part of the store."""
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+
+    assert mesh.can_split() == is_split
+
+
+def test_a_rank_in_none_of_the_groups_has_none():
+    with pretended_world(3, 4):
+        assert make_group([[0, 1]]) is None and dist.get_process_group_ranks(make_group([[0, 1], [2, 3]])) == [2, 3]
 
 
 @pytest.mark.parametrize("devices, has_nccl, backend", [

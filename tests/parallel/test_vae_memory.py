@@ -15,7 +15,15 @@ from tests.tolerances import within
 from tests.vae_zoo import KINDS, latent, picture, tiny_vae
 from xdit_backend.parallel import vae_memory
 from xdit_backend.parallel.vae import Pieces, Ranks, decode_rows, encode_rows
-from xdit_backend.parallel.vae_memory import MARGIN, LiveBytes, RowPlanner, free_bytes, meta_copy, need_of
+from xdit_backend.parallel.vae_memory import (
+    MARGIN,
+    LiveBytes,
+    RowPlanner,
+    free_bytes,
+    least_free,
+    meta_copy,
+    need_of,
+)
 from xdit_backend.protocol.errors import ConfigError
 
 SIZE = (1, 48, 8)
@@ -83,6 +91,16 @@ def test_two_ranks_each_need_at_most_055_of_what_one_needs(kind):
     alone, = run_ranks(peak_bytes, 1, kind, "decode", 8)
 
     assert max(run_ranks(peak_bytes, 2, kind, "decode", 8)) <= 0.55 * alone
+
+
+def least(rank, world_size, free, machines):
+    return least_free(free[rank], Ranks(dist.group.WORLD, machines), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("machines, expected", [((), 30), (("", "", "other"), 45), (("", "other", "third"), 90)])
+def test_ranks_share_free_memory_with_those_on_the_same_machine_alone(machines, expected):
+    """Devices of two machines have the same numbers."""
+    assert run_ranks(least, 3, (90, 100, 200), machines) == [expected] * 3
 
 
 def plan(rank, world_size, kind, shape, scale, free):

@@ -109,7 +109,7 @@ def test_no_message_is_too_long_to_be_received(channel_listener, tmp_path):
     host, worker = accept_while(channel_listener, lambda: connect(tmp_path))
 
     with pytest.raises(XDiTError, match="is more than a connection takes"):
-        host.send(DropConditioning(1, ["conditioning"] * 2 ** 21))
+        host.send(DropConditioning(1, ["c" * 2048] * 2 ** 14))
     host.send(Stop())
 
     assert worker.receive() == Stop()
@@ -132,6 +132,44 @@ def test_a_stranger_who_says_nothing_does_not_keep_others_out(channel_listener, 
         let_in, _ = accept_while(channel_listener, lambda: connect(tmp_path))
 
     assert let_in is not None
+
+
+def test_the_limit_is_for_the_rest_of_a_message_and_not_for_the_wait_until_the_next(tmp_path):
+    """A worker without work says nothing for hours."""
+    channel_listener = ChannelListener(tmp_path, timeout_s=0.2)
+    host, worker = accept_while(channel_listener, lambda: connect(tmp_path))
+
+    sending = threading.Timer(1.0, worker.send, (Stop(),))
+    sending.start()
+    assert host.receive() == Stop()
+    sending.join()
+    os.write(worker.raw.fileno(), struct.pack("!i", 100) + b"Stop {")
+    with pytest.raises(ChannelClosedError):
+        host.receive()
+    host.close()
+    channel_listener.close()
+
+
+def test_a_pair_has_room_until_it_is_full_and_wakes_up_when_it_is_ended():
+    near, far = channel.pair()
+    outcome = []
+
+    def fill_and_wait():
+        try:
+            while True:
+                near.send(Stop())
+        except ChannelClosedError as error:
+            outcome.append(error)
+    assert near.has_room
+    waiting = threading.Thread(target=fill_and_wait)
+    waiting.start()
+    while near.has_room:
+        waiting.join(0.01)
+    assert far.receive() == Stop() and not outcome
+    far.end()
+    waiting.join(60)
+
+    assert len(outcome) == 1
 
 
 def test_who_takes_no_messages_counts_as_gone(tmp_path):

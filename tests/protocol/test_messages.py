@@ -4,11 +4,13 @@ import json
 
 import pytest
 
-from tests.malformed import EXAMPLES, decode_noise
+from tests.malformed import BETWEEN_MACHINES, EXAMPLES, decode_noise
+from xdit_backend.machines import links
 from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.messages import decode, encode
 from xdit_backend.protocol.segments import Segment
+from xdit_backend.protocol.strict import MAX_ITEMS, MAX_NAME, MAX_TEXT
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
@@ -100,3 +102,42 @@ def test_a_failure_can_be_told_whatever_its_words():
     failed = decode(encode(messages.Failed(10, 1, "cpu", "OSError", "no \udcff", "line\n" * 10 ** 7)))
 
     assert failed.message == "no \\udcff" and len(failed.traceback) == 2 ** 20
+
+
+LARGE = "what is larger than it may be"
+
+
+def enlarged(key, value):
+    """(copy of a JSON value with LARGE in one place, JSON that is larger than any that is sent there)"""
+    if isinstance(value, str):
+        yield LARGE, '"' + "x" * (MAX_TEXT + 1) + '"'
+    if isinstance(value, list):
+        if value:
+            yield LARGE, f"[{','.join([json.dumps(value[0])] * (MAX_ITEMS + 1))}]"
+        for index, item in enumerate(value):
+            yield from (([*value[:index], one, *value[index + 1:]], raw) for one, raw in enlarged(None, item))
+    if isinstance(value, dict):
+        if key in (*FREE_NAMES, "control", "operations", "versions", "cards") and value:
+            item = json.dumps(next(iter(value.values())))
+            yield LARGE, "{" + ",".join(f'"{number}":{item}' for number in range(MAX_ITEMS + 1)) + "}"
+            yield LARGE, '{"' + "x" * (MAX_NAME + 1) + f'": {item}}}'
+        for name, item in value.items():
+            yield from (({**value, name: one}, raw) for one, raw in enlarged(name, item))
+
+
+@pytest.mark.parametrize("message", [*EXAMPLES, *BETWEEN_MACHINES], ids=lambda message: type(message).__name__)
+def test_every_text_and_collection_of_a_message_is_bounded(message):
+    """What an error is for a person is cut, not refused."""
+    adapters = links.BETWEEN_MACHINES if message in BETWEEN_MACHINES else messages.ADAPTERS
+    name, _, fields = encode(message, adapters).partition(b" ")
+    for large, value in enlarged(None, json.loads(fields)):
+        raw = name + b" " + json.dumps(large).replace(f'"{LARGE}"', value).encode()
+        try:
+            found = decode(raw, adapters)
+        except XDiTError:
+            continue
+        assert len(encode(found, adapters)) < len(raw) and len(encode(found, adapters)) <= MAX_TEXT + 1000
+
+
+def test_every_message_between_machines_is_tried():
+    assert {type(message).__name__ for message in BETWEEN_MACHINES} == set(links.BETWEEN_MACHINES)

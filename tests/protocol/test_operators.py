@@ -1,27 +1,19 @@
-"""Two copies of the package in a process, as where a ComfyUI holds the pack twice, have operators of their own."""
+"""Custom operators can be defined with every supported version of PyTorch."""
 
-import importlib.util
-import sys
+import typing
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.conftest import ROOT
-from xdit_backend.distributed import operators
+from xdit_backend.protocol.operators import operator
 
 
-def test_a_second_copy_takes_no_operator_away(monkeypatch):
-    spec = importlib.util.spec_from_file_location("second pack-1", ROOT / "xdit_backend" / "__init__.py",
-                                                  submodule_search_locations=[str(ROOT / "xdit_backend")])
-    monkeypatch.setitem(sys.modules, "second pack-1", importlib.util.module_from_spec(spec))
-    before = set(sys.modules)
-    try:
-        second = importlib.import_module("second pack-1.distributed.operators")
-        with FakeTensorMode():
-            for each in (operators, second):
-                assert [tensor.shape for tensor in each.tensor_sums([torch.zeros(2, 3)])] == [(2, 3)]
-        assert second.tensor_sums._qualname == "xdit_second_pack_1::tensor_sums"
-        assert operators.tensor_sums._qualname == "xdit::tensor_sums"
-    finally:
-        for name in set(sys.modules) - before:
-            del sys.modules[name]
+def test_a_list_is_annotated_as_the_oldest_supported_pytorch_knows_it():
+    """PyTorch 2.6 infers a schema from typing.List alone, and rejects the builtin list."""
+    @operator
+    def test_sum_of_a_list(tensors: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
+        return torch.stack(tensors).sum(0) + sum(sizes)
+
+    hints = test_sum_of_a_list._init_fn.__annotations__
+    assert hints["tensors"] == typing.List[torch.Tensor] and hints["sizes"] == typing.List[int]  # noqa: UP006
+    assert all(not isinstance(hint, type(list[int])) for hint in hints.values())
+    assert test_sum_of_a_list([torch.ones(2)] * 3, [1, 2]).tolist() == [6.0, 6.0]

@@ -28,7 +28,7 @@ from xdit_backend.protocol.segments import SegmentStore, map_segment
 from xdit_backend.protocol.specs import Layout, Stages
 from xdit_backend.worker.engine import Engine
 from xdit_backend.worker.predictions import _own_images
-from xdit_backend.worker.serve import _prefetch
+from xdit_backend.worker.serve import PREFETCHED, prefetch_ahead
 
 AXES = ("data", "cfg", "pipefusion", "ring", "ulysses")
 NUM_PATCHES, NUM_STEPS = 3, 2
@@ -41,9 +41,7 @@ def execute(rank, world_size, commands):
     torch.set_grad_enabled(False)
     with unrounded(commands[0].spec.tensor_degree):
         for index, command in enumerate(commands):
-            for upcoming in commands[index:index + 3]:
-                if not engine.prefetch(upcoming):
-                    break
+            prefetch_ahead(engine, commands[index:index + PREFETCHED])
             numbers = engine.execute(command)
     for link in engine.links:
         link.drain()
@@ -84,7 +82,7 @@ def time_of(step):
 
 def with_no_room_for_one(rank, world_size, commands):
     """As execute, where there is no room for the second message of a prediction when its receive is posted ahead."""
-    post, prefetch, asked = Link.post_receive, Engine.prefetch, []
+    post, asked = Link.post_receive, []
 
     def failing(link, *arguments):
         asked.append(arguments)
@@ -92,8 +90,6 @@ def with_no_room_for_one(rank, world_size, commands):
             raise torch.OutOfMemoryError("no room")
         return post(link, *arguments)
     Link.post_receive = failing
-    Engine.prefetch = lambda engine, command: _prefetch(SimpleNamespace(prefetch=functools.partial(prefetch, engine)),
-                                                        command)
     return execute(rank, world_size, commands) | {"asked": len(asked)}
 
 
@@ -261,6 +257,18 @@ def test_a_dropped_model_is_gone_at_once(folder):
     (left, count), = run_ranks(load_and_drop, 1, spec)
 
     assert count > 50 and left == 0
+
+
+def unused(rank, world_size, machines):
+    """Bytes that this rank may use of the 100 that are free on its machine."""
+    engine = Engine(rank, torch.device("cpu"), lambda *phase: None, machines=machines)
+    with mock.patch("xdit_backend.worker.predictions.free_bytes", lambda device: 100):
+        return engine._predictions.unused_bytes
+
+
+@pytest.mark.parametrize("machines, expected", [((), [33] * 3), (("", "", "other"), [50, 50, 100])])
+def test_cpu_workers_share_the_memory_of_their_own_machine(machines, expected):
+    assert run_ranks(unused, 3, machines) == expected
 
 
 def load_in_stages(rank, world_size, spec, kinds, flops_s):

@@ -7,7 +7,6 @@ import psutil
 from ..host.client import Client
 from ..host.forkserver import Forkserver
 from ..host.preflight import num_cuda_devices
-from ..protocol.devices import resolve_devices
 
 
 def count_cuda(device):
@@ -23,13 +22,12 @@ def start_clients(sizes, num_cuda):
 
 
 def devices_of(size, num_cuda):
-    return resolve_devices(",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size)),
-                           num_cuda)
+    return tuple(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size))
 
 
 def second_client(first, num_cuda):
     """A client of one device beside the first one's."""
-    return Client(resolve_devices("cuda:1" if num_cuda > 1 else first.devices[0], num_cuda))
+    return Client(("cuda:1" if num_cuda > 1 else first.devices[0],))
 
 
 class ProcessorTime:

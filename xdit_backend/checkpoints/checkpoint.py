@@ -15,11 +15,13 @@ from ..protocol.specs import ModelSpec
 from ..vocabulary.family import Family
 from ..vocabulary.unet import CLASSES, publishers_names
 from . import gguf, kitchen
+from .file_map import unreadable
 from .folder import Folder, extra_parts, read_folder
 from .layers import Layer, layers_of
+from .limits import MAX_HEADER_BYTES, MAX_TENSORS
 from .meta_model import meta_model
 from .recognise import class_name, recognise
-from .safetensors_header import read_safetensors
+from .safetensors_header import header_bytes, read_safetensors
 from .transformer import metadata_of, model_config
 
 # ComfyUI saves some under model.model.
@@ -131,12 +133,17 @@ class Checkpoint:
 def open_checkpoint(path):
     """Read the header of a safetensors or GGUF file, or of the transformer in a diffusers folder.
 
-    Raises CheckpointError for what is not a whole file or a complete folder.
+    Raises CheckpointError for what is not a whole file or a complete folder, or cannot be opened.
     """
-    if os.path.isdir(path):
-        return _read_folder(path)
-    if str(path).lower().endswith(".gguf"):
-        return _read_gguf(str(path))
+    try:
+        if os.path.isdir(path):
+            return _read_folder(path)
+        return _read_gguf(str(path)) if str(path).lower().endswith(".gguf") else _read_safetensors(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _read_safetensors(path):
     tensors, metadata, read = read_safetensors(path)
     prefix = _prefix(tensors)
     ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
@@ -189,12 +196,18 @@ def _read_gguf(path):
 def _read_folder(path):
     names, folder = extra_parts(), read_folder(path)
     is_unet, renamed, tensors = class_name(folder.config) in CLASSES, {}, {}
+    if (num_bytes := sum(map(header_bytes, folder.files))) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"Choose another folder: the files of {os.path.basename(path)} have headers of "
+                              f"{num_bytes:,} bytes, and at most {MAX_HEADER_BYTES:,} are read.")
     for file in map(str, folder.files):
         read = read_safetensors(file)[0]
         name_of = names.get(os.path.basename(os.path.dirname(file)))
         if name_of is not None:
             renamed |= {(file, key): name_of(key) for key in read}
         tensors |= {(file, key): value for key, value in read.items()}
+        if len(tensors) > MAX_TENSORS:
+            raise CheckpointError(f"Choose another folder: the files of {os.path.basename(path)} have more than "
+                                  f"{MAX_TENSORS:,} tensors.")
     if is_unet:
         publishers = publishers_names([key for _, key in tensors])
         renamed |= {(file, key): publishers[key] for file, key in tensors}

@@ -8,8 +8,12 @@ import functools
 import json
 import math
 import mmap
+import os
 
 import torch
+
+from ..protocol.errors import CheckpointError
+from ..protocol.open_files import out_of_files
 
 NORESERVE = 0x4000             # Linux's MAP_NORESERVE, which Python's mmap has no name for
 TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -18,9 +22,21 @@ TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16
 
 
 def map_memory(path):
-    """The bytes of a file that is not empty, as a map. What is written to it stays in memory."""
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    """The bytes of a file that is not empty, as a map. What is written to it stays in memory. Raises CheckpointError
+    where it cannot be mapped."""
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | NORESERVE,
+                             prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:                     # ValueError: it is empty by now
+        raise unreadable(path, error) from error
+
+
+def unreadable(path, error):
+    """The CheckpointError for a file that the system does not open."""
+    name, why = os.path.basename(path), getattr(error, "strerror", None) or error
+    return out_of_files(error, CheckpointError) or CheckpointError(
+        f"Check that {name} is there, and that this user may read it, or choose another: it cannot be opened ({why}).")
 
 
 def map_tensors(path):

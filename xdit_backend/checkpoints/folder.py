@@ -1,14 +1,15 @@
 """Which files of a diffusers folder are its diffusion model, and what those beside it say of it.
 For checkpoint.py and other machines."""
 
-import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..models import FAMILIES
+from ..protocol.bounded_json import parse_json
 from ..protocol.errors import CheckpointError
+from .limits import MAX_CONFIG_BYTES, MAX_CONFIG_VALUES
 
 PARTS = ("transformer", "unet")
 # what the other parts of a folder say of the diffusion model
@@ -71,8 +72,9 @@ def read_json(path):
     else."""
     path = Path(path)
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:     # what is no text is a ValueError too
+        with open(path, "rb") as file:
+            settings = parse_json(file.read(MAX_CONFIG_BYTES + 1), MAX_CONFIG_BYTES, MAX_CONFIG_VALUES)
+    except (ValueError, OSError) as error:                     # what is no text is a ValueError too
         raise CheckpointError(f"{INSTEAD} {path} is not a JSON file that can be read ({error}).") from error
     if not isinstance(settings, dict):
         raise CheckpointError(f"{INSTEAD} {path} holds a {type(settings).__name__}, and diffusers writes settings by "

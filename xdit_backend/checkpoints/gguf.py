@@ -13,6 +13,18 @@ import torch
 from ..protocol.errors import CheckpointError
 from .file_map import map_memory
 from .ggml import numbers
+from .limits import (
+    MAX_DIMS,
+    MAX_GGUF_HEADER_BYTES,
+    MAX_NAME,
+    MAX_STRINGS,
+    MAX_TENSORS,
+    MAX_TEXT_BYTES,
+    check_count,
+    check_empty,
+    check_name,
+    check_sizes,
+)
 
 MAGIC = b"GGUF"
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64,
@@ -25,7 +37,8 @@ ORIGINAL = "comfy.gguf.orig_shape."        # metadata: a tensor's shape, where t
 # GGUF's types of metadata
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-MAX_HEADER_BYTES = 100 * 2 ** 20
+MAX_VALUES = 2 * MAX_TENSORS               # of metadata: a shape a tensor, and others
+READ_BYTES = 2 ** 20
 
 
 def read_gguf(path):
@@ -38,7 +51,7 @@ def read_gguf(path):
     with open(path, "rb") as file:
         try:
             metadata, infos, start = _parse(_Reader(file, size))
-        except (struct.error, UnicodeDecodeError, ValueError, KeyError) as error:
+        except (struct.error, ValueError) as error:
             raise CheckpointError(f"Download {name} again: it has a header that cannot be read ({error}).") from error
     tensors, stored, ends = {}, {}, []
     for key, (dims, number, offset) in infos.items():
@@ -47,7 +60,7 @@ def read_gguf(path):
             raise CheckpointError(f"Use a file of this model in F32, F16, BF16 or {', '.join(QUANTISED)}: {name} "
                                   f"holds {key} in the type {type_}, which xDiT does not read.")
         shape = tuple(reversed(dims))
-        original = tuple(metadata.get(ORIGINAL + key, shape))
+        original = metadata.get(ORIGINAL + key, shape)
         if shape and shape[-1] % block_of(type_)[0] or math.prod(original) != math.prod(shape):
             raise CheckpointError(f"Download {name} again: it has {key} of shape {list(shape)} in "
                                   f"{type_}{f' for {list(original)}' * (original != shape)}, which does not go "
@@ -114,13 +127,18 @@ class _Reader:
     """Reads a header's numbers and strings, and no further than a header or the file can be long."""
 
     def __init__(self, file, size):
-        self._file, self._left = file, min(size, MAX_HEADER_BYTES)
+        self._file, self._limit, self._raw = file, min(size, MAX_GGUF_HEADER_BYTES), bytearray()
+        self.num_bytes, self.place = size, 0                   # of the file; of what comes next
+        self._num_strings = 0
 
     def bytes(self, count):
-        if count > self._left:
-            raise ValueError(f"it ends {count - self._left:,} bytes too early")
-        self._left -= count
-        return self._file.read(count)
+        start, self.place = self.place, self.place + count
+        if self.place > self._limit:
+            raise ValueError(f"it ends {self.place - self._limit:,} bytes too early, or is longer than "
+                             f"{MAX_GGUF_HEADER_BYTES:,} bytes")
+        if self.place > len(self._raw):
+            self._raw += self._file.read(max(self.place - len(self._raw), READ_BYTES))
+        return self._raw[start:self.place]
 
     def numbers(self, kind, count=1):
         return struct.unpack(f"<{count}{kind}", self.bytes(count * struct.calcsize(f"<{kind}")))
@@ -128,21 +146,63 @@ class _Reader:
     def number(self, kind):
         return self.numbers(kind)[0]
 
-    def string(self):
-        return self.bytes(self.number("Q")).decode()
+    def string(self, max_bytes):
+        count = self.number("Q")
+        if count > max_bytes:
+            raise ValueError(f"it has a text of {count:,} bytes, and at most {max_bytes:,} are read")
+        return self.bytes(count).decode()
 
-    def value(self, type_):
-        if type_ == STRING:
-            return self.string()
+    def name(self):
+        name = self.string(4 * MAX_NAME)                       # bytes, of characters
+        check_name(name)
+        return name
+
+    def value(self, key):
+        """A value of the metadata. Of a list, the numbers where they are a tensor's shape, else None: nothing else that
+        is read is in a list."""
+        type_ = self._type()
         if type_ == ARRAY:
-            type_, count = self.number("I"), self.number("Q")
-            return (self.numbers(NUMBERS[type_], count) if type_ in NUMBERS
-                    else [self.value(type_) for _ in range(count)])
-        return self.number(NUMBERS[type_])
+            type_, count = self._type(), self.number("Q")
+            if type_ == ARRAY:
+                raise ValueError(f"it has lists within the list {key}")
+            if key.startswith(ORIGINAL):
+                return self._shape(key, type_, count)
+            if type_ == STRING:
+                self._pass_strings(count)
+            else:
+                self.bytes(count * struct.calcsize(f"<{NUMBERS[type_]}"))
+            return None
+        if key.startswith(ORIGINAL):
+            raise ValueError(f"{key} is not a list")
+        return self.string(MAX_TEXT_BYTES) if type_ == STRING else self.number(NUMBERS[type_])
 
-    @property
-    def place(self):
-        return self._file.tell()
+    def _type(self):
+        type_ = self.number("I")
+        if type_ not in (*NUMBERS, STRING, ARRAY):
+            raise ValueError(f"it has metadata of the unknown type {type_}")
+        return type_
+
+    def _shape(self, key, type_, count):
+        if type_ == STRING or count > MAX_DIMS:
+            raise ValueError(f"{key} is not a list of at most {MAX_DIMS} whole numbers")
+        shape = self.numbers(NUMBERS[type_], count)
+        check_sizes(key, shape)
+        return shape
+
+    def _pass_strings(self, count):
+        self._num_strings += count
+        if self._num_strings > MAX_STRINGS:
+            raise ValueError(f"it has {self._num_strings:,} texts in lists, and at most {MAX_STRINGS:,} are read")
+        place, length_at = self.place, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if place + 8 > len(self._raw):
+                self.place = place
+                self.bytes(8)
+            place += 8 + length_at(self._raw, place)[0]
+            if place > self._limit:
+                break
+        self.place = place
+        self.bytes(0)
 
 
 def _parse(reader):
@@ -153,16 +213,32 @@ def _parse(reader):
     if version not in (2, 3):
         raise ValueError(f"it is of version {version}, and xDiT reads 2 and 3")
     num_tensors, num_values = reader.numbers("Q", 2)
+    check_count(num_tensors)
+    if num_values > MAX_VALUES:
+        raise ValueError(f"it has {num_values:,} values of metadata, and at most {MAX_VALUES:,} are read")
     metadata, infos = {}, {}
     for _ in range(num_values):
-        key = reader.string()
-        metadata[key] = reader.value(reader.number("I"))
+        key = reader.name()
+        if key in metadata:
+            raise ValueError(f"it names {key} twice")
+        metadata[key] = reader.value(key)
     for _ in range(num_tensors):
-        key = reader.string()
+        key = reader.name()
         if key in infos:
             raise ValueError(f"it names {key} twice")
-        infos[key] = reader.numbers("Q", reader.number("I")), reader.number("I"), reader.number("Q")
+        infos[key] = _info(key, reader)
     alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or alignment < 1:
+    if type(alignment) is not int or not 1 <= alignment <= READ_BYTES:
         raise ValueError(f"its alignment is {alignment}")
     return metadata, infos, -(-reader.place // alignment) * alignment
+
+
+def _info(key, reader):
+    """(dims, number of its type, offset) of a tensor, within the limits."""
+    num_dims = reader.number("I")
+    if num_dims > MAX_DIMS:
+        raise ValueError(f"{key} has {num_dims:,} dims, and at most {MAX_DIMS} are read")
+    dims, type_, offset = reader.numbers("Q", num_dims), reader.number("I"), reader.number("Q")
+    check_sizes(key, (*dims, offset), MAX_DIMS + 1)
+    check_empty(key, dims, reader.num_bytes)
+    return dims, type_, offset

@@ -7,13 +7,15 @@ comfy.ops say so.
 """
 
 import contextlib
-import json
 import math
 from dataclasses import dataclass, field
 
 import torch
 
+from ..protocol.bounded_json import MAX_SHOWN, parse_json, shown
 from ..protocol.errors import CheckpointError
+from .limits import MAX_HEADER_BYTES, MAX_LAYER_BYTES, MAX_LAYER_VALUES
+from .safetensors_header import MAX_VALUES
 
 FRACTIONS = ("F32", "F16", "BF16")
 TILE = 128, 4                              # rows and columns of the tiles in which a file has the scales of blocks
@@ -166,9 +168,13 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
     try:
         for name in sorted(beside):
             if name.endswith(".comfy_quant"):
-                said[name.removesuffix(".comfy_quant")] = _options(json.loads(read(name)))
+                if math.prod(shapes[name]) > MAX_LAYER_BYTES:
+                    raise ValueError(f"it has more than {MAX_LAYER_BYTES:,} bytes")
+                said[name.removesuffix(".comfy_quant")] = _options(parse_json(read(name), MAX_LAYER_BYTES,
+                                                                              MAX_LAYER_VALUES))
         name = "its metadata"                                  # which is heeded where both say something
-        layers = json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {})
+        layers = parse_json(metadata.get("_quantization_metadata", "{}").encode(), MAX_HEADER_BYTES,
+                            MAX_VALUES).get("layers", {})
         said |= {layer.removeprefix(prefix): _options(options) for layer, options in layers.items()
                  if layer.startswith(prefix)}                  # the others are of text encoders
     except (ValueError, AttributeError, TypeError) as error:
@@ -196,8 +202,8 @@ def _options(said):
 def _layer(layer, options, shapes, dtypes, file_name):
     weight, format_ = f"{layer}.weight", options.get("format")
     if not isinstance(format_, str) or format_ not in FORMATS:
-        raise _refusal(file_name, f"is quantised in the format {format_} ({layer}), which xDiT does not read. It reads "
-                                  f"{', '.join(FORMATS)}")
+        raise _refusal(file_name, f"is quantised in the format {str(format_)[:MAX_SHOWN]} ({layer}), which xDiT does "
+                                  f"not read. It reads {', '.join(FORMATS)}")
     how, beside = FORMATS[format_], {}
     for name in (*how.scales, *how.more):
         names = f"{layer}.{name}", f"{layer}.{OLD_NAMES.get(name)}"
@@ -220,7 +226,8 @@ def _layer(layer, options, shapes, dtypes, file_name):
         _check_scale(name, how, shape, (there, weight), (shapes[there], dtypes[there]), file_name)
     linear_dtype = options.get("linear_dtype", "int4")
     if linear_dtype not in ("int4", "int8"):
-        raise _refusal(file_name, f"says that {weight} is multiplied in {linear_dtype}, and xDiT knows int4 and int8")
+        raise _refusal(file_name, f"says that {weight} is multiplied in {shown(linear_dtype)}, and xDiT knows "
+                                  "int4 and int8")
     return Layer(format_, shape, beside, 0 if how.block else math.prod(shapes[beside["weight_scale"]]), rotated,
                  bool(options.get("full_precision_matrix_mult", False)), linear_dtype)
 
@@ -233,8 +240,8 @@ def _rotated(layer, format_, options, shape, file_name):
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         size = int(size)                                       # ComfyUI takes 64.0 and "64" for 64
     if size not in ROTATIONS or shape[1] % size or format_ == "convrot_w4a4" and shape[1] % W4A4_COLUMNS:
-        raise _refusal(file_name, f"says that ConvRot rotates {size} columns of {layer}.weight together, which has "
-                                  f"{shape[1]}. They must be {', '.join(map(str, ROTATIONS))}, and go into them")
+        raise _refusal(file_name, f"says that ConvRot rotates {shown(size)} columns of {layer}.weight together, which "
+                                  f"has {shape[1]}. They must be {', '.join(map(str, ROTATIONS))}, and go into them")
     return size
 
 

@@ -9,7 +9,9 @@ import inspect
 
 import torch
 
+from ..protocol.bounded_json import shown
 from ..protocol.errors import CheckpointError
+from ..vocabulary.limits import MAX_BLOCKS
 from ..vocabulary.unet import settings_of
 from .packed import packed_weights, set_packed_parameters
 from .recognise import plain
@@ -31,10 +33,11 @@ def meta_model(checkpoint, quantisation=""):
         _check_folder_config(folder_config, family, name)
     whole = {key for key, dtype in checkpoint.dtypes.items() if key not in checkpoint.quantised
              and not dtype.startswith(FLOATS)}
-    tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta")
-               for key, shape in checkpoint.shapes.items()}
     try:
+        tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta")
+                   for key, shape in checkpoint.shapes.items()}
         config = checkpoint.config
+        _check_counts(config)
         with torch.device("meta"):
             model = build(family, config)
         tensors = checkpoint.under_diffusers_names(tensors)
@@ -43,8 +46,8 @@ def meta_model(checkpoint, quantisation=""):
     except KeyError as error:
         raise CheckpointError(f"Download {name} again, or choose another file: it lacks the tensor {error.args[0]}, "
                               f"which a {family.name} model needs.") from error
-    except (ValueError, IndexError, TypeError, RuntimeError, ArithmeticError, AssertionError,
-            NotImplementedError) as error:
+    except (ValueError, IndexError, TypeError, AttributeError, RuntimeError, ArithmeticError, AssertionError,
+            MemoryError) as error:
         raise CheckpointError(f"Download {name} again, or choose another file: it looks like a {family.name} model, "
                               f"but its tensors have shapes that none has ({error}).") from error
     if checkpoint.folder is not None and checkpoint.folder_config is None:
@@ -52,6 +55,14 @@ def meta_model(checkpoint, quantisation=""):
     _compare(model.state_dict(), tensors, family, name)
     set_packed_parameters(model, packed_weights(checkpoint, model, quantisation))
     return model
+
+
+def _check_counts(config):
+    """Raise ValueError for settings with more layers than any model has: each would be built before tensors are
+    compared."""
+    for key, value in config.items():
+        if any(word in key for word in ("layers", "blocks", "depth")) and type(value) is int and value > MAX_BLOCKS:
+            raise ValueError(f"{key} is {value:,}, and at most {MAX_BLOCKS} are read")
 
 
 def _folder_settings(checkpoint):
@@ -70,7 +81,7 @@ def _check_folder_agrees(folder_config, config, family, name):
         if key in folder_config and key not in family.config_from_tensors and (plain(folder_config[key])
                                                                                != plain(config[key])):
             raise CheckpointError(f"Download the folder again, or choose another: {name} is a model of {family.name} "
-                                  f"whose config.json says {key} = {folder_config[key]!r}, and its tensors are of "
+                                  f"whose config.json says {key} = {shown(folder_config[key])}, and its tensors are of "
                                   f"{config[key]!r}.")
 
 
@@ -91,7 +102,7 @@ def _check_folder_config(config, family, name):
             fits = plain(value) == plain(expected)
         if not fits:
             raise CheckpointError(f"Use another model, or Load Diffusion Model: {name} is a model of {family.name} "
-                                  f"whose config.json says {key} = {value!r}, and xDiT runs {family.name} with "
+                                  f"whose config.json says {key} = {shown(value)}, and xDiT runs {family.name} with "
                                   f"{expected!r} only.")
 
 

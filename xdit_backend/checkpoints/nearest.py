@@ -1,7 +1,10 @@
 """For a file that no family recognises: to which family it is closest, and what differs. Used by recognise.py."""
 
+import bisect
+
 from ..models import FAMILIES
 
+MAX_COMPARED = 2 ** 13                     # tensors, more than twice as many as the largest published model has
 MAX_MISSING, MIN_FOUND = 2, 3              # of a family's tensors: what a near file may lack, and what it has to have
 # of a tensor that is not there, so that what else a family asks for can be seen
 A_SHAPE = (64, 64)
@@ -53,16 +56,19 @@ class _RecordedShapes(dict):
 def nearest(shapes):
     """(the Family that a file with such tensors is nearest to, what differs, in words),
     or None where it is near to none."""
+    if len(shapes) > MAX_COMPARED:
+        return None
+    names = sorted(shapes)
     near = [found for family in FAMILIES.values() if not family.takes_unet_patches
-            for found in [_compared(family, shapes)] if found]
+            for found in [_compared(family, shapes, names)] if found]
     return min(near, key=lambda each: each[0])[1:] if near else None
 
 
-def _compared(family, shapes):
+def _compared(family, shapes, names):
     """(how far, the family, what differs), or None: with the tensors added that its rules ask for,
-    a near file is of the family."""
+    a near file is of the family. names: of the shapes, sorted."""
     prefixes = {list_.file_prefix for list_ in family.blocks}
-    missing = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in shapes)]
+    missing = [prefix for prefix in prefixes if not _is_there(prefix, names)]
     if len(missing) > MAX_MISSING:
         return None
     while len(missing) <= MAX_MISSING:
@@ -76,7 +82,7 @@ def _compared(family, shapes):
                 missing.append(error.args[0])
                 continue
         unmatched = next((name for name in recorded.missing
-                          if not any(other.startswith(name) for other in shapes)), None)
+                          if not _is_there(name, names)), None)
         if known or unmatched is None:
             break
         missing.append(unmatched)
@@ -87,6 +93,12 @@ def _compared(family, shapes):
     parts = {name.split(".")[0] for name in (*found, *recorded.prefixes)}
     unknown = {name.split(".")[0] for name in shapes} - parts
     return (max(1, len(missing)), not missing, len(unknown), -len(found)), family, difference
+
+
+def _is_there(prefix, names):
+    """Does one of these sorted names begin so?"""
+    place = bisect.bisect_left(names, prefix)
+    return place < len(names) and names[place].startswith(prefix)
 
 
 def _shape_that_differs(family, shapes, found):

@@ -2,6 +2,7 @@
 kind of file it is. Called by checkpoint.py."""
 
 from ..models import FAMILIES
+from ..protocol.bounded_json import MAX_SHOWN
 from ..protocol.errors import CheckpointError
 from ..vocabulary.family import Family
 from .nearest import NOT_THERE, nearest
@@ -74,8 +75,9 @@ def _apply_rule(rule, *arguments):
 
 
 def _refuse_others(name, shapes, others):
+    names = "\n".join(f"^.{key}" for key in shapes)
     for marks, what in others:
-        if any(mark in f"^.{key}" for key in shapes for mark in marks):
+        if any(mark in names for mark in marks):
             raise CheckpointError(f"{name} is {what}." if ": " in what
                                   else f"{name} is {what}. {ELSEWHERE} {LISTED}")
 
@@ -111,10 +113,11 @@ def plain(value):
 def class_name(config):
     """The class that a folder's config.json means; older ones name what DiT's and PixArt's were split from.
     "" where it says none."""
-    name = config.get("_class_name") or (config.get("architectures") or [""])[:1]      # the second is of text encoders
+    name = config.get("_class_name") or config.get("architectures")            # the second is of text encoders
     name = name[0] if isinstance(name, list) and name else name
-    return (CLASSES.get(str(config.get("norm_type")), name) if name == "Transformer2DModel" else name
-            if isinstance(name, str) else "")
+    if not isinstance(name, str):
+        return ""
+    return CLASSES.get(str(config.get("norm_type")), name) if name == "Transformer2DModel" else name
 
 
 def _describe_class(class_name):
@@ -125,4 +128,4 @@ def _describe_class(class_name):
     kinds = {"Autoencoder": "which is a VAE: load a file of it with Load VAE", "Text": text, "Encoder": text,
              "ControlNet": "which is a ControlNet: load a file of it with Load ControlNet Model"}
     what = next((words for mark, words in kinds.items() if mark in class_name), "which xDiT does not run")
-    return f"a {class_name}, {what}"
+    return f"a {class_name[:MAX_SHOWN]}, {what}"

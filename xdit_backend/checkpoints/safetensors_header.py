@@ -1,36 +1,42 @@
 """What the header of a safetensors file says, read without its tensors. Used by checkpoint.py."""
 
-import json
 import math
 import os
 import struct
 
+from ..protocol.bounded_json import parse_json, shown
 from ..protocol.errors import CheckpointError
+from .limits import (
+    MAX_HEADER_BYTES,
+    MAX_TENSORS,
+    check_count,
+    check_empty,
+    check_name,
+    check_sizes,
+)
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4,
               "I16": 2, "I8": 1, "U8": 1,
               "BOOL": 1}                   # of safetensors' types
-MAX_HEADER_BYTES = 100 * 2 ** 20
+MAX_VALUES = 14 * MAX_TENSORS              # brackets, commas and colons of a header, with four dims a tensor
 
 
 def read_safetensors(path):
     """({name: (dtype, shape)}, metadata, a function name -> bytes of a tensor) of a safetensors file."""
-    name = os.path.basename(path)
-    size = os.path.getsize(path)
+    name, size, length = os.path.basename(path), os.path.getsize(path), header_bytes(path)
     with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size):
-            raise _no_file_of_tensors(name, start)
-        try:
-            entries = json.loads(file.read(length))
-            metadata = entries.pop("__metadata__", {})
-            if not all(type(value) is str for value in metadata.values()):
-                raise ValueError("its metadata are not all texts")
-            tensors = {key: (entry["dtype"], tuple(entry["shape"])) for key, entry in entries.items()}
-            end = _check_places({key: (*tensors[key], *entry["data_offsets"]) for key, entry in entries.items()})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"Download {name} again: it has a header that cannot be read ({error}).") from error
+        file.seek(8)
+        raw = file.read(length)
+    try:
+        entries = parse_json(raw, MAX_HEADER_BYTES, MAX_VALUES)
+        if not isinstance(entries, dict):
+            raise ValueError("it is not an object")
+        metadata = _checked_metadata(entries.pop("__metadata__", {}))
+        check_count(len(entries))
+        tensors = {key: _checked_entry(key, entry, size) for key, entry in entries.items()}
+        end = _check_places({key: (*tensors[key], *entry["data_offsets"]) for key, entry in entries.items()})
+    except ValueError as error:
+        raise CheckpointError(f"Download {name} again: it has a header that cannot be read ({error}).") from error
     if 8 + length + end > size:
         raise CheckpointError(f"Download {name} again, it is cut short: its header promises {8 + length + end:,} "
                               f"bytes and the file has {size:,}.")
@@ -41,6 +47,42 @@ def read_safetensors(path):
             file.seek(8 + length + start)
             return file.read(stop - start)
     return tensors, metadata, read
+
+
+def header_bytes(path):
+    """The length of a safetensors file's header. Raises CheckpointError where the file is none, or the header is
+    longer than any that is read."""
+    name, size = os.path.basename(path), os.path.getsize(path)
+    with open(path, "rb") as file:
+        start = file.read(8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 2 <= length <= size - 8:
+        raise _no_file_of_tensors(name, start)
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(f"Download {name} again: it has a header of {length:,} bytes, and at most "
+                              f"{MAX_HEADER_BYTES:,} are read.")
+    return length
+
+
+def _checked_metadata(metadata):
+    if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
+        raise ValueError("its metadata are not all texts")
+    return metadata
+
+
+def _checked_entry(key, entry, num_bytes):
+    """(dtype, shape) of an entry whose types and sizes are within the limits. num_bytes: of the file."""
+    check_name(key)
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{key} does not have exactly a dtype, a shape and data_offsets")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in ITEM_BYTES:
+        raise ValueError(f"{key} is of the unknown type {shown(entry['dtype'])}")
+    check_sizes(key, entry["shape"])
+    check_sizes(key, entry["data_offsets"], 2)
+    if len(entry["data_offsets"]) != 2:
+        raise ValueError(f"{key} has data_offsets that are not two")
+    check_empty(key, entry["shape"], num_bytes)
+    return entry["dtype"], tuple(entry["shape"])
 
 
 def _no_file_of_tensors(name, start):
@@ -58,10 +100,6 @@ def _check_places(entries):
     Raises ValueError where they do not follow one another."""
     end = 0
     for key, (dtype, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
-        if dtype not in ITEM_BYTES:
-            raise ValueError(f"{key} is of the unknown type {dtype}")
-        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-            raise ValueError(f"{key} has shape {list(shape)} and bytes {start} to {stop}")
         if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
             raise ValueError(f"{key} has {stop - start:,} bytes, and a {dtype} of shape {list(shape)} takes "
                              f"{math.prod(shape) * ITEM_BYTES[dtype]:,}")

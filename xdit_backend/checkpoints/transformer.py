@@ -8,7 +8,9 @@ import json
 
 from ..comfyui.guard import check_class
 from ..comfyui.modules import build_module
+from ..protocol.bounded_json import parse_json, shown
 from ..protocol.errors import CheckpointError
+from .limits import MAX_CONFIG_BYTES, MAX_CONFIG_VALUES
 
 
 def model_config(checkpoint):
@@ -41,14 +43,15 @@ def metadata_settings(checkpoint):
     family = checkpoint.family
     metadata = checkpoint.model_metadata if family.settings else {}
     try:
-        settings = dict(json.loads(metadata.get("config", "{}")).get("transformer", {}))
+        settings = dict(parse_json(metadata.get("config", "{}").encode(), MAX_CONFIG_BYTES,
+                                   MAX_CONFIG_VALUES).get("transformer", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"Download {checkpoint.name} again: it has metadata that cannot be read "
                               f"({error}).") from error
     for name, values in family.settings.items():
         if settings.get(name, values[0]) not in values:
             raise CheckpointError(f"Use Load Diffusion Model: {checkpoint.name} is a model of {family.name} whose "
-                                  f"metadata says {name} = {settings[name]!r}, and xDiT runs "
+                                  f"metadata says {name} = {shown(settings[name])}, and xDiT runs "
                                   f"{' or '.join(map(repr, values))} only.")
     return {f"_{name}": settings.get(name, values[0]) for name, values in family.settings.items()}
 

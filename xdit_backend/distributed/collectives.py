@@ -24,6 +24,10 @@ class Traffic:
     def __init__(self):
         self.num_exchanges = self.sent_bytes = 0
         self.waits = []
+        self.entered = {}                                      # see entering
+        self.is_broken = False                                 # has an exchange failed on this rank?
+        self.block = ""                                        # see at_block
+        self._names = {}                                       # process group -> its key in `entered`
         self._num_begun = self._num_passed = 0                 # waits of this process
         # waits of its device that may not be over: (event before, event after)
         self._on_device = collections.deque()
@@ -32,6 +36,37 @@ class Traffic:
         """One exchange, in which this rank sends so many elements of this tensor's dtype. Called before it begins."""
         self.num_exchanges += 1
         self.sent_bytes += num_elements * tensor.element_size()
+
+    @contextmanager
+    def entering(self, place):
+        """This rank enters an exchange under this: a collective of a process group, or a transfer from one rank to
+        another, of which place is (sender, receiver).
+
+        `entered` counts these by the ranks that take part, "0,1" or "0>1". All of these ranks enter an exchange, or
+        those that have wait for ever: so the counts of a command say whether a rank that failed is waited for.
+        """
+        name = self._name_of(place)
+        self.entered[name] = self.entered.get(name, 0) + 1
+        try:
+            yield
+        except BaseException:
+            self.is_broken = True
+            raise
+
+    @contextmanager
+    def at_block(self, name):
+        """A block of the model runs under this, of this name for a report: "3 of 12". `block` is that of the block that
+        runs, or has failed."""
+        self.block = name
+        yield
+        self.block = ""
+
+    def _name_of(self, place):
+        if isinstance(place, tuple):
+            return ">".join(map(str, place))
+        if place not in self._names:
+            self._names[place] = ",".join(map(str, dist.get_process_group_ranks(place or dist.group.WORLD)))
+        return self._names[place]
 
     @contextmanager
     def waiting(self, tensor, recorded=True):
@@ -45,6 +80,9 @@ class Traffic:
             self._num_begun += 1
         try:
             yield
+        except BaseException:
+            self.is_broken = True
+            raise
         finally:
             if on_device:
                 after.record()
@@ -82,8 +120,9 @@ def start_all_to_all(pieces, receive_shapes, group, traffic, joined=None):
     receive_sizes = [torch.Size(shape).numel() for shape in receive_shapes]
     receive = send.new_empty(sum(receive_sizes))
     traffic.count(send.numel() - pieces[rank].numel(), send)
-    work = dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group,
-                                  async_op=True)
+    with traffic.entering(group):
+        work = dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group,
+                                      async_op=True)
 
     def wait(sent=send):                       # gloo needs what is sent to live until then
         with traffic.waiting(receive):
@@ -104,7 +143,7 @@ def all_gather(local, sizes, dim, group, traffic):
     gathered = padded.new_empty(len(sizes) * largest, *padded.shape[1:])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     traffic.count(padded.numel() * (len(sizes) - 1), padded)
-    with traffic.waiting(gathered):
+    with traffic.entering(group), traffic.waiting(gathered):
         gather(gathered, padded, group=group)
     parts = [gathered[index * largest:index * largest + size] for index, size in enumerate(sizes)]
     return torch.cat(parts).to(local.device).movedim(0, dim)
@@ -117,12 +156,13 @@ def start_all_gather(rows, rank, group, traffic):
     twice more.
     """
     traffic.count(rows[rank].numel() * (len(rows) - 1), rows)
-    if dist.get_backend(group) == "gloo":
-        works = [dist.broadcast(row, dist.get_global_rank(group, index), group=group, async_op=True)
-                 for index, row in enumerate(rows)]
-    else:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        works = [gather(rows.view(-1), rows[rank].view(-1), group=group, async_op=True)]
+    with traffic.entering(group):
+        if dist.get_backend(group) == "gloo":
+            works = [dist.broadcast(row, dist.get_global_rank(group, index), group=group, async_op=True)
+                     for index, row in enumerate(rows)]
+        else:
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            works = [gather(rows.view(-1), rows[rank].view(-1), group=group, async_op=True)]
 
     def wait(kept=rows):                       # gloo needs what is sent, and where it arrives, to live until then
         with traffic.waiting(kept):
@@ -148,7 +188,8 @@ def start_all_reduce(tensors, group, traffic, op=dist.ReduceOp.SUM):
         return lambda: tensors
     device, joined, ranks = joined.device, on_wire(joined, group), dist.get_world_size(group)
     traffic.count(2 * (ranks - 1) * joined.numel() // ranks, joined)
-    work = dist.all_reduce(joined, op=op, group=group, async_op=True)
+    with traffic.entering(group):
+        work = dist.all_reduce(joined, op=op, group=group, async_op=True)
 
     def wait():
         with traffic.waiting(joined):
@@ -179,7 +220,8 @@ class RingExchange:
         self._traffic = traffic
         transfers = [dist.P2POp(how, piece, peer, group=group) for how, piece, peer in (
             (dist.irecv, self._received, preceding), (dist.isend, self._sent, following)) if piece.numel()]
-        self._work = dist.batch_isend_irecv(transfers) if transfers else []
+        with traffic.entering(group):
+            self._work = dist.batch_isend_irecv(transfers) if transfers else []
 
     def wait(self):
         with self._traffic.waiting(self._received):

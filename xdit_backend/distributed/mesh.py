@@ -20,6 +20,9 @@ from ..protocol.errors import ConfigError
 AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses", "tensor")
 MIN_GROUP_TIMEOUT_S = 60       # making a group takes seconds, and is under its time-out too
 PAIR_MAX_CTAS = 2              # a receive that is posted ahead is a kernel that waits: so many thread blocks at most
+# Earlier releases name the groups of a split by a count of each process: disjoint groups then share the part of the
+# store in which the ranks of a pair find each other.
+SPLIT_GROUP_SINCE = 2, 11
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,40 @@ def group_options(backend, max_ctas=None):
     return options
 
 
+def can_split():
+    """Does torch make several disjoint groups in one split of the world's communicator?"""
+    return dist.get_backend() == "nccl" and torch.torch_version.TorchVersion(torch.__version__) >= SPLIT_GROUP_SINCE
+
+
+def make_group(groups, max_ctas=None):
+    """Make process groups of disjoint lists of ranks; returns this rank's group, None where it is in none of them.
+
+    The only function that makes groups. A collective: every rank of the world calls it with the same groups, in the
+    same order of calls. NCCL splits the world's communicator, which must have no operation under way (ncclCommSplit).
+    Therefore each rank first waits until its device has finished everything; no receive may be posted whose sender
+    comes after this call. max_ctas: see group_options.
+    """
+    backend, rank = dist.get_backend(), dist.get_rank()
+    is_member, made = any(rank in ranks for ranks in groups), {}
+    if backend == "nccl":
+        torch.cuda.synchronize()
+    if can_split():
+        # torch names a group by how many its rank has: one more group of all other ranks keeps names equal on all ranks
+        others = [other for other in range(dist.get_world_size()) if not any(other in ranks for ranks in groups)]
+        own = dist.split_group(split_ranks=[list(ranks) for ranks in (*groups, others) if ranks],
+                               timeout=group_timeout(), pg_options=group_options(backend, max_ctas))
+        return own if is_member else None
+    for ranks in groups:
+        made[rank in ranks] = dist.new_group(list(ranks), timeout=group_timeout(),
+                                             pg_options=group_options(backend, max_ctas))
+    return made.get(True)
+
+
 def build_mesh(layout, world_size):
     """Make the process groups of a layout. A collective: every rank of the world calls it, in the same order.
 
-    Groups of one rank are not made, nor a second one of the same ranks; the pairs of neighbouring stages have their
-    own. Raises ConfigError when the degrees are not those of this world.
+    The groups of an axis are made together. Groups of one rank are not made, nor a second one of the same ranks; the
+    pairs of neighbouring stages have their own. Raises ConfigError when the degrees are not those of this world.
     """
     degrees = {axis: getattr(layout, f"{axis}_degree") for axis in AXES}
     if math.prod(degrees.values()) != world_size:
@@ -130,20 +162,17 @@ def build_mesh(layout, world_size):
     places = torch.arange(world_size).view(*degrees.values())
     rank = dist.get_rank()
     ranks = dict(zip(AXES, (int(place) for place in (places == rank).nonzero()[0])))
-    known = {tuple(range(world_size)): dist.group.WORLD}
+    known = {(tuple(range(world_size)),): dist.group.WORLD}    # ranks of disjoint groups -> this rank's group
 
     def group_along(*axes):
-        """This rank's group along these axes, the last one fastest. Every rank of the world makes every group."""
+        """This rank's group along these axes, the last one fastest."""
         size = math.prod(degrees[axis] for axis in axes)
         if size == 1:
             return None
-        own = None
-        for members in _lines(places, axes, size):
-            if members not in known:
-                known[members] = dist.new_group(members, timeout=group_timeout(),
-                                                pg_options=group_options(dist.get_backend()))
-            own = known[members] if rank in members else own
-        return own
+        lines = tuple(_lines(places, axes, size))
+        if lines not in known:
+            known[lines] = make_group(lines)
+        return known[lines]
 
     before_group, after_group = _neighbours(places, degrees["pipefusion"], rank)
     return Mesh(degrees, ranks, ring_group=group_along("ring"), ulysses_group=group_along("ulysses"),
@@ -161,13 +190,16 @@ def _lines(places, axes, size):
 def _neighbours(places, num_stages, rank):
     """A group for each two ranks in consecutive stages: (with the stage before, with the stage after).
 
-    One group for a whole pipeline would put what a stage waits for and what it sends in one queue, with NCCL.
+    One group for a whole pipeline would put what a stage waits for and what it sends in one queue, with NCCL. A rank in
+    the middle is in two pairs, which cannot be made together: first those that begin at even stages, then the others.
     """
     before = after = None
-    for pipeline in _lines(places, ("pipefusion",), num_stages):
-        for first, second in zip(pipeline, pipeline[1:]):      # every rank of the world makes every group
-            options = group_options(dist.get_backend(), PAIR_MAX_CTAS)
-            group = dist.new_group([first, second], timeout=group_timeout(), pg_options=options)
-            before = group if rank == second else before
-            after = group if rank == first else after
+    pipelines = _lines(places, ("pipefusion",), num_stages)
+    for first_stage in (0, 1):
+        pairs = [pair for pipeline in pipelines for pair in list(zip(pipeline, pipeline[1:]))[first_stage::2]]
+        group = make_group(pairs, PAIR_MAX_CTAS) if pairs else None
+        if any(rank == first for first, _ in pairs):
+            after = group
+        elif any(rank == second for _, second in pairs):
+            before = group
     return before, after

@@ -13,7 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..autoencoders.family import replaced
 from ..distributed import mesh
-from ..worker import weight_groups
 
 CUDA = torch.device("cuda:0")
 CAPABILITY = 8, 9                          # of an RTX 4090; what attention kernels are chosen by
@@ -49,8 +48,9 @@ def pretended_group(rank, world_size):
         return
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with (replaced(dist, get_backend=lambda group=None: "nccl"), replaced(mesh, group_options=lambda *_: None),
-              replaced(weight_groups, group_options=lambda *_: None),
+        with (replaced(dist, get_backend=lambda group=None: "nccl"),
+              replaced(mesh, group_options=lambda *_: None, can_split=lambda: False),
+              replaced(torch.cuda, synchronize=lambda device=None: None),
               replaced(dist.Work, is_completed=lambda self: True)):
             yield
     finally:

@@ -11,9 +11,9 @@ collective and group size. Of devices of several machines "a_machine" says how m
 """
 
 import dataclasses
-import json
 import math
 
+from ..protocol.bounded_json import parse_json
 from ..protocol.errors import ConfigError
 from .choice import Machine
 from .cost import COLLECTIVES, Device, Links
@@ -23,13 +23,14 @@ MAY_BE_ZERO = ("half_rows", "half_keys", "busy_ring", "latency_s", "hidden", "co
                "host_bytes_s", "host_alone_bytes_s", "host_pageable", "capability")
 OBJECTS = "kernels", "products"        # fields of a device that are several numbers by name
 MAX_DEVICES = 4096
+MAX_BYTES, MAX_VALUES = 2 ** 22, 2 ** 18
 
 
 def read_machine(path):
     """The Machine that a file describes. Raises ConfigError for what is not one, naming what is wrong."""
     try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+        with open(path, "rb") as file:
+            values = parse_json(file.read(MAX_BYTES + 1), MAX_BYTES, MAX_VALUES)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
     except ValueError as error:
@@ -97,7 +98,7 @@ def _rates(links, num_devices, name):
         _check(collective in (*COLLECTIVES, "network") and isinstance(sizes, dict), name,
                f'links has "{collective}". Known are {", ".join(COLLECTIVES)} and network, each with group sizes')
         for size, of in sizes.items():
-            _check(str(size).isdigit() and isinstance(of, dict) and "bytes_s" in of, name,
+            _check(str(size).isdecimal() and isinstance(of, dict) and "bytes_s" in of, name,
                    f'links.{collective} has "{size}": {of!r}. Needed is a group size, and an object with bytes_s')
             rates[collective, int(size)] = _number(of["bytes_s"], f"links.{collective}.{size}.bytes_s", name)
             if "latency_s" in of:

@@ -84,11 +84,16 @@ def check_memory(what, ranks, hints, latents=None):
     held = fullest.held
     parts = {"weights": held.weights, "keys and values": held.keys_values, "activations": held.activations}
     text = ", ".join(f"{part / 1e9:.3g} GB of {name}" for name, part in parts.items() if part)
-    would = [*(_latents_that_fit(ranks, latents) if latents is not None else ()),
-             *_settings_that_fit(ranks, hints, latents, fullest.device)]
+    would = settings_that_fit(ranks, hints, latents)
     raise ConfigError(f"Use {'; or '.join(would) or 'more devices, or larger ones'}: {what} needs about "
                       f"{held.total / 1e9:.3g} GB on {fullest.device} ({text}), and that has "
                       f"{fullest.has / 1e9:.3g} GB.")
+
+
+def settings_that_fit(ranks, hints, latents=None):
+    """[text] of latents and of settings with which it would fit."""
+    return [*(_latents_that_fit(ranks, latents) if latents is not None else ()),
+            *_settings_that_fit(ranks, hints, latents, _fullest(ranks, latents).device)]
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,8 @@ class Hooks:
             arguments = {**dict(zip(names, args)), **kwargs}
             if place.index < context.blocks.start:
                 return place.returned(self._pass_block(context, place, arguments))
-            with self._weights_here(context, place):
+            name = f"{place.index + 1} of {self.num_blocks}"
+            with context.traffic.at_block(name), self._weights_here(context, place):
                 if context.is_plain:                           # with a mask that masks nothing, attention is slower
                     return self._run_forward(forward, context, place, arguments | unmasked)
                 outputs = self._run_block(forward, context, place, arguments)

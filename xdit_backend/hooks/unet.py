@@ -171,12 +171,14 @@ class UNetHooks:
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             context = self._context
-            # what no graph knows of
-            if (context is None or not context.compile_backend or context.operations or context.guided
-                    or any(use.where != "text" for use, _ in context.networks) or context.free_u or context.tiles):
+            if context is None:
                 return forward(*args, **kwargs)
-            context.block = path
-            return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
+            with context.traffic.at_block(path):
+                if (not context.compile_backend or context.operations or context.guided or context.free_u    # no graph
+                        or any(use.where != "text" for use, _ in context.networks) or context.tiles):
+                    return forward(*args, **kwargs)
+                context.block = path
+                return self._compiled.run(index, forward, context, {**dict(zip(names, args)), **kwargs})
         return hooked
 
     @property

@@ -86,8 +86,9 @@ class WholeHooks:
                 return forward(*args, **kwargs)
             if self._offloaded is not None:
                 self._offloaded.enter(number)
-            output = (self._compiled.run(number, forward, context, {**dict(zip(names, args)), **kwargs})
-                      if context.compile_backend else forward(*args, **kwargs))
+            with context.traffic.at_block(f"{number + 1} of {len(self._compiled.blocks)}"):
+                output = (self._compiled.run(number, forward, context, {**dict(zip(names, args)), **kwargs})
+                          if context.compile_backend else forward(*args, **kwargs))
             if self._offloaded is not None:
                 self._offloaded.leave(number)
                 context.end_block(number)

@@ -79,7 +79,6 @@ class CallHandle:
     group: WorkerGroup
     request: int
     predictions: tuple
-    in_stages: bool
     # [(what workers have written beside predictions, what of a Call is to be filled with it)]
     extra_outputs: tuple
 

@@ -111,18 +111,13 @@ class Client:
                                              kernel=calls[0].kernel, exchange=calls[0].exchange,
                                              copies=calls[0].copies),
             segments, answering, self._step)
-        return CallHandle(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(extra_outputs))
+        return CallHandle(group, request, tuple(predictions), tuple(extra_outputs))
 
     def wait(self, handles):
         """Wait for the first of these handles, all of one run; returns (the handle, its predictions).
         Raises as WorkerGroup.wait."""
-        try:
-            request, _ = handles[0].group.wait([handle.request for handle in handles], self.workers.on_phase,
-                                               self.workers.check)
-        except XDiTError:
-            if any(handle.in_stages for handle in handles):    # a stage may wait for what another never sent
-                self.close()
-            raise
+        request, _ = handles[0].group.wait([handle.request for handle in handles], self.workers.on_phase,
+                                           self.workers.check)
         handle = next(handle for handle in handles if handle.request == request)
         for written, wanted in handle.extra_outputs:
             wanted.copy_(written)

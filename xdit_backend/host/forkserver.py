@@ -1,5 +1,4 @@
-"""The host's end of the forkserver (worker/forkserver.py), which starts the torchrun of every group.
-Used by the launcher."""
+"""The host's end of the forkserver (worker/forkserver.py): the supervisor that forks a torchrun for every group."""
 
 import json
 import os
@@ -9,15 +8,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-import psutil
-
 from ..protocol import timeouts
 from ..protocol.errors import WorkerStartError
+from . import logs, torchrun
 from .starting import HELP, StartMonitor, exit_words
 
 POLL_S = 0.02
@@ -26,7 +23,7 @@ MAX_BYTES = 2 ** 16                        # of an answer
 NUM_LINES = 15                             # of its output, where it fails
 # What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read
 # it then.
-OF_A_GROUP = ("XDIT_", "NCCL_", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+OF_A_GROUP = ("XDIT_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
 FORK = "XDIT_FORK"                         # in the environment; "0": torchrun and each rank are programs of their own
 # Of the forkserver alone: no threads, which would make forking unsafe.
 OF_THE_SERVER = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -67,40 +64,39 @@ class _Server:
 
 
 class Forkserver:
-    """Starts torchruns; its process starts with the first, and serves all groups of a host.
+    """A Supervisor whose process starts with the first group and serves all groups of a host.
     Several threads may call its methods."""
 
     def __init__(self):
         self._lock = threading.RLock()
         self._servers = {}                                     # environment -> the _Server that has imported all in it
 
-    def prepare(self, environment, package_folder):
-        """Have the libraries of groups with this environment loaded; waits for nothing.
-        package_folder: that holds xdit_backend."""
+    def prepare(self, environment):
+        """Load the libraries of groups with this environment; returns at once the part of it that the server has."""
         early = tuple(sorted((name, value) for name, value in environment.items() if name == FORK
                              or not name.startswith(OF_A_GROUP)))
         with self._lock:
             if early in self._servers and self._servers[early].process.poll() is not None:
                 self._end(early)
             if early not in self._servers:
-                self._servers[early] = _start_server(early, package_folder)
+                self._servers[early] = _start_server(early, torchrun.ROOT)
         return early
 
-    def start(self, arguments, environment, package_folder, folder, output, check=lambda: None):
-        """Start a torchrun with these arguments; returns (its Torchrun, why it was not forked, or "").
+    def start(self, ranks, environment, check=lambda: None):
+        """Start a torchrun for these LocalRanks; returns its Torchrun.
 
-        folder: torchrun's own. output: the open file for what it prints. check() may raise to give up while libraries
-        are loaded. Raises WorkerStartError where it cannot be started.
+        check() may raise to give up while libraries are loaded. Raises WorkerStartError if it cannot be started.
         """
-        with self._lock:
-            early = self.prepare(environment, package_folder)
+        with self._lock, logs.start(ranks.log_folder) as output:
+            early = self.prepare(environment)
             server = self._servers[early]
             try:
                 why_not = server.why_not(check)
-                request = {"arguments": arguments, "environment": environment, "folder": str(folder)}
+                request = {"arguments": torchrun.arguments_of(ranks), "environment": environment,
+                           "folder": str(torchrun.working_folder(ranks))}
                 with suppress(BrokenPipeError):                # it has ended, as its answer will tell
                     socket.send_fds(server.channel, [json.dumps(request).encode()], [output.fileno()])
-                return Torchrun(server.answer()["pid"]), why_not
+                return torchrun.Torchrun(server.answer()["pid"], ranks, why_not)
             except WorkerStartError:
                 self._end(early, timeout_s=0)
                 raise
@@ -132,21 +128,3 @@ def _start_server(environment, package_folder):
                                   stdout=output, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
                                   start_new_session=True)
     return _Server(server, ours, output)
-
-
-class Torchrun(psutil.Process):
-    """A group's torchrun, which is the forkserver's child."""
-
-    @property
-    def has_ended(self):
-        try:
-            return not self.is_running() or self.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    def wait_ended(self, timeout_s):
-        """Wait for so many seconds at most; has it ended?"""
-        deadline_s = time.monotonic() + timeout_s
-        while not self.has_ended and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-        return self.has_ended

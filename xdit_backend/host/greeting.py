@@ -14,6 +14,7 @@ from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
 from ..protocol.messages import JOINING, TRYING_LINKS, Phase, Ready, StartFailed
 from .starting import HELP, TORCHRUN, StartMonitor, exit_words
+from .supervisor import WorkerProcesses
 from .traces import Traces
 
 # of workers that get on, however slowly; who does not is noticed sooner
@@ -33,7 +34,7 @@ class GroupStart:
 
     devices: tuple
     own: list
-    torchrun: object
+    processes: WorkerProcesses
     channel_listener: object                                   # where workers of this machine come in
     at_once: list                                  # Channels to ranks of other machines, which come to no door here
     sessions: dict                                 # name of another machine -> its Session
@@ -53,7 +54,7 @@ class Greeting:
         self._begun = {JOINING: {}, TRYING_LINKS: {}}          # what ranks do to reach each other -> rank -> since when
         self._failures, self._silent = [], []  # StartFailed of ranks; channels that nothing more comes from
         self._failed_s = math.inf                              # since when one cannot start
-        self._signs = StartMonitor(group_start.torchrun.pid, len(group_start.own))
+        self._signs = StartMonitor(group_start.processes.pid, len(group_start.own), group_start.processes.workers)
         self._deadline_s = time.monotonic() + START_TIMEOUT_S
 
     def run(self):
@@ -65,7 +66,7 @@ class Greeting:
             self._check()
             self._check_machines()
             self._check_time()
-            has_ended = self._group_start.torchrun.has_ended   # asked before what workers have said until then is read
+            has_ended = self._group_start.processes.has_ended   # asked before what workers have said until then is read
             if len(self._greeted) < len(devices):
                 channel = self._group_start.channel_listener.accept(POLL_S)
                 if channel is not None:

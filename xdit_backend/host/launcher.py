@@ -20,14 +20,14 @@ from ..protocol.messages import Abort, Done, Heartbeat, Phase
 from . import preflight
 from .forkserver import Forkserver
 from .greeting import Greeting
-from .requests import Requests, can_continue
+from .requests import Requests
 from .resources import GroupResources, closing, refused_by_the_system
 from .starting import HELP
 from .watch import Watch
 
 log = logging.getLogger(__name__)
 
-STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
+STRAGGLER_S = 10               # how long ranks may wait for a failed one, outside of exchanges that they count
 POLL_S = 0.05
 
 
@@ -200,6 +200,7 @@ class WorkerGroup:
                 with suppress(ChannelClosedError):             # it is noticed by who needs the workers next
                     while channel.raw.poll():
                         self._take(rank, channel.receive(), lambda phase: None)
+            self._end_if_failed()                              # before the failure is forgotten
             self._requests.remove_answered(self.segments)
         finally:
             self._lock.release()
@@ -208,8 +209,8 @@ class WorkerGroup:
         for number in numbers:
             request = self._requests[number]
             if request.failed and (not request.unanswered or not self._resources.channels):
-                error = request.raised(len(self.devices), self._resources.traces.where())
-                self._resources.traces.note(error)
+                traces, is_ended = self._resources.traces, not self._resources.channels
+                traces.note(error := request.raised(len(self.devices), traces.where(), is_ended))
                 raise error
         # also where answers are there: they may come of a broken exchange
         if not self._resources.channels:
@@ -243,6 +244,7 @@ class WorkerGroup:
         if isinstance(message, Heartbeat):
             self.memory[rank] = self.memory.get(rank, {}) | message.numbers
             self._watch.heartbeat(rank, message)
+            self._requests.heartbeat(rank, message)
             return
         self._watch.record_progress(rank, message)
         if isinstance(message, Phase):
@@ -315,17 +317,15 @@ class WorkerGroup:
             self._forkserver.close()
 
     def _end_if_failed(self):
-        """End the group where a failed command, whoever waits for it, has left ranks in an exchange without an end."""
-        # before those that wait for the one that failed count as hung
+        """End the group where a failed command, whoever waits for it, leaves ranks in an exchange without an end."""
         limit_s = min(STRAGGLER_S, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))
         for request in self._requests:
             if not request.failed or not self._resources.channels:
                 continue
-            # over gloo the others wait inside a collective, or for a stage's hidden states, and do not answer
-            is_stuck = request.unanswered and time.monotonic() - request.failed_s > limit_s
-            if is_stuck or (not request.unanswered and not can_continue(self.devices, request.failed.values())):
+            is_stuck = request.unanswered and all(self._watch.waits_s(rank) > limit_s for rank in request.unanswered)
+            if is_stuck or request.ends_group:
                 self._ended_by = request.why_it_ended
-                self.close()
+                self.close(is_broken=True)
 
     def _end_if_hung(self):
         """End the group where a rank is silent, or where all wait for each other."""

@@ -4,17 +4,23 @@ import time
 from dataclasses import dataclass, field
 
 from ..protocol import errors
-from ..protocol.devices import own_name
-from ..protocol.errors import WorkerFailedError
+from ..protocol.errors import WorkerFailedError, WorkerOutOfMemoryError
 from ..protocol.messages import Decode, Done, Encode, LoadModel, Probe
 from .shortage import remedies, shortage_words
 from .starting import HELP
+from .unmatched import is_unmatched, lost_device
 
 # What workers do, for a person
 ACTIVITIES = {"LoadModel": "loading a model", "Predict": "computing a step",
               "ParkModel": "moving weights to host memory", "RestoreModel": "bringing weights back",
               "LoadAutoencoder": "loading a VAE", "LoadNetwork": "loading a model patch",
               "Decode": "decoding", "Encode": "encoding", "Probe": "measuring"}
+
+
+IN_EXCHANGE = ", in an exchange with other ranks"
+GOES_ON = "The workers go on, with the models that they hold."
+ENDED = ("The other ranks waited for it, so the workers were ended: the next prompt starts new ones and loads the "
+         "model again.")
 
 
 @dataclass
@@ -25,12 +31,21 @@ class Request:
     answering: set                                 # the ranks whose answers somebody will wait for
     segments: list
     claimed: bool                                  # will nobody wait for it any more?
+    command: str = ""                              # the name of its message
     can_stop: bool = False                         # do ranks leave it when nobody waits for it any more?
     activity: str = ""                             # with a space before it, for a sentence
     kept: bool = False                             # do its answers stay for who waits again?
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
     failed_s: float = 0.0
+    # of ranks that have not answered: the exchanges that they have entered, as of their last heartbeats
+    entered: dict = field(default_factory=dict)
+
+    @property
+    def ends_group(self):
+        """Has it failed in such a way that its group cannot go on, as far as is known by now?"""
+        running = {rank: self.entered.get(rank, {}) for rank in self.unanswered}
+        return lost_device(self.failed.values()) or is_unmatched(self.failed, self.done, running)
 
     @property
     def first_failure(self):
@@ -46,18 +61,23 @@ class Request:
     def is_complete(self):
         return not self.failed and self.answering <= self.done.keys()
 
-    def raised(self, num_ranks, where):
-        """The exception that stands on the host for the first failure. where: all output is, a sentence."""
+    def raised(self, num_ranks, where, is_ended):
+        """The exception that stands on the host for the first failure. where: all output is, a sentence. is_ended: has
+        the group ended?"""
         failure, self.kept = self.first_failure, False
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
             return kind(failure.message)
-        first, words = "", f"{failure.message.rstrip('. ')}."
-        if failure.numbers:                                    # torch's own words, which say less, are in the log
-            first = f"{remedies(failure.numbers, num_ranks)} "
-            words = f"memory ran out: {shortage_words(failure.numbers)} {HELP}"
-        return WorkerFailedError(f"{first}Worker rank {failure.rank} ({failure.device}) failed with "
-                                 f"{failure.kind}{self.activity}: {words} {where}".rstrip())
+        where_in = f", in block {failure.block}" * bool(failure.block) + IN_EXCHANGE * failure.is_broken
+        who = f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}{self.activity}{where_in}"
+        if not failure.numbers:
+            return WorkerFailedError(f"{who}: {failure.message.rstrip('. ')}. {where}".rstrip())
+        # torch's own words, which say less, are in the log
+        facts = (f"{who}: memory ran out: {shortage_words(failure.numbers)} {ENDED if is_ended else GOES_ON} {HELP} "
+                 f"{where}".rstrip())
+        first = remedies(failure.numbers, num_ranks, self.command, failure.device)
+        return WorkerOutOfMemoryError(f"{first} {facts}", failure.rank, failure.device, failure.numbers, self.command,
+                                      facts)
 
 
 class Requests:
@@ -81,6 +101,7 @@ class Requests:
         Returns the Request."""
         activity = ACTIVITIES.get(type(command).__name__, "") + (activity and f" ({activity})")
         self._open[number] = Request(set(ranks), set(answering), list(segments), claimed=not answering,
+                                     command=type(command).__name__,
                                      can_stop=isinstance(command, (LoadModel, Decode, Encode)),
                                      activity=f" while {activity}" if activity else "",
                                      kept=isinstance(command, Probe))
@@ -98,6 +119,12 @@ class Requests:
             request.failed[rank] = message
             request.failed_s = request.failed_s or time.monotonic()
         return request
+
+    def heartbeat(self, rank, message):
+        """Take in which exchanges a rank has entered by now for the request that it is at."""
+        request = self._open.get(message.request)
+        if request is not None and rank in request.unanswered:
+            request.entered[rank] = message.entered
 
     def first_unanswered(self, rank):
         """The first request that this rank owes an answer to; None."""
@@ -136,20 +163,3 @@ class Requests:
                     store.remove(request.segments.pop())
                 if request.claimed and not request.kept:
                     del self._open[number]
-
-
-def can_continue(devices, failures):
-    """May a group go on after a command that failed? failures: the messages.Failed of some or all of its ranks.
-
-    Over gloo, a rank that answers has left its exchanges. With CUDA an exchange is only queued: one that another rank
-    never joined still runs, and would be joined by that rank's next command, which gives a hang or a wrong picture. So
-    a group of several CUDA devices goes on only when every rank failed before its first exchange, as when all refuse a
-    command alike. A device whose context is lost, which "CUDA error" says, computes nothing more, and a failed copy may
-    be that.
-    """
-    if any(failure.kind in ("AcceleratorError", "CopyError") or failure.message.startswith("CUDA error")
-           for failure in failures):
-        return False
-    if any(own_name(device) == "cpu" for device in devices) or len(set(devices)) == 1:
-        return True
-    return len(failures) == len(devices) and not any(failure.exchanged for failure in failures)

@@ -1,29 +1,28 @@
-"""The processes, connections and files of a worker group: opened when it starts, closed when it ends. Used by the
-launcher.
+"""The processes, connections and files of a worker group: opened when it starts, closed when it ends.
 
-Everything is on this machine only: a socket file in a private folder, and torch's store on 127.0.0.1. Devices on other
-machines have joined over connections of their own (machines/), and a session of each stands for its ranks here.
+On one machine the group has a socket file and torch's FileStore in a private folder (0700), and no port of its own.
+Devices on other machines have joined over connections of their own (machines/), and a session of each stands for its
+ranks here.
 """
 
 import os
-import socket
 import time
 import weakref
 from contextlib import suppress
 
 import psutil
-import torch.distributed as dist
 
 from ..protocol import timeouts
-from ..protocol.channel import ChannelListener
+from ..protocol.channel import STORE_FILE, ChannelListener
 from ..protocol.devices import machine_of, machines_of
 from ..protocol.errors import ChannelClosedError, WorkerStartError
 from ..protocol.messages import Phase, Stop
+from ..protocol.open_files import out_of_files
 from ..protocol.segments import SegmentStore, folders_of
-from . import logs, preflight
+from . import logs, preflight, torchrun
 from .greeting import GroupStart
 from .starting import HELP, exit_words
-from .torchrun import Node, end_torchrun, start_torchrun
+from .supervisor import LocalRanks
 from .traces import Traces
 
 
@@ -34,19 +33,18 @@ class GroupResources:
         self.devices = devices
         self.channels, self.workers = {}, {}                   # rank -> its Channel, its process; filled by Greeting
         self.sessions = {}                                     # name of another machine -> its Session
-        self.process = self.channel_listener = self._store = None
-        # why its processes are programs of their own, where they are
-        self.why_not_forked = ""
+        self.processes = self.channel_listener = None          # WorkerProcesses, ChannelListener
+        self.why_not_forked = ""                               # of WorkerProcesses
         self.segments = SegmentStore()
         self._finalizer = weakref.finalize(self, self.segments.close)
         folder = logs.make(self.segments.folder.name, self.segments.overflow_folder / "logs")
-        self.traces = Traces(devices, self.sessions, folder, self.segments)
+        self.traces = Traces(devices, self.sessions, folder)
 
     @property
     def is_whole(self):
         """Are all workers there, as far as is known?"""
         has_all = len(self.channels) == len(self.devices) and self.has_all_machines
-        return self.process is not None and not self.process.has_ended and has_all
+        return self.processes is not None and not self.processes.has_ended and has_all
 
     @property
     def has_all_machines(self):
@@ -60,26 +58,21 @@ class GroupResources:
                                        f"devices of other machines.")
             self.sessions[name] = machines.take(name, lambda words: on_phase(Phase(0, words)), check)
 
-    def launch(self, forkserver, interface, variables, has_fallbacks, check):
-        """Start torchrun here and on other machines; returns the GroupStart whose workers come up.
-        interface: to the machines."""
+    def launch(self, supervisor, interface, variables, has_fallbacks, check):
+        """Start the workers here and on other machines; returns the GroupStart whose workers come up.
+        interface: network interface to the other machines; "": there are none."""
         own = [rank for rank, device in enumerate(self.devices) if not machine_of(device)]
         silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
         self.channel_listener = ChannelListener(self.segments.folder, silence_s)
-        # torchrun's own stores would listen on every interface. This one is bound to loopback; torchrun and the workers
-        # are its clients (TORCH_DISABLE_SHARE_RDZV_TCP_STORE keeps torchrun from opening one for the workers).
-        listening = socket.create_server(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
-                                    # libuv's takes no socket before 2.7
-                                    master_listen_fd=listening.detach(), use_libuv=False)
-        node = Node(self.devices, len(own), 0, 1 + len(self.sessions), interface)
-        self.process, self.why_not_forked = start_torchrun(forkserver, self.segments, node, port, self.traces.folder,
-                                                           variables, check)
+        ranks = LocalRanks(self.devices, own[0], len(own), self.segments.folder, self.segments.overflow_folder,
+                           self.traces.folder)
+        environment = torchrun.environment_of(self.devices, len(own), interface) | variables
+        self.processes = self.traces.processes = supervisor.start(ranks, environment, check)
+        self.why_not_forked = self.processes.why_not_forked
         at_once = []
-        for index, session in enumerate(self.sessions.values(), 1):
-            at_once += session.start(self.devices, index, node.num_nodes, port, silence_s, variables).values()
-        return GroupStart(self.devices, own, self.process, self.channel_listener, at_once, self.sessions, self.traces,
+        for session in self.sessions.values():
+            at_once += session.start(self.devices, self.segments.folder / STORE_FILE, variables).values()
+        return GroupStart(self.devices, own, self.processes, self.channel_listener, at_once, self.sessions, self.traces,
                           has_fallbacks)
 
     def warnings(self):
@@ -93,15 +86,15 @@ class GroupResources:
         for channel in self.channels.values():
             with suppress(ChannelClosedError):
                 channel.send(Stop())
-        if self.process is not None:
+        if self.processes is not None:
             timeout_s = 3 if len(self.channels) == len(self.devices) else 0
-            end_torchrun(self.process, self.workers.values(), None if is_broken else timeout_s)
+            self.processes.end(self.workers.values(), None if is_broken else timeout_s)
         for connection in (*self.channels.values(), *self.sessions.values(),
                            *([self.channel_listener] if self.channel_listener else [])):
             connection.close()
         for held in (self.channels, self.workers, self.sessions):
             held.clear()
-        self.process = self.channel_listener = self._store = None
+        self.processes = self.channel_listener = None
         self._finalizer()
 
     def lost(self, rank, activity):
@@ -117,7 +110,7 @@ class GroupResources:
         worker = self.workers.get(rank)
         # torchrun notices within a tenth of a second, then ends the others
         for _ in range(50):
-            if self.process is None or self.process.has_ended:
+            if self.processes is None or self.processes.has_ended:
                 break
             time.sleep(0.1)
         else:
@@ -130,6 +123,8 @@ class GroupResources:
 
 def refused_by_the_system(error):
     """The WorkerStartError for an OSError of a start."""
+    if (out := out_of_files(error, WorkerStartError)) is not None:
+        return out
     places = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders_of("of a group")))
     return WorkerStartError(f"The workers cannot be started: {error}. They need a little room in {places}, where this "
                             f"user may write, and which have short names. {HELP}")

@@ -5,7 +5,6 @@ wakes its process, and the system counts that. A process that is stopped, or wai
 Later a worker waits for others, and sends heartbeats.
 """
 
-import re
 import signal
 import time
 from contextlib import suppress
@@ -17,19 +16,20 @@ from ..protocol.messages import JOINING, TRYING_LINKS
 HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
 POLL_S = 1.0                               # from one check to the next
 AWAY_S = 5.0                               # for so long this process did not look: it was stopped itself
-# a worker's name where it was forked (worker/rank.py); else it is in its environment
-FORKED = re.compile(r"xdit rank (\d+)")
 TORCHRUN = -1                              # stands for it beside the ranks
 # After what it has said last; else it prepares its device.
 ACTIVITIES = {None: "loading its libraries", JOINING: JOINING, TRYING_LINKS: TRYING_LINKS}
 
 
 class StartMonitor:
-    """When torchrun and its workers last gave a sign of life. torchrun: its process id; it starts num_own workers
-    here."""
+    """Records when a starting process and the workers below it last gave a sign of life.
 
-    def __init__(self, torchrun, num_own):
-        self._torchrun, self._num_own, self._polled_s = torchrun, num_own, time.monotonic()
+    pid: of torchrun, or another process that is watched likewise. num_own: the number of workers that it starts here.
+    workers: WorkerProcesses.workers.
+    """
+
+    def __init__(self, pid, num_own, workers=dict):
+        self._pid, self._num_own, self._workers, self._polled_s = pid, num_own, workers, time.monotonic()
         # rank, or TORCHRUN -> what the system counted at the last look
         self._counts = {}
         self._since_s = {TORCHRUN: self._polled_s}             # rank, or TORCHRUN -> when it last gave a sign
@@ -61,8 +61,8 @@ class StartMonitor:
 
     def _poll(self):
         with suppress(psutil.Error):                           # torchrun has ended, as others notice
-            torchrun = psutil.Process(self._torchrun)
-            ranks = ranks_of(torchrun)
+            torchrun = psutil.Process(self._pid)
+            ranks = self._workers()
             for rank, process in ranks.items():
                 self._count(rank, process)
             if len(ranks) < self._num_own:
@@ -77,17 +77,6 @@ class StartMonitor:
                 counts.append(process.num_ctx_switches())
             if counts != self._counts.get(whose):
                 self._counts[whose], self._since_s[whose] = counts, time.monotonic()
-
-
-def ranks_of(torchrun):
-    """{rank: psutil.Process} of the workers that a torchrun has started so far.
-    Raises psutil.Error where it has ended."""
-    ranks = {}
-    for child in torchrun.children():
-        with suppress(psutil.Error, KeyError, ValueError):     # it has ended, or is not a worker yet
-            forked = FORKED.fullmatch(child.name())
-            ranks[int(forked[1] if forked else child.environ()["RANK"])] = child
-    return ranks
 
 
 def exit_words(code):

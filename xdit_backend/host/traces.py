@@ -3,15 +3,15 @@ launcher."""
 
 from ..protocol.devices import machine_of
 from . import logs
-from .torchrun import first_ended, read_text
+from .torchrun import read_text
 
 
 class Traces:
-    """Of one group. sessions: {name of another machine: its Session}. folder: with its workers' output.
-    segments: its SegmentStore."""
+    """Of one group. sessions: {name of another machine: its Session}. folder: with its workers' output."""
 
-    def __init__(self, devices, sessions, folder, segments):
-        self._devices, self._sessions, self.folder, self._segments = devices, sessions, folder, segments
+    def __init__(self, devices, sessions, folder):
+        self._devices, self._sessions, self.folder = devices, sessions, folder
+        self.processes = None                                  # WorkerProcesses, once they are started
 
     def note(self, error):
         """Write down how the group failed."""
@@ -25,9 +25,8 @@ class Traces:
         return self._sessions.get(machine_of(self._devices[rank]))
 
     def first_ended(self):
-        """(rank, exit code) of the first that failed, as torchrun says it. None where it says nothing."""
-        found = first_ended(self._segments)
-        return None if found is None or found[0] >= len(self._devices) else found
+        """(rank, exit code) of the first worker that failed, as its supervisor reports it. None: nothing is known."""
+        return None if self.processes is None else self.processes.first_failure()
 
     def rank_of(self, machine):
         """The rank on another machine that ended first, as that machine reported, or its first one."""

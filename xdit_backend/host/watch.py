@@ -38,6 +38,11 @@ class Watch:
         before, since_s = self._heartbeats.get(rank, (None, 0.0))
         self._heartbeats[rank] = where, since_s if where == before else time.monotonic()
 
+    def waits_s(self, rank):
+        """For how many seconds a rank has waited for others, and got nothing; 0 where it does not wait."""
+        where, since_s = self._heartbeats.get(rank, ((False,), 0.0))
+        return self._last_listened_s - since_s if where[-1] else 0.0
+
     def record_progress(self, rank, message):
         """A rank has answered or reported a phase, so the others may have made progress since their last heartbeats."""
         self._heartbeats.clear()

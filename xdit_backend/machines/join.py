@@ -1,11 +1,13 @@
 """Lend this machine's devices to ComfyUI on another one.
 
-ComfyUI prints there what to run here. This stays until it is stopped, and joins again when the other machine was away.
-The model files have to be here too, below one of the --models folders; their names may differ, their content may not.
+`python -m xdit_backend key` shows there what to run here. This stays until it is stopped, and joins again when the
+other machine was away. The model files have to be here too, below one of the --models folders; their names may differ,
+their content may not.
 """
 
 import contextlib
 import dataclasses
+import getpass
 import signal
 import socket
 import sys
@@ -39,17 +41,19 @@ from .links import (
     Tensor,
     Welcome,
     connect,
-    exchange,
+    is_name,
     ping,
     silence_s,
 )
-from .listener import interface_of, is_name, read_address, versions
+from .listener import interface_of, read_address, versions
 
 RETRY_S = 2.0
 def add_arguments(parser):
-    parser.add_argument("address", help="of the host, as it prints it: 192.168.1.10:29431")
+    parser.add_argument("address", help="of the host: 192.168.1.10:29431")
     parser.add_argument("name", help="of this machine, as the host's devices call it: other-pc")
-    parser.add_argument("key", help="as the host prints it")
+    parser.add_argument("key", nargs="?", help="as python -m xdit_backend key shows it on the host. Without it, it is "
+                                               "asked for, or read from standard input where that is not a terminal, "
+                                               "so that it is in neither the shell's history nor the process list")
     parser.add_argument("--models", nargs="+", type=Path, metavar="FOLDER", default=[],
                         help="folders with the model files; without it, models/ of the ComfyUI in whose custom_nodes "
                              "this is")
@@ -59,7 +63,7 @@ def main(options):
     if sys.platform == "win32":
         raise ConfigError("xDiT's workers run on Linux, and this is Windows: run this inside WSL2.")
     timeouts.check()
-    address, key = read_address(options.address), read_key(options.key)
+    address = read_address(options.address)
     if not is_name(options.name):
         raise ConfigError(f'"{options.name}" is no name for a machine: small letters, digits, dots and hyphens, as '
                           f'"other-pc".')
@@ -70,6 +74,7 @@ def main(options):
                           "Say where the model files are on this machine: add --models and their folder to the "
                           "command.")
     preflight.check_versions()
+    key = read_key(_asked_key() if options.key is None else options.key)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     sessions, forkserver = [], Forkserver()
     try:
@@ -80,6 +85,15 @@ def main(options):
         for session in sessions:
             session.close()
         forkserver.close()
+
+
+def _asked_key():
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().strip()
+    try:
+        return getpass.getpass("Key, which python -m xdit_backend key shows on the host: ").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
 
 
 def _keep_joining(address, key, name, folders, sessions, forkserver):
@@ -128,7 +142,6 @@ class Joined:
         self._commands, welcome = self._connect(Hello("machine", "", self._name, versions(), cards))
         self._ahead_s = welcome.clock_s - (asked_s + time.perf_counter()) / 2
         self.replies, _ = self._connect(Hello("replies", welcome.session))
-        self._session = welcome.session
         for link in (self._commands, self.replies):
             link.set_silence_limit(silence_s())
         threading.Thread(target=ping, args=(self.replies, self._over), daemon=True).start()
@@ -209,15 +222,6 @@ class Joined:
 
     def interface(self):
         return interface_of(self._commands.raw.getsockname()[0])
-
-    def relay_store(self, accepted):
-        """Connect one of the processes here with torch's store on the host."""
-        try:
-            link, _ = self._connect(Hello("store", self._session))
-        except (ChannelClosedError, OSError):
-            accepted.close()
-            return
-        exchange(link, accepted)
 
     # --- files ---
 

@@ -1,17 +1,15 @@
 """The workers of a machine that has joined another's group: starts them, gives them commands, passes on their answers,
 and ends them. Used by join.py."""
 
-import contextlib
-import socket
 import threading
 import time
 
-from ..host import logs, preflight
+from ..host import logs, preflight, torchrun
 from ..host.starting import TORCHRUN, StartMonitor, exit_words
-from ..host.torchrun import Node, children, end_torchrun, first_ended, read_text, start_torchrun
+from ..host.supervisor import LocalRanks
 from ..protocol import messages, timeouts
 from ..protocol.channel import ChannelListener
-from ..protocol.devices import own_name
+from ..protocol.devices import check_counts, own_name
 from ..protocol.errors import ChannelClosedError, WorkerStartError, XDiTError
 from ..protocol.segments import DTYPES, SegmentStore
 from . import tensors
@@ -34,21 +32,21 @@ class Workers:
         self._channels, self._local_segments, self._open = {}, {}, {}
         self._lock = threading.Lock()
         self.segments = SegmentStore()
-        self._process = self._channel_listener = self._store = None
+        self._processes = self._channel_listener = None        # WorkerProcesses, ChannelListener
         try:
             self._log_folder = logs.make(self.segments.folder.name, self.segments.overflow_folder / "logs")
             devices = [own_name(start.devices[rank]) for rank in ranks]
             if not devices:
                 raise WorkerStartError("none of the devices is of this machine")
+            check_counts(devices, ",".join(devices))
             for warning in preflight.check(devices, (self.segments.folder, self.segments.overflow_folder)):
                 say(warning)
-            self._channel_listener = ChannelListener(self.segments.folder)
-            self._store = socket.create_server(("127.0.0.1", 0))
-            threading.Thread(target=self._relay_stores, daemon=True).start()
-            self._process, _ = start_torchrun(
-                session.forkserver, self.segments,
-                Node(start.devices, len(ranks), start.node, start.num_nodes, session.interface()),
-                self._store.getsockname()[1], self._log_folder, dict(start.variables))
+            self._channel_listener = ChannelListener(self.segments.folder,
+                                                     timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))
+            local = LocalRanks(start.devices, ranks[0], len(ranks), self.segments.folder, self.segments.overflow_folder,
+                               self._log_folder)
+            environment = torchrun.environment_of(start.devices, len(ranks), session.interface())
+            self._processes = session.forkserver.start(local, environment | start.variables)
             threading.Thread(target=self._watch, daemon=True).start()
         except BaseException:
             self.close()
@@ -56,13 +54,8 @@ class Workers:
 
     def close(self):
         self._is_over.set()
-        if self._store is not None:
-            with contextlib.suppress(OSError):
-                self._store.shutdown(socket.SHUT_RDWR)
-            self._store.close()
-        if self._process is not None:
-            workers = children(self._process.pid)
-            end_torchrun(self._process, workers, timeout_s=3)
+        if self._processes is not None:
+            self._processes.end((), timeout_s=3)
         for channel in list(self._channels.values()):
             channel.end()
         if self._channel_listener is not None:
@@ -73,7 +66,7 @@ class Workers:
 
     def give(self, rank, command):
         """Pass a command on to a rank, with the tensors here in the place of those of the host."""
-        if isinstance(command, (messages.Abort, messages.Stop)):
+        if isinstance(command, (messages.Abort, messages.Stop, messages.StoreReply)):
             self._is_stopping |= isinstance(command, messages.Stop)
             self._channels[rank].send(command)
             return
@@ -103,14 +96,14 @@ class Workers:
 
     def _watch(self):
         """Let the workers in, and see that torchrun runs."""
-        num_greeted, signs = 0, StartMonitor(self._process.pid, len(self._ranks))
+        num_greeted, signs = 0, StartMonitor(self._processes.pid, len(self._ranks), self._processes.workers)
         while not self._is_over.is_set():
             if num_greeted == len(self._ranks):
                 self._is_over.wait(POLL_S)
             elif (channel := self._channel_listener.accept(POLL_S)) is not None:
                 num_greeted += 1
                 threading.Thread(target=self._listen, args=(channel,), daemon=True).start()
-            if self._process.has_ended and not self._is_over.is_set():
+            if self._processes.has_ended and not self._is_over.is_set():
                 self._failed(self._ranks[0])
                 return
             unheard = [rank for rank in self._ranks if rank not in self._channels]         # the host hears the others
@@ -124,15 +117,13 @@ class Workers:
         """A worker here has ended: say which one was the first, and how. One that was stopped needs no word."""
         if self._is_stopping:
             return
-        found = first_ended(self.segments)
-        place, code = found if found is not None and found[0] < len(self._ranks) else (self._ranks.index(rank), None)
-        rank = self._ranks[place]
+        rank, code = self._processes.first_failure() or (rank, None)
         self._session.report_end(rank, f"the worker of rank {rank} ended there{exit_words(code)}",
                                  self._last_lines(rank))
 
     def _last_lines(self, rank):
-        text = read_text(self._log_folder / f"rank-{rank}.log") or read_text(self._log_folder / logs.TORCHRUN)
-        return "\n".join(text.splitlines()[-NUM_LINES:])
+        texts = (torchrun.read_text(self._log_folder / name) for name in (f"rank-{rank}.log", logs.TORCHRUN))
+        return "\n".join(next(filter(None, texts), "").splitlines()[-NUM_LINES:])
 
     def _listen(self, channel):
         """Pass on what one worker says."""
@@ -150,7 +141,7 @@ class Workers:
                     self._session.replies.send(message, rank)
         except ChannelClosedError:
             for _ in range(20):                                # torchrun notices within a tenth of a second
-                if self._is_over.is_set() or self._process.has_ended:
+                if self._is_over.is_set() or self._processes.has_ended:
                     break
                 time.sleep(0.1)
             if not self._is_over.is_set():
@@ -177,12 +168,3 @@ class Workers:
                     for path in waiting.segments:
                         self.segments.remove(self._local_segments.pop(path))
                     del self._open[message.request]
-
-    def _relay_stores(self):
-        """Connect the processes here that come with torch's store on the host."""
-        while not self._is_over.is_set():
-            try:
-                accepted, _ = self._store.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._session.relay_store, args=(accepted,), daemon=True).start()

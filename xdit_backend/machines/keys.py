@@ -7,7 +7,7 @@ import os
 import secrets
 import ssl
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..protocol.errors import ConfigError
@@ -21,7 +21,7 @@ class Key:
     """What a machine needs to join: by it the host is known, and the host knows it."""
 
     fingerprint: bytes             # SHA-256 of the host's certificate
-    secret: bytes
+    secret: bytes = field(repr=False)                          # so that it is in no traceback or log
 
     @property
     def text(self):
@@ -29,15 +29,20 @@ class Key:
 
 
 def read_key(text):
-    """The Key that a person has pasted. Raises ConfigError for what is none."""
+    """The Key that a user has pasted. Raises ConfigError for other text."""
     try:
         raw = base64.urlsafe_b64decode(text)
     except ValueError:
         raw = b""
     if len(raw) != FINGERPRINT_BYTES + SECRET_BYTES:
-        raise ConfigError(f"The key of {len(text)} characters is not one that a host has printed, which has 64. Copy "
-                          f"the whole line again.")
+        raise ConfigError(f"Copy the whole key again, which has 64 characters: python -m xdit_backend key shows it on "
+                          f"the machine with ComfyUI. {len(text)} characters were given, which are not a key.")
     return Key(raw[:FINGERPRINT_BYTES], raw[FINGERPRINT_BYTES:])
+
+
+def key_folder(comfyui):
+    """The folder of the key in that of ComfyUI, with its usual user folder."""
+    return Path(comfyui) / "user" / "xdit" / "machines"
 
 
 def identity(folder):
@@ -71,6 +76,21 @@ def _identity(folder):
         with open(unfinished, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(secrets.token_bytes(SECRET_BYTES))
         unfinished.replace(folder / SECRET)
+    return _read(folder)
+
+
+def read_identity(folder):
+    """The Key of a folder; None: none was made there. Raises ConfigError where this user may not read it."""
+    try:
+        return _read(Path(folder))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Run this as the user who runs ComfyUI: the key in {folder} cannot be read "
+                          f"({error}).") from error
+
+
+def _read(folder):
     certificate = ssl.PEM_cert_to_DER_cert((folder / CERTIFICATE).read_text())
     return Key(hashlib.sha256(certificate).digest(), (folder / SECRET).read_bytes())
 

@@ -8,11 +8,13 @@ nothing. After the greeting a Link goes one way.
 import contextlib
 import hashlib
 import hmac
-import select
+import math
+import re
 import socket
 import ssl
 import struct
 import threading
+import time
 from dataclasses import field
 from typing import Annotated, Literal, TypeAlias
 
@@ -25,51 +27,52 @@ from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
 from ..protocol.messages import ADAPTERS, decode, encode
 from ..protocol.segments import Segment
-from ..protocol.strict import STRICT, Degree, Natural, Printable, Rank
+from ..protocol.strict import STRICT, ByName, Many, Natural, Printable, Rank, Reason
 from .keys import SECRET_BYTES
 
 PORT = 29431                               # where the host listens, unless another is given
 PIECE_BYTES = 2 ** 20                      # of a tensor that travels at a time; between two, other messages pass
 # that have to be on their way within the time of silence: a slow link is no lost one
 SEND_BYTES = 2 ** 16
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10.0                         # for which the joining side waits for the host
+WELCOME_S = 5.0                            # from a new connection until it has shown the key and said its Hello
 PINGS = 16                                 # in the time after which silence counts as the end
 HEADER = struct.Struct("!iI")              # the rank that a message is for, or comes from, or MACHINE; its bytes
 MACHINE = -1
 
 Name: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE_NAME}$")]
+Token: TypeAlias = Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]         # of a session; "": there is none yet
+Content: TypeAlias = Annotated[str, Field(pattern="^[0-9]{1,19}-[0-9a-f]{64}$")]       # contents.Contents.of
 
 
 @message(frozen=True, config=STRICT)
 class Hello:
     """The first message of a connection: what it is for. "machine": it joins, and will take commands here."""
 
-    purpose: Literal["machine", "replies", "store"]
-    session: str = ""              # of Welcome, for the others
+    purpose: Literal["machine", "replies"]
+    session: Token = ""            # of Welcome, for the others
     name: Name = "machine"
-    versions: dict[str, str] = field(default_factory=dict)
-    cards: dict[str, tuple[str, float]] = field(default_factory=dict)  # device -> (what it is, bytes of memory)
+    versions: ByName[str, str] = field(default_factory=dict)
+    cards: ByName[str, tuple[str, float]] = field(default_factory=dict)  # device -> (what it is, bytes of memory)
 
 
 @message(frozen=True, config=STRICT)
 class Welcome:
-    session: str
+    session: Token
     clock_s: float                 # the host's time.perf_counter
 
 
 @message(frozen=True, config=STRICT)
 class Refused:
-    reason: Printable
+    reason: Reason
 
 
 @message(frozen=True, config=STRICT)
 class Start:
     """Start the workers of this machine's devices, which are some of these; the order is that of ranks."""
 
-    devices: tuple[str, ...]
-    node: Natural
-    num_nodes: Degree
-    variables: dict[Literal["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], Literal["1"]] = field(default_factory=dict)
+    devices: Many[str]
+    variables: ByName[Literal["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], Literal["1"]] = field(default_factory=dict)
 
 
 @message(frozen=True, config=STRICT)
@@ -77,7 +80,7 @@ class Find:
     """Look for a model file, or diffusers folder, of this content."""
 
     path: str                      # on the host's machine: its last part is the name to look for first
-    content: str                   # contents.Contents.of
+    content: Content
 
 
 @message(frozen=True, config=STRICT)
@@ -88,7 +91,7 @@ class Found:
 @message(frozen=True, config=STRICT)
 class Missing:
     path: str
-    reason: Printable
+    reason: Reason
 
 
 @message(frozen=True, config=STRICT)
@@ -125,7 +128,7 @@ class Ended:
     """Workers of this machine have ended, or could not start."""
 
     rank: Rank
-    reason: Printable
+    reason: Reason
     lines: Printable = ""          # the last that it printed
 
 
@@ -135,23 +138,23 @@ BETWEEN_MACHINES = {cls.__name__: TypeAdapter(cls) for cls in (
 
 # --- who is let in ---
 
-def welcome(connected, context, secret):
-    """The host's side of a new connection: a Link to who holds the key;
-    None, and the connection is closed, for all others."""
-    connected.settimeout(HANDSHAKE_S)
-    try:
-        secure = context.wrap_socket(connected, server_side=True)
-    except (OSError, ValueError):
-        connected.close()
-        return None
-    link = Link(secure)
-    try:
-        if hmac.compare_digest(link.read(SECRET_BYTES), secret):
-            return link
-    except ChannelClosedError:
-        pass
-    link.close()
-    return None
+def accepted(connected, context):
+    """The Link of a connection that the host has accepted, of which nothing has been read yet.
+    Raises OSError or ValueError where it has ended already."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.settimeout(WELCOME_S)
+    link = Link(context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False))
+    return link
+
+
+def welcome(link, secret):
+    """The host's side of the TLS handshake and of the key's secret, before which nothing is parsed. From now on,
+    everything until `set_silence_limit` has to be over in WELCOME_S.
+    Raises ChannelClosedError for all who do not hold the key."""
+    link.set_deadline(time.monotonic() + WELCOME_S)
+    link.handshake()
+    if not hmac.compare_digest(link.read(SECRET_BYTES), secret):
+        raise ChannelClosedError("the secret is another")
 
 
 def connect(address, key):
@@ -167,7 +170,7 @@ def connect(address, key):
     if not hmac.compare_digest(shown, key.fingerprint):
         secure.close()
         raise ConfigError(f"What answers at {address[0]}:{address[1]} is not the host that this key is of. Copy the "
-                          f"line that ComfyUI prints there now.")
+                          f"key again: python -m xdit_backend key shows it there.")
     secure.sendall(key.secret)
     return Link(secure)
 
@@ -179,12 +182,25 @@ class Link:
     In use it goes one way, since TLS takes no two threads at once."""
 
     def __init__(self, secure):
-        self.raw = secure
+        self.raw, self._deadline_s = secure, math.inf
         self._sending, self._receiving = threading.RLock(), threading.RLock()
 
     def set_silence_limit(self, silence_s):
         """From now on the other end counts as gone when nothing has come, or could be sent, for so long."""
+        self._deadline_s = math.inf
         self.raw.settimeout(silence_s)
+
+    def set_deadline(self, deadline_s):
+        """Until set_silence_limit, the other end counts as gone at this time.monotonic(), even if bytes arrive."""
+        self._deadline_s = deadline_s
+
+    def handshake(self):
+        """TLS's. Raises ChannelClosedError where it fails."""
+        try:
+            self._limit_wait()
+            self.raw.do_handshake()                            # the time-out is of all of it
+        except (OSError, ValueError) as error:
+            raise ChannelClosedError(_words(error)) from error
 
     def send(self, message, rank=MACHINE, content=b""):
         """Send one of this module's messages, or, for a rank or from one, of protocol.messages;
@@ -223,6 +239,7 @@ class Link:
         try:
             with self._receiving:
                 while view:
+                    self._limit_wait()
                     count = self.raw.recv_into(view)
                     if not count:
                         raise ChannelClosedError("the connection was closed")
@@ -233,10 +250,21 @@ class Link:
             raise ChannelClosedError(_words(error)) from error
         return bytes(content)
 
+    def _limit_wait(self):
+        if self._deadline_s < math.inf:
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self.raw.settimeout(left_s)
+
+    def end(self):
+        """End both directions, so that threads that wait in it wake up; one of them has to close it."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.raw, socket.SHUT_RDWR)
+
     def close(self):
         """End both directions; may be called twice, and while others send and receive."""
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self.raw, socket.SHUT_RDWR)                 # who waits in it wakes up
+        self.end()
         with self._sending, self._receiving:
             self.raw.close()
 
@@ -248,34 +276,13 @@ def ping(link, is_over):
             link.send(Ping())
 
 
-def exchange(link, plain):
-    """Pass bytes between a Link and a socket of this machine, both ways, until one of them ends.
-    One thread: TLS takes no two at once."""
-    secure = link.raw
-    secure.settimeout(silence_s())                             # of one send, or of the rest of a record
-    try:
-        while True:
-            if not secure.pending():
-                ready, _, _ = select.select([secure, plain], [], [])
-            if secure.pending() or secure in ready:
-                content = secure.recv(2 ** 16)
-                if not content:
-                    return
-                plain.sendall(content)
-            elif plain in ready:
-                content = plain.recv(2 ** 16)
-                if not content:
-                    return
-                secure.sendall(content)
-    except (OSError, ValueError):
-        pass
-    finally:
-        plain.close()
-        link.close()
-
-
 def silence_s():
     return timeouts.seconds("XDIT_LINK_TIMEOUT_S")
+
+
+def is_name(text):
+    """May a machine have this name?"""
+    return re.fullmatch(MACHINE_NAME, text) is not None
 
 
 def _words(error):

@@ -2,10 +2,11 @@
 Used by the bridge."""
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
-import re
 import secrets
+import shlex
 import socket
 import threading
 import time
@@ -13,20 +14,20 @@ from pathlib import Path
 
 import psutil
 
-from ..comfyui.place import comfyui_version, find_comfyui
+from ..comfyui.place import PACK, comfyui_version, find_comfyui
 from ..host import logs
 from ..host.doctor import gigabytes, package_versions
 from ..protocol import timeouts
-from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError
 from .contents import Contents
-from .keys import identity, server_context
-from .links import PORT, Hello, Refused, Welcome, welcome
-from .session import Session, wait_for
+from .keys import identity, key_folder, server_context
+from .links import PORT, Hello, Refused, Welcome, accepted, welcome
+from .listening import Listening
+from .pending import Pending
+from .session import POLL_S, Session, wait_for
 
 log = logging.getLogger(__name__)
 
-MAX_GREETED = 16                           # connections that have not shown a key yet
 PACKAGE = Path(__file__).resolve().parent.parent
 COMFYUI = "ComfyUI"                        # which a machine may lack: models that run as modules of it say so
 COMPARED = ("torch", "diffusers")          # packages whose versions must be the same on all machines
@@ -45,6 +46,7 @@ class Listener:
         self.wanted = read_address(address)
         self.address, self.port = self.wanted
         self.contents = Contents()
+        self._folder = Path(folder)
         self._key = identity(folder)
         self._context = server_context(folder)
         try:
@@ -55,16 +57,21 @@ class Listener:
                               f"{self.address}:{PORT + 1}, if this one is taken: other machines cannot join at "
                               f"{address} ({error}).") from error
         self.port = self._server.getsockname()[1]
-        self._sessions, self._lock, self._num_greeted = [], threading.Lock(), 0
+        self._listening = Listening(f"{self.address}:{self.port}")
+        self._write_listening()
+        self._sessions, self._lock, self._pending = [], threading.Lock(), Pending()
         # name of a machine -> why it was not let in, or is not there any more
         self._absent = {}
         self._is_over = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
         log.info("other machines can join at %s:%d", self.address, self.port)
 
-    def command(self, name):
-        """What to paste on the machine of this name, in the folder of the xDiT nodes there."""
-        return f"python -m xdit_backend join {self.address}:{self.port} {name} {self._key.text}"
+    def key_command(self, name):
+        """The command that shows, on this machine, in the folder of the xDiT nodes, what to run on the machine of this
+        name. It alone shows the key: errors, phases and logs are read by others."""
+        is_usual = self._folder == key_folder(PACK.parent.parent)
+        folder = "" if is_usual else f" --folder {shlex.quote(str(self._folder))}"
+        return f"python -m xdit_backend key{folder} {name}"
 
     @property
     def interface(self):
@@ -114,6 +121,18 @@ class Listener:
                     self._absent.pop(session.name, None)
             logs.note_machines([f"{name} {words}" for name, words in sorted(lines_of.items())])
 
+    def _note_waiting(self, name):
+        with self._lock:
+            names = dict.fromkeys((*self._listening.names, name))
+            self._listening = dataclasses.replace(self._listening, names=tuple(names))
+            self._write_listening()
+
+    def _write_listening(self):
+        try:
+            self._listening.write(self._folder)
+        except OSError as error:
+            log.warning("python -m xdit_backend key does not know at which address ComfyUI listens: %s", error)
+
     def _wait(self, name, on_phase, check, takes):
         def found():
             with self._lock:
@@ -128,18 +147,20 @@ class Listener:
         session = found()
         if session is None:
             timeout_s = timeouts.seconds("XDIT_JOIN_TIMEOUT_S")
-            words = f"waiting for {name} to join. There, in the folder of the xDiT nodes, run: {self.command(name)}"
+            self._note_waiting(name)
+            words = (f"waiting for {name} to join. To see what to run there, run this on the machine with ComfyUI, in "
+                     f"the folder of the xDiT nodes: {self.key_command(name)}")
             log.warning("%s", words)
             on_phase(words)
             session = wait_for(found, time.monotonic() + timeout_s, check)
         if session is None:
             others = f" Joined are: {', '.join(self.joined())}." if self.joined() else ""
             raise WorkerStartError(
-                f"{name} has not joined after {timeout_s:.0f} s.{others} On that machine, in the folder of the xDiT "
-                f"nodes (it needs them, the same versions of {' and '.join(COMPARED)}, and the model files, but not "
-                f"ComfyUI), run:\n{self.command(name)}\nWhen it says that it has joined, queue the prompt again. If "
-                f"it cannot connect, let port {self.port} through this machine's firewall. Or leave {name} out of "
-                f"devices in xDiT Parallel Config.")
+                f"{name} has not joined after {timeout_s:.0f} s.{others} On the machine with ComfyUI, in the folder of "
+                f"the xDiT nodes, run:\n{self.key_command(name)}\nIt shows what to run on {name}, which needs the "
+                f"xDiT nodes, the same versions of {' and '.join(COMPARED)}, and the model files, but not ComfyUI. "
+                f"When {name} says that it has joined, queue the prompt again. If it cannot connect, let port "
+                f"{self.port} through the firewall here. Or leave {name} out of devices in xDiT Parallel Config.")
         self._note_machines()
         return session
 
@@ -148,40 +169,54 @@ class Listener:
     def _accept(self):
         while not self._is_over.is_set():
             try:
-                connected, _ = self._server.accept()
+                self._server.settimeout(POLL_S if self._pending.num_waiting else None)
+                self._queue(*self._server.accept())
+            except TimeoutError:
+                pass
             except OSError:
                 if not self._is_over.is_set():
-                    time.sleep(0.1)                            # such as too many open files
-                continue
-            with self._lock:
-                self._num_greeted += 1
-                is_too_many = self._num_greeted > MAX_GREETED
-            if is_too_many:
-                connected.close()
-                self._has_greeted()
-            else:
-                threading.Thread(target=self._greet, args=(connected,), daemon=True).start()
+                    time.sleep(POLL_S)                         # such as too many open files
+            while (link := self._pending.next()) is not None:
+                try:
+                    threading.Thread(target=self._greet, args=(link,), daemon=True).start()
+                except RuntimeError as error:                  # the system lets this process have no more threads
+                    log.warning("a machine cannot join: %s", error)
+                    self._pending.remove(link)
+                    link.close()
+        for link in self._pending.close():
+            link.close()
 
-    def _has_greeted(self):
-        with self._lock:
-            self._num_greeted -= 1
-
-    def _greet(self, connected):
+    def _queue(self, connected, address):
         try:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = welcome(connected, self._context, self._key.secret)
-            if link is None:
-                return
-            _, hello = link.receive()
-        except (ChannelClosedError, OSError):
+            link = accepted(connected, self._context)
+        except (OSError, ValueError):                          # it has ended already
             connected.close()
             return
+        refused = self._pending.add(link, address[0])
+        if refused is not None:
+            refused.close()
+
+    def _greet(self, link):
+        try:
+            welcome(link, self._key.secret)
+            _, hello = link.receive()
+        except ChannelClosedError:
+            link.close()
+            return
         finally:
-            self._has_greeted()
+            self._pending.remove(link)
+        self._end_incomplete()
         try:
             self._let_in(link, hello)
         except ChannelClosedError:
             link.close()
+
+    def _end_incomplete(self):
+        """End sessions whose second connection has not come in time; such a machine joins again by itself."""
+        with self._lock:
+            late = [session for session in self._sessions if session.is_late]
+        for session in late:
+            session.close("it did not finish joining")
 
     def _let_in(self, link, hello):
         if not isinstance(hello, Hello):
@@ -202,17 +237,14 @@ class Listener:
             return
         with self._lock:
             session = next((each for each in self._sessions if secrets.compare_digest(each.token, hello.session)), None)
-        if session is None or session.ended or (hello.purpose == "store") != bool(session.store_port):
+        if session is None or session.ended:
             link.send(Refused("its session has ended"))
             link.close()
             return
         link.send(Welcome(session.token, time.perf_counter()))
-        if hello.purpose == "replies":
-            session.answer_over(link)
-            self._note_machines()
-            log.info("%s has joined", session.name)
-        else:
-            session.relay_store(link)
+        session.answer_over(link)
+        self._note_machines()
+        log.info("%s has joined", session.name)
 
 
 def read_address(text):
@@ -263,7 +295,3 @@ def version_differences(theirs, ours):
     different = [f"{name} is {theirs.get(name, 'not there')} there and {version} here" for name, version in ours.items()
                  if theirs.get(name) != version and (name != COMFYUI or name in theirs)]
     return f"{'; '.join(different)}. Install the same on both machines." if different else ""
-
-
-def is_name(text):
-    return re.fullmatch(MACHINE_NAME, text) is not None

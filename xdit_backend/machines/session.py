@@ -1,16 +1,16 @@
 """The host's end of one machine that has joined: from its joining until its workers end.
 Made by the listener, used by the launcher."""
 
+import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
 
 from ..protocol.channel import pair
 from ..protocol.devices import machine_of
 from ..protocol.errors import ChannelClosedError, CheckpointError, XDiTError
-from ..protocol.messages import Abort, Done, Failed, Stop
+from ..protocol.messages import Abort, Done, Failed, Heartbeat, Stop, StoreRequest
 from . import tensors
 from .links import (
     MACHINE,
@@ -24,40 +24,47 @@ from .links import (
     Searching,
     Start,
     Tensor,
-    exchange,
     ping,
     silence_s,
 )
+from .store_access import StoreAccess
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+COMPLETE_S = 30.0                          # from the first connection of a machine until the second, which may wait
+MAX_ANSWERS = 16                           # about a file, that nobody has read yet
 
 
 class Session:
     """One machine, which takes commands over one link and answers over another.
 
     name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. on_end(): called when it has
-    ended. store_port: of torch's store on the host, once the session has started; 0 before that, in use.
+    ended.
     """
 
     def __init__(self, name, token, cards, commands, on_end=lambda: None):
         self.name, self.token, self.cards = name, token, cards
-        self.store_port: int | None = None
+        self.is_used = False                                   # a group has reserved it
+        self._store: StoreAccess | None = None                 # of that group, once it starts
         self.address = commands.raw.getsockname()[0]           # of the host, as that machine reaches it
         self.ended = ""                                        # why, in words, once it has
         self._on_end = on_end
         self._commands: Link = commands
         self._replies: Link | None = None
-        self._is_over = threading.Event()
+        self._is_over, self._began_s = threading.Event(), time.monotonic()
         self._inner, self._open, self._lines = {}, {}, {}
         self._lock = threading.Lock()                          # of _open, and of the order of what is sent
-        self._answers = queue.SimpleQueue()                    # of files
-        self._stores = []                                      # Links over which its processes talk to torch's store
+        self._wanted, self._answers = "", queue.Queue(MAX_ANSWERS)         # path that is looked for; what it says
 
     @property
     def is_open(self):
         return self._replies is not None and not self._is_over.is_set()
+
+    @property
+    def is_late(self):
+        """Has the second connection not come in time?"""
+        return self._replies is None and not self._is_over.is_set() and time.monotonic() - self._began_s > COMPLETE_S
 
     def answer_over(self, replies):
         """It answers over this link: now it is complete."""
@@ -67,40 +74,32 @@ class Session:
         threading.Thread(target=ping, args=(self._commands, self._is_over), daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    @property
-    def is_used(self):
-        return self.store_port is not None
-
     def reserve(self):
         """A group is to start on it: no other may."""
-        self.store_port = 0
+        self.is_used = True
 
-    def start(self, devices, node, num_nodes, store_port, timeout_s, variables):
+    def start(self, devices, store_path, variables):
         """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its
         name.
 
-        variables: of preflight.fallbacks.
+        store_path: of the group's FileStore. variables: of preflight.fallbacks.
         """
-        self.store_port = store_port
+        self._store = StoreAccess(store_path)
         ranks = [rank for rank, device in enumerate(devices) if machine_of(device) == self.name]
         channels = {}
         for rank in ranks:
-            channels[rank], self._inner[rank] = pair(timeout_s)
-        self._commands.send(Start(tuple(devices), node, num_nodes, dict(variables)))
+            channels[rank], self._inner[rank] = pair()
+        self._commands.send(Start(tuple(devices), dict(variables)))
         for rank in ranks:
             threading.Thread(target=self._pass_on, args=(rank,), daemon=True).start()
         return channels
-
-    def relay_store(self, link):
-        """Pass on what one of its processes and torch's store say to each other, until one of them ends."""
-        self._stores.append(link)
-        exchange(link, socket.create_connection(("127.0.0.1", self.store_port)))
 
     def find(self, path, content, check, on_read):
         """See that it has the model file of this path here, by its content.
 
         Raises CheckpointError where it does not, with what to do; ChannelClosedError when it is lost.
         """
+        self._wanted, self._answers = path, queue.Queue(MAX_ANSWERS)
         self._commands.send(Find(path, content))
         while True:
             check()
@@ -112,9 +111,9 @@ class Session:
                 continue
             if isinstance(answer, Searching):
                 on_read(answer.done, answer.total)
-            elif answer.path == path:
-                if isinstance(answer, Missing):
-                    raise CheckpointError(f"{self.name}: {answer.reason}")
+            elif isinstance(answer, Missing):
+                raise CheckpointError(f"{self.name}: {answer.reason}")
+            else:
                 return
 
     def last_lines(self, rank):
@@ -127,7 +126,7 @@ class Session:
         if not self._is_over.is_set():
             self._is_over.set()
             self._on_end()
-        for link in (self._commands, self._replies, *self._stores):
+        for link in (self._commands, self._replies):
             if link is not None:
                 link.close()
         for channel in self._inner.values():
@@ -167,7 +166,10 @@ class Session:
                     self._handle(message)
                 elif rank not in self._inner or getattr(message, "rank", None) != rank:
                     raise XDiTError(f"{type(message).__name__} came of rank {rank}, which is not there")
-                else:
+                elif isinstance(message, StoreRequest):
+                    self._commands.send(self._store.answer(message), rank)
+                elif not isinstance(message, Heartbeat) or self._inner[rank].has_room:
+                    # heartbeats that nobody reads would fill the channel, and this thread would stop reading the link
                     self._inner[rank].send(message)
                     if isinstance(message, (Done, Failed)):
                         self._answered(rank, message.request)
@@ -185,13 +187,24 @@ class Session:
                 raise XDiTError(f"a piece of {message.path} came, which is no result")
             tensors.receive(self._replies, message, segment)
         elif isinstance(message, (Searching, Found, Missing)):
-            self._answers.put(message)
+            self._note_answer(message)
         elif isinstance(message, Ended):
             self._lines[message.rank] = message.lines
             self.ended = self.ended or message.reason
             raise XDiTError(message.reason)
         elif not isinstance(message, Ping):
             raise XDiTError(f"{type(message).__name__} is nothing that a machine tells the host")
+
+    def _note_answer(self, answer):
+        """Keep what find() waits for. The rest is dropped: nobody would read it."""
+        if not self._wanted or isinstance(answer, Searching) and self._answers.qsize() >= MAX_ANSWERS - 1:
+            return
+        if not isinstance(answer, Searching):
+            if answer.path != self._wanted:
+                return
+            self._wanted = ""
+        with contextlib.suppress(queue.Full):
+            self._answers.put_nowait(answer)
 
     def _answered(self, rank, request):
         with self._lock:

@@ -80,6 +80,11 @@ class Link:
         self.num_posted += 1
         return buffer, dist.irecv(buffer, self._before, group=self._before_group), sizes
 
+    @property
+    def arriving(self):
+        """(rank of the stage before, this rank): by whom and to whom messages are sent that this rank receives."""
+        return self._before, dist.get_rank()
+
     def receive(self, handle, traffic=None):
         """Wait for a posted message; every rank of the tensor axis does. traffic: of what they then tell each other.
 
@@ -103,7 +108,8 @@ class Link:
             work, _ = self._sent.pop(0)
             with traffic.waiting(message, recorded=False):
                 self._wait(work, f"Stage {self.stage + 1} (rank {self._after}) took nothing from stage {self.stage}")
-        self._sent.append((dist.isend(message, self._after, group=self._after_group), message))
+        with traffic.entering((dist.get_rank(), self._after)):
+            self._sent.append((dist.isend(message, self._after, group=self._after_group), message))
         self.num_sent += 1
 
     def let_go(self):

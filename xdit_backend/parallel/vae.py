@@ -20,7 +20,7 @@ from torch.nn.functional import pad as pad_whole
 from ..autoencoders import FAMILIES, family_of
 from ..autoencoders.family import TorchFunctions, replaced, torchs_own
 from ..distributed.collectives import Traffic
-from ..distributed.mesh import group_timeout
+from ..distributed.mesh import make_group
 from ..distributed.norm_rows import group_norm_rows
 from ..distributed.rows import Convolution, Padding, RowSplit, attention_rows, conv_rows, linear_attention_rows
 from ..partition import shard_sizes
@@ -43,13 +43,19 @@ class Share:
 class Ranks:
     """The ranks of a process group, and the groups of its first ones, made when they are first needed and kept."""
 
-    def __init__(self, group):
-        self._all = dist.get_process_group_ranks(group)
+    def __init__(self, group, machines=()):
+        """machines: the name of each rank's machine in the world; (): all ranks are on one."""
+        self._all, self._machines = dist.get_process_group_ranks(group), machines
         self._groups = {tuple(self._all): group}
 
     @property
     def count(self):
         return len(self._all)
+
+    @property
+    def machines(self):
+        """The name of each rank's machine."""
+        return [self._machines[rank] if self._machines else "" for rank in self._all]
 
     @property
     def is_member(self):
@@ -66,12 +72,10 @@ class Ranks:
     def first(self, count):
         """The group of the first `count` ranks, on these, and None on the others. Every rank of the world calls it, in
         one order.
-
-        With NCCL a group is split off the world's communicator, which takes all of its ranks.
         """
         some = tuple(self._all[:count])
         if some not in self._groups:
-            self._groups[some] = dist.new_group(list(some), timeout=group_timeout())
+            self._groups[some] = make_group([some])
         return self._groups[some] if dist.get_rank() in some else None
 
 

@@ -155,7 +155,7 @@ class RowPlanner:
     def __init__(self, vae):
         self._meta_vae, self._device, self._needs, self._work = meta_copy(vae), vae.device, {}, {}
 
-    def plan(self, shape, scale, ranks, free_bytes, speeds=()):
+    def plan(self, shape, scale, ranks, free_bytes, speeds=(), traffic=None):
         """Choose the block_size to decode (scale 1) or encode by; returns it, the number of convolutions to
         come, and the speeds by which rows are shared out: those given, or none where only equal parts fit.
 
@@ -163,7 +163,7 @@ class RowPlanner:
         compute convolutions all at once, which is fastest, and else the largest blocks that fit. Raises ConfigError, on
         every rank, when the busiest rank needs more than the fullest has; it names the number of devices that would do.
         """
-        free_bytes = least_free(free_bytes, ranks, self._device)
+        free_bytes = least_free(free_bytes, ranks, self._device, traffic)
         num_ranks = self.num_working(shape, scale, ranks.count)
         speeds = speeds[:num_ranks]
         whole = self._need(shape, scale, num_ranks, True, speeds)
@@ -251,13 +251,15 @@ def pixels_of(meta_vae, shape):
     return decode_rows(meta_vae, given).tensor.shape[-2] // 8
 
 
-def least_free(free_bytes, ranks, device):
-    """The least of what the ranks may use. Ranks on one device share what it has."""
-    place = -1 if device.type == "cpu" else device.index or 0
-    own = torch.tensor([[free_bytes, place]], dtype=torch.int64, device=device)
-    everyone = all_gather(own, [1] * ranks.count, 0, ranks.first(ranks.count), Traffic()) if ranks.count > 1 else own
-    places = everyone[:, 1].tolist()
-    return min(free // places.count(place) for free, place in everyone.tolist())
+def least_free(free_bytes, ranks, device, traffic=None):
+    """The least of what the ranks may use. Ranks on one device share what it has; of CPU workers, those on one
+    machine. traffic: the Traffic in which the exchange is counted."""
+    index = -1 if device.type == "cpu" else device.index or 0
+    own = torch.tensor([[free_bytes, index]], dtype=torch.int64, device=device)
+    everyone = all_gather(own, [1] * ranks.count, 0, ranks.first(ranks.count),
+                          traffic or Traffic()) if ranks.count > 1 else own
+    places = list(zip(ranks.machines, everyone[:, 1].tolist(), strict=True))
+    return min(free // places.count(place) for free, place in zip(everyone[:, 0].tolist(), places))
 
 
 def free_bytes(device):

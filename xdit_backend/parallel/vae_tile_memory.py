@@ -68,9 +68,9 @@ class TilePlanner:
     def __init__(self, vae):
         self._meta_vae, self._device, self._found = meta_copy(vae), vae.device, {}
 
-    def plan(self, shape, scale, ranks, free_bytes, speeds=()):
+    def plan(self, shape, scale, ranks, free_bytes, speeds=(), traffic=None):
         """(None, the rounds of tiles to come, the speeds by which tiles are shared out), as RowPlanner's."""
-        free_bytes, tiles, speeds = (least_free(free_bytes, ranks, self._device), self._tiles(shape, scale),
+        free_bytes, tiles, speeds = (least_free(free_bytes, ranks, self._device, traffic), self._tiles(shape, scale),
                                      speeds[:ranks.count])
         if tiles.peak_bytes * MARGIN > free_bytes:
             raise ConfigError(_does_not_fit(shape, scale, tiles.peak_bytes * MARGIN, free_bytes))

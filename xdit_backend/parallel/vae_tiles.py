@@ -79,12 +79,15 @@ def _send(made, rank, sent, split):
     while len(sent) >= MAX_SENT:
         with split.traffic.waiting(message):
             sent.pop(0)[0].wait()
-    sent.append((dist.isend(message, dist.get_global_rank(split.group, rank), group=split.group), message))
+    receiver = dist.get_global_rank(split.group, rank)
+    with split.traffic.entering((dist.get_rank(), receiver)):
+        sent.append((dist.isend(message, receiver, group=split.group), message))
 
 
 def _receive(shape, rank, tile, split):
     message = on_wire(tile.new_empty(shape), split.group)
     split.traffic.count(0, message)
-    with split.traffic.waiting(message):
-        dist.recv(message, dist.get_global_rank(split.group, rank), group=split.group)
+    sender = dist.get_global_rank(split.group, rank)
+    with split.traffic.entering((sender, dist.get_rank())), split.traffic.waiting(message):
+        dist.recv(message, sender, group=split.group)
     return message.to(tile.device)

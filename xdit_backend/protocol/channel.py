@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection as connection
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 # of a message; the largest ones name the tensors of a VAE
 MAX_BYTES = 2 ** 24
 KEY_FILE, ADDRESS_FILE = "key", "address"
+STORE_FILE = "store"                               # of torch's FileStore, in the same folder
 HANDSHAKE_S, TIMEOUT_S = 5.0, 60.0
 
 
@@ -50,9 +52,11 @@ class Channel:
             raise ChannelClosedError("the other end is gone") from error
 
     def receive(self):
-        """Wait for the next message. Raises ChannelClosedError when the other end is gone, or talks what is no message:
-        then the connection is closed, since nothing that comes after it could be trusted."""
+        """Wait for the next message, without a limit until it begins. Raises ChannelClosedError when the other end is
+        gone, sends only a part of a message, or sends something that is not a message: then the connection is closed,
+        since nothing that follows could be trusted."""
         try:
+            self.raw.poll(None)                                # the limit of ChannelListener is for a whole message
             return decode(self.raw.recv_bytes(MAX_BYTES))
         except (OSError, EOFError) as error:
             raise ChannelClosedError("the other end is gone") from error
@@ -60,6 +64,13 @@ class Channel:
             self.close()
             log.error("%s", error)
             raise ChannelClosedError(str(error)) from error
+
+    @property
+    def has_room(self):
+        """Would a short message be sent without waiting for the other end to read?"""
+        poll = select.poll()
+        poll.register(self.raw.fileno(), select.POLLOUT)
+        return bool(poll.poll(0))
 
     def end(self):
         """End it from any thread: who waits at either end gets an error: the other is gone."""
@@ -114,13 +125,10 @@ class ChannelListener:
         self._socket.close()
 
 
-def pair(timeout_s=TIMEOUT_S):
-    """Two Channels of this process, each the other end of the other."""
-    ends = connection.Pipe()
-    for raw in ends:
-        with socket.socket(fileno=os.dup(raw.fileno())) as connected:
-            _limit(connected, timeout_s)
-    return Channel(ends[0]), Channel(ends[1])
+def pair():
+    """Two connected Channels of this process. Neither has a time limit: `end` wakes both."""
+    first, second = connection.Pipe()
+    return Channel(first), Channel(second)
 
 
 def _limit(connected, seconds):

@@ -50,7 +50,17 @@ class CopyError(XDiTError, RuntimeError):
 
 
 class WorkerFailedError(XDiTError, RuntimeError):
-    """A worker raised while it carried out a command. The group is alive and takes the next one."""
+    """A worker raised while it carried out a command. The group goes on, unless other ranks waited for that worker."""
+
+
+class WorkerOutOfMemoryError(WorkerFailedError):
+    """Memory ran out on a worker. numbers: bytes by name, see worker.engine.Engine.shortage. rank, device: where.
+    command: the name of the message that it was at. facts: the error's text without what would fit."""
+
+    def __init__(self, text, rank=0, device="", numbers=None, command="", facts=""):
+        super().__init__(text)
+        self.rank, self.device, self.numbers = rank, device, numbers or {}
+        self.command, self.facts = command, facts
 
 
 class ChannelClosedError(XDiTError, ConnectionError):

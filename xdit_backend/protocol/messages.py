@@ -24,7 +24,8 @@ from .specs import (
     Patch,
     WeightCopies,
 )
-from .strict import STRICT, Natural, Printable, Rank, Share, Speed
+from .store_messages import StoreReply, StoreRequest
+from .strict import STRICT, ByName, Exchange, Many, ManyListed, Natural, Printable, Rank, Share, Speed
 
 JOINING = "joining the devices"                                # the Phase in which a worker joins the others
 TRYING_LINKS = "trying the links between the devices"          # and in which they send each other something
@@ -38,7 +39,7 @@ class LoadModel:
     request: Natural
     spec: ModelSpec
     # for each part of the model (partition.ranks_by_part): spec.host_bytes of memory; none: ranks have their own
-    segments: list[Segment] = dataclasses.field(default_factory=list)
+    segments: ManyListed[Segment] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -55,7 +56,7 @@ class ChangeWeights:
 
     request: Natural
     name: str
-    changes: dict[str, Change]
+    changes: ByName[str, Change]
     version: Natural = 0           # of the weights, which is left, and kept while there is room; 0: it is not
     begins: bool = True            # is it the first of several commands that lead from that version to the next?
 
@@ -77,9 +78,9 @@ class ParkModel:
 
     request: Natural
     name: str
-    targets: list[Natural]         # for each rank: bytes of its weights that are to be in host memory alone
+    targets: ManyListed[Natural]         # for each rank: bytes of its weights that are to be in host memory alone
     # for each part of the model (partition.ranks_by_part): memory for what has no place there yet
-    segments: list[Segment]
+    segments: ManyListed[Segment]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -96,13 +97,13 @@ class Conditioning:
 
     request: Natural
     name: str
-    tensors: dict[str, Segment]
+    tensors: ByName[str, Segment]
 
 
 @dataclass(frozen=True, config=STRICT)
 class DropConditioning:
     request: Natural
-    names: list[str]
+    names: ManyListed[str]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -112,7 +113,7 @@ class Predict:
     request: Natural
     model: str
     layout: Layout
-    branches: list[Branch]
+    branches: ManyListed[Branch]
     patch: Patch | None = None     # None: the latents are whole
     # keep keys and values for the patches that follow; with displaced_degree, what the ranks tell
     keep: bool = False
@@ -122,7 +123,7 @@ class Predict:
     stale: bool = False
     displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
     # of each rank, relative, the same for all calls of a run; (): alike
-    speeds: tuple[Speed, ...] = ()
+    speeds: Many[Speed] = ()
     compile_backend: str = ""      # of torch.compile: blocks run as its graphs; "": as they are
     kernel: KernelChoice = dataclasses.field(default_factory=KernelChoice)      # of attention
     exchange: str = WHOLE          # in which form attention's tensors travel, one of exchanges.EXCHANGES
@@ -151,7 +152,7 @@ class Estimate:
 
     request: Natural
     autoencoder: str
-    shape: tuple[Natural, ...]
+    shape: Many[Natural]
     scale: Natural                 # see parallel.vae.encode_rows
     num_ranks: Natural = 0         # which would share it; 0: all
     with_work: bool = False
@@ -167,7 +168,7 @@ class Decode:
     latent: Segment
     picture: Segment = dataclasses.field(metadata=RESULT)
     measure_memory: bool = False   # count what lives, which takes time
-    speeds: tuple[Speed, ...] = ()                          # of each rank, relative; (): alike
+    speeds: Many[Speed] = ()                          # of each rank, relative; (): alike
     num_ranks: Natural = 0         # which share it; 0: all
     first_rank: Natural = 0        # of those
 
@@ -180,7 +181,7 @@ class Encode:
     autoencoder: str
     picture: Segment
     latent: Segment = dataclasses.field(metadata=RESULT)
-    speeds: tuple[Speed, ...] = ()
+    speeds: Many[Speed] = ()
     num_ranks: Natural = 0
     first_rank: Natural = 0
 
@@ -233,7 +234,7 @@ class Ready:
     pid: Natural
     device: str
     # of attention: a name of KernelChoice -> why it cannot run here; "": it can
-    unusable_kernels: dict[str, Printable] = dataclasses.field(default_factory=dict)
+    unusable_kernels: ByName[str, Printable] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -266,7 +267,9 @@ class Heartbeat:
     num_passed: Natural            # how often it has waited for other ranks, and got what it waited for
     waits: bool                    # does it wait for one now?
     # of memory, as it is meanwhile; see worker/memory.py
-    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+    numbers: ByName[str, float] = dataclasses.field(default_factory=dict)
+    # exchanges of the request, by the ranks that take part: how many this rank has entered; see collectives.Traffic
+    entered: ByName[Exchange, Natural] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -286,8 +289,9 @@ class Span:
 class Done:
     request: Natural
     rank: Rank
-    numbers: dict[str, float] = dataclasses.field(default_factory=dict)   # measurements, by name
-    spans: list[Span] = dataclasses.field(default_factory=list)           # of ReportMemory
+    numbers: ByName[str, float] = dataclasses.field(default_factory=dict)   # measurements, by name
+    spans: ManyListed[Span] = dataclasses.field(default_factory=list)           # of ReportMemory
+    entered: ByName[Exchange, Natural] = dataclasses.field(default_factory=dict)      # see Heartbeat
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -298,16 +302,18 @@ class Failed:
     kind: str                      # name of the exception's class
     message: Printable
     traceback: Printable
-    exchanged: bool = True         # had it begun an exchange with other ranks, which they may still be in?
     # bytes by name, where memory ran out: Engine.shortage
-    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+    numbers: ByName[str, float] = dataclasses.field(default_factory=dict)
+    entered: ByName[Exchange, Natural] = dataclasses.field(default_factory=dict)      # see Heartbeat
+    is_broken: bool = False        # did an exchange fail on this rank?
+    block: Printable = ""          # of the model, that this rank was at: "3 of 12"
 
 
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning,
     Predict, LoadAutoencoder, LoadNetwork,
     Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abort, Stop, Ready, StartFailed, Phase, Heartbeat, Done,
-                                          Failed)}
+    Failed, StoreRequest, StoreReply)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

@@ -22,7 +22,8 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from .errors import XDiTError
-from .strict import STRICT, Natural
+from .open_files import out_of_files
+from .strict import STRICT, Many, Natural
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -43,7 +44,7 @@ class Segment:
 
     path: str
     dtype: str                     # a key of DTYPES
-    shape: tuple[Natural, ...]
+    shape: Many[Natural]
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
@@ -244,7 +245,9 @@ def _reserve(path, num_bytes):
         with suppress(FileExistsError):
             os.mkdir(os.path.dirname(path), 0o700)
         file = open(path, "wb")
-    except OSError:
+    except OSError as error:
+        if (out := out_of_files(error)) is not None:
+            raise out from error
         return False
     with file:
         try:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from .segments import Segment
-from .strict import STRICT, Degree, Natural, Speed
+from .strict import STRICT, ByName, Degree, Many, Natural, Speed
 
 # of a field whose segments the workers write; the host fills all others
 RESULT = {"is_result": True}
@@ -23,11 +23,11 @@ class Stages:
 
     pipefusion_degree: Degree
     sequence_degree: Degree = 1       # ranks that share a stage
-    num_blocks: tuple[Natural, ...] = ()       # blocks of each stage; (): balanced by cost
+    num_blocks: Many[Natural] = ()       # blocks of each stage; (): balanced by cost
     every_block: bool = False      # hold all blocks on every rank, so that warm-up can run by sequence parallelism
     offload: bool = False          # keep stale keys and values in host memory
     # of each rank, relative, as measured; (): from what the devices say of themselves
-    speeds: tuple[Speed, ...] = ()
+    speeds: Many[Speed] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -70,11 +70,11 @@ class Change:
     Neither: it is as in the file."""
 
     whole: Segment | None
-    terms: tuple[LowRank, ...]
+    terms: Many[LowRank]
     dtype: str = ""                # which the tensor is cast to before anything is added to it, and after
     sum_dtype: str = ""            # in which it is added
     # added to that in float32, and rounded again: ComfyUI's hooks
-    hooked: tuple[LowRank, ...] = ()
+    hooked: Many[LowRank] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -83,9 +83,9 @@ class AutoencoderSpec:
 
     name: str
     dtype: str
-    weights: dict[str, Segment]
+    weights: ByName[str, Segment]
     # what its tensors do not tell; Kind says which
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    settings: ByName[str, str] = dataclasses.field(default_factory=dict)
     from_host: bool = False                # do weights come from host memory, as each layer runs?
 
 
@@ -146,7 +146,7 @@ class FreeU:
     """FreeU on a U-Net's way up: where it has so many channels (the key), how strong half of them are made, and what
     the lowest frequencies of the skip are multiplied with."""
 
-    scales: dict[str, tuple[float, float]]
+    scales: ByName[str, tuple[float, float]]
     by_mean: bool = False          # its second version: stronger where the mean over channels is high
 
 
@@ -168,10 +168,10 @@ class NetworkSpec:
     """A network that a node puts inside a model (hooks/networks.py), whose weights the host sends as segments."""
 
     name: str
-    weights: dict[str, Segment]
+    weights: ByName[str, Segment]
     # of a hypernetwork: "320.0" (width, 0 for keys and 1 for values) -> its layers, in order: "linear relu linear";
     # of one that hears: "heads" -> how many its attention has
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    settings: ByName[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -185,7 +185,7 @@ class NetworkUse:
     strength: float
     picture: str = ""              # of blocks and layers: what of Branch.control it follows, (B or 1, T, C)
     # of text: for each image of the call, the prompt it is drawn for (0 positive, 1 negative), and its number there
-    rows: tuple[tuple[Natural, Natural], ...] = ()
+    rows: Many[tuple[Natural, Natural]] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -193,7 +193,7 @@ class KeptReferences:
     """Keys and values of the tokens of reference pictures (parallel/references.py), which a call keeps for later ones
     of its run (fills), or which it attends to in the place of the pictures."""
 
-    rows: tuple[tuple[str, Natural], ...]          # of each image of the call, the name and number they are kept under
+    rows: Many[tuple[str, Natural]]          # of each image of the call, the name and number they are kept under
     fills: bool
 
 
@@ -206,20 +206,20 @@ class Branch:
     conditioning: str              # name given by Conditioning
     prediction: Segment = dataclasses.field(metadata=RESULT)   # like latent
     # what a ControlNet adds, by models.plan.Family.control_shapes
-    control: dict[str, Segment] = dataclasses.field(default_factory=dict)
+    control: ByName[str, Segment] = dataclasses.field(default_factory=dict)
     # block, as ComfyUI's patches call it -> what instead: it is passed by; its self-attention gives its values,
     # whatever the queries; or it also returns `scores`
-    operations: dict[str, Literal["skip", "values", "scores"]] = dataclasses.field(default_factory=dict)
+    operations: ByName[str, Literal["skip", "values", "scores"]] = dataclasses.field(default_factory=dict)
     # (ranks of the displaced axis, B, keys), where an operation asks for them: the share of attention that each pixel
     # gets, of all heads on average, from each rank's queries together
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
-    guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
-    free_u: tuple[FreeU | Shrink, ...] = ()        # of a U-Net, one after the other
+    guided: Many[Nag] = ()   # done to what every self-attention gives, one after the other
+    free_u: Many[FreeU | Shrink] = ()        # of a U-Net, one after the other
     # tokens of a U-Net's self-attention -> rows and columns of its tiles, rows and columns of one (hooks/tiles.py)
-    tiles: dict[str, tuple[Natural, Natural, Natural, Natural]] = dataclasses.field(default_factory=dict)
-    networks: tuple[NetworkUse, ...] = ()  # one after the other
+    tiles: ByName[str, tuple[Natural, Natural, Natural, Natural]] = dataclasses.field(default_factory=dict)
+    networks: Many[NetworkUse] = ()  # one after the other
     # conditioning of this call alone, such as parts of the latent
-    call_conditioning: dict[str, Segment] = dataclasses.field(default_factory=dict)
+    call_conditioning: ByName[str, Segment] = dataclasses.field(default_factory=dict)
     kept: KeptReferences | None = None
     # where the predictions for parts go, in float32
-    parts: dict[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)
+    parts: ByName[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)

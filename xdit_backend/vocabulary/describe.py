@@ -4,7 +4,6 @@ given.
 # B batch, C channels, T tokens
 """
 
-import importlib
 import importlib.metadata
 import math
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..protocol.errors import ConfigError, UnsupportedError
 from .family import ConfigRules
+from .limits import count_blocks
 from .references import method_of, reference_positions, references
 from .rope_scales import moved
 
@@ -33,8 +33,8 @@ def optional_size(name, dim):
 
 
 def blocks(prefix):
-    """Number of blocks named `prefix`0., `prefix`1., ..."""
-    return lambda shapes: len({name[len(prefix):].partition(".")[0] for name in shapes if name.startswith(prefix)})
+    """Number of blocks named `prefix`0., `prefix`1., ..., of which there are at most MAX_BLOCKS."""
+    return lambda shapes: count_blocks(prefix, shapes)
 
 
 def has(*names):

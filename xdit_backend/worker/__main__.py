@@ -1,5 +1,5 @@
 """Entry point torchrun starts on each rank: python -m xdit_backend.worker FOLDER DEVICE,DEVICE,...
-STORE_PORT LOG_FOLDER"""
+FIRST_RANK LOG_FOLDER"""
 
 import sys
 

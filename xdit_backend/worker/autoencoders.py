@@ -5,13 +5,12 @@ from contextlib import nullcontext
 from itertools import count as count_from
 
 import torch
-import torch.distributed as dist
 
 from ..autoencoders import family_of
 from ..checkpoints.streamed_layers import StreamedLayers
 from ..checkpoints.vae import load_autoencoder
 from ..distributed.rows import all_sums
-from ..parallel.vae import Pieces, Ranks, decode_rows, encode_rows
+from ..parallel.vae import Pieces, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, free_bytes
 from ..parallel.vae_tile_memory import planner_of
 from ..protocol.copies import CopyThread
@@ -26,10 +25,10 @@ CHECKED = 4
 class Autoencoders:
     """The VAEs that this rank holds, by the names of their specs. All ranks share each picture, by rows or tiles."""
 
-    def __init__(self, device, staging, report_phase, timeline):
+    def __init__(self, ranks, device, staging, report_phase, timeline):
         self._device, self._report_phase = device, report_phase
         self._loaded, self._planners, self._streamed = {}, {}, {}
-        self._ranks, self._staging = Ranks(dist.group.WORLD), staging
+        self._ranks, self._staging = ranks, staging
         self._timeline, self._clock = timeline, Clock(device)
 
     def load(self, spec):
@@ -68,10 +67,10 @@ class Autoencoders:
         """check: see _progress."""
         vae = self._loaded[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
-        ranks = self._working(command, latent.shape, 1)
+        ranks = self._working(command, latent.shape, 1, traffic)
         if not ranks.is_member:
             return dict.fromkeys(("sent_bytes", "num_exchanges", "busy_s", "cpu_s", "peak_bytes"), 0)
-        block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1, ranks)
+        block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1, ranks, traffic)
         live, started_s, started_cpu_s, start = (LiveBytes(), time.perf_counter(), time.process_time(),
                                                  self._clock.mark())
         for index in range(len(latent)):
@@ -94,10 +93,10 @@ class Autoencoders:
         vae = self._loaded[command.autoencoder]
         picture, latent = map_segment(command.picture), map_segment(command.latent)
         scale, start = picture.shape[-1] // latent.shape[-1], self._clock.mark()
-        ranks = self._working(command, picture.shape, scale)
+        ranks = self._working(command, picture.shape, scale, traffic)
         if not ranks.is_member:
             return
-        block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale, ranks)
+        block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale, ranks, traffic)
         for index in range(len(picture)):
             progress = self._progress("encoding", index, len(picture), num_steps, check)
             pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
@@ -117,15 +116,16 @@ class Autoencoders:
         for pair in traffic.waits if self._device.type == "cpu" else ():
             self._timeline.add("exchange", *pair)
 
-    def _working(self, command, shape, scale):
+    def _working(self, command, shape, scale, traffic):
         """The Ranks that a command asks for, as many of them as have something to do. Every rank calls it."""
         asked = command.num_ranks or self._ranks.count
-        return self._ranks.only(self._planners[command.autoencoder].num_working(shape, scale, asked),
-                                command.first_rank)
+        num_working = self._planners[command.autoencoder].num_working(shape, scale, asked)
+        with traffic.entering(self._ranks.first(self._ranks.count)):          # every rank may have to make a group
+            return self._ranks.only(num_working, command.first_rank)
 
-    def _plan_rows(self, command, shape, scale, ranks):
+    def _plan_rows(self, command, shape, scale, ranks, traffic):
         return self._planners[command.autoencoder].plan(shape, scale, ranks, free_bytes(self._device),
-                                                           command.speeds[command.first_rank:])
+                                                        command.speeds[command.first_rank:], traffic)
 
     def _progress(self, text, index, count, num_steps, check):
         """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.collectives import Traffic
+from ..parallel.vae import Ranks
 from ..parallel.vae_memory import free_bytes
 from ..protocol import messages
 from ..protocol.transfers import StagingBuffers
@@ -35,7 +36,8 @@ class Aborted(Exception):
 class Engine:
     """All state of one rank. Nothing outlives a command but what a command asked to keep."""
 
-    def __init__(self, rank, device, report_phase, aborted=frozenset()):
+    def __init__(self, rank, device, report_phase, aborted=frozenset(), machines=()):
+        """machines: the name of each rank's machine; (): all ranks are on one."""
         self.rank, self.device = rank, device
         # requests that nobody waits for, which another thread may add to
         self._aborted = aborted
@@ -43,8 +45,10 @@ class Engine:
         staging = StagingBuffers(device)
         self._models = Models(rank, world_size, device, staging, report_phase)
         self.memory, self._timeline = Memory(device), Timeline(device)
-        self._predictions = Predictions(self._models, world_size, device, staging, self._timeline)
-        self._autoencoders = Autoencoders(device, staging, report_phase, self._timeline)
+        self._predictions = Predictions(self._models, world_size, device, staging, self._timeline,
+                                        num_on_machine=machines.count(machines[rank]) if machines else world_size)
+        self._autoencoders = Autoencoders(Ranks(dist.group.WORLD, machines), device, staging, report_phase,
+                                          self._timeline)
         self.request, self.traffic = 0, Traffic()              # of the command at hand, or of the last one
         self._handlers = {
             messages.LoadModel: self._load,
@@ -69,7 +73,8 @@ class Engine:
 
     def execute(self, command):
         """Carry out one command; returns measurements by name, or None."""
-        self.request, self.traffic = command.request, Traffic()
+        # in this order: what another thread reads as a request's is never an earlier one's
+        self.traffic, self.request = Traffic(), command.request
         empties_cache = isinstance(command, ALLOCATING) and not self._predictions.num_conditionings
         # it may have what runs have left; what they take then counts from there
         if empties_cache:
@@ -102,7 +107,7 @@ class Engine:
         return self._timeline.since(command.since_s) if asked else []
 
     def _load(self, command, traffic):
-        return self._models.load(command.spec, partial(self._check, command), command.segments)
+        return self._models.load(command.spec, partial(self._check, command), command.segments, traffic)
 
     def _check(self, command, agreed=lambda asked: asked):
         """Raise Aborted where nobody waits for a command any more.
@@ -143,6 +148,9 @@ class Engine:
         try:
             return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic,
                                  report_phase, command.per_machine)
+        except Exception:
+            traffic.is_broken = dist.get_world_size() > 1      # ranks begin each measurement together
+            raise
         finally:
             self.memory.give_back()
 

@@ -52,11 +52,12 @@ class Models:
             raise XDiTError(f"The model {name} is not loaded on rank {self._rank}. Queue the prompt again.")
         return self._loaded[name]
 
-    def load(self, spec, check=lambda: None, segments=()):
+    def load(self, spec, check=lambda: None, segments=(), traffic=None):
         """Load a model, unless it is here. A collective: every rank calls it. Returns the numbers of its residency.
 
-        segments: for each part of the model, memory for weights that come from host memory, if there is such. check()
-        is called after each tensor, when nothing is exchanged any more, and may raise to give up.
+        traffic: the Traffic in which exchanges are counted. segments: for each part of the model, memory for weights
+        that come from host memory, if there is such. check() is called after each tensor, when nothing is exchanged any
+        more, and may raise to give up.
         """
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
@@ -64,7 +65,7 @@ class Models:
         if family.is_comfyuis and not family.is_whole and family.transformer not in self._checked:
             check_pieces(family)
             self._checked.add(family.transformer)
-        count = itertools.count()
+        count, traffic = itertools.count(), traffic or Traffic()
         blocks = range(0)
 
         def report(done, total):
@@ -76,7 +77,7 @@ class Models:
             nonlocal blocks
             blocks = range(len(block_sizes(model, family)))
             if spec.stages is not None:
-                counts = spec.stages.num_blocks or self._balanced(spec, model, family)
+                counts = spec.stages.num_blocks or self._balanced(spec, model, family, traffic)
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
             return None if spec.stages is None or spec.stages.every_block else blocks
 
@@ -187,7 +188,7 @@ class Models:
             return weight
         return self._staging.to_device(weight) if weight.is_contiguous() else weight.to(self._device)
 
-    def _balanced(self, spec, model, family):
+    def _balanced(self, spec, model, family, traffic):
         """Blocks of each stage, balanced by cost, by the speed of the stages' devices and by what they can hold.
 
         model: without weights. A collective: every rank calls it.
@@ -195,7 +196,7 @@ class Models:
         free = torch.cuda.mem_get_info(self._device)[0] * FULL if self._device.type == "cuda" else math.inf
         sizes = block_bytes(model, family, spec)
         outside = held_bytes(model, family, spec) - sum(sizes)
-        devices = self._of_all(self._speed(spec), free - outside)
+        devices = self._of_all(traffic, self._speed(spec, traffic), free - outside)
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
                   for stage in range(spec.stages.pipefusion_degree)]
         return split_stages([size * share for size, share in block_sizes(model, family)], len(stages),
@@ -204,19 +205,19 @@ class Models:
                             limits=[min(free for _, free in ranks) for ranks in stages])
 
 
-    def _speed(self, spec):
+    def _speed(self, spec, traffic):
         """Of this device, relative to the others': as it was measured; else unlike ones are timed now, since numbers of
         processors say nothing across generations. A collective: every rank calls it."""
         if spec.stages.speeds:
             return spec.stages.speeds[self._rank]
-        kinds = self._of_all(*kind_of(self._device))
+        kinds = self._of_all(traffic, *kind_of(self._device))
         return (1.0 if all(kind == kinds[0] for kind in kinds)
                 else matrix_flops_s(self._device, getattr(torch, spec.compute_dtype)))
 
-    def _of_all(self, *numbers):
+    def _of_all(self, traffic, *numbers):
         """These numbers of every rank: [[number, ...]]. A collective."""
         mine = torch.tensor([numbers], dtype=torch.float64, device=self._device)
-        return all_gather(mine, [1] * self._world_size, 0, dist.group.WORLD, Traffic()).tolist()
+        return all_gather(mine, [1] * self._world_size, 0, dist.group.WORLD, traffic).tolist()
 
 
 def kind_of(device):

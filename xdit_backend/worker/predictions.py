@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ..distributed.exchange import Exchange
 from ..distributed.kernels import KernelUse
@@ -36,8 +37,9 @@ class Predictions:
     """What this rank keeps between predictions: conditioning, keys and values, groups and links of layouts,
     posted receives."""
 
-    def __init__(self, models, world_size, device, staging, timeline, map_segment=map_segment):
-        """map_segment(segment) -> the tensor that a command means by it."""
+    def __init__(self, models, world_size, device, staging, timeline, map_segment=map_segment, num_on_machine=1):
+        """map_segment(segment) -> the tensor that a command means by it. num_on_machine: ranks on this machine."""
+        self._num_on_machine = num_on_machine
         self._models, self._world_size, self._device, self._map = models, world_size, device, map_segment
         self._conditioning, self._key_values, self._exchanges = {}, {}, {}
         self._references = References()
@@ -111,7 +113,7 @@ class Predictions:
     def predict(self, command, traffic):
         """Run this rank's branch, batch share, stage and token shard;
         the first rank of the last stage writes the prediction."""
-        loaded, mesh = self._models[command.model], self._mesh(command)
+        loaded, mesh = self._models[command.model], self._entered_mesh(command, traffic)
         self._kernel = KernelUse(command.kernel.name, command.kernel.is_required, self._kernel.modules)
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
         start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
@@ -123,6 +125,9 @@ class Predictions:
         finally:
             handles = self._posted.pop(command.request, [])
             traffic.num_exchanges += len(handles)         # what others send cannot be called off
+            for _ in handles:
+                with traffic.entering(self._link(mesh, command.layout).arriving):
+                    pass
             self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         link = self._link(mesh, command.layout)
         if link is not None:
@@ -307,15 +312,22 @@ class Predictions:
 
     @property
     def unused_bytes(self):
-        """Bytes of the device that nobody has asked for yet; CPU workers share what the machine has."""
+        """Bytes of the device that nobody has asked for yet; CPU workers on one machine share what it has."""
         if self._device.type == "cuda":
             return torch.cuda.mem_get_info(self._device)[0]
-        return free_bytes(self._device) // self._world_size
+        return free_bytes(self._device) // self._num_on_machine
 
     def _link(self, mesh, layout):
         if mesh.degrees["pipefusion"] > 1 and layout not in self._links:
             self._links[layout] = Link(mesh, self._device)
         return self._links.get(layout)
+
+    def _entered_mesh(self, command, traffic):
+        """As `_mesh`, where every rank of the world may have to make groups, which is an exchange."""
+        if command.layout in self._meshes:
+            return self._mesh(command)
+        with traffic.entering(dist.group.WORLD):
+            return self._mesh(command)
 
     def _mesh(self, command):
         """The process groups of a command's layout, made when it is first used.

@@ -20,7 +20,7 @@ from ..checkpoints import kitchen
 from ..checkpoints.layers import FORMATS, Layer
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.kernels import KernelUse, attend, unusable
-from ..distributed.mesh import group_timeout
+from ..distributed.mesh import make_group
 from ..protocol.copies import CopyThread
 from ..protocol.specs import SDPA
 from ..protocol.transfers import StagingBuffers
@@ -283,10 +283,8 @@ def measure_links(watch, size, traffic, large_bytes, is_first):
     is_first: and of attention beside a hop.
     """
     numbers, device, dtype, world_size = {}, watch.device, watch.dtype, watch.world_size
-    groups = [dist.new_group(range(first, first + size), timeout=group_timeout()) if size < world_size
-              else dist.group.WORLD
-              for first in range(0, world_size, size)]
-    own = groups[watch.rank // size]
+    own = dist.group.WORLD if size == world_size else make_group(
+        [range(first, first + size) for first in range(0, world_size, size)])
     for name, num_bytes in (("small", SMALL_BYTES), ("large", large_bytes)):
         piece = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         pieces = piece[:len(piece) // size * size].view(size, -1)
@@ -307,9 +305,7 @@ def measure_links(watch, size, traffic, large_bytes, is_first):
     if is_first:
         numbers |= measure_overlap(watch, own, traffic, large_bytes)
     if size < world_size:
-        for group in groups:
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
+        dist.destroy_process_group(own)
     return numbers
 
 

@@ -22,21 +22,25 @@ TORCHRUN_HANDLES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 PR_SET_NAME = 15                           # linux/prctl.h
 
 
-def run(folder, devices, port, log_folder):
-    """Serve the host until it says stop or is gone. The arguments are texts; torchrun has set RANK and the like."""
-    rank = int(os.environ["RANK"])
+def run(folder, devices, first_rank, log_folder):
+    """Serve the host until it says stop or is gone. The arguments are texts.
+
+    first_rank: of this machine, whose torchrun counts its own ranks from 0 (LOCAL_RANK).
+    """
+    rank = rank_of(first_rank)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(1 + devices.count(","))}
     log_file = os.path.join(log_folder, f"rank-{rank}.log")
     take_over(log_file)
     import_libraries()
     from .serve import serve
     logging.basicConfig(level=os.environ.get("XDIT_LOG", "WARNING").upper(),
                         format=f"%(asctime)s [rank {rank}] %(name)s: %(message)s")
-    serve(folder, rank, devices.split(","), int(port), log_file)
+    serve(folder, rank, devices.split(","), log_file)
 
 
-def run_forked(folder, devices, port, log_folder):
+def run_forked(folder, devices, first_rank, log_folder):
     """As `run`, in a process that was forked from torchrun's: puts back what that has set for itself."""
-    name_process(f"xdit rank {os.environ['RANK']}")
+    name_process(f"xdit rank {rank_of(first_rank)}")
     for number in TORCHRUN_HANDLES:
         signal.signal(number, signal.SIG_DFL)
     import tempfile
@@ -44,10 +48,15 @@ def run_forked(folder, devices, port, log_folder):
     import torch
     if torch.cuda._is_in_bad_fork() and any(own_name(device) != "cpu" for device in devices.split(",")):
         # something has asked for GPUs before, and CUDA works in no process that was forked then
-        os.execv(sys.executable, [sys.executable, "-m", "xdit_backend.worker", folder, devices, port, log_folder])
+        os.execv(sys.executable, [sys.executable, "-m", "xdit_backend.worker", folder, devices, first_rank,
+                                  log_folder])
     tempfile.tempdir = None
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which its libraries read when they were imported
-    run(folder, devices, port, log_folder)
+    run(folder, devices, first_rank, log_folder)
+
+
+def rank_of(first_rank):
+    return int(first_rank) + int(os.environ["LOCAL_RANK"])
 
 
 def name_process(name):

@@ -17,34 +17,50 @@ import torch.distributed as dist
 
 from ..distributed.kernels import unusable
 from ..distributed.mesh import backend_for, group_options, group_timeout
+from ..protocol import timeouts
 from ..protocol.channel import connect
-from ..protocol.devices import own_name
+from ..protocol.devices import machine_of, own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
-from ..protocol.messages import JOINING, TRYING_LINKS, Abort, Done, Failed, Heartbeat, Phase, Ready, StartFailed, Stop
+from ..protocol.messages import (
+    JOINING,
+    TRYING_LINKS,
+    Abort,
+    Done,
+    Failed,
+    Heartbeat,
+    Phase,
+    Ready,
+    StartFailed,
+    Stop,
+    StoreReply,
+)
 from ..protocol.segments import discard, folders_of
 from .engine import Engine
+from .host_store import open_store
 from .output import keep_small
 from .preflight import prepare_device, try_links
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 2.0                                 # from beat to beat of a worker that is at a command
+HEARTBEAT_S = 2.0                                 # at most, from beat to beat of a worker that is at a command
+BEATS = 4                                         # at least, in the time after which a silent worker counts as lost
 PREFETCHED = 3                               # commands whose receives are posted: the one at hand and two ahead
 
 
-def serve(folder, rank, devices, store_port, log_file):
-    """Join the process group at the host's store, greet the host, and serve until it says stop or is gone.
+def serve(folder, rank, devices, log_file):
+    """Join the process group through its store, greet the host, and serve until it says stop or is gone.
     log_file: what is printed."""
     channel = connect(folder)
+    store = open_store(folder, rank, devices, channel.send)    # referenced until the process group is destroyed
     channel.send(Phase(rank, "starting workers"))
     commands, busy, ready, aborted = queue.SimpleQueue(), threading.Event(), threading.Event(), set()
     threading.Thread(target=_heartbeat_until, args=(ready, channel, rank), daemon=True).start()
-    threading.Thread(target=_read, args=(channel, commands, aborted, folder), daemon=True).start()
+    threading.Thread(target=_read, args=(channel, commands, aborted, store, folder), daemon=True).start()
     device = torch.device(own_name(devices[rank]))
     torch.set_grad_enabled(False)
     try:
         prepare_device(device)
-        _join(channel, rank, devices, device, store_port)
+        _join(channel, rank, devices, device, store)
     except (WorkerStartError, LinkError) as error:
         log.exception("cannot start")
         channel.send(StartFailed(rank, str(error), isinstance(error, LinkError)))
@@ -52,7 +68,8 @@ def serve(folder, rank, devices, store_port, log_file):
         threading.Event().wait()
     # the libraries' objects stay: what is dropped is found sooner without them
     gc.freeze()
-    engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), aborted)
+    engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), aborted,
+                    tuple(map(machine_of, devices)))
     ready.set()
     channel.send(Ready(rank, os.getpid(), devices[rank], unusable(device)))
     threading.Thread(target=_heartbeat, args=(channel, engine, busy, log_file), daemon=True).start()
@@ -60,22 +77,18 @@ def serve(folder, rank, devices, store_port, log_file):
     while True:
         while not waiting or not commands.empty():
             waiting.append(_next(commands, engine.memory))
-        for upcoming in itertools.islice(waiting, PREFETCHED):
-            if not _prefetch(engine, upcoming):
-                break
+        prefetch_ahead(engine, itertools.islice(waiting, PREFETCHED))
         command = waiting.popleft()
         if isinstance(command, Stop):
             break
         busy.set()
         try:
             numbers = engine.execute(command)
-            reply = Done(command.request, rank, numbers or {}, engine.spans_for(command))
+            reply = Done(command.request, rank, numbers or {}, engine.spans_for(command),
+                         engine.traffic.entered)
         except Exception as error:                             # one road for failure: it reaches the node by name
             log.exception("command %s failed", type(command).__name__)
-            numbers = engine.shortage(error)
-            reply = Failed(command.request, rank, devices[rank],
-                           "OutOfMemoryError" if numbers else type(error).__name__, str(error),
-                           traceback.format_exc(), engine.traffic.num_exchanges > 0, numbers)
+            reply = _failed(command, engine, devices[rank], error)
         if isinstance(reply, Failed):                          # by now nothing refers to what the command held
             engine.memory.give_back()
         busy.clear()
@@ -83,10 +96,9 @@ def serve(folder, rank, devices, store_port, log_file):
     dist.destroy_process_group()
 
 
-def _join(channel, rank, devices, device, store_port):
+def _join(channel, rank, devices, device, store):
     """Join the process group, and see that its ranks reach each other."""
     backend = backend_for(devices, dist.is_nccl_available())
-    store = dist.PrefixStore("workers", dist.TCPStore("127.0.0.1", store_port, is_master=False))
     channel.send(Phase(rank, JOINING))
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=len(devices), timeout=group_timeout(),
@@ -96,6 +108,13 @@ def _join(channel, rank, devices, device, store_port):
     if len(devices) > 1:
         channel.send(Phase(rank, TRYING_LINKS))
         try_links(rank, devices, device)
+
+
+def _failed(command, engine, device, error):
+    """The Failed of a command that raised this. Called while it is handled."""
+    numbers, traffic = engine.shortage(error), engine.traffic
+    return Failed(command.request, engine.rank, device, "OutOfMemoryError" if numbers else type(error).__name__,
+                  str(error), traceback.format_exc(), numbers, traffic.entered, traffic.is_broken, traffic.block)
 
 
 def _next(commands, memory):
@@ -108,6 +127,19 @@ def _next(commands, memory):
             memory.give_back()
 
 
+def prefetch_ahead(engine, commands):
+    """Post the receives of the command at hand and of those that follow, up to the first that cannot be prepared.
+
+    No further than the first of another layout: a step of that one may be a collective of all ranks, and a receive
+    posted before it waits for a rank that comes to its send only after that step.
+    """
+    layouts = set()
+    for command in commands:
+        layouts.add(getattr(command, "layout", None))
+        if len(layouts) > 1 or not _prefetch(engine, command):
+            break
+
+
 def _prefetch(engine, command):
     try:
         return engine.prefetch(command)
@@ -116,10 +148,14 @@ def _prefetch(engine, command):
         return False
 
 
+def _interval_s():
+    return min(HEARTBEAT_S, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S") / BEATS)
+
+
 def _heartbeat_until(ready, channel, rank):
     """Tell the host that this process lives while it has no engine to tell of: it may wait for the others to come."""
     with suppress(ChannelClosedError):                         # _read ends the process
-        while not ready.wait(HEARTBEAT_S):
+        while not ready.wait(_interval_s()):
             channel.send(Heartbeat(rank, 0, 0, False))
 
 
@@ -132,21 +168,25 @@ def _heartbeat(channel, engine, busy, log_file):
     try:
         while True:
             busy.wait()
-            time.sleep(HEARTBEAT_S)
+            time.sleep(_interval_s())
             keep_small(log_file)
             if busy.is_set():
-                channel.send(Heartbeat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report()))
+                channel.send(Heartbeat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report(),
+                                       dict(engine.traffic.entered)))
     except ChannelClosedError:
         pass                                                   # _read ends the process
 
 
-def _read(channel, commands, aborted, folder):
+def _read(channel, commands, aborted, store, folder):
     """Pass commands on; when the host is gone, end this process whatever it is doing, and leave no file behind."""
     try:
         while True:
             command = channel.receive()
             if isinstance(command, Abort):
                 aborted.add(command.request)
+                continue
+            if isinstance(command, StoreReply):
+                store.take(command)
                 continue
             commands.put(command)
             if isinstance(command, Stop):

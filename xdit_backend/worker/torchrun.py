@@ -4,9 +4,8 @@ that it imports.
 Its first argument names a file, for what it says of workers that fail: in memory, since the disk that its output goes
 to may be full.
 
-Left to itself, torchrun waits for minutes for the store of a host that was killed. Workers notice by their own
-connection; one that is stopped, or hangs, does not, nor does any while a process lives that the host has forked, which
-holds the host's end of all.
+Workers notice the end of their host by their own connection. One that is stopped, or hangs, does not, nor does any
+while a process lives that the host has forked, which holds the host's end of all.
 """
 
 import logging
@@ -27,6 +26,9 @@ def main():
     threading.Thread(target=end_with_the_parent, args=(os.getppid(),), daemon=True).start()
     _keep_failures(sys.argv.pop(1))
     from torch.distributed.run import main as torchrun  # takes seconds, in which the host may end
+
+    from . import rendezvous
+    rendezvous.register()
     torchrun()
 
 
@@ -39,6 +41,9 @@ def run_forked(arguments, rank_main):
     """
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
+
+    from . import rendezvous
+    rendezvous.register()
     _keep_failures(arguments[0])
     parsed = parse_args(["--start-method=fork", *arguments[1:]])
     # what torch writes for each rank goes with the group's folder

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from ..checkpoints.offloading import Sharing
 from ..distributed.collectives import start_all_gather
-from ..distributed.mesh import group_options, group_timeout
+from ..distributed.mesh import make_group
 from ..partition import ranks_by_part, shard_sizes
 
 
@@ -32,7 +32,8 @@ class WeightGroups:
         if not command.copies.is_shared or not can_share(spec, self._world_size):
             return None
         if not self.has(spec):
-            self._groups[self._key(spec)] = self._made(spec)
+            with traffic.entering(dist.group.WORLD):
+                self._groups[self._key(spec)] = self._made(spec)
         if not is_alike(command, mesh):
             return None
         group, ranks = self._groups[self._key(spec)]
@@ -43,13 +44,10 @@ class WeightGroups:
         return str(ranks_by_part(self._world_size, spec))
 
     def _made(self, spec):
-        """(this rank's group, its ranks). Every rank makes every group."""
-        own = None
-        for ranks in ranks_by_part(self._world_size, spec):
-            group = dist.new_group(ranks, timeout=group_timeout(), pg_options=group_options(dist.get_backend()))
-            if dist.get_rank() in ranks:
-                own = group, ranks
-        return own
+        """(this rank's group, its ranks). Every rank of the world calls it."""
+        parts = ranks_by_part(self._world_size, spec)
+        own, = (ranks for ranks in parts if dist.get_rank() in ranks)
+        return make_group(parts), own
 
 
 def can_share(spec, world_size):

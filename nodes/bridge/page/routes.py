@@ -1,7 +1,7 @@
 """What the page asks: which files the workers cannot have, before it converts a workflow, and what its panel shows.
 Used by __init__.py.
 
-All routes stand under ComfyUI's own checks of where a request comes from.
+Each route takes requests of ComfyUI's own page only (own_page.py), besides ComfyUI's own checks.
 """
 
 import asyncio
@@ -17,15 +17,19 @@ import folder_paths
 
 from ....xdit_backend.autoencoders import supported
 from ....xdit_backend.config import ParallelConfig
+from ....xdit_backend.protocol.bounded_json import parse_json
 from ....xdit_backend.protocol.errors import CheckpointError, XDiTError
 from ..model.checkpoints import CHECKPOINTS
 from ..vae.kinds import kind_of, name_of
 from ..workers.groups import fitting_here
 from . import panel
+from .own_page import add_checked
 
 log = logging.getLogger(__name__)
 
 MAX_FILES, MAX_NAME = 200, 100
+MAX_BODY_BYTES, MAX_BODY_VALUES = 2 ** 18, 2 ** 12
+MAX_SETTING = 4096                         # characters of a setting: devices of a hundred machines
 WATCHED_S = 1.0                            # from one state to the next that an open panel is sent
 PIXELS = "pixel_space"                     # what ComfyUI's Load VAE lists though it is no file
 VAE_PREFIXES = ("first_stage_model.", "vae.")
@@ -43,8 +47,10 @@ def add_routes(server):
     that can work here}.
     POST /xdit/do {"action": one of panel.ACTIONS} -> {}; 409 while a prompt runs, or where it cannot be done.
     """
-    _add_questions(server.routes)
-    _add_panel(server.routes, server)
+    own = web.RouteTableDef()
+    _add_questions(own)
+    _add_panel(own, server)
+    add_checked(server.routes, own)
 
 
 def _add_questions(routes):
@@ -62,7 +68,7 @@ def _add_questions(routes):
         if not isinstance(body, dict) or body.keys() != {"settings"} or not _are_settings(body["settings"]):
             return _refuse('Send {"settings": {name of a setting of xDiT Parallel Config: its value}}.')
         try:
-            found = fitting_here(ParallelConfig(**body["settings"]))
+            found = await asyncio.to_thread(fitting_here, ParallelConfig(**body["settings"]))
         except XDiTError as error:
             return _refuse(str(error), 409)
         return web.json_response({"settings": {name: value for name in body["settings"]
@@ -173,7 +179,8 @@ def refused_vae(path):
     try:
         with torch.device("meta"):
             vae = comfy.sd.VAE(sd={key: torch.empty(shape) for key, shape in shapes.items()}, metadata=header.metadata)
-    except RuntimeError:                                       # of load_state_dict: ComfyUI's loader will say more
+    # of shapes that no VAE has: ComfyUI's loader will say more
+    except (RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
         return None
     model = vae.first_stage_model
     if model is None or kind_of(model) is not None:
@@ -195,12 +202,19 @@ def _are_settings(settings):
     kinds = {field.name: type(field.default) for field in dataclasses.fields(ParallelConfig)}
     return isinstance(settings, dict) and all(
         name in kinds and (type(value) is kinds[name] or (kinds[name] is float and type(value) is int))
+        and (abs(value) < 2 ** 63 if type(value) is int else len(str(value)) <= MAX_SETTING)
         for name, value in settings.items())
 
 
 async def _body(request):
+    """The JSON of a request; None for what is none, or is larger than the page sends."""
+    raw = bytearray()
+    async for part in request.content.iter_chunked(2 ** 16):
+        raw += part
+        if len(raw) > MAX_BODY_BYTES:
+            return None
     try:
-        return await request.json()
+        return parse_json(bytes(raw), MAX_BODY_BYTES, MAX_BODY_VALUES)
     except ValueError:
         return None
 

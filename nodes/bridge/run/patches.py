@@ -102,7 +102,7 @@ class PatchwiseSampler:
         self._tasks = [PatchTask(run_patch, self._remote, functools.partial(self._slice, index=index))
                        for index in range(len(self._run.patches))]
         try:
-            with self._noise.drawn_whole():
+            with self._noise.drawn_whole(), self._remote.memory.explaining():
                 for index in range(len(self._tasks)):
                     self._resume(index, index)
                 while self._waiting or self._in_flight:

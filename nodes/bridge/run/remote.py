@@ -95,7 +95,8 @@ class RemoteModel:
             self.memory.check_host()
         client = GROUPS.client(self.devices)
         missing = {device: self.bytes_on(device) - self.loaded_on(device) for device in set(self.devices)}
-        GROUPS.load_model(client, self.spec, base_model, missing, self.changes)
+        with self.memory.explaining():
+            GROUPS.load_model(client, self.spec, base_model, missing, self.changes)
         self.memory.update(client.models.memory(self.spec.name))
 
     @property
@@ -131,8 +132,7 @@ class RemoteModel:
         return self._run_bytes * self.devices.count(str(self.load_device))
 
     def free_memory_elsewhere(self):
-        """Have ComfyUI's own models free the memory that the workers need on devices other than load_device, for which
-        ComfyUI asks itself."""
+        """Have ComfyUI's models free what workers need on other devices than load_device, for which it asks itself."""
         for name in set(self.devices) - {str(self.load_device)}:
             ask_for_memory(name, self.bytes_on(name) - self.loaded_on(name) + self._run_bytes
                            * self.devices.count(name))
@@ -169,8 +169,7 @@ class RemoteModel:
         for end in (self.forecasts.end, self.additions.end, self.memory.end_run):
             end()
         client = self._forget_conditioning()
-        if client is not None:
-            # ComfyUI is to see the memory that the workers give back now
+        if client is not None:                                 # ComfyUI is to see the memory that they give back now
             GROUPS.runs.collect(client, lambda since_s: client.catch_up(MEMORY_TIMEOUT_S, since_s))
 
     def forward(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
@@ -255,7 +254,8 @@ class RemoteModel:
         """The predictions for one or two calls of this model, which are all calls of this step at this time."""
         GROUPS.client(self.devices).begin_step(model_call.step)
         try:
-            return self._predict(model_call, calls)
+            with self.memory.explaining():
+                return self._predict(model_call, calls)
         finally:
             if model_call.schedule is None:                    # called outside of a sampler: no run will end
                 self._forget_conditioning()

@@ -20,7 +20,7 @@ from ....xdit_backend.host import measurements
 from ....xdit_backend.host.client import Client
 from ....xdit_backend.host.forkserver import Forkserver
 from ....xdit_backend.host.preflight import num_cuda_devices
-from ....xdit_backend.host.torchrun import prepare
+from ....xdit_backend.host.torchrun import environment_of
 from ....xdit_backend.host_memory import available_memory
 from ....xdit_backend.machines.listener import Listener, own_addresses, read_address
 from ....xdit_backend.protocol.devices import machine_of, machines_of, own_name, resolve_devices
@@ -123,7 +123,7 @@ class Groups:
     def prepare(self, devices):
         """Start loading the libraries of workers on these devices, while other nodes run. Waits for nothing."""
         if sys.platform != "win32":
-            prepare(self._forkserver, devices)
+            self._forkserver.prepare(environment_of(devices))
 
     def listener(self):
         """Where other machines join. Raises ConfigError where no address is set for that, or it cannot listen there."""

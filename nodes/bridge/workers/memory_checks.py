@@ -5,9 +5,11 @@ import dataclasses
 import functools
 import math
 import os
+from contextlib import contextmanager
 
 import torch
 
+from ....xdit_backend.forecast.after_shortage import Measured, Method, layouts_that_fit, sizes_that_fit
 from ....xdit_backend.forecast.cost import Job
 from ....xdit_backend.forecast.memory import has_parts, rank_memory, rank_weights, working_share
 from ....xdit_backend.forecast.memory_check import (
@@ -17,6 +19,7 @@ from ....xdit_backend.forecast.memory_check import (
     check_memory,
     rank_room,
     ranks_hold,
+    settings_that_fit,
     weights_memory_in,
 )
 from ....xdit_backend.forecast.more_devices import spread_that_fits
@@ -26,10 +29,11 @@ from ....xdit_backend.forecast.planner import (
     memory_settings,
 )
 from ....xdit_backend.forecast.words import describe_layout, disk_words, weights_words
+from ....xdit_backend.host.shortage import OF_A_VAE, OF_WEIGHTS, run_bytes
 from ....xdit_backend.host_memory import available_memory, disk_bytes_s
 from ....xdit_backend.partition import ranks_by_part
 from ....xdit_backend.protocol.devices import machine_of, own_name
-from ....xdit_backend.protocol.errors import ConfigError
+from ....xdit_backend.protocol.errors import ConfigError, WorkerOutOfMemoryError
 
 
 class MemoryCheck:
@@ -49,6 +53,7 @@ class MemoryCheck:
         # of a rank with all blocks
         self.model_bytes = self._plan_of(math.inf, None).device_bytes if self._has_parts else max(self.weight_bytes)
         self._checked = set()                                  # what of this run has been found to fit
+        self._run = None                                       # (Latents, Hints, Job, Degrees) that were checked last
         # of a run by stages whose weights come, as was forecast; 0: as many as stages
         self.run_patches = 0
         self._disk_bytes_s = 0.0                               # at which the file is read; 0: not measured
@@ -243,12 +248,59 @@ class MemoryCheck:
                           if setup.config.cached_steps > 1 else {})
         num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
+        latents = Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:])
+        hints = Hints(self._spread(job(num_images, sizes)), self._lighter, other_settings)
+        self._run = latents, hints, job(num_images, sizes), degrees
         check_memory(f"this run ({describe_layout(layout)})",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
-                                  available_memory()[0]),
-                     Hints(self._spread(job(num_images, sizes)), self._lighter, other_settings),
-                     Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:]))
+                                  available_memory()[0]), hints, latents)
         self._checked.add(key)
+
+    @contextmanager
+    def explaining(self):
+        """Under this, the error of a worker whose memory runs out says what would fit by the estimates, scaled to what
+        that worker had taken."""
+        try:
+            yield
+        except WorkerOutOfMemoryError as error:
+            would = self._after(error) if error.facts and error.command not in OF_A_VAE else []
+            if not would:
+                raise
+            text = f"Use {'; or '.join(would)}. {error.facts}"
+            raise WorkerOutOfMemoryError(text, error.rank, error.device, error.numbers, error.command) from error
+
+    def _after(self, error):
+        """[text] of what would fit after a worker's memory ran out."""
+        setup, numbers, rank = self._setup, error.numbers, error.rank
+        (taken, available), held = run_bytes(numbers), numbers.get("weight_bytes", 0) + numbers.get("cast_bytes", 0)
+        if error.command in OF_WEIGHTS:
+            has, weights = held + available, self.weight_bytes[rank]
+            ranks = DeviceMemory([error.device], [has], [weights])
+            spread = spread_that_fits(setup.config, setup.net, setup.family.refused, Job(1, 0, 1), has)
+            return [*self._streamed(has, weights), *settings_that_fit(ranks, Hints(spread, self._lighter_on(rank)))]
+        if self._run is None or taken <= available:            # nothing is known that would be less
+            return []
+        latents, hints, job, degrees = self._run
+        measured = Measured(error.device, held, taken, held + available)
+        layouts = [] if setup.net is None else layouts_that_fit(
+            measured, setup.net, job, Method(degrees, tuple(setup.family.refused), setup.config.may_differ),
+            memory_settings(setup.config, setup.spec.stages, *self.changed), not any(self.offloaded_bytes))
+        spread = spread_that_fits(setup.config, setup.net, setup.family.refused, job,
+                                  measured.total / measured.factor(latents.memory()))
+        hints = dataclasses.replace(hints, spread=layouts or spread, lighter=self._lighter_on(rank))
+        return [*self._streamed(measured.total - taken, held), *sizes_that_fit(measured, latents, hints)]
+
+    def _lighter_on(self, rank):
+        """As `_lighter`, of one rank."""
+        return lambda: {name: [sizes[rank]] for name, sizes in self._lighter().items()}
+
+    def _streamed(self, room_bytes, held_bytes):
+        """[text]: with which weights_memory weights would take no more of a device than this, and less than they do."""
+        setting = weights_memory_in(max(0.0, room_bytes), self._most_held) if self._may_offload else 0
+        if not setting or not self._most_held(setting) <= min(room_bytes, held_bytes):
+            return []
+        return [f'weights_memory "{math.floor(setting / 1e7) / 100:g}", with which the other weights are streamed from '
+                "system RAM"]
 
     def _of_ranks(self, weight_bytes):
         setup = self._setup

@@ -1,0 +1,1 @@
+"""Programs that repeat what the tests sample; run by hand."""

@@ -1,0 +1,1 @@
+"""A simulation of NCCL on CPUs: its order of operations, without any of gloo's leniency."""

@@ -1,0 +1,71 @@
+"""Interface of a process supervisor, which starts the workers of one machine and reports how they end.
+
+Linux has one implementation: torchrun, forked from a process that has imported the workers' libraries (forkserver.py).
+A supervisor does no rendezvous: ranks, world size and the store are known before it starts.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]         # the folder that contains the package, for the workers' PYTHONPATH
+
+
+@dataclass(frozen=True)
+class LocalRanks:
+    """The consecutive ranks of a worker group that run on this machine.
+
+    devices: of all ranks of the group. folder: the group's private folder (0700, in memory), which has the workers'
+    socket and store. scratch_folder: its folder on disk. log_folder: receives `rank-N.log` of each worker and the
+    supervisor's own output.
+    """
+
+    devices: tuple[str, ...]
+    first_rank: int
+    num_ranks: int
+    folder: Path
+    scratch_folder: Path
+    log_folder: Path
+
+
+class WorkerProcesses(Protocol):
+    """The running workers of a LocalRanks, and the process that watches over them."""
+
+    pid: int
+    why_not_forked: str                            # reason for which each worker imports its libraries itself, or ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Have all workers and the process that watches them ended?"""
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait for the end for at most so many seconds; returns has_ended."""
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """{rank: its process} of the workers started so far. Raises psutil.Error if the supervising process ended."""
+
+    def first_failure(self) -> tuple[int, int] | None:
+        """(rank, exit code) of the worker that failed first; None if no failure is known."""
+
+    def end(self, workers, timeout_s: float | None) -> None:
+        """Wait for the end, then terminate and at last kill what still runs.
+
+        workers: processes of ranks, which are killed even if the supervising process is already gone.
+        timeout_s: None kills at once.
+        """
+
+
+class Supervisor(Protocol):
+    """Starts worker processes. Several threads may call its methods."""
+
+    def prepare(self, environment: dict[str, str]) -> object:
+        """Load the libraries of workers that will run in this environment; returns at once."""
+
+    def start(self, ranks: LocalRanks, environment: dict[str, str], check=lambda: None) -> WorkerProcesses:
+        """Start one worker process a rank. check() may raise to give up.
+        Raises WorkerStartError if they cannot be started."""
+
+    def close(self) -> None:
+        """End all processes that it started."""

@@ -1,0 +1,42 @@
+"""Messages by which ranks on another machine use the c10d store of the group, a file on the host."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from .strict import MAX_RANKS, STRICT, Natural, Printable, Rank
+
+# gloo's and NCCL's own keys have fewer than 200 characters, their values fewer than 1,000 bytes
+StoreKey: TypeAlias = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,512}$")]
+StoreValue: TypeAlias = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=2 ** 17)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class StoreRequest:
+    """An operation on the c10d store of the group, which is a file on the host.
+
+    A rank on another machine sends it; the host answers with StoreReply. No operation waits. value, expected: raw
+    bytes, in hexadecimal. amount: of "add".
+    """
+
+    rank: Rank
+    number: Natural
+    operation: Literal["set", "get", "add", "compare_set", "check", "delete", "num_keys"]
+    keys: Annotated[tuple[StoreKey, ...], Field(max_length=MAX_RANKS)] = ()
+    value: StoreValue = ""
+    expected: StoreValue = ""
+    amount: Annotated[int, Field(ge=0, lt=2 ** 31)] = 0
+
+
+@dataclass(frozen=True, config=STRICT)
+class StoreReply:
+    """The host's answer to a StoreRequest.
+
+    value: of "get" and "compare_set". count: the result of the others; of "get" 1 if the key was found.
+    """
+
+    number: Natural
+    value: StoreValue = ""
+    count: Natural = 0
+    error: Printable = ""
