@@ -22,8 +22,9 @@ from tests import order
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PORTIONS = 12                          # of CI: each ends in the time that the default tier leaves
 SECONDS = Path(__file__).with_name("slow_seconds.json")        # {test function: seconds of a case, measured}
-UNMEASURED_S = 2.0
 LONG_S = 3.0                               # of a case, from which on a test is not drawn each time but in turn
+LEAST_S = 0.01
+UNMEASURED_S = LONG_S                      # so that new tests cannot make the default tier long
 TURN_S = 100.0                             # of the cases that are drawn in turn, all together
 COMMIT = "commit"                          # --portion's word for the commit's turn
 PORTION, TURN = pytest.StashKey[object](), pytest.StashKey[object]()
@@ -144,10 +145,9 @@ def cut(nodeids, count, seconds):
 
     nodeids: of all slow cases. seconds: as in SECONDS.
     """
-    portions, before = {}, 0.0
-    total = sum(seconds.get(function_of(nodeid), UNMEASURED_S) for nodeid in nodeids)
-    for nodeid in sorted(nodeids):
-        its_own = seconds.get(function_of(nodeid), UNMEASURED_S)
+    lasting = {nodeid: max(seconds.get(function_of(nodeid), UNMEASURED_S), LEAST_S) for nodeid in sorted(nodeids)}
+    portions, before, total = {}, 0.0, sum(lasting.values())
+    for nodeid, its_own in lasting.items():
         portions[nodeid] = 1 + min(int((before + its_own / 2) / total * count), count - 1)
         before += its_own
     return portions
@@ -169,8 +169,8 @@ def draw(nodeids, seed, number, seconds):
 
 
 def turns_of(functions, seconds):
-    """{function: its turn, from 1} of those whose cases take LONG_S or more."""
-    long = {function: seconds[function] for function in functions if seconds.get(function, 0.0) >= LONG_S}
+    """{function: its turn, from 1} of those whose cases take LONG_S or more, or are not measured."""
+    long = {function: its_own for function in functions if (its_own := seconds.get(function, UNMEASURED_S)) >= LONG_S}
     return cut(long, math.ceil(sum(long.values()) / TURN_S), seconds)
 
 
