@@ -324,7 +324,7 @@ class Predictions:
 
     def _entered_mesh(self, command, traffic):
         """As `_mesh`, where every rank of the world may have to make groups, which is an exchange."""
-        if command.layout in self._meshes:
+        if command.layout in self._meshes or self._world_size == 1:
             return self._mesh(command)
         with traffic.entering(dist.group.WORLD):
             return self._mesh(command)
