@@ -1,6 +1,7 @@
 """The ratchet of banned words: their counts in names, messages, docstrings and pages only fall (tests/words.py)."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -130,7 +131,7 @@ def test_a_fall_has_to_be_stored_and_is_then_the_limit(repository):
     one = find(repository.root)
 
     (message,) = problems(two, one)
-    assert "--write" in message and '"picture" occurs 1 times in names, stored are 2' in message
+    assert "--write" in message and '"picture" occurs 1 times in names, the stored count is 2.' in message
     assert lower(two, count(one)) == count(one)
     assert problems(count(one), one) == []
     assert lower(count(one), two) == count(one), "a count was raised"
@@ -172,6 +173,24 @@ def test_lines_changed_since_the_counts_were_stored_are_listed_first(repository)
 
     assert problems(before, found, {("nodes/a.py", 2)})[0].endswith(": nodes/a.py:2")
     assert problems(before, found)[0].endswith(": nodes/a.py:1, nodes/a.py:2")
+
+
+def test_changed_lines_are_those_since_the_commit_that_stored_the_counts(repository):
+    def git(*arguments):
+        subprocess.run(["git", "-C", str(repository.root), "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+                       check=True, capture_output=True)
+    assert changed_lines(repository.root / "docs") == set(), "no folder, no lines"
+    repository("tests/word_counts.json", "{}\n")
+    repository("nodes/a.py", "a = 1\nb = 2\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "Store the counts")
+    repository("nodes/a.py", "a = 1\nb = 3\nc = 4\n")
+    git("commit", "-am", "Change lines")
+    repository("README.md", "# A pack\n\nGenerates a picture.\n")
+    repository("nodes/b.py", "d = 5\n")
+
+    assert changed_lines(repository.root) == {("nodes/a.py", 2), ("nodes/a.py", 3), ("README.md", 3), ("nodes/b.py", 1)}
 
 
 def test_an_exception_is_of_one_word_in_lines_with_its_text(repository):

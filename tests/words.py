@@ -110,8 +110,9 @@ OPENINGS = re.compile(r"\s*(?:(?:of|to|by|for|with|in|on|from|at) (?:which|what|
 EXCEPTIONS: tuple[tuple[str, str, str, str], ...] = ()
 
 # not in names of code (Family.amend, draw(), shares.py), which are counted where they are defined
-TEXT = re.compile(r"(?=[a-z])\b(?<![.\\])(?:" + "|".join(f"(?P<w{index}>{word.text})" for index, word in enumerate(WORDS)
-                                      if word.text).replace(" ", r"\s+") + r")\b(?!\(|\.py\b|\.\w+\()")
+TEXT = re.compile(r"(?=[a-z])\b(?<![.\\])(?:" + "|".join(
+    f"(?P<w{index}>{word.text})" for index, word in enumerate(WORDS) if word.text).replace(" ", r"\s+")
+    + r")\b(?!\(|\.py\b|\.\w+\()")
 JS = re.compile(r"/\*(?P<block>.*?)\*/|//(?P<line>[^\n]*)"
                 r"|(?P<text>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`)", re.DOTALL)
 # names of files and commands: code; code blocks, targets of links and attributes of HTML
@@ -164,7 +165,8 @@ def problems(stored, found, changed=frozenset()):
             limit = stored.get(place, {}).get(word)
             if limit is None or number < limit:
                 messages.append(f"Run `python -m tests.words --write` and commit tests/word_counts.json: \"{word}\" "
-                                f"occurs {number} times in {place}, stored are {limit}.")
+                                f"occurs {number} times in {place}, "
+                                + ("and no count is stored." if limit is None else f"the stored count is {limit}."))
             elif number > limit:
                 lines = [(each.path, each.line) for each in found if (each.place, each.word) == (place, word)]
                 lines = [line for line in lines if line in changed] or lines
