@@ -92,6 +92,8 @@ def test_a_new_banned_word_is_reported_with_its_line_and_the_fields_word(reposit
      [("pages", 3), ("pages", 8)]),
     ("web/docs/XDiTNode.md", "A picture.\n", [("pages", 1)]),
     ("xdit_backend/forecast/__init__.py", "", [("names", 1)]),
+    ("xdit_backend/links.py", "x = '# two cards'  # for\n# want of a GPU\n",
+     [("docstrings and comments", 1), ("messages", 1)]),
     ("xdit_backend/split.py", "self.pieces = drawn = 1\nfor room in rooms:\n    use(picture, card=1)\n",
      [("names", 1), ("names", 1), ("names", 2)])])
 def test_every_kind_of_file_is_read(repository, path, text, places):
