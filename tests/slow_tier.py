@@ -20,7 +20,7 @@ import pytest
 from tests import order
 
 ROOT = Path(__file__).resolve().parent.parent
-NUM_PORTIONS = 24                          # of CI: each ends in the time that the default tier leaves
+NUM_PORTIONS = 32                          # of CI: each ends in the time that the default tier leaves
 SECONDS = Path(__file__).with_name("slow_seconds.json")        # {test function: seconds of a case, measured}
 LONG_S = 3.0                               # of a case, from which on a test is not drawn each time but in turn
 LEAST_S = 0.01
@@ -32,7 +32,7 @@ PORTION, TURN = pytest.StashKey[object](), pytest.StashKey[object]()
 
 def add_options(parser):
     parser.addoption("--portion", metavar="PORTION",
-                     help="of the slow tests one portion alone: a number and a count such as 3/24, or "
+                     help="of the slow tests one portion alone: a number and a count such as 3/32, or "
                           f'"{COMMIT}": the portion of {NUM_PORTIONS} that is the commit\'s turn')
     parser.addoption("--record", type=Path, metavar="FILE",
                      help="with --portion: add a line of JSON to this file, with what passed at which commit")
@@ -127,7 +127,7 @@ def turn(folder):
 
 
 def choose_portion(asked, turn):
-    """The Portion that --portion means: "commit", or a number and a count such as "3/24".
+    """The Portion that --portion means: "commit", or a number and a count such as "3/32".
 
     Every other round of commits runs its portions from the end: what one round does not reach in time, the next does.
     """
@@ -189,7 +189,7 @@ def measured():
 class Record:
     """What a run of one portion came to."""
 
-    portion: str                           # "3/24"
+    portion: str                           # "3/32"
     why: str
     commit: str | None
     at: str                                # UTC

@@ -151,7 +151,7 @@ class Item:
 
 @pytest.mark.parametrize("asked", ["", "0/3", "4/3", "3", "x/3", "1/0", "-1/3"])
 def test_a_portion_that_there_is_not_is_an_error(asked):
-    with pytest.raises(pytest.UsageError, match="Give --portion commit, or a number and a count such as 3/24"):
+    with pytest.raises(pytest.UsageError, match="Give --portion commit, or a number and a count such as 3/32"):
         choose_portion(asked, Turn(1, ""))
 
 
