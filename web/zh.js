@@ -870,4 +870,8 @@ export const ZH = {
     "请把 C 阶段绘制的 latent 接到 StableCascade_StageB_Conditioning：那里的 latent 形状为 {0}，而 B 阶段读取 (图像, {1}, 行, 列)。",
   "Use a width and a height that are multiples of 8 pixels, and {} or more: Stable Cascade B takes latents of even sides from {} on, and this one is of {} x {}.":
     "请使用 8 像素整数倍且不小于 {0} 的宽度和高度：Stable Cascade B 接受边长为偶数且不小于 {1} 的 latent，而这个为 {2} x {3}。",
+  "the store operation \"{}\" came with {} keys instead of one":
+    "存储操作 \"{0}\" 带有 {1} 个键，而应为一个",
+  "it wrote more than {} MB into the store of the group":
+    "它向该组的存储写入了超过 {0} MB",
 };

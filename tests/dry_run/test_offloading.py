@@ -22,7 +22,7 @@ from xdit_backend.partition import FULL
 from xdit_backend.worker import weight_groups
 
 ALLOWED = 0.03
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 ROWS = {"Flux.1 dev, 1024 x 1024": "flux.1-dev", "Qwen-Image, 1328 x 1328": "qwen-image",
         "Wan 2.1 14B, 480p, 81 frames": "wan2.1-14b-480p", "Wan 2.1 14B, 720p, 81 frames": "wan2.1-14b-720p",
         "HunyuanVideo 1.5, 720p, 121 frames": "hunyuanvideo-1.5", "Flux.2 dev, 1024 x 1024": "flux.2-dev",
@@ -42,22 +42,46 @@ def fit_of(name, layout_name, card_gb, links=None):
 
 
 @pytest.mark.parametrize("row", by_default(lambda row: row.startswith("Flux.1"), ROWS))
-def test_the_table_of_cards_that_are_smaller_than_a_model_is_what_they_would_hold(row):
-    """README's: GB that stay on each of two cards, that come in a step, and which takes longest, coming or
-    computing."""
-    line, = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", README.read_text(encoding="utf-8"), re.MULTILINE)
-    method, *cells = (cell.strip() for cell in line.split("|"))
+def test_the_tables_of_models_larger_than_vram_are_simulated(row):
+    """The table of docs/models.md: resident GB + streamed GB of each of two GPUs, and the bottleneck with its seconds.
+    README has some of its rows, without seconds."""
+    method, *cells = cells_of(ROOT / "docs" / "models.md", row)
+    in_readme = [cells_of(ROOT / readme, short_name(row)) for readme in ("README.md", "README.zh.md")]
     fitting = {card_gb: fit_of(ROWS[row], method.lower().replace(" ", ""), card_gb) for card_gb in CARDS}
     subject, layout = fitting[12].subject, fitting[12].layout
     flops = count(subject.checkpoint, subject.spec(), layout, 0, subject.run).flops
     for cell, (card_gb, fit) in zip(cells, fitting.items(), strict=True):
         come_bytes = fit.hold[1][0]
         comes_s, computes_s = come_bytes / 12e9, flops / CARDS[card_gb]
-        computes = f"computes {computes_s:.1f}" if computes_s < 10 else f"computes {computes_s:.0f}"
-        bound = f"**comes {comes_s:.1f} s**, {computes}" if comes_s > computes_s else f"{computes} s"
+        compute = f"compute {computes_s:.1f} s" if computes_s < 10 else f"compute {computes_s:.0f} s"
+        resident, streamed = f"{max(fit.weights) / 1e9:.1f}", f"{come_bytes / 1e9:.1f}"
+        bounded_by_link = comes_s > computes_s
 
         assert fit.answer().startswith("fits")
-        assert cell == f"{max(fit.weights) / 1e9:.1f} + {come_bytes / 1e9:.1f}; {bound}"
+        assert cell == f"{resident} + {streamed}; " + (f"**PCIe {comes_s:.1f} s**, " * bounded_by_link) + compute
+        for column, compute_word in zip(in_readme, ("compute", "计算"), strict=True):
+            bottleneck = "**PCIe**" if bounded_by_link else compute_word
+            assert not column or column[1 + list(CARDS).index(card_gb)] == f"{resident}+{streamed} {bottleneck}"
+    assert all(not column or method == f"{column[0]} 2" for column in in_readme)
+
+
+def cells_of(path, row):
+    """The cells of a table's row after its name; [] if the page has no such row."""
+    lines = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return [cell.strip() for cell in lines[0].split("|")] if lines else []
+
+
+def short_name(row):
+    """README's name of a row: `Flux.1 dev, 1024 px` for `Flux.1 dev, 1024 x 1024`; a video's without its frames."""
+    return re.sub(r", \d+ frames$", "", re.sub(r"(\d+) x \1$", r"\1 px", row))
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
+def test_the_readme_has_at_most_six_rows_of_models_larger_than_vram(readme):
+    rows = [row for row in ROWS if cells_of(ROOT / readme, short_name(row))]
+
+    table = (ROOT / readme).read_text(encoding="utf-8").partition("RTX 3060")[2].partition("\n\n")[0]
+    assert len(rows) == table.count("\n| ") - 1 <= 6, "a row that no simulation covers, or too many rows"
 
 
 @pytest.mark.parametrize("name, layout, card_gb", [
