@@ -50,7 +50,7 @@ ORDER = {"order": ("written, reverse or drawn", "test: of the files, and of the 
          "order-seed": ("SEED", "test: of --order drawn; default: of the commit's day"),
          "smoke-seed": ("SEED", "test: of what is drawn for each family; default: of the commit's day"),
          "beside": ("COUNT", "test: so many processes that are never idle run beside the tests"),
-         "portion": ("PORTION", "test --rest: a portion of the slow tests, such as 3/12, or that which is the commit's "
+         "portion": ("PORTION", "test --rest: a portion of the slow tests, such as 3/32, or that which is the commit's "
                                 "turn: commit"),
          "record": ("FILE", "test --rest --portion: add to this file which portion passed at which commit")}
 MINUTES = "test: those whose turn has not come so many minutes after the start are skipped, and counted"

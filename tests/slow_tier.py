@@ -20,7 +20,7 @@ import pytest
 from tests import order
 
 ROOT = Path(__file__).resolve().parent.parent
-NUM_PORTIONS = 12                          # of CI: each ends in the time that the default tier leaves
+NUM_PORTIONS = 32                          # of CI: each ends in the time that the default tier leaves
 SECONDS = Path(__file__).with_name("slow_seconds.json")        # {test function: seconds of a case, measured}
 LONG_S = 3.0                               # of a case, from which on a test is not drawn each time but in turn
 LEAST_S = 0.01
@@ -32,7 +32,7 @@ PORTION, TURN = pytest.StashKey[object](), pytest.StashKey[object]()
 
 def add_options(parser):
     parser.addoption("--portion", metavar="PORTION",
-                     help="of the slow tests one portion alone: a number and a count such as 3/12, or "
+                     help="of the slow tests one portion alone: a number and a count such as 3/32, or "
                           f'"{COMMIT}": the portion of {NUM_PORTIONS} that is the commit\'s turn')
     parser.addoption("--record", type=Path, metavar="FILE",
                      help="with --portion: add a line of JSON to this file, with what passed at which commit")
@@ -67,6 +67,8 @@ def select(config, items):
         other = [item for item in items if portions.get(item.nodeid, portion.number) != portion.number]
         config.hook.pytest_deselected(items=other)
         items[:] = [item for item in items if portions.get(item.nodeid, portion.number) == portion.number]
+        if portion.backwards:
+            items.reverse()
 
 
 def header(config):
@@ -89,14 +91,15 @@ def report(config, reports):
 
 @dataclass(frozen=True)
 class Portion:
-    """Portion `number` (from 1) of `count` of the slow tier. why: it is this one."""
+    """Portion `number` (from 1) of `count` of the slow tier. why: it is this one. backwards: it runs from its end."""
 
     number: int
     count: int
     why: str
+    backwards: bool = False
 
     def __str__(self):
-        return f"portion {self.number} of {self.count}, {self.why}"
+        return f"portion {self.number} of {self.count}, {self.why}{', from its end' if self.backwards else ''}"
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,13 @@ def turn(folder):
 
 
 def choose_portion(asked, turn):
-    """The Portion that --portion means: "commit", or a number and a count such as "3/12"."""
+    """The Portion that --portion means: "commit", or a number and a count such as "3/32".
+
+    Every other round of commits runs its portions from the end: what one round does not reach in time, the next does.
+    """
     if asked == COMMIT:
-        return Portion(turn.number % NUM_PORTIONS + 1, NUM_PORTIONS, turn.why)
+        before, number = divmod(turn.number, NUM_PORTIONS)
+        return Portion(number + 1, NUM_PORTIONS, turn.why, before % 2 == 1)
     number, _, count = asked.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(f'Give --portion {COMMIT}, or a number and a count such as 3/{NUM_PORTIONS}: it is '
@@ -182,7 +189,7 @@ def measured():
 class Record:
     """What a run of one portion came to."""
 
-    portion: str                           # "3/12"
+    portion: str                           # "3/32"
     why: str
     commit: str | None
     at: str                                # UTC

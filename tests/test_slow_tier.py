@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.slow_tier import (
     LONG_S,
     NUM_PORTIONS,
     TURN_S,
+    Portion,
     Turn,
     choose_portion,
     cut,
@@ -80,9 +82,12 @@ def test_the_portions_of_successive_commits_are_the_whole_tier():
     portions = cut(CASES, NUM_PORTIONS, SECONDS)
     chosen = [choose_portion("commit", Turn(number, "counted")) for number in range(1268, 1268 + NUM_PORTIONS)]
     passed = [case for portion in chosen for case in CASES if portions[case] == portion.number]
+    again = [choose_portion("commit", Turn(number + NUM_PORTIONS, "counted")) for number in range(1268, 1271)]
 
     assert {portion.number for portion in chosen} == set(range(1, NUM_PORTIONS + 1))
     assert sorted(passed) == sorted(CASES)
+    assert [(portion.number, not portion.backwards) for portion in again] \
+        == [(portion.number, portion.backwards) for portion in chosen[:3]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, NUM_PORTIONS])
@@ -117,9 +122,36 @@ def test_long_tests_take_turns_until_each_has_run():
     assert sum(map(len, drawn)) == len(turns) and turns.keys() == {*map(function_of, CASES)} - SHORT
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_portion_leaves_the_others_out_and_may_run_from_its_end(monkeypatch, backwards):
+    items, left_out = [Item(case, {"slow"}) for case in CASES] + [Item("tests/test_a.py::test_quick", set())], []
+    config = SimpleNamespace(
+        stash={slow_tier.PORTION: Portion(2, 3, "asked for", backwards), slow_tier.TURN: Turn(0, "counted")},
+        option=SimpleNamespace(smoke_seed=1),
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
+    portions = cut(CASES, 3, slow_tier.measured())
+    expected = [case for case in CASES if portions[case] == 2] + ["tests/test_a.py::test_quick"]
+
+    slow_tier.select(config, items)
+
+    assert [item.nodeid for item in items] == (expected[::-1] if backwards else expected)
+    assert len(left_out) + len(items) == len(CASES) + 1 and not {"tests/test_a.py::test_quick"} & {
+        item.nodeid for item in left_out}
+
+
+class Item:
+    """As much of pytest's as `select` uses."""
+
+    def __init__(self, nodeid, keywords):
+        self.nodeid, self.keywords = nodeid, keywords
+
+    def add_marker(self, marker):
+        self.keywords.add(marker.name)
+
+
 @pytest.mark.parametrize("asked", ["", "0/3", "4/3", "3", "x/3", "1/0", "-1/3"])
 def test_a_portion_that_there_is_not_is_an_error(asked):
-    with pytest.raises(pytest.UsageError, match="Give --portion commit, or a number and a count such as 3/12"):
+    with pytest.raises(pytest.UsageError, match="Give --portion commit, or a number and a count such as 3/32"):
         choose_portion(asked, Turn(1, ""))
 
 

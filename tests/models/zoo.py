@@ -84,6 +84,7 @@ WHOLE = [name for name, family in FAMILIES.items() if family.is_whole]          
 # what references are called, of families that have some
 WITH_REFERENCES = {name: word for name in CONFIGS for word in ("ref_latents", "context_latents")
                    if word in FAMILIES[name].conditioning}
+EVEN_REFERENCES = ("Z-Image-Omni",)        # whose class in ComfyUI takes references of even sides alone
 VISION_TOKENS = 5
 TIME_ID = 151673                           # of HiDream-O1's tokens, what stands for the time
 IN_FLOAT32 = ("comfy.ldm.audio.dit",)
@@ -117,9 +118,9 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
             thin=True):
     """A model with seeded weights; rows x columns are latent pixels, or of models of pixels as many as make as many
     tokens. The same on every rank. masked: some text is not attended to.
-    apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how
-    they are placed. seed: of all but the weights. more: of the config. thin: is what its class has of one size alone
-    left out? Else its inputs are.
+    apart: parts of the latent are at times of their own. references: rows and columns of reference latents, rounded up
+    for EVEN_REFERENCES; method: how they are placed. seed: of all but the weights. more: of the config. thin: is what
+    its class has of one size alone left out? Else its inputs are.
     """
     family = FAMILIES[name]
     config, batch = family.tiny.config | more, batch * (family.tiny.frames if family.has_frames_as_batch else 1)
@@ -145,6 +146,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     if not thin:
         conditioning.pop("face_pixel_values", None)            # of 512 x 512 pixels
     for number, size in enumerate(references):
+        size = [side + side % 2 for side in size] if name in EVEN_REFERENCES else size
         conditioning[f"{WITH_REFERENCES[name]}.{number}"] = torch.randn(*latent.shape[:2], *latent.shape[2:-2], *size,
                                                             generator=generator)
     if method is not None:

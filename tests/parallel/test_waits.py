@@ -14,8 +14,8 @@ from xdit_backend.parallel.key_values import KeyValues
 
 # Whose forwards in diffusers read numbers of the device, for shapes that depend on them: experts, text without what is
 # masked, tables; of SeedVR2 in ComfyUI, its windows.
-READING = ("HiDream-I1", "Hunyuan3D 2.1", "HunyuanImage", "HunyuanVideo 1.5", "Lumina 2", "Latte", "Mochi",
-           "SeedVR2")
+READING = ("HiDream-I1", "Hunyuan3D 2.1", "HunyuanImage", "HunyuanImage distilled", "HunyuanVideo 1.5",
+           "HunyuanVideo 1.5 distilled", "Lumina 2", "Latte", "Mochi", "SeedVR2")
 # of diffusers' Qwen-Image, where text is masked; of ComfyUI's Wan, which counts the frequencies of a time on the host
 ALLOWED = "compute_text_seq_len_from_mask", "sinusoidal_embedding_1d", "model_wandancer.py"
 CASES = [(name, masked) for name in CONFIGS if name not in READING for masked in (False, True)

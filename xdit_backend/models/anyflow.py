@@ -5,7 +5,7 @@ from types import MethodType
 import torch
 import torch.nn.functional as F
 
-from ..vocabulary.describe import Unpacked, config_of, folder_alone, given, has, in_config_json
+from ..vocabulary.describe import Unpacked, config_of, folder_alone, given, has, in_config_json, type_of_arithmetic
 from ..vocabulary.family import Family, Sampled, Tiny
 from ..vocabulary.frames import frames_first
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
@@ -41,10 +41,26 @@ def _attend(self, hidden_states, rotary_emb, attention_mask=None):
     return self.to_out[0](out.transpose(1, 2).flatten(2))
 
 
+def _embed_times(embedder, dtype):
+    """The class's forward_timestep, in the type of the arithmetic. The class rounds sines and the gate to the type of
+    the weights, which may be float8, in which nothing is computed."""
+    def embedded(timestep, delta_timestep, encoder_hidden_states, token_per_frame):
+        time, delta = (embed(embedder.timesteps_proj(times.flatten()).to(dtype())).type_as(encoder_hidden_states)
+                       for embed, times in ((embedder.time_embedder, timestep),
+                                            (embedder.delta_embedder, delta_timestep)))
+        gate = embedder.delta_emb_gate.to(dtype())
+        mixed = (1 - gate) * time + gate * delta
+        projected = embedder.time_proj(embedder.act_fn(mixed))
+        return tuple(each.unflatten(0, timestep.shape).repeat_interleave(token_per_frame, 1)
+                     for each in (mixed, projected))
+    return embedded
+
+
 def _amend(model, config):
     """Times are of a video, not of each token; places are real numbers."""
     frames_first(model, config)
     embedder, rope = model.condition_embedder, model.rope
+    embedder.forward_timestep = _embed_times(embedder, type_of_arithmetic(model))
     condition, places = embedder.forward, rope.forward
     embedder.forward = lambda *args, layout_cfg: condition(*args, layout_cfg=layout_cfg | {"full_token_per_frame": 1})
     rope.forward = lambda **sizes: torch.view_as_real(places(**sizes)["query"][0, 0]).unbind(2)

@@ -323,8 +323,9 @@ class Predictions:
         return self._links.get(layout)
 
     def _entered_mesh(self, command, traffic):
-        """As `_mesh`, where every rank of the world may have to make groups, which is an exchange."""
-        if command.layout in self._meshes or self._world_size == 1:
+        """As `_mesh`, where every rank of the world may have to make groups, which is an exchange. One rank alone
+        makes none, and its dry run has no process group."""
+        if self._world_size == 1 or command.layout in self._meshes:
             return self._mesh(command)
         with traffic.entering(dist.group.WORLD):
             return self._mesh(command)
