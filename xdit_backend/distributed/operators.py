@@ -103,7 +103,7 @@ def _(tensor):
 
 @operator
 def sequence_rows(rows_BCHW: Tensor, degree: int) -> Tensor:
-    """The rows of all sequence ranks, as many of each: (B, C, degree H, W); of sound (B, C, T), (B, C, degree T)."""
+    """The rows of all sequence ranks, as many of each: (B, C, degree H, W); of audio (B, C, T), (B, C, degree T)."""
     context = RUNNING.get().context()
     return all_gather(rows_BCHW, [rows_BCHW.shape[2]] * degree, 2, context.mesh.sequence_group,
                       context.traffic).contiguous()
