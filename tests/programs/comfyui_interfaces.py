@@ -44,7 +44,8 @@ class Difference:
     def __str__(self):
         text = {"missing": "missing", "code": f"code {self.now}, was {self.before or 'absent'}", "names": self.now,
                 "signature": _changed(self.before, self.now)}[self.kind]
-        return f"{self.symbol}: {text}{f'  [{self.users[0]}]' if self.users else ''}"
+        more = f" and {len(self.users) - 1} more" if len(self.users) > 1 else ""
+        return f"{self.symbol}: {text}{f'  [{self.users[0]}{more}]' if self.users else ''}"
 
 
 def table_of(pack, tree):

@@ -38,6 +38,7 @@ CLASS = re.compile(r"comfy(\.\w+)+:\w+")
 MENTION = re.compile(r"\bcomfy(?:\.\w+)+")
 TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", None)}
 FUNCTION_NAME = re.compile(r"[A-Za-z]\w*_\w+|\.?[\w.]+\.<locals>\.[\w.<>]+|[A-Z]\w+\.\w+")
+SAMPLER = "def sample_"                    # functions of ComfyUI's samplers, which go by the rest of the name
 # where strings are names of functions
 RECOGNISES = "nodes/bridge/supported", "nodes/bridge/run", "xdit_backend/hooks"
 
@@ -171,7 +172,7 @@ class Uses:
     def _text(self, user, text):
         if CLASS.fullmatch(text):
             self._add(text.replace(":", "."), user, COMPUTED)
-        elif user.startswith(RECOGNISES) and FUNCTION_NAME.fullmatch(text):
+        elif user.startswith(RECOGNISES) and (text.isidentifier() or FUNCTION_NAME.fullmatch(text)):
             self._names[text].add(user)
 
     def _objects(self):
@@ -191,11 +192,15 @@ class Uses:
 
     def _named_functions(self):
         """Add functions that the pack recognises by name."""
-        for module in self._tree.files_with({f"def {name.rpartition('.')[2]}(" for name in self._names}):
+        names = [name for name in self._names if FUNCTION_NAME.fullmatch(name)]
+        for module in self._tree.files_with({SAMPLER, *(f"def {name.rpartition('.')[2]}(" for name in names)}):
             for path, node in functions(module.tree.body):
-                for text in {path, node.name, *(path[start:] for start in range(len(path)) if path[start] == ".")}:
-                    for user in self._names.get(text, ()):
-                        self._put(Symbol(module, path, (node,)), user, COPIED)
+                ends = (path[start:] for start in range(len(path)) if path[start] == ".")
+                texts = {path, node.name, *ends} & {*names}
+                if node.name.startswith("sample_"):            # "euler" of sample_euler
+                    texts.add(node.name[7:])
+                for user in {user for text in texts for user in self._names.get(text, ())}:
+                    self._put(Symbol(module, path, (node,)), user, COPIED)
 
     def _reach(self, key, user):
         """Add all symbols that a class reaches within COMPUTES."""
