@@ -44,6 +44,9 @@ MUTANTS = {
         "comfy/ldm/minimax/vae.py", "class MiniMaxH3VideoVAE(nn.Module):",
         "def MiniMaxH3VideoVAE(*sizes):\n    return None\n\n\nclass Other(nn.Module):",
         "signature comfy.ldm.minimax.vae:MiniMaxH3VideoVAE:"),
+    "a method of a model is gone": (
+        "comfy/ldm/minimax/vae.py", "    def decode_temporal(", "    def decode_in_time(",
+        "missing   comfy.ldm.minimax.vae:MiniMaxH3VideoVAE.decode_temporal: missing"),
     "a class has another base": (
         "comfy/ldm/minimax/vae.py", "class MiniMaxH3VideoVAE(nn.Module):",
         "class MiniMaxH3VideoVAE(nn.Sequential):", "signature comfy.ldm.minimax.vae:MiniMaxH3VideoVAE: -nn.Module "
