@@ -213,10 +213,10 @@ def pytest_collection_modifyitems(config, items):
     tiers.count_left_out(config, items)
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords:
+            if tiers.is_marked(item, "gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if lacking := [name for name in ("torchao", "bitsandbytes") if importlib.util.find_spec(name) is None]:
         for item in items:
-            if "quantisers" in item.keywords:
+            if tiers.is_marked(item, "quantisers"):
                 item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(lacking)}: start.py test runs it with "
                                                         f".host/quantisers"))

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests import order
+from tests.tiers import is_marked
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PORTIONS = 32                          # of CI: each ends in the time that the default tier leaves
@@ -58,7 +59,7 @@ def for_processes(config):
 
 def select(config, items):
     """Mark the cases that the default tier draws; leave out what is slow and of another portion."""
-    slow = {item.nodeid: item for item in items if "slow" in item.keywords and "quantisers" not in item.keywords}
+    slow = {item.nodeid: item for item in items if is_marked(item, "slow") and not is_marked(item, "quantisers")}
     for nodeid in draw(slow, config.option.smoke_seed, config.stash[TURN].number, measured()):
         slow[nodeid].add_marker(pytest.mark.drawn)
     portion = config.stash[PORTION]

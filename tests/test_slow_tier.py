@@ -124,7 +124,7 @@ def test_long_tests_take_turns_until_each_has_run():
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_portion_leaves_the_others_out_and_may_run_from_its_end(monkeypatch, backwards):
-    items, left_out = [Item(case, {"slow"}) for case in CASES] + [Item("tests/test_a.py::test_quick", set())], []
+    items, left_out = [Item(case, [pytest.mark.slow]) for case in CASES] + [Item("tests/test_a.py::test_quick", [])], []
     config = SimpleNamespace(
         stash={slow_tier.PORTION: Portion(2, 3, "asked for", backwards), slow_tier.TURN: Turn(0, "counted")},
         option=SimpleNamespace(smoke_seed=1),
@@ -142,11 +142,14 @@ def test_a_portion_leaves_the_others_out_and_may_run_from_its_end(monkeypatch, b
 class Item:
     """As much of pytest's as `select` uses."""
 
-    def __init__(self, nodeid, keywords):
-        self.nodeid, self.keywords = nodeid, keywords
+    def __init__(self, nodeid, marks):
+        self.nodeid, self.marks = nodeid, {mark.name: mark for mark in marks}
+
+    def get_closest_marker(self, name):
+        return self.marks.get(name)
 
     def add_marker(self, marker):
-        self.keywords.add(marker.name)
+        self.marks[marker.name] = marker
 
 
 @pytest.mark.parametrize("asked", ["", "0/3", "4/3", "3", "x/3", "1/0", "-1/3"])
@@ -173,7 +176,10 @@ def test_quick():
 
 
 def run_portion(folder, *options):
-    """Run TESTS as the tests of the repository. The output, and the records so far."""
+    """Run TESTS as the tests of the repository, in a folder with the name of a mark. The output, and the records so
+    far."""
+    folder = folder / "slow"
+    folder.mkdir(exist_ok=True)
     (folder / "test_them.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", folder,
                "-q", f"--record={folder / 'output' / 'record.jsonl'}", *options, folder / "test_them.py"]

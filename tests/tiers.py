@@ -22,6 +22,11 @@ def by_default(chosen, values):
     return [value if is_chosen(value) else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def is_marked(item, name):
+    """Has the test this mark? Its keywords have more names in them, such as that of the folder of the checkout."""
+    return item.get_closest_marker(name) is not None
+
+
 def mark(items):
     """Leave the tests of most families to --all, but for those that are marked `everyone`."""
     from tests.tiny_checkpoints import AUTOENCODERS, families
@@ -29,7 +34,7 @@ def mark(items):
     from xdit_backend.models import FAMILIES
     others = {*FAMILIES, *families(), *AUTOENCODERS, *KINDS} - FEW_FAMILIES - FEW_VAES
     for item in items:
-        if ("everyone" not in item.keywords and item.path.parent.name in RUN_WORKERS and hasattr(item, "callspec")
+        if (not is_marked(item, "everyone") and item.path.parent.name in RUN_WORKERS and hasattr(item, "callspec")
                 and any(
                         isinstance(value, str) and value in others for value in item.callspec.params.values())):
             item.add_marker(pytest.mark.slow)
@@ -38,7 +43,7 @@ def mark(items):
 def count_left_out(config, items):
     """Count what the default tier leaves out."""
     is_left = config.option.markexpr.startswith("not slow")
-    config.stash[LEFT_OUT] = sum("slow" in item.keywords and "drawn" not in item.keywords
+    config.stash[LEFT_OUT] = sum(is_marked(item, "slow") and not is_marked(item, "drawn")
                                  for item in items) if is_left else 0
 
 
