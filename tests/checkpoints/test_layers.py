@@ -66,10 +66,10 @@ def test_options_are_read_where_older_files_have_them():
     ("nvfp4", {}, {"pre_quant_scale": ("F32", (ROWS,))}, "xDiT reads 256 numbers"),
     ("nvfp4", {}, {"input_scale": ("F32", (2,))}, "blocks.3.fc.input_scale .*xDiT reads one number"),
     ("int8_tensorwise", {"convrot_groupsize": 48}, {}, "rotates 48 columns of blocks.3.fc.weight together"),
-    ("int8_tensorwise", {"convrot_groupsize": "many"}, {}, "rotates many columns .*They must be 4, 16, 64, 256, 1024"),
+    ("int8_tensorwise", {"convrot_groupsize": "many"}, {}, "rotates 'many' columns .*They must be 4, 16, 64, 256, 1024"),
     ("nvfp4", {"format": ["nvfp4"]}, {}, r"in the format \['nvfp4'\] \(blocks.3.fc\)"),
     ("convrot_w4a4", {}, {"weight": ("I8", (ROWS, 24))}, "rotates 16 columns of blocks.3.fc.weight .*which has 48"),
-    ("convrot_w4a4", {"linear_dtype": "int2"}, {}, "blocks.3.fc.weight is multiplied in int2, and xDiT knows int4"),
+    ("convrot_w4a4", {"linear_dtype": "int2"}, {}, "blocks.3.fc.weight is multiplied in 'int2', and xDiT knows int4"),
     ("int8_tensorwise", {}, {"weight": ("I8", (4, ROWS, COLUMNS))}, r"blocks.3.fc.weight .*it is I8 of shape \[4, 96"),
     ("nvfp4", {"format": "nvfp3"}, {}, r"format nvfp3 \(blocks.3.fc\), .*It reads float8_e4m3fn, float8_e5m2, nvfp4"),
 ], ids=str)
