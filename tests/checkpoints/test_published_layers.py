@@ -197,10 +197,13 @@ def test_what_metadata_says_is_heeded_where_a_tensor_says_something_else():
     dtypes, shapes = ({name: entry[index] for name, entry in here.items()} for index in (0, 1))
     metadata = json.dumps({"layers": dict.fromkeys(ANIMA, FLOAT8 | {"full_precision_matrix_mult": True})})
 
-    found, _ = layers_of(shapes, dtypes, {"_quantization_metadata": metadata}, lambda name: json.dumps(case[3]).encode(), "file")
+    def read(name):
+        return json.dumps(case[3]).encode()
+
+    found, _ = layers_of(shapes, dtypes, {"_quantization_metadata": metadata}, read, "file")
 
     assert {layer.exact for layer in found.values()} == {True}
-    found, _ = layers_of(shapes, dtypes, {}, lambda name: json.dumps(case[3]).encode(), "file")
+    found, _ = layers_of(shapes, dtypes, {}, read, "file")
     assert {layer.exact for layer in found.values()} == {False}
 
 

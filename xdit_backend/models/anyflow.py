@@ -54,11 +54,11 @@ def _embed_times(embedder, dtype):
     """The class's forward_timestep, which rounds sines and the gate to the type of the weights: where these are float8,
     in which nothing is computed, to the type of the arithmetic. dtype: () -> that."""
     def embedded(timestep, delta_timestep, encoder_hidden_states, token_per_frame):
-        held = type_held(embedder.time_embedder.linear_1, dtype())
-        time, delta = (embed(embedder.timesteps_proj(times.flatten()).to(held)).type_as(encoder_hidden_states)
+        stored = type_held(embedder.time_embedder.linear_1, dtype())
+        time, delta = (embed(embedder.timesteps_proj(times.flatten()).to(stored)).type_as(encoder_hidden_states)
                        for embed, times in ((embedder.time_embedder, timestep),
                                             (embedder.delta_embedder, delta_timestep)))
-        gate = embedder.delta_emb_gate.to(held)
+        gate = embedder.delta_emb_gate.to(stored)
         mixed = (1 - gate) * time + gate * delta
         projected = embedder.time_proj(embedder.act_fn(mixed))
         return tuple(each.unflatten(0, timestep.shape).repeat_interleave(token_per_frame, 1)
