@@ -26,6 +26,7 @@ from tests.slow_tier import (
     turn,
     turns_of,
 )
+from tests.tiers import is_marked
 
 CASES = [f"tests/test_{file}.py::test_{name}[{case}]" for file in "abc" for name in "de" for case in range(6)]
 # of a case; three are long enough to take turns, and so does test_c.py's test_e, which is not measured
@@ -176,10 +177,7 @@ def test_quick():
 
 
 def run_portion(folder, *options):
-    """Run TESTS as the tests of the repository, in a folder with the name of a mark. The output, and the records so
-    far."""
-    folder = folder / "slow"
-    folder.mkdir(exist_ok=True)
+    """Run TESTS as the tests of the repository. The output, and the records so far."""
     (folder / "test_them.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", folder,
                "-q", f"--record={folder / 'output' / 'record.jsonl'}", *options, folder / "test_them.py"]
@@ -231,3 +229,10 @@ def test_records_give_the_seconds_by_which_portions_are_cut(tmp_path, monkeypatc
     slow_tier.main([tmp_path / "record.jsonl"])
 
     assert slow_tier.measured() == {"a": 1.0, "b": 3.0}
+
+
+def test_a_name_on_a_tests_path_is_no_mark_of_it(request):
+    """Keywords have the names of the test, its file and its folders: a checkout may be in a folder named slow."""
+    assert request.node.name in request.node.keywords and not is_marked(request.node, request.node.name)
+    request.node.add_marker(pytest.mark.everyone)
+    assert is_marked(request.node, "everyone")
