@@ -297,7 +297,7 @@ def test_a_rank_that_could_not_use_its_gpu_becomes_a_program(monkeypatch, device
     for module, name in ((rank, "name_process"), (rank, "run"), (signal, "signal"), (torch, "set_num_threads")):
         monkeypatch.setattr(module, name, lambda *_: None)
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     with pytest.raises(SystemExit) if is_program else contextlib.nullcontext():

@@ -9,7 +9,6 @@ import multiprocessing.connection
 import os
 import re
 import shutil
-import types
 
 import pytest
 import torch
@@ -160,12 +159,18 @@ def test_workers_that_cannot_reach_each_other_in_any_way_are_refused(faulty):
 
 
 class Torchrun:
-    """What the launcher asks of torchrun's process, and of the door that its workers come to."""
+    """Test double of WorkerProcesses, and of the ChannelListener that its workers connect to."""
 
-    def __init__(self, folder, num_workers):
-        self.pid, self.failed, self.code = os.getpid(), folder / torchrun.FAILED, None
+    def __init__(self, num_workers):
+        self.pid, self.failure, self.code = os.getpid(), None, None
         pairs = [multiprocessing.connection.Pipe() for _ in range(num_workers)]
-        self.hosts, self.workers = [Channel(host) for host, _ in pairs], [Channel(worker) for _, worker in pairs]
+        self.hosts, self.channels = [Channel(host) for host, _ in pairs], [Channel(worker) for _, worker in pairs]
+
+    def workers(self):
+        return {}
+
+    def first_failure(self):
+        return self.failure
 
     def accept(self, timeout_s):
         return self.hosts.pop(0) if self.hosts else None
@@ -175,22 +180,23 @@ class Torchrun:
         return self.code is not None
 
     def says(self, rank, told):
-        self.workers[rank].send(told)
+        self.channels[rank].send(told)
 
     def loses(self, rank, code):
         """A worker ends; torchrun ends the others for it."""
-        self.workers[rank].close()
-        self.failed.write_text(f"failed (exitcode: {code}) local_rank: {rank} (pid: 7) of binary: python\n")
+        self.channels[rank].close()
+        self.failure = rank, code
 
     def ends(self):
         self.code = 1
-        for worker in self.workers:
+        for worker in self.channels:
             worker.close()
 
 
 def greet(torchrun, folder, check, ways=2):
     """Wait for the workers of two CUDA devices of this machine."""
-    traces = Traces(("cuda:0", "cuda:1"), {}, folder, types.SimpleNamespace(folder=folder))
+    traces = Traces(("cuda:0", "cuda:1"), {}, folder)
+    traces.processes = torchrun
     group_start = greeting.GroupStart(("cuda:0", "cuda:1"), [0, 1], torchrun, torchrun, [], {}, traces, ways > 1)
     greeting.Greeting(group_start, {}, {}, lambda phase: None, check).run()
 
@@ -204,7 +210,7 @@ def test_links_are_blamed_for_what_takes_long_after_all_have_joined(tmp_path, mo
     if said == ["joins for too long"]:
         said = [JOINING]
         monkeypatch.setattr(greeting, "JOIN_TIMEOUT_S", 0)
-    torchrun, looks = Torchrun(tmp_path, 2), itertools.count()
+    torchrun, looks = Torchrun(2), itertools.count()
     for text in said:
         for rank in range(2):
             torchrun.says(rank, Phase(rank, text))
@@ -231,12 +237,12 @@ def test_why_workers_cannot_start_does_not_hang_on_who_is_seen_first(
     for order, at_once in itertools.product(itertools.permutations(range(3)), (False, True)):
         if order.index(0) > order.index(2):                    # torchrun ends the worker that would say why
             continue
-        torchrun = Torchrun(tmp_path, 2)
+        torchrun = Torchrun(2)
         for rank in range(2):
             torchrun.says(rank, Phase(rank, JOINING))
         whys = functools.partial(torchrun.says, 0, told), functools.partial(torchrun.loses, 1, code), torchrun.ends
         events = [whys[number] for number in order]
-        torchrun.failed.write_text("")
+        torchrun.failure = None
 
         def look(events=events, at_once=at_once):
             for event in events[:] if at_once else events[:1]:
