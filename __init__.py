@@ -18,7 +18,7 @@ async def comfy_entrypoint():
         async def on_load(self):
             from server import PromptServer
 
-            from .nodes.bridge.page.routes import add_routes
+            from .nodes.bridge.server.routes import add_routes
             # not where ComfyUI only looks at the nodes
             if getattr(PromptServer, "instance", None) is not None:
                 add_routes(PromptServer.instance)

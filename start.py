@@ -45,7 +45,7 @@ TIERS = {"smoke": "a step of every family under a layout that is drawn, alone",
          "all": "everything: more sizes, samplers and products of methods, and int8 and nf4",
          "rest": "what --all has beside the tests without it"}
 MARKED = {"": "not slow or drawn", "smoke": "smoke", "all": "", "rest": "slow"}         # as pytest selects them
-# Options of the tests that choose none of them (tests/order.py), so these still run in two processes.
+# Options of the tests that choose none of them (tests/support/ordering.py), so these still run in two processes.
 ORDER = {"order": ("written, reverse or drawn", "test: of the files, and of the tests in each; default: written"),
          "order-seed": ("SEED", "test: of --order drawn; default: of the commit's day"),
          "smoke-seed": ("SEED", "test: of what is drawn for each family; default: of the commit's day"),
@@ -77,12 +77,12 @@ def main():
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["XDIT_COMFYUI"] = str(comfyui)
         if options.job == "check":
-            imports = {"pytest": [script(python, "pytest"), "-q", "tests/test_architecture.py"]}
+            imports = {"pytest": [script(python, "pytest"), "-q", "tests/project/test_architecture.py"]}
             exit_code = run_all(code_checks(python) | imports, environment)
         elif options.job == "pictures":
-            wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
-            exit_code = run_all({"the rooms' picture": [python, "-m", "tests.architecture"],
-                                 "the page's pictures": [python, "-m", "tests.browser.pictures"]}, environment)
+            wait(subprocess.Popen([python, "-m", "tests.support.chromium"], cwd=ROOT))
+            exit_code = run_all({"the rooms' picture": [python, "-m", "tests.support.architecture"],
+                                 "the page's pictures": [python, "-m", "tests.programs.screenshots"]}, environment)
         elif options.job == "test":
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
             order = [f"--{name}={value}" for name in ORDER
@@ -143,7 +143,7 @@ def parse_arguments():
 
 def run_demo(python, environment, options):
     say("Running the demo")
-    command = [python, "-m", "tests.demo", "--prompt", options.prompt, "--port", str(options.port)]
+    command = [python, "-m", "tests.programs.demo", "--prompt", options.prompt, "--port", str(options.port)]
     command += ["--keep"] if options.keep else []
     return wait(subprocess.Popen(command, cwd=ROOT, env=environment))
 
@@ -155,14 +155,14 @@ def run_tests(python, environment, tier, order, pytest_args, quantisers):
     and of all tiers.
     order: options of ORDER. quantisers: the Python that runs the tests marked so; None: they are skipped, and say why.
     """
-    wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
+    wait(subprocess.Popen([python, "-m", "tests.support.chromium"], cwd=ROOT))
     pytest = script(python, "pytest")
     marked = ("" if pytest_args and not tier
               else " and ".join(filter(None, [MARKED[tier], "not quantisers" if quantisers else ""])))
     jobs = {} if tier in ("smoke", "rest") else code_checks(python)
     if quantisers:
         jobs["pytest with torchao and bitsandbytes"] = [
-            quantisers, pytest, "-m", "quantisers", "tests/checkpoints", "tests/nodes"]
+            quantisers, pytest, "-m", "quantisers", "tests/unit/checkpoints", "tests/integration"]
     in_processes = [] if tier == "smoke" else IN_TWO_PROCESSES
     jobs["pytest"] = [pytest, *(["-m", marked] if marked else []), *order, *(pytest_args or in_processes)]
     # of models as small as the tests', threads wait for each other ten times as long as they compute

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 
 from ..xdit_backend.protocol.bounded_json import parse_json
 from ..xdit_backend.protocol.errors import CheckpointError, ConfigError
-from .bridge.supported.inputs import check_links
+from .bridge.compatibility.input_checks import check_links
 
 NUM_NAMED, MAX_SHOWN = 5, 60               # names that a message gives, and of a label, characters
 MAX_BYTES, MAX_VALUES = 2 ** 20, 2 ** 16   # of model_index.json, which has 42,000 bytes with ImageNet's classes

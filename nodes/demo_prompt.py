@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..xdit_backend.demo_model.text import MAX_WORDS, load_text_encoder
-from .bridge.supported.inputs import check_links
+from .bridge.compatibility.input_checks import check_links
 
 
 class XDiTDemoPrompt(io.ComfyNode):

@@ -5,7 +5,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import CheckpointError
-from .bridge.supported.inputs import check_links
+from .bridge.compatibility.input_checks import check_links
 
 
 class XDiTLoadClipVae(io.ComfyNode):

@@ -4,11 +4,11 @@ from comfy_api.latest import io
 
 from ..xdit_backend.config import ParallelConfig
 from ..xdit_backend.models import supported
-from .bridge.model.checkpoints import fingerprint
+from .bridge.compatibility.input_checks import check_links
+from .bridge.model.checkpoint_cache import fingerprint
 from .bridge.model.detection import WEIGHT_DTYPES
-from .bridge.model.files import model_names, path_of
-from .bridge.model.shell import load_shell
-from .bridge.supported.inputs import check_links
+from .bridge.model.model_paths import model_names, path_of
+from .bridge.model.proxy_model import load_shell
 from .parallel_config import Parallel
 
 

@@ -6,9 +6,9 @@ import nodes
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
-from .bridge.model.patcher import ShellPatcher
-from .bridge.supported.by_patches import PATCHWISE
-from .bridge.supported.inputs import check_latent, check_links
+from .bridge.compatibility.input_checks import check_latent, check_links
+from .bridge.compatibility.pipefusion_support import PATCHWISE
+from .bridge.model.model_patcher import ShellPatcher
 
 
 class XDiTParallelSampler(io.ComfyNode):

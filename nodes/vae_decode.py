@@ -4,8 +4,8 @@ from comfy_api.latest import io
 
 from ..xdit_backend.autoencoders import supported
 from ..xdit_backend.config import ParallelConfig
-from .bridge.supported.inputs import check_links
-from .bridge.vae.autoencoder import decode
+from .bridge.compatibility.input_checks import check_links
+from .bridge.vae.distributed_vae import decode
 from .parallel_config import Parallel
 
 

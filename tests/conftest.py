@@ -34,8 +34,9 @@ def _provide(name):
 _provide("tests")
 _provide("xdit_backend")
 
-from tests import order, slow_tier, tiers  # noqa: E402
-from tests.worker_processes import FOLDER, host_of, kind_of  # noqa: E402
+from tests.programs import slow_tier  # noqa: E402
+from tests.support import ordering, tiers
+from tests.support.worker_processes import FOLDER, host_of, kind_of  # noqa: E402
 
 
 class NotedPopen(subprocess.Popen):
@@ -127,14 +128,14 @@ def forkserver():
 @pytest.fixture(scope="session")
 def node():
     """The program that runs the page's modules without a page."""
-    from tests.page_modules import node_program
+    from tests.support.page_modules import node_program
     return node_program()
 
 
 @pytest.fixture(scope="session")
 def modules(tmp_path_factory):
     """The folder of the page's modules, which `node` can import."""
-    from tests.page_modules import write_modules
+    from tests.support.page_modules import write_modules
     return write_modules(tmp_path_factory.mktemp("web"))
 
 
@@ -146,7 +147,7 @@ def seeded():
 
 
 def pytest_addoption(parser):
-    order.add_options(parser)
+    ordering.add_options(parser)
     slow_tier.add_options(parser)
     parser.addoption("--tolerances", action="store_true",
                      help="print, for every comparison of numbers, the largest error that was met beside the one "
@@ -154,25 +155,25 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    order.choose_seeds(config)
+    ordering.choose_seeds(config)
     slow_tier.configure(config)
-    busy = order.start_busy(config)
+    busy = ordering.start_busy(config)
     config.add_cleanup(lambda: [process.kill() or process.wait() for process in busy])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    order.skip_after(item.config.option.until)
+    ordering.skip_after(item.config.option.until)
 
 
 def pytest_configure_node(node):
     """Of pytest-xdist: before it starts a process."""
-    node.workerinput.update({name: getattr(node.config.option, name) for name in order.SEEDS},
+    node.workerinput.update({name: getattr(node.config.option, name) for name in ordering.SEEDS},
                             **slow_tier.for_processes(node.config))
 
 
 def pytest_report_header(config):
-    return order.header(config) + slow_tier.header(config)
+    return ordering.header(config) + slow_tier.header(config)
 
 
 def pytest_testnodedown(node):
@@ -191,7 +192,7 @@ def pytest_terminal_summary(terminalreporter, config):
     for line in (tiers.summary(terminalreporter, config), *slow_tier.report(config, terminalreporter.stats)):
         terminalreporter.write_line(line)
     if config.getoption("tolerances"):
-        from tests.tolerances import COMPARISONS, report
+        from tests.support.tolerances import COMPARISONS, report
         terminalreporter.section("largest errors met, the loosest tolerance first")
         terminalreporter.write_line("\n".join(report(COMPARISONS)))
 
@@ -206,7 +207,7 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(config, items):
     import torch
 
-    order.arrange(items, config.option.order, config.option.order_seed)
+    ordering.arrange(items, config.option.order, config.option.order_seed)
 
     tiers.mark(items)
     slow_tier.select(config, items)

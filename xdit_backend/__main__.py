@@ -4,30 +4,30 @@ doctor, join and key."""
 import argparse
 import sys
 
-from .bench import (
-    card,
+from .host import doctor
+from .multi_node import join, show_key
+from .protocol.errors import XDiTError
+from .tools.bench import (
+    cost_model_accuracy,
     displaced,
     drift,
+    estimate_accuracy,
+    gpu,
     loading,
     methods,
     plan,
-    planner,
     quality,
-    reach,
     runs,
     scale,
     size,
-    start,
+    startup,
     unlike,
     vae,
 )
-from .host import doctor
-from .machines import join, show_key
-from .protocol.errors import XDiTError
 
-BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": planner,
-           "reach": reach, "scale": scale, "unlike": unlike, "drift": drift, "loading": loading, "start": start,
-           "runs": runs, "size": size, "card": card}
+BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": cost_model_accuracy,
+           "reach": estimate_accuracy, "scale": scale, "unlike": unlike, "drift": drift, "loading": loading, "start": startup,
+           "runs": runs, "size": size, "card": gpu}
 
 
 def main():

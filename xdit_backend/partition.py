@@ -1,7 +1,7 @@
 """Who has which part: tokens of a shard, blocks of a stage, rows of a patch, ranks of a stage. Pure arithmetic.
 
 The host and every worker import it, so that each knows the others' parts without asking. What is chosen is
-forecast/planner.py's.
+planner/planner.py's.
 """
 
 import itertools
@@ -203,7 +203,7 @@ def summed_modules(splits):
     in; of a processor with matrices of its own these, since a whole one may follow, which rounds its inputs; and of an
     attention that is no more than its matrices, which the block calls; and what a block has of each stream.
 
-    splits: {name of a weight: checkpoints.shares.Split}.
+    splits: {name of a weight: checkpoints.tensor_sharding.Split}.
     """
     summed = set()
     for name, split in splits.items():

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.programs.comfyui_tree import KEYS, MISSING, Tree, option_keys
 from tests.programs.comfyui_uses import COMPUTED, COPIED, REACHED, Uses
-from xdit_backend.comfyui.place import comfyui_version
+from xdit_backend.comfyui.install_location import comfyui_version
 
 PACK = Path(__file__).resolve().parents[2]
 TABLE, EXPLAINED = (Path(__file__).with_name(f"comfyui_{name}.json") for name in ("interfaces", "explained"))

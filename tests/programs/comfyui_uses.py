@@ -40,7 +40,7 @@ TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", 
 FUNCTION_NAME = re.compile(r"[A-Za-z]\w*_\w+|\.?[\w.]+\.<locals>\.[\w.<>]+|[A-Z]\w+\.\w+")
 SAMPLER = "def sample_"                    # functions of ComfyUI's samplers, which go by the rest of the name
 # where strings are names of functions
-RECOGNISES = "nodes/bridge/supported", "nodes/bridge/run", "xdit_backend/hooks"
+RECOGNISES = "nodes/bridge/compatibility", "nodes/bridge/sampling", "xdit_backend/hooks"
 
 
 class Uses:

@@ -5,7 +5,7 @@
 
 Exits with 1 where anything is wrong: an exception that is not of this project, a wrong result, a hang, something left
 behind, or a file that took too long. The same seed draws the same messages, files and faults; `--headers` are mutated
-files, and all of headers.HOSTILE come on top. tests/test_fuzz.py runs a few.
+files, and all of headers.HOSTILE come on top. tests/project/test_fuzz.py runs a few.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests import faults, malformed
+from tests.programs import faults, malformed
 from tests.programs.headers import HOSTILE, Mutator, save_hostile
-from tests.tiny_checkpoints import families
+from tests.support.tiny_checkpoints import families
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.protocol.errors import XDiTError
 
@@ -68,7 +68,7 @@ class HangError(Exception):
 # --- messages ---
 
 def run_messages(seed, count):
-    """Rows of messages, frames and strangers, in the shares of tests.malformed."""
+    """Rows of messages, frames and strangers, in the shares of tests.programs.malformed."""
     decoded, framed = int(malformed.DECODED * count), int(malformed.FRAMED * count)
     yield _run_outcomes("messages", malformed.decode_noise, seed, decoded)
     yield _run_outcomes("frames on a connection", malformed.receive_frames, seed, framed)
@@ -145,7 +145,7 @@ def _bounded_memory():
 # --- faults ---
 
 def run_faults(seed, count, report=lambda text: None):
-    """The row of faults, as tests.faults draws them."""
+    """The row of faults, as tests.programs.faults draws them."""
     row, since_s = Row("faults of processes and files"), [time.monotonic()]
 
     def on_each(text):

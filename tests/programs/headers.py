@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from tests.comfy_quants import packed_file
-from tests.comfyui_server import comfyui_folder
-from tests.tiny_checkpoints import import_comfyui, save, save_gguf, state_dict
-from xdit_backend.checkpoints.gguf import read_gguf
-from xdit_backend.checkpoints.limits import MAX_GGUF_HEADER_BYTES, MAX_HEADER_BYTES, MAX_STRINGS, MAX_TENSORS
+from tests.support.comfy_quants import packed_file
+from tests.support.comfyui_server import comfyui_folder
+from tests.support.tiny_checkpoints import import_comfyui, save, save_gguf, state_dict
+from xdit_backend.checkpoints.build_transformer import build_empty
+from xdit_backend.checkpoints.header_limits import MAX_GGUF_HEADER_BYTES, MAX_HEADER_BYTES, MAX_STRINGS, MAX_TENSORS
+from xdit_backend.checkpoints.quantisation.gguf import read_gguf
 from xdit_backend.checkpoints.safetensors_header import ITEM_BYTES
-from xdit_backend.checkpoints.transformer import build_empty
-from xdit_backend.dry_run.published import PUBLISHED
 from xdit_backend.models import FAMILIES
+from xdit_backend.tools.dry_run.published_models import PUBLISHED
 
 KINDS = ("safetensors", "quantised", "unet", "gguf", "folder", "any family", "lora")
 INTEGERS = [0, 1, 2, 3, 7, 8, 9, 2 ** 15, 2 ** 31 - 1, 2 ** 31, 2 ** 32 - 1, 2 ** 40, 2 ** 62, 2 ** 63 - 1, 2 ** 63,
@@ -147,7 +147,7 @@ class Original:
 
 class Mutator:
     """Writes mutated files into a folder of its own. chance: a random.Random. families_drawn: kinds of
-    tests.tiny_checkpoints of which files without numbers are made too."""
+    tests.support.tiny_checkpoints of which files without numbers are made too."""
 
     def __init__(self, folder, chance, families_drawn):
         self._folder, self._chance, self._num_bytes = Path(folder), chance, 0

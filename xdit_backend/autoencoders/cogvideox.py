@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import torch
 
-from .family import VaeFamily, count_layers, size_of
+from .vae_family import VaeFamily, count_layers, size_of
 
 LATE_FRAMES = 4                # of a piece of the decoder's last levels, which leave the number of frames as it is
 FRAMES = 8                     # of a piece of the encoder; the first is what is left over

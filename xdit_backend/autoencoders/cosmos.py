@@ -6,7 +6,7 @@ import re
 import torch
 
 from ..protocol.errors import CheckpointError
-from .family import VaeFamily, count_layers, encode_whole, replaced, size_of, torchs_own
+from .vae_family import VaeFamily, count_layers, encode_whole, replaced, size_of, torchs_own
 
 # pixels and frames along a side of what wavelets make one of
 PATCH = 4

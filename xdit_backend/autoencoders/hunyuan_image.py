@@ -4,7 +4,7 @@ whose sizes change by moving pixels into channels and back."""
 import re
 
 from ..protocol.errors import CheckpointError
-from .family import VaeFamily, count_layers, need_diffusers, size_of
+from .vae_family import VaeFamily, count_layers, need_diffusers, size_of
 
 NAMES = (
     (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."),

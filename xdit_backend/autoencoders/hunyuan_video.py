@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.nn.functional as F
 
-from .family import TorchFunctions, VaeFamily, replaced
 from .kl import kl_config
+from .vae_family import TorchFunctions, VaeFamily, replaced
 
 LATENT_FRAMES = 2              # of a piece of the decoder
 FRAMES = 8                     # of a piece of the encoder, but the first, which is one frame

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from ..protocol.errors import CheckpointError
-from .family import VaeFamily, count_layers, need_diffusers, replaced, size_of
 from .hunyuan_video import LATENT_FRAMES, FrameCache, pieces_of
+from .vae_family import VaeFamily, count_layers, need_diffusers, replaced, size_of
 
 NAMES = (
     (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."),

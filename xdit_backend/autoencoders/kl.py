@@ -1,7 +1,7 @@
 """LDM's autoencoder of pictures, which most image models have. Flux.2's norm and patches are the host's."""
 
 from ..protocol.errors import CheckpointError
-from .family import VaeFamily, count_layers
+from .vae_family import VaeFamily, count_layers
 
 
 def kl_config(shapes, settings=None):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.nn import Conv3d
 
 from ..protocol.errors import CheckpointError
-from .family import VaeFamily, count_layers, size_of
+from .vae_family import VaeFamily, count_layers, size_of
 
 # pixels that one position of a downsampler's result is made of -> diffusers' name
 SAMPLERS = {1: "conv", 2: "temporal", 4: "spatial", 8: "spatiotemporal"}

@@ -1,7 +1,7 @@
 """MiniMax H3's autoencoder of videos, as ComfyUI's own module: an encoder of convolutions and a decoder of attention,
 both of which go over tiles of some frames and 256 x 256 pixels, that it blends."""
 
-from .family import VaeFamily, count_layers
+from .vae_family import VaeFamily, count_layers
 
 ARGUMENTS = ("clip_length", "token_drop", "tile_size", "tile_overlap_min", "tiling")
 DECODER = ("num_layers", "heads", "dim_head")

@@ -7,7 +7,7 @@ import re
 from torch.nn import Conv3d
 
 from ..protocol.errors import CheckpointError
-from .family import VaeFamily
+from .vae_family import VaeFamily
 
 NAMES = (
     (r"\.resnets\.(\d+)\.0\.", r".resnets.\1.norm1.norm_layer."),

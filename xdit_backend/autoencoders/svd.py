@@ -8,8 +8,8 @@ import re
 
 from torch import nn
 
-from .family import VaeFamily
 from .kl import kl_config
+from .vae_family import VaeFamily
 
 ARGUMENTS = ("in_channels", "out_channels", "latent_channels", "block_out_channels", "layers_per_block",
              "down_block_types", "scaling_factor")

@@ -3,7 +3,7 @@ one after the other, each with what the one before was at every block."""
 
 import sys
 
-from .family import VaeFamily, replaced, signed_pixels, size_of
+from .vae_family import VaeFamily, replaced, signed_pixels, size_of
 
 SIGNED = 32    # channels of HunyuanVideo 1.5's latents, of which pixels are from -1 to 1; of others they are as shown
 

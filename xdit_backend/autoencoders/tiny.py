@@ -2,7 +2,7 @@
 
 import re
 
-from .family import VaeFamily, size_of
+from .vae_family import VaeFamily, size_of
 
 
 def _config(shapes, settings):

@@ -2,7 +2,7 @@
 
 import re
 
-from .family import VaeFamily, size_of
+from .vae_family import VaeFamily, size_of
 
 WAN22_MARKS = ("coder.downsamples.0.downsamples.", "coder.upsamples.0.upsamples.")     # blocks within blocks
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..models import FAMILIES
+from ..models.common.family import Family
+from ..models.common.unet import CLASSES, publishers_names
 from ..protocol.errors import CheckpointError
 from ..protocol.specs import ModelSpec
-from ..vocabulary.family import Family
-from ..vocabulary.unet import CLASSES, publishers_names
-from . import gguf, kitchen
-from .file_map import unreadable
-from .folder import Folder, extra_parts, read_folder
-from .layers import Layer, layers_of
-from .limits import MAX_HEADER_BYTES, MAX_TENSORS
+from .build_transformer import metadata_of, model_config
+from .detection import class_name, recognise
+from .diffusers_folder import Folder, extra_parts, read_folder
+from .header_limits import MAX_HEADER_BYTES, MAX_TENSORS
+from .memory_map import unreadable
 from .meta_model import meta_model
-from .recognise import class_name, recognise
+from .quantisation import gguf, kitchen_layers
+from .quantisation.layer_formats import Layer, layers_of
 from .safetensors_header import header_bytes, read_safetensors
-from .transformer import metadata_of, model_config
 
 # ComfyUI saves some under model.model.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")
@@ -150,7 +150,7 @@ def _read_safetensors(path):
     shapes, dtypes = {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()}
     layers, marks = layers_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path),
                               prefix)
-    kitchen.check(layers.values(), os.path.basename(path))
+    kitchen_layers.check(layers.values(), os.path.basename(path))
     shapes |= {name: layer.shape for name, layer in layers.items()}
     dtypes |= {name: layer.type for name, layer in layers.items()}
     names = publishers_names(shapes) if IN_UNET in shapes and not marks else {key: key for key in shapes}

@@ -9,13 +9,13 @@ import inspect
 
 import torch
 
+from ..models.common.limits import MAX_BLOCKS
+from ..models.common.unet import settings_of
 from ..protocol.bounded_json import shown
 from ..protocol.errors import CheckpointError
-from ..vocabulary.limits import MAX_BLOCKS
-from ..vocabulary.unet import settings_of
-from .packed import packed_weights, set_packed_parameters
-from .recognise import plain
-from .transformer import build
+from .build_transformer import build
+from .detection import plain
+from .quantisation.quantised_weights import packed_weights, set_packed_parameters
 
 NUM_NAMED = 3                              # how many tensors a message names
 FLOATS = "F", "BF16"                       # how the types begin that a file has fractions in

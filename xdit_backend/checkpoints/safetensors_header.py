@@ -6,14 +6,7 @@ import struct
 
 from ..protocol.bounded_json import parse_json, shown
 from ..protocol.errors import CheckpointError
-from .limits import (
-    MAX_HEADER_BYTES,
-    MAX_TENSORS,
-    check_count,
-    check_empty,
-    check_name,
-    check_sizes,
-)
+from .header_limits import MAX_HEADER_BYTES, MAX_TENSORS, check_count, check_empty, check_name, check_sizes
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4,
               "I16": 2, "I8": 1, "U8": 1,

@@ -1,5 +1,5 @@
 """A bias between tokens, made a part of the queries and keys themselves: every method then shares it out, sends and
-keeps it as it does these, and no mask of queries by keys is made. Called by attention.py.
+keeps it as it does these, and no mask of queries by keys is made. Called by attention_dispatch.py.
 
 # B batch, N heads, T tokens, H head size
 """

@@ -11,25 +11,25 @@ from contextlib import contextmanager
 
 import torch
 
-from ..distributed.masks import read_mask
-from ..distributed.operators import running
-from ..parallel.rounding import Agreement
-from ..parallel.tensor import install_tensor_hooks
+from ..attention.masks import read_mask
+from ..distributed.custom_ops import running
+from ..parallel.amax_sync import Agreement
+from ..parallel.tensor_parallel import install_tensor_hooks
 from ..partition import check_shards
-from . import networks, regions
-from .attention import COMFYUIS, AttentionFunctions, RunningAttention
-from .compiled import CompiledBlocks, outside_graphs
-from .places import Place, StageEnd, _inside, _transposed, place_edges, places_of, summed, with_halos
-from .turns import take_turns
+from . import injected_networks, token_shards_io
+from .attention_dispatch import COMFYUIS, AttentionFunctions, RunningAttention
+from .block_hooks import Place, StageEnd, _inside, _transposed, place_edges, places_of, summed, with_halos
+from .compiled_blocks import CompiledBlocks, outside_graphs
+from .interleave import take_turns
 
 
 class Hooks:
     """The hooks of one model on this rank, and the forward they serve now."""
 
     def __init__(self, model, plan, splits=(), offloaded=None, on_compile=lambda done, total: None):
-        """splits: of the weights, where the model holds a rank's share of them (checkpoints/shares.py). offloaded: the
-        blocks whose weights come from host memory (checkpoints/offloading.py), if there are such. on_compile: of
-        CompiledBlocks."""
+        """splits: of the weights, where the model holds a rank's share of them (checkpoints/tensor_sharding.py).
+        offloaded: the blocks whose weights come from host memory (offload/block_offload.py), if there are such.
+        on_compile: of CompiledBlocks."""
         self.plan, self._offloaded = plan, offloaded
         self._model, self._context = model, None
         self._attention = AttentionFunctions(lambda: self._context, plan.needs_text)
@@ -76,9 +76,9 @@ class Hooks:
             if module is not None:
                 self._compiled.blocks[place.index].once[path] = module, span
                 module.forward = self._hook_once(module, module.forward, (place.index, path), span)
-        networks.lead(block, place.number, plan.led, lambda: self._context)
+        injected_networks.lead(block, place.number, plan.led, lambda: self._context)
         if plan.heard:
-            networks.hear(block, place.number, plan.heard, lambda: self._context)
+            injected_networks.hear(block, place.number, plan.heard, lambda: self._context)
         for path in plan.choosing:
             module = _inside(block, path)
             if module is not None:
@@ -144,7 +144,7 @@ class Hooks:
         """Of what a ControlNet gives, {place: (B or 1, T of the forward's image, C)}, what this rank's blocks add to
         their tokens, in their order."""
         return {name: context.tokens.take(control[name], 1, ("image",))
-                for name in networks.control_names(context, self._places) if name in control}
+                for name in injected_networks.control_names(context, self._places) if name in control}
 
     def message_units(self, block):
         """Which streams each piece of a message holds that goes from one stage to the next before `block`."""
@@ -190,12 +190,12 @@ class Hooks:
             if place.index + 1 == context.blocks.stop < self.num_blocks:
                 shards = [*outputs.values(),
                           *(context.skips[source] for source in self._skips_over(context.blocks.stop))]
-                raise StageEnd(regions.pack(shards, self.message_units(context.blocks.stop), context.tokens))
+                raise StageEnd(token_shards_io.pack(shards, self.message_units(context.blocks.stop), context.tokens))
             return place.returned(self._join_streams(context, place, outputs) if place.ends else outputs)
         return block
 
     def _run_forward(self, forward, context, place, arguments):
-        if (context.compile_backend and not networks.lead_layers(context)
+        if (context.compile_backend and not injected_networks.lead_layers(context)
                 and self._agreement.suits_graphs(context.tokens, place.list_.streams.values())):
             return self._compiled.run(place.index, forward, context, arguments)
         return forward(**arguments)
@@ -220,7 +220,7 @@ class Hooks:
         image = next(tensor for streams, tensor in held.items() if "image" in streams)
         units = self.message_units(context.blocks.start)
         widths = [held.get(streams, image).shape[2] for streams in units]
-        shards = regions.unpack(context.receive_message(), units, image.shape[0], widths, context.tokens,
+        shards = token_shards_io.unpack(context.receive_message(), units, image.shape[0], widths, context.tokens,
                                 self.plan.needs_text)
         arrived = dict(zip(place.list_.returns, shards))
         context.skips.update(zip(self._skips_over(context.blocks.start), shards[len(arrived):]))
@@ -230,7 +230,7 @@ class Hooks:
         """{streams: shard} of a block of this stage."""
         list_ = place.list_
         if place.starts:
-            arguments |= {name: regions.cut(arguments[name], streams, context.tokens, self.plan.needs_text)
+            arguments |= {name: token_shards_io.cut(arguments[name], streams, context.tokens, self.plan.needs_text)
                           for name, streams in list_.streams.items()}
         for name, argument in list_.tokens.items():
             if arguments.get(name) is not None:
@@ -256,20 +256,20 @@ class Hooks:
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if place.index in self._skips.values():
             context.skips[place.index] = outputs[place.with_image]
-        networks.add_to_blocks(context, place, outputs)
+        injected_networks.add_to_blocks(context, place, outputs)
         for control in filter(context.control.__contains__, place.control):
             image = outputs[place.with_image]
             # to what a later block takes, not to what the next one does
             if self._skips:
                 image = context.skips[place.index] = image.clone()
-            regions.add_to_image(image, place.with_image, context.control.take(control), context.tokens)
+            token_shards_io.add_to_image(image, place.with_image, context.control.take(control), context.tokens)
         return outputs
 
     def _join_streams(self, context, place, shards):
         """Whole streams for the model's forward; after the last block only those of its output."""
         wanted = context.tokens.counts if place.index + 1 < self.num_blocks else self.plan.outputs
         return {streams: shard if shard is None
-                else regions.join(shard, streams, context.tokens, context.mesh, context.traffic, wanted)
+                else token_shards_io.join(shard, streams, context.tokens, context.mesh, context.traffic, wanted)
                 for streams, shard in shards.items()}
 
     def _cut_once(self, context, place, value, argument):

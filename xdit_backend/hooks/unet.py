@@ -15,23 +15,23 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor2_0
 
-from ..distributed.kernels import attend
-from ..distributed.norm_rows import group_norm_rows
-from ..distributed.operators import attention, running
-from ..distributed.rows import Convolution, input_rows
+from ..attention.backends import attend
+from ..distributed.custom_ops import attention, running
+from ..distributed.group_norm import group_norm_rows
+from ..distributed.spatial_ops import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, of_all_rows
-from ..parallel.nag import apply_nag
 from ..partition import attended, halved, in_block, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import Shrink
-from .compiled import CompiledBlocks
+from .compiled_blocks import CompiledBlocks
 from .free_u import free_u
-from .networks import text_places, with_networks, with_pictures
-from .own_code import OwnCode, functional, torch_with
+from .function_overrides import OwnCode, functional, torch_with
+from .injected_networks import text_places, with_networks, with_pictures
+from .interleave import take_turns
+from .nag import apply_nag
 from .tiles import attend_in_tiles
-from .turns import take_turns
+from .unet_compiled import GraphRows
 from .unet_control import ControlPlaces
-from .unet_graphs import GraphRows
 from .unet_shrink import ShrinkPlaces, as_large
 
 
@@ -49,7 +49,7 @@ class UNetHooks:
     num_blocks = 0
 
     def __init__(self, model, plan, offloaded=None, on_compile=lambda done, total: None):
-        """offloaded: the blocks whose weights come from host memory (checkpoints/offloading.py), if there are such.
+        """offloaded: the blocks whose weights come from host memory (offload/block_offload.py), if there are such.
         on_compile: of CompiledBlocks."""
         self.plan, self._model, self._context, self._offloaded = plan, model, None, offloaded
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they would ask each other"

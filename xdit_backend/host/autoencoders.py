@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from ..forecast.decoding import Work
+from ..planner.vae_cost import Work
 from ..protocol import messages, specs
 from .workers import Loaded
 

@@ -26,7 +26,7 @@ class Call:
     guided: tuple[specs.Nag, ...] = ()  # what is done to attentions: specs.Branch
     free_u: tuple[specs.FreeU | specs.Shrink, ...] = ()    # of a U-Net: specs.Branch
     tiles: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)          # of a U-Net: specs.Branch
-    # ((specs.NetworkUse, networks.Network), ...): what is added inside the model
+    # ((specs.NetworkUse, injected_networks.Network), ...): what is added inside the model
     networks: tuple = ()
     call_conditioning: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
     # predictions for the latent's other parts, to be filled

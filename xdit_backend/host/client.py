@@ -15,9 +15,9 @@ from ..protocol.errors import WorkerDiedError, XDiTError
 from ..protocol.specs import BY_KERNEL
 from .autoencoders import Autoencoders
 from .calls import WHOLE, CallHandle, refuse_unusable, share_call
-from .conditionings import Conditionings
+from .conditioning_cache import Conditionings
+from .injected_networks import Networks
 from .models import Models
-from .networks import Networks
 from .workers import Workers
 
 

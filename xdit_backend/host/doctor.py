@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..host_memory import available_memory
+from ..memory.system_memory import available_memory
 from ..protocol.devices import resolve_devices
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ReportMemory

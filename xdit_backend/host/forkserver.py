@@ -15,7 +15,7 @@ from typing import IO
 from ..protocol import timeouts
 from ..protocol.errors import WorkerStartError
 from . import logs, torchrun
-from .starting import HELP, StartMonitor, exit_words
+from .startup_watchdog import HELP, StartMonitor, exit_words
 
 POLL_S = 0.02
 TIMEOUT_S = 10                             # for it to end what it has started, and itself

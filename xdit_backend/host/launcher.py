@@ -1,7 +1,8 @@
 """Start, use and end a worker group: one torchrun, one worker a device. Used by the client.
 
-resources.py starts the processes and ends them, greeting.py waits until they are ready; requests.py knows what they
-were asked, watch.py judges whether they live, traces.py finds the words for what became of them.
+group_resources.py starts the processes and ends them, handshake.py waits until they are ready; pending_requests.py
+knows what they were asked, hang_watchdog.py judges whether they live, exit_report.py finds the words for what became of
+them.
 """
 
 import atexit
@@ -19,11 +20,11 @@ from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, Wo
 from ..protocol.messages import Abort, Done, Heartbeat, Phase
 from . import preflight
 from .forkserver import Forkserver
-from .greeting import Greeting
-from .requests import Requests
-from .resources import GroupResources, closing, refused_by_the_system
-from .starting import HELP
-from .watch import Watch
+from .group_resources import GroupResources, closing, refused_by_the_system
+from .handshake import Greeting
+from .hang_watchdog import Watch
+from .pending_requests import Requests
+from .startup_watchdog import HELP
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ class WorkerGroup:
     Construction blocks until every worker is ready. on_phase(Phase) shows what workers do meanwhile; check() is called
     often while waiting and may raise to give up, as ComfyUI's cancel does. num_fallbacks: how many ways to join the
     workers are known not to work (preflight.fallbacks); what the group came to is in the field of that name.
-    machines: the machines.listener.Listener where other machines join; None: nothing listens, and all devices are here.
-    forkserver: the host's Forkserver; None: one of its own, which ends with the group.
+    machines: the multi_node.listener.Listener where other machines join; None: nothing listens, and all devices are
+    here. forkserver: the host's Forkserver; None: one of its own, which ends with the group.
     Raises WorkerStartError when a worker cannot come up, with what is missing, or the workers' last lines of output.
     """
 

@@ -1,8 +1,8 @@
 """Workers' output, and how their groups failed: a private folder for each group, of which the last few stay. Used by
 the launcher.
 
-In a folder are torchrun.log, rank-N.log and errors.log. The size of a file is bounded (worker/output.py), and so is the
-number of folders. Beside them is a file of each ComfyUI that runs about other machines.
+In a folder are torchrun.log, rank-N.log and errors.log. The size of a file is bounded (worker/log_rotation.py), and so
+is the number of folders. Beside them is a file of each ComfyUI that runs about other machines.
 """
 
 import getpass

@@ -8,8 +8,8 @@ from ..partition import ranks_by_part
 from ..protocol import messages
 from ..protocol.devices import machines_of
 from ..protocol.errors import XDiTError
-from .changes import Changes, batches
-from .model_memory import ModelMemory
+from .weight_residency import ModelMemory
+from .weight_updates import Changes, batches
 from .workers import Loaded
 
 

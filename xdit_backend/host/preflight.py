@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..host_memory import available_memory
+from ..memory.system_memory import available_memory
 from ..protocol.devices import own_name
 from ..protocol.errors import WorkerStartError
-from .shortage import gigabytes
+from .oom_report import gigabytes
 
 MIN_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes before it holds a model: its libraries

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import psutil
 
-from ..comfyui.place import FOLDER, find_comfyui
+from ..comfyui.install_location import FOLDER, find_comfyui
 from ..protocol.devices import own_name
 from .supervisor import ROOT
 
 # file in a group's folder in memory: torchrun's log of workers that failed
 FAILED = "failed"
 POLL_S = 0.02
-# process name of a forked worker (worker/rank.py); others have LOCAL_RANK in their environment
+# process name of a forked worker (worker/bootstrap.py); others have LOCAL_RANK in their environment
 FORKED = re.compile(r"xdit rank (\d+)")
 # CPU workers: activations are allocated anew by every layer, and returned to the system each time they cost page
 # faults. In two alternating pairs of runs a Flux forward of 2,432 tokens took 3.59 s with these instead of 3.75 s.

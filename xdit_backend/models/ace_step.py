@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.comfyui import handed_on, same_names
-from ..vocabulary.describe import Whole, blocks, config_of, has, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.family import Family, Tiny
+from .common.inputs import Whole, blocks, config_of, has, size
+from .common.native_module import handed_on, same_names
+from .common.plan import BlockList, ModelPlan, TokenArgument
 
 ROWS, HEAD_SIZE, LARGEST = 16, 128, 65504.0
 LATENT, IMAGE = Whole((ROWS, 1)), ("image",)

@@ -3,11 +3,11 @@ neighbours alone; lyrics, timbre and text are encoded in the model, and read by 
 
 import torch
 
-from ..vocabulary.comfyui import handed_on, number, same_names
-from ..vocabulary.describe import Whole, blocks, config_of, has, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
+from .common.family import Family, Tiny
+from .common.inputs import Whole, blocks, config_of, has, size
+from .common.native_module import handed_on, number, same_names
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
 
 LATENT, IMAGE = Whole((2,)), ("image",)
 NATIVE = "comfy.ldm.ace.ace_step15:AceStepConditionGenerationModel"

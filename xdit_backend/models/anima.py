@@ -5,9 +5,9 @@ import dataclasses
 
 import torch.nn.functional as F
 
-from ..vocabulary.describe import because, config_of, given, has, needs_diffusers
-from ..vocabulary.family import Tiny
-from ..vocabulary.keys import table
+from .common.family import Tiny
+from .common.inputs import because, config_of, given, has, needs_diffusers
+from .common.key_mapping import table
 from .cosmos import COSMOS, is_cosmos
 from .cosmos import KEYS as COSMOS_KEYS
 

@@ -5,21 +5,12 @@ from types import MethodType
 import torch
 import torch.nn.functional as F
 
-from ..vocabulary.describe import (
-    Unpacked,
-    config_of,
-    folder_alone,
-    given,
-    has,
-    in_config_json,
-    type_held,
-    type_of_arithmetic,
-)
-from ..vocabulary.family import Family, Sampled, Tiny
-from ..vocabulary.frames import frames_first
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
-from ..vocabulary.schedule import sigma_after
+from .common.family import Family, Sampled, Tiny
+from .common.frames import frames_first
+from .common.inputs import Unpacked, config_of, folder_alone, given, has, in_config_json, type_held, type_of_arithmetic
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
+from .common.schedule import sigma_after
 
 LATENT, TABLE = Unpacked((1, 2, 2)), TokenArgument(0, ("image",))
 

@@ -6,11 +6,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from ..protocol.transfers import on_device
-from ..vocabulary.describe import Packed, Unpacked, blocks, config_of, given, has, size, timestep, type_of_arithmetic
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import SWAPPED, table
-from ..vocabulary.plan import BlockList, ModelPlan
+from ..memory.staging import on_device
+from .common.family import Family, Tiny
+from .common.inputs import Packed, Unpacked, blocks, config_of, given, has, size, timestep, type_of_arithmetic
+from .common.key_mapping import SWAPPED, table
+from .common.plan import BlockList, ModelPlan
 
 LATENT, BOTH, NUM_HEADS = Unpacked((2, 2)), ("text", "image"), 12  # heads as in ComfyUI, which does not look
 

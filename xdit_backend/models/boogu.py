@@ -3,9 +3,9 @@ alone."""
 
 import dataclasses
 
-from ..vocabulary.describe import blocks, config_of, has, size
-from ..vocabulary.family import Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.family import Tiny
+from .common.inputs import blocks, config_of, has, size
+from .common.plan import BlockList, ModelPlan, TokenArgument
 from .omnigen2 import ALL, OMNIGEN2, PICTURES, POSITIONS, REFINED, WIDE, inner, of_heads
 
 NATIVE = "comfy.ldm.boogu.model:BooguTransformer2DModel"

@@ -5,10 +5,10 @@ import functools
 
 import torch
 
-from ..vocabulary.describe import Packed, blocks, config_of, given, has, size, text_positions, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.family import Family, Tiny
+from .common.inputs import Packed, blocks, config_of, given, has, size, text_positions, timestep
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan, TokenArgument
 from .flux import KEYS as FLUX_KEYS
 
 LATENT, BOTH, NUM_MODULATIONS = Packed((2, 2)), ("text", "image"), 344

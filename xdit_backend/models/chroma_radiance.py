@@ -6,18 +6,11 @@ import dataclasses
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Packed, Unpacked, because, has, size, text_positions
-from ..vocabulary.family import ConfigRules, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.pixel_head import (
-    ConvolutionHead,
-    LinearHead,
-    PatchLinear,
-    PatchNetworkBlock,
-    PixelEmbedder,
-    drawn_patches,
-)
 from .chroma import CHROMA
+from .common.family import ConfigRules, Tiny
+from .common.inputs import Packed, Unpacked, because, has, size, text_positions
+from .common.key_mapping import table
+from .radiance_head import ConvolutionHead, LinearHead, PatchLinear, PatchNetworkBlock, PixelEmbedder, drawn_patches
 
 SIDE, CHANNELS, FREQUENCIES = 16, 3, 8     # of a patch, in pixels; of a pixel; along each side of a patch
 LATENT, TOKENS = Unpacked((SIDE, SIDE)), Packed((SIDE, SIDE))

@@ -3,22 +3,12 @@ rotary positions."""
 
 import torch
 
-from ..protocol.transfers import on_device
-from ..vocabulary.describe import (
-    Packed,
-    Unpacked,
-    blocks,
-    config_of,
-    given,
-    has,
-    optional_size,
-    size,
-    timestep,
-)
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.frames import frames_first
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..memory.staging import on_device
+from .common.family import Family, Tiny
+from .common.frames import frames_first
+from .common.inputs import Packed, Unpacked, blocks, config_of, given, has, optional_size, size, timestep
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, HEAD_SIZE, SPREAD, TABLE = Unpacked((1, 2, 2)), 64, 1.875, TokenArgument(0, ("image",))
 LEARNED = "patch_embed.pos_embedding"      # a table of positions, of another family

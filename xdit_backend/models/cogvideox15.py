@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from ..vocabulary.describe import Unpacked, config_of, size
-from ..vocabulary.family import Tiny
 from .cogvideox import COGVIDEOX, is_cogvideox, rotary
+from .common.family import Tiny
+from .common.inputs import Unpacked, config_of, size
 
 LATENT, PAIRS = Unpacked((2, 2, 2)), {"patch_size_t": 2}
 

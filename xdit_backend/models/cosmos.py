@@ -4,11 +4,11 @@ rotary positions.
 A picture's frames come as they are, with a channel that says where, and have times of their own.
 """
 
-from ..vocabulary.describe import Unpacked, because, blocks, config_of, frame_times, given, has, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, because, blocks, config_of, frame_times, given, has, size
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
 
 LATENT, TABLE, TIMES = Unpacked((1, 2, 2)), TokenArgument(0, ("image",)), TokenArgument(1, ("image",), ndim=3)
 SIDE, HEAD_SIZE = 8192, 128                                    # ComfyUI's model has positions without end

@@ -10,11 +10,11 @@ from types import MethodType
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Unpacked, blocks, config_of, even_sides, given, has, size, timestep, whole_shape
-from ..vocabulary.family import Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, TokenArgument
-from ..vocabulary.positions import Cut
+from .common.family import Tiny
+from .common.inputs import Unpacked, blocks, config_of, even_sides, given, has, size, timestep, whole_shape
+from .common.key_mapping import table
+from .common.plan import BlockList, TokenArgument
+from .common.position_slicing import Cut
 from .cosmos import COSMOS, SHARED
 
 LATENT, NAME, FIRST = Unpacked((1, 2, 2)), "Cosmos-Predict1", "blocks.block0.blocks."

@@ -4,10 +4,10 @@ ComfyUI has no model of it."""
 import torch
 import torch.nn.functional as F
 
-from ..vocabulary.describe import Unpacked, config_of, folder_alone, given, has, in_config_json, timestep
-from ..vocabulary.family import Family, Sampled, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan
-from ..vocabulary.positions import embedded
+from .common.family import Family, Sampled, Tiny
+from .common.inputs import Unpacked, config_of, folder_alone, given, has, in_config_json, timestep
+from .common.plan import BlockList, ModelPlan
+from .common.position_slicing import embedded
 
 LATENT, EMBEDDER = Unpacked((2, 2)), "norm1.emb"               # of time and class, of which each block has its own
 

@@ -5,11 +5,11 @@ import functools
 
 import torch
 
-from ..vocabulary.describe import Unpacked, blocks, config_of, given, has, needs_diffusers, size, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.rope_scales import with_rotations
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, blocks, config_of, given, has, needs_diffusers, size, timestep
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.rope_scaling import with_rotations
 
 LATENT, BOTH = Unpacked((1, 1)), ("image", "text")
 

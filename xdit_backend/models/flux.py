@@ -3,11 +3,11 @@ pictures beside the latent, or as references."""
 
 import torch
 
-from ..vocabulary.describe import Packed, blocks, config_of, given, has, size, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.keys import SWAPPED, table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.family import Family, Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import Packed, blocks, config_of, given, has, size, timestep
+from .common.key_mapping import SWAPPED, table
+from .common.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, IMAGE, ALL = Packed((2, 2), "offset"), ("image", "reference"), ("text", "image", "reference")
 NORM = "double_blocks.0.img_attn.norm.key_norm."

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.keys import SWAPPED, table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.references import AT_ZERO, at_zero
-from ..vocabulary.rope_scales import scales_and_shifts
+from .common.family import Family, Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
+from .common.key_mapping import SWAPPED, table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.reference_latents import AT_ZERO, at_zero
+from .common.rope_scaling import scales_and_shifts
 
 LATENT, IMAGE, ALL = Packed((1, 1), "index", 10), ("image", "reference"), ("text", "image", "reference")
 

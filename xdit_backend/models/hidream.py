@@ -6,20 +6,9 @@ import dataclasses
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import (
-    Packed,
-    Unpacked,
-    blocks,
-    config_of,
-    given,
-    has,
-    num_tokens_of,
-    size,
-    timestep,
-    whole_shape,
-)
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.family import Family, Tiny
+from .common.inputs import Packed, Unpacked, blocks, config_of, given, has, num_tokens_of, size, timestep, whole_shape
+from .common.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, HEAD_SIZE, LAYERS, PICTURE = Unpacked((2, 2)), 128, "encoder_hidden_states_llama3", "image_cond"
 IMAGE, PLACES = ("image", "reference"), Packed(LATENT.patch)

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.comfyui import handed_on, number
-from ..vocabulary.describe import Unpacked, blocks, config_of, given, has, size, token_rows
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.family import Family, Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import Unpacked, blocks, config_of, given, has, size, token_rows
+from .common.key_mapping import table
+from .common.native_module import handed_on, number
+from .common.plan import BlockList, ModelPlan, TokenArgument
 
 SIDE = 32                                  # of a token, in pixels
 LATENT, TEXT, ALL = Unpacked((SIDE, SIDE)), ("text",), ("text", "time", "image", "reference")

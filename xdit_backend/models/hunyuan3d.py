@@ -1,11 +1,11 @@
 """Hunyuan3D 2 and 2 mini, ComfyUI's own module: a shape as one row of tokens without places, and what a vision model
 says of pictures of it; two streams, then one sequence of both, as Flux.1's."""
 
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import Whole, blocks, config_of, has, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan
+from .common.family import Family, Tiny
+from .common.inputs import Whole, blocks, config_of, has, size
+from .common.key_mapping import table
+from .common.native_module import handed_on
+from .common.plan import BlockList, ModelPlan
 
 LATENT, BOTH = Whole((1,)), ("text", "image")
 NATIVE, NORM = "comfy.ldm.hunyuan3d.model:Hunyuan3Dv2", "double_blocks.0.img_attn.norm.query_norm."

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import torch
 
-from ..vocabulary.comfyui import handed_on, same_names
-from ..vocabulary.describe import Whole, blocks, config_of, has, size, type_held, type_of_arithmetic
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan
+from .common.family import Family, Tiny
+from .common.inputs import Whole, blocks, config_of, has, size, type_held, type_of_arithmetic
+from .common.native_module import handed_on, same_names
+from .common.plan import BlockList, ModelPlan
 
 LATENT, ALL = Whole((1,)), ("time", "image")
 NATIVE, NORM = "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain", "blocks.0.attn1.q_norm.weight"

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Unpacked, blocks, config_of, given, has, size, timestep, token_rows
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import SWAPPED, table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, blocks, config_of, given, has, size, timestep, token_rows
+from .common.key_mapping import SWAPPED, table
+from .common.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, BASE = Unpacked((2, 2)), 32                            # tokens along the longer side, as positions count them
 WIDTH, HEAD_SIZE, NUM_BLOCKS = size("x_embedder.proj.weight",

@@ -3,7 +3,8 @@ text, and glyphs beside it."""
 
 import torch
 
-from ..vocabulary.describe import (
+from .common.family import Family, Tiny
+from .common.inputs import (
     Unpacked,
     all_text,
     blocks,
@@ -16,10 +17,9 @@ from ..vocabulary.describe import (
     timestep,
     type_of_arithmetic,
 )
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
 from .hunyuan_video import KEYS as SHARED_KEYS
 
 LATENT, BOTH, TABLE = Unpacked((1, 1)), ("image", "text"), TokenArgument(0, ("image",))

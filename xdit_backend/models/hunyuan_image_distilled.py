@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from ..vocabulary.describe import config_of, given, has
-from ..vocabulary.family import Tiny
-from ..vocabulary.schedule import sigma_after
+from .common.family import Tiny
+from .common.inputs import config_of, given, has
+from .common.schedule import sigma_after
 from .hunyuan_image import HUNYUAN_IMAGE, is_distilled, is_of_rows_and_columns
 
 HUNYUAN_IMAGE_DISTILLED = dataclasses.replace(

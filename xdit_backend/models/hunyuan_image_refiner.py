@@ -3,8 +3,8 @@ more channels; guidance."""
 
 import dataclasses
 
-from ..vocabulary.describe import Unpacked, because, config_of, given, has, needs_diffusers
-from ..vocabulary.family import Tiny
+from .common.family import Tiny
+from .common.inputs import Unpacked, because, config_of, given, has, needs_diffusers
 from .hunyuan_image import HUNYUAN_IMAGE, is_image
 
 LATENT = Unpacked((1, 1, 1))

@@ -1,12 +1,12 @@
 """HunyuanVideo from text, and from a picture as more channels: two streams, then one; joint attention, image first;
 guidance."""
 
-from ..vocabulary.describe import Unpacked, all_text, blocks, config_of, even_sides, given, has, size, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.given_frame import install_given_frame
-from ..vocabulary.keys import SWAPPED, table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, all_text, blocks, config_of, even_sides, given, has, size, timestep
+from .common.key_mapping import SWAPPED, table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
+from .hunyuan_first_frame import install_given_frame
 
 LATENT, BOTH, TABLE = Unpacked((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
 TABLES = (TABLE,) * 4 + (TokenArgument(0, ("text",)),)         # sines, and which tokens are a given frame's

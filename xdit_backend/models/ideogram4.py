@@ -1,11 +1,11 @@
 """Ideogram 4, ComfyUI's own module: one sequence of text and image, whose text is what 13 layers of a language model
 give."""
 
-from ..vocabulary.comfyui import handed_on, same_names
-from ..vocabulary.describe import Unpacked, blocks, config_of, has, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, blocks, config_of, has, size
+from .common.native_module import handed_on, same_names
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
 from .omnigen2 import of_heads
 
 LATENT, ALL = Unpacked((1, 1)), ("text", "image")

@@ -1,11 +1,11 @@
 """JoyImage (JoyAI-Image-Edit), ComfyUI's own module: two streams with joint attention, image first; reference pictures
 follow the image as further frames, each of its own size."""
 
-from ..vocabulary.comfyui import num_reference_tokens, same_names, whole_references
-from ..vocabulary.describe import Unpacked, blocks, config_of, given, has, size, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, blocks, config_of, given, has, size, timestep
+from .common.native_module import num_reference_tokens, same_names, whole_references
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
 from .omnigen2 import of_heads
 
 LATENT, PICTURES = Unpacked((1, 2, 2)), ("image", "reference")

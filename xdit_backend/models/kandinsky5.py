@@ -7,7 +7,8 @@ Given first frames take the places of the latent's.
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import (
+from .common.family import Family, Tiny
+from .common.inputs import (
     Unpacked,
     blocks,
     config_of,
@@ -19,9 +20,8 @@ from ..vocabulary.describe import (
     timestep,
     type_of_arithmetic,
 )
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.rope_scales import moved
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.rope_scaling import moved
 
 LATENT, TABLE = Unpacked((1, 2, 2)), TokenArgument(1, ("image",))
 AXES = {64: (16, 24, 24), 128: (32, 48, 48)}                   # of a head: frames, rows and columns

@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 
-from ..vocabulary.describe import Unpacked, config_of, even_sides, has, size
-from ..vocabulary.family import Tiny
-from ..vocabulary.rope_scales import moved
+from .common.family import Tiny
+from .common.inputs import Unpacked, config_of, even_sides, has, size
+from .common.rope_scaling import moved
 from .kandinsky5 import KANDINSKY5, KEY, PIXELS
 
 LATENT = Unpacked((2, 2))

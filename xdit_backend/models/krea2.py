@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep, whole_shape
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.references import AT_ZERO, at_zero
+from .common.family import Family, Tiny
+from .common.inputs import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep, whole_shape
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.reference_latents import AT_ZERO, at_zero
 
 LATENT, ALL = Packed((1, 2, 2)), ("text", "image", "reference")
 NORM, OF_TEXT = ".attn.qknorm.qnorm.scale", "txtfusion.layerwise_blocks.0"

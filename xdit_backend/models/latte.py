@@ -2,10 +2,10 @@
 ComfyUI has no model of it."""
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import ALL_FRAMES, PerFrame, config_of, folder_alone, given, has, in_config_json, timestep
-from ..vocabulary.family import Family, Sampled, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan
-from ..vocabulary.positions import embedded
+from .common.family import Family, Sampled, Tiny
+from .common.inputs import ALL_FRAMES, PerFrame, config_of, folder_alone, given, has, in_config_json, timestep
+from .common.plan import BlockList, ModelPlan
+from .common.position_slicing import embedded
 
 LATENT = PerFrame((ALL_FRAMES, 2, 2))
 

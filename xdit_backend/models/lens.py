@@ -5,10 +5,10 @@ from types import MethodType
 
 import torch
 
-from ..vocabulary.comfyui import handed_on, same_names
-from ..vocabulary.describe import Unpacked, blocks, config_of, has, optional_size, size, text_mask
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, blocks, config_of, has, optional_size, size, text_mask
+from .common.native_module import handed_on, same_names
+from .common.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, ALL = Unpacked((1, 1)), ("image", "text")
 NATIVE, NORM = "comfy.ldm.lens.model:LensTransformer2DModel", "transformer_blocks.0.attn.norm_q.weight"

@@ -5,10 +5,10 @@ import dataclasses
 
 import torch
 
-from ..protocol.transfers import on_device
-from ..vocabulary.describe import config_of, given, has, timestep
-from ..vocabulary.family import Tiny
-from ..vocabulary.keys import table
+from ..memory.staging import on_device
+from .common.family import Tiny
+from .common.inputs import config_of, given, has, timestep
+from .common.key_mapping import table
 from .flux import BLOCKS, FLUX, LATENT
 
 WIDTH = 3584                                                   # of the text, by which ComfyUI tells it

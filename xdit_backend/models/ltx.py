@@ -4,9 +4,9 @@ seconds.
 Given frames have times of their own, token by token; guides are frames after the video's, at positions of their own.
 """
 
-from ..vocabulary.describe import because, blocks, config_of, diffusers_converter, given, has, size, text_mask
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.ltx_tokens import (
+from .common.family import Family, Tiny
+from .common.inputs import because, blocks, config_of, diffusers_converter, given, has, size, text_mask
+from .common.ltx_tokens import (
     IS_LTX,
     LATENT,
     NUM_HEADS,
@@ -17,7 +17,7 @@ from ..vocabulary.ltx_tokens import (
     token_times,
     unfold,
 )
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.plan import BlockList, ModelPlan, TokenArgument
 
 TABLE = TokenArgument(1, ("image",))
 

@@ -7,13 +7,13 @@ A latent is of two parts, or of the video alone. Of the video given frames and g
 import dataclasses
 
 from ..protocol.errors import CheckpointError
-from ..vocabulary.describe import because, config_of, given, has
-from ..vocabulary.family import Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.ltx2_folder import CONNECTORS
-from ..vocabulary.ltx_tokens import IS_LTX, bounds
-from ..vocabulary.plan import BlockList, ModelPlan
-from ..vocabulary.sound import (
+from .common.family import Tiny
+from .common.inputs import because, config_of, given, has
+from .common.key_mapping import table
+from .common.ltx_tokens import IS_LTX, bounds
+from .common.plan import BlockList, ModelPlan
+from .ltx import LTX
+from .ltx2_audio import (
     ARGUMENTS,
     AUDIO,
     HAS_PROJECTION,
@@ -29,7 +29,7 @@ from ..vocabulary.sound import (
     unfold,
     unpack_sound,
 )
-from .ltx import LTX
+from .ltx2_folder import CONNECTORS
 
 SAID = ("apply_gated_attention", "caption_proj_before_connector")              # by the tensors too
 KEYS = table(

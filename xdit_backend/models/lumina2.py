@@ -3,12 +3,12 @@ grouped-query attention."""
 
 import torch
 
-from ..vocabulary.describe import Unpacked, all_text, blocks, config_of, given, has, size, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
-from ..vocabulary.rope_scales import complex_rotations, with_rotations
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, all_text, blocks, config_of, given, has, size, timestep
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
+from .common.rope_scaling import complex_rotations, with_rotations
 
 LATENT, BOTH, PICTURE, SEQUENCE = Unpacked((2, 2)), ("text", "image"), TokenArgument(1, ("image",)), TokenArgument(
     1, ("text", "image"))

@@ -5,10 +5,10 @@ from types import MethodType
 
 import torch
 
-from ..vocabulary.comfyui import handed_on, num_reference_tokens, same_names, whole_references
-from ..vocabulary.describe import Unpacked, blocks, config_of, has, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, blocks, config_of, has, size
+from .common.native_module import handed_on, num_reference_tokens, same_names, whole_references
+from .common.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, PICTURES, ALL = Unpacked((1, 1)), ("image", "reference"), ("text", "image", "reference")
 NATIVE, NORM = "comfy.ldm.mage_flow.model:MageFlowTransformer2DModel", "transformer_blocks.0.attn.norm_q.weight"

@@ -6,20 +6,12 @@ from types import MethodType
 import torch
 from torch import nn
 
-from ..vocabulary.describe import (
-    blocks,
-    config_of,
-    given,
-    has,
-    needs_diffusers,
-    optional_size,
-    size,
-    type_of_arithmetic,
-)
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.halves import halve
-from ..vocabulary.keys import table
-from ..vocabulary.minimax import (
+from .common.family import Family, Tiny
+from .common.inputs import blocks, config_of, given, has, needs_diffusers, optional_size, size, type_of_arithmetic
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.split_linear import halve
+from .minimax_h3_sequence import (
     LATENT,
     SHIFTS,
     call_shapes,
@@ -36,8 +28,7 @@ from ..vocabulary.minimax import (
     unpack_sound,
     video_tokens,
 )
-from ..vocabulary.minimax_times import ComputesIn, TimeCurve
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .minimax_h3_time_curve import ComputesIn, TimeCurve
 
 ALL, GATED = ("text", "reference", "audio", "image"), "net.0.proj"
 NORM, CURVE = "blocks.0.attn.q_norm.weight", "adaln_t_table"

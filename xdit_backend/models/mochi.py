@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import UnsupportedError
-from ..vocabulary.describe import (
+from .common.family import Family, Tiny
+from .common.inputs import (
     Unpacked,
     all_text,
     blocks,
@@ -19,10 +20,9 @@ from ..vocabulary.describe import (
     text_mask,
     type_of_arithmetic,
 )
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import SWAPPED, table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
+from .common.key_mapping import SWAPPED, table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
 
 LATENT, BOTH, TABLE = Unpacked((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
 

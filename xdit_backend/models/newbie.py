@@ -1,12 +1,12 @@
 """NewBie-Image, ComfyUI's own module: Lumina 2's blocks, whose time is mixed with a pooled vector of the prompt; few
 key heads."""
 
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import Unpacked, blocks, config_of, has, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.rope_scales import moves, with_first_row
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, blocks, config_of, has, size
+from .common.key_mapping import table
+from .common.native_module import handed_on
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.rope_scaling import moves, with_first_row
 
 NATIVE, NORM = "comfy.ldm.lumina.model:NextDiT", "layers.0.attention.q_norm.weight"
 LATENT, PICTURE, ALL = Unpacked((2, 2)), ("image",), ("text", "image")

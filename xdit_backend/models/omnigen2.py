@@ -1,11 +1,11 @@
 """OmniGen 2, ComfyUI's own module: text, reference pictures and image are refined by themselves, then one sequence; few
 key heads."""
 
-from ..vocabulary.comfyui import handed_on, num_reference_tokens, number, same_names, whole_references
-from ..vocabulary.describe import Unpacked, blocks, check_mask, config_of, has, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, blocks, check_mask, config_of, has, size
+from .common.native_module import handed_on, num_reference_tokens, number, same_names, whole_references
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
 
 NATIVE, NORM = "comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel", "layers.0.attn.norm_q.weight"
 LATENT, PICTURES, ALL = Unpacked((2, 2)), ("reference", "image"), ("text", "reference", "image")

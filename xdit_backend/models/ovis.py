@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from ..vocabulary.describe import config_of, has, size
-from ..vocabulary.family import Tiny
-from ..vocabulary.halves import halve
-from ..vocabulary.keys import table
+from .common.family import Tiny
+from .common.inputs import config_of, has, size
+from .common.key_mapping import table
+from .common.split_linear import halve
 from .flux import BLOCKS, FLUX, LATENT
 from .longcat import LONGCAT
 

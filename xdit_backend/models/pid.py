@@ -7,12 +7,12 @@ from types import MethodType
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import blocks, config_of, given, has, size
-from ..vocabulary.family import Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.pixel_blocks import amend, draw, with_places
-from ..vocabulary.rope_scales import moves
+from .common.family import Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import blocks, config_of, given, has, size
+from .common.native_module import handed_on
+from .common.pixel_blocks import amend, draw, with_places
+from .common.rope_scaling import moves
 from .pixeldit import LATENT, PIXELDIT, RULES, TINY
 
 NATIVE, LQ = "comfy.ldm.pixeldit.pid:PidNet", "lq_proj.latent_proj.0.weight"

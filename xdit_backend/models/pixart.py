@@ -5,10 +5,10 @@ import math
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Unpacked, because, blocks, config_of, given, has, size, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, because, blocks, config_of, given, has, size, timestep
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan
 
 LATENT = Unpacked((2, 2))
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import torch
 
-from ..protocol.transfers import on_device
-from ..vocabulary.describe import config_of, given, has
-from ..vocabulary.family import Tiny
-from ..vocabulary.keys import table
+from ..memory.staging import on_device
+from .common.family import Tiny
+from .common.inputs import config_of, given, has
+from .common.key_mapping import table
 from .pixart import PIXART
 
 CONDITIONS = {"use_additional_conditions": True}

@@ -3,13 +3,13 @@ token, made of its pixels, attends to the others', and its pixels are drawn."""
 
 import math
 
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import Unpacked, because, blocks, config_of, has
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.pixel_blocks import PREFIX, SIDE, amend, convert, of_file, pixels_of_patch, under_core, whole_rows
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
-from ..vocabulary.rope_scales import moves
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, because, blocks, config_of, has
+from .common.native_module import handed_on
+from .common.pixel_blocks import PREFIX, SIDE, amend, convert, of_file, pixels_of_patch, under_core, whole_rows
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
+from .common.rope_scaling import moves
 
 NATIVE, CHANNELS, TEXT = "comfy.ldm.pixeldit.model:PixDiT_T2I", 3, 300         # tokens of text, at most
 LATENT, IMAGE, BOTH = Unpacked((SIDE, SIDE)), ("image",), ("text", "image")

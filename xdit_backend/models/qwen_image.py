@@ -3,23 +3,13 @@ rotary positions around the middle of the picture."""
 
 import torch
 
-from ..vocabulary.describe import (
-    Packed,
-    blocks,
-    config_of,
-    given,
-    has,
-    needs_diffusers,
-    size,
-    text_mask,
-    timestep,
-)
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut, whole_shapes
-from ..vocabulary.references import AT_ZERO, at_zero, method_of, reference_positions
+from .common.family import Family, Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import Packed, blocks, config_of, given, has, needs_diffusers, size, text_mask, timestep
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut, whole_shapes
+from .common.reference_latents import AT_ZERO, at_zero, method_of, reference_positions
 from .mage_flow import is_mage_flow
 
 LATENT, IMAGE = Packed((1, 2, 2)), ("image", "reference")

@@ -4,10 +4,10 @@ ComfyUI has no model of it."""
 import torch
 import torch.nn.functional as F
 
-from ..vocabulary.describe import Unpacked, config_of, folder_alone, given, has, in_config_json, text_mask
-from ..vocabulary.family import Family, Sampled, Tiny
-from ..vocabulary.linear_attention import attending, projected
-from ..vocabulary.plan import BlockList, ModelPlan
+from .common.family import Family, Sampled, Tiny
+from .common.inputs import Unpacked, config_of, folder_alone, given, has, in_config_json, text_mask
+from .common.linear_attention import attending, projected
+from .common.plan import BlockList, ModelPlan
 
 LATENT = Unpacked((1, 1))
 SUMS = ("its attention keeps sums over all tokens, of which no part is a patch's or a rank's own to be left from the "

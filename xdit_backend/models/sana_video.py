@@ -5,10 +5,10 @@ import math
 
 import torch
 
-from ..vocabulary.describe import Unpacked, config_of, folder_alone, given, has, in_config_json, text_mask, timestep
-from ..vocabulary.family import Family, Sampled, Tiny
-from ..vocabulary.linear_attention import attending, projected
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from .common.family import Family, Sampled, Tiny
+from .common.inputs import Unpacked, config_of, folder_alone, given, has, in_config_json, text_mask, timestep
+from .common.linear_attention import attending, projected
+from .common.plan import BlockList, ModelPlan, TokenArgument
 from .sana import SANA
 
 

@@ -1,7 +1,7 @@
 """Stable Diffusion 1.4 and 1.5, and what is trained from them: a U-Net of four levels, eight heads everywhere.
 Of Stable Zero123 ComfyUI itself projects what a vision model says of a picture, and where it is seen from."""
 
-from ..vocabulary.unet import Architecture, tiny, unet
+from .common.unet import Architecture, tiny, unet
 
 SD15 = unet(
     name="SD 1.5", title="SD 1.5, Stable Zero123",

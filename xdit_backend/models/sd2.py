@@ -1,7 +1,7 @@
 """Stable Diffusion 2.0 and 2.1, of 512 and of 768 pixels: a U-Net of four levels, heads of 64.
 Some predict velocity. unCLIP reads a picture's vector beside the text, Lotus which of its tasks is meant."""
 
-from ..vocabulary.unet import Architecture, tiny, unet
+from .common.unet import Architecture, tiny, unet
 
 SD2 = unet(
     name="SD 2", title="SD 2.0, 2.1, unCLIP, Lotus",

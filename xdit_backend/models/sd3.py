@@ -6,11 +6,11 @@ import math
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Unpacked, because, blocks, config_of, diffusers_converter, given, has, size, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan
-from ..vocabulary.positions import embedded
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, because, blocks, config_of, diffusers_converter, given, has, size, timestep
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan
+from .common.position_slicing import embedded
 
 LATENT, OF_TEXT, NUM_TEXT_HEADS = Unpacked((2, 2)), "context_processor.", 8   # heads are ComfyUI's, whatever the width
 

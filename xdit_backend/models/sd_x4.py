@@ -4,8 +4,8 @@ is told."""
 
 import dataclasses
 
-from ..vocabulary.describe import given
-from ..vocabulary.unet import Architecture, tiny, unet
+from .common.inputs import given
+from .common.unet import Architecture, tiny, unet
 
 LEVELS = 1000                              # of noise
 UPPER = (True, True, True, False)

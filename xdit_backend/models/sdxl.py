@@ -1,7 +1,7 @@
 """SDXL and its refiner: a U-Net of three or four levels, heads of 64;
 pooled text and the picture's size as a vector beside the text."""
 
-from ..vocabulary.unet import Architecture, tiny, unet
+from .common.unet import Architecture, tiny, unet
 
 SDXL = unet(
     name="SDXL", title="SDXL, SDXL refiner, SSD-1B, Vega, KOALA",

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.comfyui import handed_on, same_names
-from ..vocabulary.describe import Unpacked, blocks, config_of, even_sides, has, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, blocks, config_of, even_sides, has, size
+from .common.native_module import handed_on, same_names
+from .common.plan import BlockList, ModelPlan
 
 NAME, LATENT, NATIVE = "SeedVR2", Unpacked((1, 2, 2)), "comfy.ldm.seedvr.model:NaDiT"
 CONDITIONINGS = "positive_conditioning", "negative_conditioning"

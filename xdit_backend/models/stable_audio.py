@@ -3,21 +3,10 @@ by cross-attention, with fewer key heads than query heads."""
 
 from dataclasses import replace
 
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import because, blocks, config_of, has, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.stable_audio import (
-    CONVERT,
-    LATENT,
-    LAYER,
-    NATIVE,
-    PLAN,
-    ROTARY,
-    SHARED,
-    amend,
-    projects_text,
-    seconds,
-)
+from .common.family import Family, Tiny
+from .common.inputs import because, blocks, config_of, has, size
+from .common.native_module import handed_on
+from .common.stable_audio import CONVERT, LATENT, LAYER, NATIVE, PLAN, ROTARY, SHARED, amend, projects_text, seconds
 
 HEAD_SIZE, SECONDS = 64, (*seconds("seconds_start"), *seconds("seconds_total"))
 UNSPLIT = tuple(f"cross_attn.{name}" for name in ("to_q", "to_kv", "to_out"))  # of other numbers of heads than the rest

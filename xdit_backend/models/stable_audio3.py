@@ -3,10 +3,10 @@ attention by other queries and keys; what is kept of a sound is read by every bl
 
 from dataclasses import replace
 
-from ..vocabulary.describe import because, config_of, given, has, size
-from ..vocabulary.family import Tiny
-from ..vocabulary.plan import TokenArgument
-from ..vocabulary.stable_audio import CONDITIONERS, LAYER, NATIVE, PLAN, ROTARY, SHARED, seconds
+from .common.family import Tiny
+from .common.inputs import because, config_of, given, has, size
+from .common.plan import TokenArgument
+from .common.stable_audio import CONDITIONERS, LAYER, NATIVE, PLAN, ROTARY, SHARED, seconds
 from .stable_audio import STABLE_AUDIO, TINY
 
 NUM_MEMORY, NORM = 64, f"{LAYER}self_attn.q_norm.gamma"        # tokens of the model's own

@@ -2,10 +2,10 @@
 U-shaped network of four levels, which each device runs whole."""
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import Unpacked, config_of, given, has, size
-from ..vocabulary.family import Family, Tiny
+from .common.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, config_of, given, has, size
+from .common.native_module import handed_on
 
 NATIVE, LATENT = "comfy.ldm.cascade.stage_b:StageB", Unpacked((2, 2))
 

@@ -1,10 +1,10 @@
 """Stage C of Stable Cascade, ComfyUI's own module: a U-shaped network on small latents that reads the text, which each
 device runs whole."""
 
-from ..vocabulary.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import Unpacked, config_of, has, size
-from ..vocabulary.family import Family, Tiny
+from .common.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, config_of, has, size
+from .common.native_module import handed_on
 
 NATIVE, LATENT = "comfy.ldm.cascade.stage_c:StageC", Unpacked((1, 1))
 

@@ -6,20 +6,11 @@ video. ComfyUI hands on the frames as a batch, and with each what is said of the
 
 import torch
 
-from ..vocabulary.comfyui import number
-from ..vocabulary.describe import because, config_of, given, has, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.unet import (
-    EVEN,
-    LATENT,
-    OF_VIDEOS,
-    PLAN,
-    Architecture,
-    config_rules,
-    convert_of_videos,
-    looks_along,
-)
+from .common.family import Family, Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import because, config_of, given, has, timestep
+from .common.native_module import number
+from .common.unet import EVEN, LATENT, OF_VIDEOS, PLAN, Architecture, config_rules, convert_of_videos, looks_along
 
 RULES = config_rules(Architecture((1024,), num_heads=lambda width: width // 64, alone=0, block=0)).rules
 SAME = ("sample_size", "in_channels", "out_channels", "block_out_channels", "layers_per_block", "cross_attention_dim",

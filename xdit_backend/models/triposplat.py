@@ -5,11 +5,11 @@ from types import MethodType
 
 from torch import nn
 
-from ..vocabulary.comfyui import handed_on, same_names
-from ..vocabulary.describe import blocks, config_of, has, optional_size, size, type_held, type_of_arithmetic
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan
-from ..vocabulary.splats import Row, call_shapes, first_part, pictures, split_parts, unfold
+from .common.family import Family, Tiny
+from .common.inputs import blocks, config_of, has, optional_size, size, type_held, type_of_arithmetic
+from .common.native_module import handed_on, same_names
+from .common.plan import BlockList, ModelPlan
+from .triposplat_latents import Row, call_shapes, first_part, pictures, split_parts, unfold
 
 LATENT, SHAPE, ALL = Row((1, 1)), ("image",), ("image", "text", "camera")
 NATIVE, NORM = "comfy.ldm.triposplat.model:LatentSeqMMFlowModel", "blocks.0.attn.q_norm.gamma"

@@ -8,8 +8,9 @@ times of their own.
 import torch
 import torch.nn.functional as F
 
-from ..vocabulary.context_latents import num_context_tokens, whole_context, with_context
-from ..vocabulary.describe import (
+from .common.family import Family, Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import (
     Unpacked,
     blocks,
     config_of,
@@ -21,11 +22,10 @@ from ..vocabulary.describe import (
     optional_size,
     size,
 )
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
-from ..vocabulary.rope_scales import with_scales
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
+from .common.rope_scaling import with_scales
+from .wan_bernini import num_context_tokens, whole_context, with_context
 
 LATENT, ALL = Unpacked((1, 2, 2)), ("image", "reference")
 TABLE, TIMES = TokenArgument(1, ALL), TokenArgument(1, ALL, ndim=4)

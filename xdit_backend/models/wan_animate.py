@@ -6,12 +6,12 @@ from types import MethodType
 
 import torch
 
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import config_of, frame_times, given, has, only_parts, optional_size
-from ..vocabulary.family import Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.rope_scales import moves
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame
+from .common.family import Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import config_of, frame_times, given, has, only_parts, optional_size
+from .common.native_module import handed_on
+from .common.rope_scaling import moves
+from .common.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 

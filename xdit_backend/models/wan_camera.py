@@ -1,13 +1,13 @@
 """Wan Camera (2.1, 2.2), ComfyUI's own module: Wan that reads the ways of a camera's rays; and what further kinds
 of Wan have in common with it."""
 
-from ..vocabulary.comfyui import handed_on, same_names, whole_sizes
-from ..vocabulary.describe import config_of, given, has, only_parts, optional_size, size
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
-from ..vocabulary.rope_scales import moves
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, tokens_of_patch
+from .common.family import Family, Tiny
+from .common.inputs import config_of, given, has, only_parts, optional_size, size
+from .common.native_module import handed_on, same_names, whole_sizes
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.position_slicing import Cut
+from .common.rope_scaling import moves
+from .common.wan import ARGUMENTS, RULES, TINY, even_with, tokens_of_patch
 from .wan import LATENT, PARTS
 
 NATIVE, HEAD = "comfy.ldm.wan.model:CameraWanModel", "blocks.0.self_attn.norm_q.weight"

@@ -7,13 +7,13 @@ from types import MethodType
 import torch
 import torch.nn.functional as F
 
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import blocks, config_of, given, has, only_parts, optional_size
-from ..vocabulary.family import Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.keys import table
-from ..vocabulary.rope_scales import moves
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY
+from .common.family import Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import blocks, config_of, given, has, only_parts, optional_size
+from .common.key_mapping import table
+from .common.native_module import handed_on
+from .common.rope_scaling import moves
+from .common.wan import ARGUMENTS, RULES, TINY
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 

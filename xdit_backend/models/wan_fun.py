@@ -4,13 +4,13 @@ latent's; a reference picture is a frame before the first, with an embedding of 
 import dataclasses
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import config_of, given, has, only_parts, optional_size
-from ..vocabulary.family import Tiny
-from ..vocabulary.plan import ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
-from ..vocabulary.rope_scales import moves
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with
+from .common.family import Tiny
+from .common.inputs import config_of, given, has, only_parts, optional_size
+from .common.native_module import handed_on
+from .common.plan import ModelPlan, TokenArgument
+from .common.position_slicing import Cut
+from .common.rope_scaling import moves
+from .common.wan import ARGUMENTS, RULES, TINY, even_with
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 from .wan_scail import WAN_SCAIL

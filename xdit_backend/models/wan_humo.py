@@ -5,13 +5,13 @@ import dataclasses
 from types import MethodType
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.comfyui import handed_on, whole_sizes
-from ..vocabulary.describe import config_of, given, has, num_tokens_of, only_parts
-from ..vocabulary.family import Tiny
-from ..vocabulary.plan import ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
-from ..vocabulary.rope_scales import moves
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame
+from .common.family import Tiny
+from .common.inputs import config_of, given, has, num_tokens_of, only_parts
+from .common.native_module import handed_on, whole_sizes
+from .common.plan import ModelPlan, TokenArgument
+from .common.position_slicing import Cut
+from .common.rope_scaling import moves
+from .common.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.comfyui import handed_on, whole_sizes
-from ..vocabulary.describe import blocks, config_of, given, has, num_tokens_of, only_parts, size, whole_shape
-from ..vocabulary.family import Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.plan import ModelPlan, TokenArgument
-from ..vocabulary.positions import Cut
-from ..vocabulary.rope_scales import moves
-from ..vocabulary.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame, tokens_of_patch
+from .common.family import Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import blocks, config_of, given, has, num_tokens_of, only_parts, size, whole_shape
+from .common.native_module import handed_on, whole_sizes
+from .common.plan import ModelPlan, TokenArgument
+from .common.position_slicing import Cut
+from .common.rope_scaling import moves
+from .common.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame, tokens_of_patch
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 

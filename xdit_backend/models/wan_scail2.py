@@ -5,10 +5,10 @@ import dataclasses
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.comfyui import number
-from ..vocabulary.describe import given, has, only_parts, size, whole_shape
-from ..vocabulary.family import Tiny
-from ..vocabulary.wan import ARGUMENTS, TINY
+from .common.family import Tiny
+from .common.inputs import given, has, only_parts, size, whole_shape
+from .common.native_module import number
+from .common.wan import ARGUMENTS, TINY
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD
 from .wan_scail import WAN_SCAIL, latent, pose_shape, reference_shape

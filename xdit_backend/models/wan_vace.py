@@ -11,11 +11,11 @@ import types
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import blocks, config_of, has, only_parts, size
-from ..vocabulary.family import Tiny
-from ..vocabulary.forward_value import ForwardValue
-from ..vocabulary.plan import TokenArgument
-from ..vocabulary.positions import Cut
+from .common.family import Tiny
+from .common.forward_state import ForwardValue
+from .common.inputs import blocks, config_of, has, only_parts, size
+from .common.plan import TokenArgument
+from .common.position_slicing import Cut
 from .wan import PARTS, WAN
 
 TABLE, TIMES = TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)

@@ -3,22 +3,12 @@ each is padded to whole groups of tokens."""
 
 import torch
 
-from ..vocabulary.describe import blocks, config_of, given, has, needs_diffusers, size, timestep
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.rope_scales import scales_and_shifts
-from ..vocabulary.z_image import (
-    EMBEDDER,
-    GROUP,
-    LATENT,
-    embed_times,
-    first_row,
-    is_z_image,
-    num_pads,
-    padded,
-    rotations_of,
-)
+from .common.family import Family, Tiny
+from .common.inputs import blocks, config_of, given, has, needs_diffusers, size, timestep
+from .common.key_mapping import table
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.rope_scaling import scales_and_shifts
+from .common.z_image import EMBEDDER, GROUP, LATENT, embed_times, first_row, is_z_image, num_pads, padded, rotations_of
 
 PICTURE, ALL = ("image", "pad"), ("image", "pad", "text")
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)

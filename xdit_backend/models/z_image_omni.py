@@ -7,22 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import config_of, given, size, timestep
-from ..vocabulary.family import Tiny
-from ..vocabulary.plan import BlockList, TokenArgument
-from ..vocabulary.references import listed, references
-from ..vocabulary.rope_scales import scales_and_shifts
-from ..vocabulary.z_image import (
-    EMBEDDER,
-    GROUP,
-    LATENT,
-    embed_times,
-    first_row,
-    is_z_image,
-    num_pads,
-    padded,
-    rotations_of,
-)
+from .common.family import Tiny
+from .common.inputs import config_of, given, size, timestep
+from .common.plan import BlockList, TokenArgument
+from .common.reference_latents import listed, references
+from .common.rope_scaling import scales_and_shifts
+from .common.z_image import EMBEDDER, GROUP, LATENT, embed_times, first_row, is_z_image, num_pads, padded, rotations_of
 from .z_image import Z_IMAGE
 
 PICTURES = ("reference", "image", "pad")

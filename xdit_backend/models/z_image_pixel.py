@@ -6,12 +6,12 @@ from types import MethodType
 
 import torch
 
-from ..vocabulary.comfyui import handed_on
-from ..vocabulary.describe import Unpacked, because, blocks, config_of, has, size, type_held
-from ..vocabulary.family import Family, Tiny
-from ..vocabulary.keys import table
-from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
-from ..vocabulary.rope_scales import moves, with_first_row
+from .common.family import Family, Tiny
+from .common.inputs import Unpacked, because, blocks, config_of, has, size, type_held
+from .common.key_mapping import table
+from .common.native_module import handed_on
+from .common.plan import BlockList, ModelPlan, TokenArgument
+from .common.rope_scaling import moves, with_first_row
 
 NATIVE = "comfy.ldm.lumina.model:NextDiTPixelSpace"
 SIDE, CHANNELS, GROUP = 32, 3, 32          # of a patch, in pixels; of a pixel; tokens are padded to a multiple of this

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..distributed.exchange import Exchange
-from ..distributed.rows import RowSplit, input_rows, output_starts, overlap
+from ..distributed.spatial_ops import RowSplit, input_rows, output_starts, overlap
 from ..protocol.errors import UnsupportedError
-from .usp import all_keys, gather_heads, scatter_heads
+from .displaced_exchange import Exchange
+from .sequence_parallel import all_keys, gather_heads, scatter_heads
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key):
     exchange has them.
 
     Ulysses and Ring share out a rank's part of the tokens further; its keys and values are replicated along the ring
-    axis, which then sends all of them. attention: a usp.Attention. key: (block, name and number of the attention).
-    Returns like q.
+    axis, which then sends all of them. attention: a sequence_parallel.Attention. key: (block, name and number of the
+    attention). Returns like q.
     """
     mesh, traffic, exchange = context.mesh, context.traffic, context.exchange
     sizes, key_sizes = attention.sizes, attention.key_sizes

@@ -11,12 +11,12 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
+from ..attention.masks import gathered_mask
 from ..distributed.collectives import all_gather, on_wire
-from ..distributed.masks import gathered_mask
 from ..distributed.mesh import wait_timeout_s
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError, XDiTError
-from .usp import all_keys, gather_heads, scatter_heads
+from .sequence_parallel import all_keys, gather_heads, scatter_heads
 
 MAX_SENT = 16                  # messages that are kept for the stage after
 
@@ -28,7 +28,8 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by
     an all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are
     kept so.
-    attention: a usp.Attention, whose mask is made here. layer: hooks.attention.RunningAttention. Returns like q.
+    attention: a sequence_parallel.Attention, whose mask is made here. layer: hooks.attention_dispatch.RunningAttention.
+    Returns like q.
     """
     mesh, traffic, given = context.mesh, context.traffic, q_BNTH
     (q_BNTH, k_BNTH, v_BNTH), scattered = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..distributed.collectives import Traffic, all_gather
-from ..host_memory import available_memory
+from ..memory.system_memory import available_memory
 from ..partition import shard_sizes
 from ..protocol.errors import ConfigError
-from .vae import Pieces, decode_rows, encode_rows, num_parts, split_dim
+from .vae_rows import Pieces, decode_rows, encode_rows, num_parts, split_dim
 
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
 HEADROOM = 1.5                 # so much, and what convolutions take beside their output need not be kept small
@@ -96,7 +96,7 @@ class MemoryTraffic(TorchDispatchMode):
 
 
 def work_of(meta_vae, shape, scale=1):
-    """What there is to do to decode (scale 1) or encode a tensor of this shape: {field of forecast.decoding.Work:
+    """What there is to do to decode (scale 1) or encode a tensor of this shape: {field of planner.vae_cost.Work:
     number}."""
     given = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
     with FlopCounterMode(display=False) as flops, MemoryTraffic() as moved:

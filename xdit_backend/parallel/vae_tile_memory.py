@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..autoencoders import family_of
 from ..protocol.errors import ConfigError
-from .vae import decode_rows, encode_rows
 from .vae_memory import HEADROOM, MARGIN, LiveBytes, MemoryTraffic, RowPlanner, least_free, meta_copy
+from .vae_rows import decode_rows, encode_rows
 from .vae_tiles import num_rounds, with_tiles
 
 
@@ -54,7 +54,7 @@ def tiles_of(meta_vae, shape, scale):
 
 
 def _one_tile(compute, tile):
-    """(bytes, {field of forecast.decoding.Work: number}). Half of the tiles travel between two ranks."""
+    """(bytes, {field of planner.vae_cost.Work: number}). Half of the tiles travel between two ranks."""
     with LiveBytes() as live, FlopCounterMode(display=False) as flops, MemoryTraffic() as moved:
         made = compute(tile)
     return int(HEADROOM * live.peak_bytes), {

@@ -1,7 +1,7 @@
 """Autoencoders that go over a picture or video by tiles of their own: ranks take turns at the tiles, and the fastest
 gets all of them, which it blends. Every tile is computed as it would be by one device, so that nothing differs.
 
-Used by vae.py, and by vae_tile_memory.py for how often it asks who takes part.
+Used by vae_rows.py, and by vae_tile_memory.py for how often it asks who takes part.
 """
 
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from ..autoencoders.family import replaced
+from ..autoencoders.vae_family import replaced
 from ..distributed.collectives import on_wire
 
 MAX_SENT = 4                   # tiles on their way from a rank, which is that far ahead of the fastest at the most

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from .errors import XDiTError
 from .exchanges import WHOLE
-from .segments import Segment
+from .shared_memory import Segment
 from .specs import (
     RESULT,
     AutoencoderSpec,
@@ -25,7 +25,7 @@ from .specs import (
     WeightCopies,
 )
 from .store_messages import StoreReply, StoreRequest
-from .strict import STRICT, ByName, Exchange, Many, ManyListed, Natural, Printable, Rank, Share, Speed
+from .validation import STRICT, ByName, Exchange, Many, ManyListed, Natural, Printable, Rank, Share, Speed
 
 JOINING = "joining the devices"                                # the Phase in which a worker joins the others
 TRYING_LINKS = "trying the links between the devices"          # and in which they send each other something
@@ -148,12 +148,12 @@ class LoadNetwork:
 class Estimate:
     """Tell how much memory a rank needs to decode (scale 1) or encode a tensor of this shape: "needed_bytes" of the
     answer, and "unblocked_bytes" to compute convolutions all at once. Where asked for, what there is to do, by the
-    names of forecast.decoding.Work."""
+    names of planner.vae_cost.Work."""
 
     request: Natural
     autoencoder: str
     shape: Many[Natural]
-    scale: Natural                 # see parallel.vae.encode_rows
+    scale: Natural                 # see parallel.vae_rows.encode_rows
     num_ranks: Natural = 0         # which would share it; 0: all
     with_work: bool = False
 
@@ -189,7 +189,7 @@ class Encode:
 @dataclass(frozen=True, config=STRICT)
 class Probe:
     """Measure this rank's device and its links to the others;
-    worker/probe.py says what the numbers of the answer are."""
+    worker/device_probe.py says what the numbers of the answer are."""
 
     request: Natural
     dtype: str                     # that models compute in

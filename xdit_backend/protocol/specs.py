@@ -6,14 +6,14 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from .segments import Segment
-from .strict import STRICT, ByName, Degree, Many, Natural, Speed
+from .shared_memory import Segment
+from .validation import STRICT, ByName, Degree, Many, Natural, Speed
 
 # of a field whose segments the workers write; the host fills all others
 RESULT = {"is_result": True}
 SDPA = "sdpa"                              # torch's own attention
 BY_KERNEL = "attention by "                # begins the names of a prediction's numbers that count attentions
-# what a person may choose: what ComfyUI was started with, or a kernel of distributed/kernels.py
+# what a person may choose: what ComfyUI was started with, or a kernel of attention/backends.py
 ATTENTIONS = "as ComfyUI", SDPA, "flash", "flash3", "sage", "xformers"
 
 
@@ -113,7 +113,7 @@ class Patch:
 
 @dataclass(frozen=True, config=STRICT)
 class KernelChoice:
-    """By which kernel attention is to run: SDPA, or one of distributed/kernels.py."""
+    """By which kernel attention is to run: SDPA, or one of attention/backends.py."""
 
     name: Literal["sdpa", "flash", "flash3", "sage", "xformers"] = "sdpa"
     is_required: bool = False      # what it does not take is refused; else torch's own attends there
@@ -165,7 +165,8 @@ class Shrink:
 
 @dataclass(frozen=True, config=STRICT)
 class NetworkSpec:
-    """A network that a node puts inside a model (hooks/networks.py), whose weights the host sends as segments."""
+    """A network that a node puts inside a model (hooks/injected_networks.py), whose weights the host sends as
+    segments."""
 
     name: str
     weights: ByName[str, Segment]
@@ -190,8 +191,8 @@ class NetworkUse:
 
 @dataclass(frozen=True, config=STRICT)
 class KeptReferences:
-    """Keys and values of the tokens of reference pictures (parallel/references.py), which a call keeps for later ones
-    of its run (fills), or which it attends to in the place of the pictures."""
+    """Keys and values of the tokens of reference pictures (parallel/reference_kv_cache.py), which a call keeps for
+    later ones of its run (fills), or which it attends to in the place of the pictures."""
 
     rows: Many[tuple[str, Natural]]          # of each image of the call, the name and number they are kept under
     fills: bool

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from .strict import MAX_RANKS, STRICT, Natural, Printable, Rank
+from .validation import MAX_RANKS, STRICT, Natural, Printable, Rank
 
 # gloo's and NCCL's own keys have fewer than 200 characters, their values fewer than 1,000 bytes
 StoreKey: TypeAlias = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,512}$")]

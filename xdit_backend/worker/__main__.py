@@ -3,7 +3,7 @@ FIRST_RANK LOG_FOLDER"""
 
 import sys
 
-from .rank import run
+from .bootstrap import run
 
 if __name__ == "__main__":
     run(*sys.argv[1:])

@@ -7,16 +7,16 @@ from itertools import count as count_from
 import torch
 
 from ..autoencoders import family_of
-from ..checkpoints.streamed_layers import StreamedLayers
-from ..checkpoints.vae import load_autoencoder
-from ..distributed.rows import all_sums
-from ..parallel.vae import Pieces, decode_rows, encode_rows
+from ..checkpoints.build_vae import load_autoencoder
+from ..checkpoints.offload.layer_offload import StreamedLayers
+from ..distributed.spatial_ops import all_sums
+from ..memory.copy_thread import CopyThread
+from ..memory.staging import StagingBuffers, on_device
 from ..parallel.vae_memory import LiveBytes, free_bytes
+from ..parallel.vae_rows import Pieces, decode_rows, encode_rows
 from ..parallel.vae_tile_memory import planner_of
-from ..protocol.copies import CopyThread
-from ..protocol.segments import map_segment
-from ..protocol.transfers import StagingBuffers, on_device
-from .clock import Clock
+from ..protocol.shared_memory import map_segment
+from .busy_time import Clock
 
 # convolutions from one moment to give up to the next: a block of a VAE has about so many; or rounds of tiles
 CHECKED = 4

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.collectives import Traffic
-from ..parallel.vae import Ranks
+from ..memory.staging import StagingBuffers
 from ..parallel.vae_memory import free_bytes
+from ..parallel.vae_rows import Ranks
 from ..protocol import messages
-from ..protocol.transfers import StagingBuffers
-from . import probe
+from . import device_probe
 from .autoencoders import Autoencoders
 from .memory import Memory
 from .models import Models
@@ -146,7 +146,7 @@ class Engine:
 
     def _probe(self, command, traffic, report_phase):
         try:
-            return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic,
+            return device_probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic,
                                  report_phase, command.per_machine)
         except Exception:
             traffic.is_broken = dist.get_world_size() > 1      # ranks begin each measurement together

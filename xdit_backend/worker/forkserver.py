@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..autoencoders import FAMILIES as VAES
 from ..models import FAMILIES
-from . import rank, torchrun
+from . import bootstrap, torchrun
 
 PR_SET_PDEATHSIG = 1                       # linux/prctl.h
 MAX_BYTES = 2 ** 20                        # of one request
@@ -62,7 +62,7 @@ def _prepare():
     if sys.platform != "linux":
         return f"forking is not known to be safe on {sys.platform}"
     with torchrun.no_gpu():
-        rank.import_libraries()
+        bootstrap.import_libraries()
         _import_models()
         import torch.distributed.launcher.api
         import torch.distributed.run  # noqa: F401
@@ -97,7 +97,7 @@ def _fork(arguments, environment, folder, output, channel):
     try:
         channel.close()
         os.setsid()
-        rank.name_process("xdit torchrun")
+        bootstrap.name_process("xdit torchrun")
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -108,7 +108,7 @@ def _fork(arguments, environment, folder, output, channel):
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        torchrun.run_forked(arguments, rank.run_forked)
+        torchrun.run_forked(arguments, bootstrap.run_forked)
     except BaseException:
         traceback.print_exc()
         os._exit(1)

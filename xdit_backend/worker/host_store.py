@@ -27,7 +27,7 @@ def open_store(folder, rank, devices, send):
 
 
 class HostStore(dist.Store):
-    """A c10d store whose operations the host executes on its FileStore (machines/store_access.py).
+    """A c10d store whose operations the host executes on its FileStore (multi_node/store_access.py).
 
     send: sends a StoreRequest to the host; `take` receives each StoreReply from the thread that reads. Methods have the
     names under which torch's C++ code looks them up in a subclass. Keep a reference: torch holds only the C++ half.

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..host_memory import available_memory
+from ..memory.system_memory import available_memory
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"                           # proc(5): the peak of the resident set starts anew

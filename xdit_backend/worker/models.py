@@ -12,25 +12,25 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ..checkpoints.changes import change_weights
-from ..checkpoints.host_copies import HostCopies
-from ..checkpoints.loading import Transformer, load_transformer
-from ..checkpoints.shares import block_bytes, block_sizes, held_bytes
-from ..checkpoints.versions import Versions
+from ..checkpoints.loader import Transformer, load_transformer
+from ..checkpoints.offload.host_weights import HostCopies
+from ..checkpoints.tensor_sharding import block_bytes, block_sizes, held_bytes
+from ..checkpoints.weight_deltas import change_weights
+from ..checkpoints.weight_versions import Versions
 from ..distributed.collectives import Traffic, all_gather
-from ..hooks.context import ForwardContext, rows_of, tokens_of
-from ..hooks.regions import message_size
+from ..hooks.forward_context import ForwardContext, rows_of, tokens_of
+from ..hooks.replicated_unet import WholeHooks
+from ..hooks.token_shards_io import message_size
 from ..hooks.transformer import Hooks
 from ..hooks.unet import UNetHooks
-from ..hooks.whole import WholeHooks
+from ..memory.staging import PinnedAhead, on_device
 from ..models import FAMILIES
 from ..partition import FULL, cut_bands, ranks_by_part, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
-from ..protocol.segments import map_segment
-from ..protocol.transfers import PinnedAhead, on_device
-from .probe import matrix_flops_s
-from .residency import Residency
+from ..protocol.shared_memory import map_segment
+from .device_probe import matrix_flops_s
 from .self_check import check_pieces
+from .weight_residency import Residency
 
 REPORTED = 32                              # tensors that are loaded from one report to the next
 

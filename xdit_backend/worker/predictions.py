@@ -8,21 +8,21 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..distributed.exchange import Exchange
-from ..distributed.kernels import KernelUse
+from ..attention.backends import KernelUse
 from ..distributed.mesh import build_mesh, with_speeds
-from ..parallel.key_values import KeyValues, Offload
+from ..memory.staging import on_device
+from ..parallel.displaced_exchange import Exchange
 from ..parallel.pipefusion import Link
-from ..parallel.references import References, ReferenceUse
+from ..parallel.reference_kv_cache import References, ReferenceUse
+from ..parallel.stale_kv_cache import KeyValues, Offload
 from ..parallel.vae_memory import free_bytes
 from ..partition import FULL, shard_sizes
 from ..protocol.displaced_modes import MODES
-from ..protocol.segments import map_segment
+from ..protocol.shared_memory import map_segment
 from ..protocol.specs import BY_KERNEL, Branch
-from ..protocol.transfers import on_device
-from .clock import Clock
-from .networks import Networks
-from .weight_groups import WeightGroups
+from .busy_time import Clock
+from .cooperative_loading import WeightGroups
+from .injected_networks import Networks
 
 
 class Part(NamedTuple):

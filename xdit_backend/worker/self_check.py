@@ -9,13 +9,13 @@ import contextlib
 
 import torch
 
-from ..checkpoints.transformer import build_empty
-from ..comfyui.guard import moved
+from ..checkpoints.build_transformer import build_empty
+from ..comfyui.class_checks import moved
 from ..distributed.collectives import Traffic
 from ..distributed.mesh import AXES, Mesh
-from ..hooks.context import ForwardContext, rows_of, tokens_of
+from ..hooks.forward_context import ForwardContext, rows_of, tokens_of
 from ..hooks.transformer import Hooks
-from ..parallel.key_values import KeyValues
+from ..parallel.stale_kv_cache import KeyValues
 from ..partition import cut_patches
 from ..protocol.errors import UnsupportedError
 

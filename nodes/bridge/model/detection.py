@@ -1,5 +1,5 @@
 """What ComfyUI takes a checkpoint for: its model config, the dtypes that it would choose, and its own BaseModel, on the
-meta device. Made by shell.py.
+meta device. Made by proxy_model.py.
 """
 
 import torch
@@ -10,14 +10,14 @@ import comfy.model_management
 import comfy.ops
 import comfy.utils
 
-from ....xdit_backend.checkpoints.layers import FLOAT8
-from ....xdit_backend.checkpoints.quantise import TYPES
+from ....xdit_backend.checkpoints.quantisation.layer_formats import FLOAT8
+from ....xdit_backend.checkpoints.quantisation.quantise_on_load import TYPES
 from ....xdit_backend.protocol.errors import CheckpointError, UnsupportedError
-from ....xdit_backend.protocol.segments import dtype_name
-from .file_weights import read_values
-from .folders import marker_tensors_of, refuse_undetectable, under_comfyui_names
-from .own_model import OwnConfig
-from .schedulers import apply_scheduler_config
+from ....xdit_backend.protocol.shared_memory import dtype_name
+from .custom_base_model import OwnConfig
+from .diffusers_keys import marker_tensors_of, refuse_undetectable, under_comfyui_names
+from .scheduler_config import apply_scheduler_config
+from .state_dict import read_values
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
                       "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
@@ -69,7 +69,7 @@ class Detection:
 
     def refuse_ignored(self, base_model, weight_sources):
         """Refuse what ComfyUI would ignore: the scheduler's prediction type, and scales of weights that belong to none
-        of its linear layers and embeddings, such as the gate of experts. weight_sources: see file_weights.py."""
+        of its linear layers and embeddings, such as the gate of experts. weight_sources: see state_dict.py."""
         checkpoint, prediction = self._checkpoint, self._prediction
         if prediction is not None and base_model.model_type != prediction:
             raise CheckpointError(f"Use another model: {checkpoint.name} is a model of {checkpoint.family.name} "

@@ -4,7 +4,7 @@ file.
 A plain LoRA goes to the workers as its two factors. Of all other kinds (and where the rounding is random, as to float8)
 ComfyUI's own arithmetic makes the changed weight here, from the file, and that is sent. Quantised weights are not
 rounded again: workers add the factors where they unpack, and hold what is sent in the type they compute in. Used by
-patcher.py.
+model_patcher.py.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ import comfy.model_management
 import comfy.utils
 from comfy.weight_adapter import LoRAAdapter
 
-from ....xdit_backend.checkpoints.packed import packed_weights, unpacked
-from ....xdit_backend.checkpoints.quantise import TYPES, quantised
-from ....xdit_backend.host.changes import Change
+from ....xdit_backend.checkpoints.quantisation.quantise_on_load import TYPES, quantised
+from ....xdit_backend.checkpoints.quantisation.quantised_weights import packed_weights, unpacked
+from ....xdit_backend.host.weight_updates import Change
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import UnsupportedError
-from ....xdit_backend.protocol.segments import dtype_name
-from ..supported.bypass import bypassed
-from .file_weights import read_weight, read_weights
+from ....xdit_backend.protocol.shared_memory import dtype_name
+from ..compatibility.lora_bypass import bypassed
+from .state_dict import read_weight, read_weights
 
 PREFIX = "diffusion_model."
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)      # to the nearest; anything else ComfyUI rounds at random

@@ -1,5 +1,5 @@
 """Does a MODEL fit on its devices? Its weights are checked before they are read, a run before its first call. Made by
-shell.py, asked by remote.py."""
+proxy_model.py, asked by remote_model.py."""
 
 import dataclasses
 import functools
@@ -9,10 +9,13 @@ from contextlib import contextmanager
 
 import torch
 
-from ....xdit_backend.forecast.after_shortage import Measured, Method, layouts_that_fit, sizes_that_fit
-from ....xdit_backend.forecast.cost import Job
-from ....xdit_backend.forecast.memory import has_parts, rank_memory, rank_weights, working_share
-from ....xdit_backend.forecast.memory_check import (
+from ....xdit_backend.host.oom_report import OF_A_VAE, OF_WEIGHTS, run_bytes
+from ....xdit_backend.memory.system_memory import available_memory, disk_bytes_s
+from ....xdit_backend.partition import ranks_by_part
+from ....xdit_backend.planner.after_out_of_memory import Measured, Method, layouts_that_fit, sizes_that_fit
+from ....xdit_backend.planner.cost_model import Job
+from ....xdit_backend.planner.descriptions import describe_layout, disk_words, weights_words
+from ....xdit_backend.planner.memory_check import (
     DeviceMemory,
     Hints,
     Latents,
@@ -22,16 +25,9 @@ from ....xdit_backend.forecast.memory_check import (
     settings_that_fit,
     weights_memory_in,
 )
-from ....xdit_backend.forecast.more_devices import spread_that_fits
-from ....xdit_backend.forecast.planner import (
-    USUAL_JOB,
-    degrees_of,
-    memory_settings,
-)
-from ....xdit_backend.forecast.words import describe_layout, disk_words, weights_words
-from ....xdit_backend.host.shortage import OF_A_VAE, OF_WEIGHTS, run_bytes
-from ....xdit_backend.host_memory import available_memory, disk_bytes_s
-from ....xdit_backend.partition import ranks_by_part
+from ....xdit_backend.planner.memory_model import has_parts, rank_memory, rank_weights, working_share
+from ....xdit_backend.planner.more_devices import spread_that_fits
+from ....xdit_backend.planner.planner import USUAL_JOB, degrees_of, memory_settings
 from ....xdit_backend.protocol.devices import machine_of, own_name
 from ....xdit_backend.protocol.errors import ConfigError, WorkerOutOfMemoryError
 
@@ -40,7 +36,7 @@ class MemoryCheck:
     """What each rank of a MODEL takes of its device's memory.
 
     plan_of(bytes of a device that weights may take, blocks): the OffloadPlan of a rank with these blocks; None: all.
-    unet_memory: of a U-Net, net.unet_run_memory of its model. lighter_bytes(): {another weight_dtype: bytes of
+    unet_memory: of a U-Net, model_dims.unet_run_memory of its model. lighter_bytes(): {another weight_dtype: bytes of
     weights of a rank with all blocks}. packed_sizes(): {tensor of the file that is held packed: (rows and columns, in
     all, of the layers that have rows of it, bytes)}.
     """
@@ -60,12 +56,12 @@ class MemoryCheck:
         self._packed_sizes, self.added_bytes, self._has_lora = packed_sizes, 0, False           # see expect
 
     def update(self, loaded):
-        """The workers have loaded the model. loaded: host.model_memory.ModelMemory."""
+        """The workers have loaded the model. loaded: host.weight_residency.ModelMemory."""
         self.weight_bytes, self.offloaded_bytes = loaded.weight_bytes, loaded.offloaded_bytes
 
     def expect(self, changes):
-        """A run has these changes next: {tensor of the file: host.changes.Change}. added_bytes, of a rank: what is
-        packed stays so, with a LoRA's factors in float32 beside it; other changes have it there in plain numbers.
+        """A run has these changes next: {tensor of the file: host.weight_updates.Change}. added_bytes, of a rank: what
+        is packed stays so, with a LoRA's factors in float32 beside it; other changes have it there in plain numbers.
         """
         setup, sizes = self._setup, self._packed_sizes() if changes else {}
         packed = [(change, *sizes[name]) for name, change in changes.items() if name in sizes]
@@ -133,7 +129,8 @@ class MemoryCheck:
             self._disk_bytes_s = disk_bytes_s(self._largest_file)
 
     def words(self, forecasts):
-        """Where the weights are, for a person; "" where all are on the devices. forecasts: run.forecasts.Forecasts."""
+        """Where the weights are, for a person; "" where all are on the devices. forecasts:
+        sampling.layout_selection.Forecasts."""
         plan, run = forecasts.plan or forecasts.coming, forecasts.timed
         chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps if run else USUAL_JOB.steps)
         come, stay = max(self.offloaded_bytes), max(self.weight_bytes)
@@ -223,7 +220,7 @@ class MemoryCheck:
                      Hints(hints, self._lighter))
 
     def check_run(self, shape, conditioning, num_images, branches, layout, kept_tokens=0):
-        """Refuse a run that cannot fit, once for all its calls. kept_tokens: of references, see cost.Job.
+        """Refuse a run that cannot fit, once for all its calls. kept_tokens: of references, see cost_model.Job.
 
         shape: of the whole latent of a branch. conditioning: {name: tensor}. branches: of guidance, that are calls of
         their own or not.

@@ -1,6 +1,6 @@
 """The last run: how far it is, and what its workers did when. Kept for the panel, and shown on the node.
 
-Updated by wrappers.py, remote.py and autoencoder.py; read by page/routes.py through panel.py.
+Updated by sampler_wrappers.py, remote_model.py and autoencoder.py; read by server/routes.py through panel.py.
 """
 
 import os

@@ -1,0 +1,52 @@
+"""A plain BaseModel of ComfyUI's for a family that it has no model of, as the family's file describes it.
+Made by detection.py."""
+
+import torch
+
+import comfy.conds
+import comfy.latent_formats
+import comfy.model_base
+import comfy.model_management
+from comfy.supported_models_base import BASE
+
+from ....xdit_backend.checkpoints.build_transformer import build
+
+
+class OwnModel(comfy.model_base.HiDream):
+    """A BaseModel, and a HiDream in name alone: ComfyUI's LoRA loader then takes what diffusers calls the tensors
+    ("transformer."...)."""
+
+    encode_adm = comfy.model_base.BaseModel.encode_adm
+
+    def __init__(self, *arguments):
+        comfy.model_base.BaseModel.__init__(self, *arguments)
+
+    def extra_conds(self, **given):
+        """As a BaseModel's, and which of a text's tokens are real,
+        where its text encoder says so and the family asks."""
+        made, mask = comfy.model_base.BaseModel.extra_conds(self, **given), given.get("attention_mask")
+        if mask is not None and "attention_mask" in self.remote.family.conditioning:
+            made["attention_mask"] = comfy.conds.CONDRegular(mask)
+        return made
+
+
+class OwnConfig(BASE):
+    """What ComfyUI's detection gives of the families that it knows.
+    transformer_config: arguments of the diffusers class."""
+
+    def __init__(self, family, transformer_config):
+        self._family, self._transformer_config = family, transformer_config
+        sampled = family.sampled
+        self.sampling_settings, self.memory_usage_factor = sampled.settings, sampled.memory
+        self.latent_format = type(family.name, (getattr(comfy.latent_formats, sampled.latent_format),), sampled.latent)
+        super().__init__({"image_model": family.name, "disable_unet_model_creation": True})
+
+    def get_model(self, state_dict, prefix="", device=None):
+        """The BaseModel, whose diffusion model is diffusers' own, without weights."""
+        base_model = OwnModel(self, comfy.model_base.ModelType[self._family.sampled.prediction], device)
+        with torch.device("meta"):
+            module = build(self._family, self._transformer_config)
+        torch.nn.Module.to(module, self.unet_config["dtype"])  # diffusers' own warns
+        base_model.diffusion_model = module.requires_grad_(False).eval()
+        comfy.model_management.archive_model_dtypes(module)
+        return base_model

@@ -1,0 +1,160 @@
+"""The shell MODEL: ComfyUI's own BaseModel on the meta device, whose diffusion model asks the workers.
+
+Sigmas, samplers, masks, regional prompts, previews and cancel stay ComfyUI's own. Made by Load xDiT Model.
+"""
+
+import dataclasses
+import functools
+import weakref
+
+import torch
+
+import comfy.model_management
+from comfy.patcher_extension import WrappersMP
+
+from ....xdit_backend.checkpoints.model_dims import net_of, unet_run_memory
+from ....xdit_backend.checkpoints.offload.offload_plan import offload_plan, with_host_bytes
+from ....xdit_backend.checkpoints.quantisation.quantise_on_load import TYPES, is_installed, quantisation_of
+from ....xdit_backend.checkpoints.quantisation.quantised_weights import packed_weights
+from ....xdit_backend.checkpoints.tensor_sharding import held_bytes, possible_splits
+from ....xdit_backend.host.machine_profiles import capability_of
+from ....xdit_backend.protocol.errors import UnsupportedError
+from ....xdit_backend.protocol.shared_memory import dtype_name
+from ..compatibility.input_checks import check_text
+from ..compatibility.pipefusion_support import KEY
+from ..compatibility.proxy_modules import remember_modules, use_worker_parameters
+from ..sampling import sampler_wrappers
+from ..sampling.host_residuals import Additions, maker_of
+from ..sampling.remote_model import RemoteModel
+from ..workers.memory_checks import MemoryCheck
+from ..workers.vram_accounting import load_device_of
+from ..workers.worker_groups import GROUPS, check_packages, devices_of, memory_of
+from .checkpoint_cache import CHECKPOINTS
+from .detection import FAST, Detection
+from .model_patcher import ShellPatcher
+from .model_setup import Setup
+from .state_dict import prepare_text, read_values, weight_sources
+from .weight_placement import spread_of
+
+
+def load_shell(path, weight_dtype, config):
+    """Return a ModelPatcher for a file or diffusers folder, run by the devices of `config`. Reads headers only.
+
+    Raises CheckpointError for files that are no supported model, ConfigError for degrees that cannot work, and for a
+    weight_dtype whose package is missing, or that would quantise what is quantised.
+    """
+    check_packages()
+    devices = devices_of(config)
+    checkpoint = CHECKPOINTS.open(path)
+    family = checkpoint.family
+    quantisation = quantisation_of(weight_dtype, checkpoint)
+    model = checkpoint.meta_model(quantisation)
+    load_device = load_device_of(devices)
+    detection = Detection(checkpoint, load_device)
+    storage_dtype, compute_dtype = detection.dtypes(weight_dtype, bool(checkpoint.quantised or quantisation))
+    base_model = detection.base_model(storage_dtype, compute_dtype)
+    sources = functools.cache(functools.partial(weight_sources, checkpoint, weakref.proxy(base_model)))
+    detection.refuse_ignored(base_model, sources)
+    spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation,
+                                fast=weight_dtype == FAST)
+    net = None if family.is_unet else net_of(family, model, spec_of(dtype_name(compute_dtype)),
+                                             tuple(map(capability_of, devices)))
+    device_bytes = list(map(memory_of, devices))
+    spread = spread_of(config, devices, device_bytes, checkpoint, net, model, dtype_name(compute_dtype))
+
+    latent_format = base_model.latent_format
+    packed_sizes = functools.cache(functools.partial(_packed_sizes, checkpoint, model, quantisation))
+
+    # of a name of a type and ModelSpec.weights_memory: (Setup, MemoryCheck). No circle: it knows no base_model
+    def computing_in(dtype, weights_memory):
+        given = config.weights_memory_bytes or 0 if weights_memory is None else weights_memory
+        spec = with_host_bytes(spec_of(dtype, *spread, weights_memory=given), checkpoint, model)
+        own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
+        setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
+        of_unet = functools.partial(unet_run_memory, family, model) if family.is_unet else None
+        lighter = functools.partial(_lighter_bytes, checkpoint, spec, detection.dtypes)
+        plan_of = functools.partial(offload_plan, model, family, spec)
+        return setup, MemoryCheck(setup, plan_of, of_unet, lighter, packed_sizes)
+
+    remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
+    remote.memory.check_weights()
+    remote.compute_in(dtype_name(compute_dtype), base_model)
+    GROUPS.prepare(devices)
+    _make_remote(base_model, remote, sources)
+    return _patcher_of(base_model, remote, load_device)
+
+
+def _patcher_of(base_model, remote, load_device):
+    patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device(),
+                           size=remote.memory.model_bytes)     # what ComfyUI is to make room for
+    for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, sampler_wrappers.calc_cond_batch),
+                          (WrappersMP.SAMPLER_SAMPLE, sampler_wrappers.sample)):
+        patcher.add_wrapper_with_key(kind, KEY, wrapper)
+    return patcher
+
+
+def _make_remote(base_model, remote, sources):
+    """Have ComfyUI's BaseModel ask the workers. No circle: it ends with its MODEL. sources: see weight_sources."""
+    module, itself, family = base_model.diffusion_model, weakref.proxy(base_model), remote.family
+    use_worker_parameters(module, functools.partial(_weight_of, itself))
+    for name, tensor in read_values(remote.checkpoint, family.read_by_nodes).items():
+        module.register_buffer(name, tensor.to(getattr(module, name).dtype))
+    if hasattr(module, "preprocess_text_embeds"):              # without prefixes, the workers do it
+        module.preprocess_text_embeds = (
+            functools.partial(prepare_text, itself, remote.checkpoint, family.text_prefixes) if family.text_prefixes
+            else lambda context: context)
+    # nodes compile the model; there is nothing to trace in a call to workers
+    module.forward = torch.compiler.disable(remote.forward)
+    module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
+    remote.attach(remember_modules(module), sources, Additions(maker_of(base_model)))
+    base_model.remote = remote
+    of_one_device = functools.partial(type(base_model).memory_required, itself)
+    base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
+    base_model.extra_conds = functools.partial(_extra_conds, functools.partial(type(base_model).extra_conds, itself),
+                                               family)
+
+
+def _lighter_bytes(checkpoint, spec, dtypes_of):
+    """{weight_dtype: bytes that a rank with all blocks would hold}: of fp8, and of the types that the file can be
+    quantised to with the packages that are installed; of none where its layers are quantised in ComfyUI's way."""
+    family, found = checkpoint.family, {}
+    choices = (*["fp8_e4m3fn"] * (not checkpoint.layers), *TYPES)
+    for name in choices:
+        if name in TYPES and (checkpoint.quantised or not is_installed(TYPES[name])):
+            continue
+        model = checkpoint.meta_model(name if name in TYPES else "")
+        if spec.tensor_degree > 1 and not possible_splits(model, family.plan, spec.tensor_degree):
+            continue
+        storage, compute = map(dtype_name, dtypes_of(name, name in TYPES))
+        found[name] = held_bytes(model, family,
+                                 dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute))
+    return found
+
+
+def _packed_sizes(checkpoint, model, quantisation):
+    """{tensor of the file that is held packed: (rows and columns, in all, of the layers with rows of it, bytes)}"""
+    found: dict = {}
+    for name, how in packed_weights(checkpoint, model, quantisation).items():
+        sides, num_bytes = found.get(how.source, (0, 0))
+        held = model.get_submodule(name.removesuffix(".weight")).weight
+        found[how.source] = sides + how.num_rows + checkpoint.shapes[how.source][1], num_bytes + held.nbytes
+    return found
+
+
+def _weight_of(base_model, name):
+    """A weight with the patches of the MODEL that runs: clones have others."""
+    if base_model.current_patcher is None:
+        raise UnsupportedError("Use Load Diffusion Model for the node that reads weights of this MODEL "
+                               f"(diffusion_model.{name}) while no sampler runs it: xDiT's workers hold them.")
+    return base_model.current_patcher.weight(name)
+
+
+def _extra_conds(of_comfyui, family, **given):
+    """A BaseModel's own extra_conds. ComfyUI's Anima prepares the text with weights when it is in inference mode, which
+    only the workers have; outside of that mode it hands the tokens on to its model."""
+    check_text(family, given.get("cross_attn"))
+    with torch.inference_mode(torch.is_inference_mode_enabled()
+                              and "t5xxl_ids" not in family.conditioning), torch.no_grad():
+        return of_comfyui(**given)
+
+

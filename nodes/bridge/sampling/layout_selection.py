@@ -1,0 +1,155 @@
+"""Which layout a run of a MODEL takes, what it is forecast to take, and what it took. Used by remote_model.py."""
+
+import dataclasses
+import logging
+
+import torch
+
+from ....xdit_backend.memory.system_memory import pages_of
+from ....xdit_backend.planner.calibration import KNOWN, NEW, Calibration, calibrated
+from ....xdit_backend.planner.descriptions import measured_words, plan_words, seconds_words
+from ....xdit_backend.planner.planner import is_long, plan_run
+from ....xdit_backend.protocol.specs import WeightCopies
+from ..compatibility.attention_override import kernel_of
+from ..workers.worker_groups import GROUPS
+from .step_times import StepTimes
+
+log = logging.getLogger(__name__)
+
+MAX_DEVIATION = 0.25                       # by how much a run's time may differ from its forecast and not be logged
+
+
+class Forecasts:
+    """The forecasts of one MODEL's runs, one run at a time. memory: its MemoryCheck, which knows of a LoRA."""
+
+    def __init__(self, setup, memory):
+        self._setup, self._memory = setup, memory
+        # the Plan of this run, if it has one; what its calls took
+        self.plan = self.timed = None
+        self.coming = None                                     # the Plan of a run without one, if weights come for it
+        # {(Job, MemoryCheck.changed): Plan or None}; names of the devices
+        self._plans, self._cards = {}, ()
+        self._pages = None                                     # system_memory.pages_of the file
+        self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
+
+    def begin(self, job, is_planned):
+        """The Plan of the run that this call belongs to. A call with another plan belongs to another run."""
+        plan = self.look(job, may_measure=True) if is_planned else None
+        self.coming = self._coming(job) if is_planned else None
+        if self.timed is None or plan is not self.plan:
+            self.plan, self.timed = plan, StepTimes(job)
+        return plan
+
+    def end(self):
+        self.plan = self.timed = self.coming = None
+        self._plans.clear()
+
+    def look(self, job, may_measure):
+        """The Plan of a run. None where nothing can be forecast, as why_none says.
+
+        Devices are measured once, before the first run that is long enough to be worth it.
+        """
+        setup = self._setup
+        if self.why_none != "unmeasured":
+            return None
+        key = job, self._memory.changed
+        if key not in self._plans:
+            may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
+            machine = self._machine(may_measure)
+            self._plans[key] = None if machine is None else plan_run(setup.config, machine, setup.net, job, None,
+                                                                     setup.spec.tensor_degree, self._memory.changed)
+            self._cards = () if machine is None else tuple(device.name for device in machine.devices)
+        return self._plans[key]
+
+    def with_copies(self, calls):
+        """These calls, with how their weights come from host memory: as the devices were measured and this run is
+        planned."""
+        setup, plan = self._setup, self.plan or self.coming
+        machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, False) if setup.spec.weights_memory else None
+        if machine is None:
+            return calls
+        copies = WeightCopies(all(device.host_pageable for device in machine.devices),
+                              plan is not None and plan.chosen.shares_weights)
+        return [dataclasses.replace(call, copies=copies) for call in calls]
+
+    def num_patches(self, job):
+        """Of a run by stages whose weights come from host memory, as is forecast to be fastest; 0: none come, or the
+        devices are not measured."""
+        self.coming = None if self._setup.spec.stages is None else self._coming(job)
+        return 0 if self.coming is None else self.coming.chosen.degrees.num_patches
+
+    def _coming(self, job):
+        """The Plan of a run that has none to choose a layout by: of degrees set by hand, stages or one device. None
+        where no weights come from host memory, and where nothing can be forecast."""
+        setup, spec = self._setup, self._setup.spec
+        if self.why_none not in ("manual", "one", "stages") or not spec.weights_memory or setup.net is None:
+            return None
+        key = job, self._memory.changed
+        if key not in self._plans:
+            machine = self._machine(may_measure=False)
+            self._plans[key] = machine and plan_run(setup.config, machine, setup.net, job, spec.stages,
+                                                    spec.tensor_degree, self._memory.changed)
+        plan = self._plans[key]
+        return plan if plan and plan.chosen.memory.come else None
+
+    def _machine(self, may_measure):
+        """The devices as this MODEL finds them; None where they are not measured."""
+        setup, spec = self._setup, self._setup.spec
+        machine = GROUPS.machine(setup.devices, spec.compute_dtype, may_measure)
+        if machine is None:
+            return None
+        self._pages = self._pages or pages_of(setup.checkpoint.files)
+        kernel = kernel_of(setup.config).name
+        machine = dataclasses.replace(machine, devices=tuple(device.by_kernel(kernel) for device in machine.devices))
+        return calibrated(machine, GROUPS.calibrations(), setup.family.name).exchanging(
+            setup.config.exchange).reading(self._pages)
+
+    @property
+    def why_none(self):
+        """The case in which a run of this MODEL has no Plan: "manual" degrees, "one" device, "stages", a "unet" (or
+        another whose devices share no tokens), or devices that are "unmeasured" so far."""
+        setup = self._setup
+        cases = {"manual": setup.config.mode == "manual", "one": len(setup.devices) < 2,
+                 "stages": setup.spec.stages is not None, "unet": setup.net is None or not setup.shares_tokens}
+        return next((case for case, applies in cases.items() if applies), "unmeasured")
+
+    def words(self):
+        """What this run is forecast to take, and why it has its layout, for a person; "" without a plan."""
+        if self.plan is None:
+            return ""
+        plan, known = self.plan, (self._setup.family.name, self._cards[0]) in GROUPS.calibrations()
+        return ". " + plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered,
+                                 self._measured_s(plan), KNOWN if known else NEW)
+
+    def _measured_s(self, plan):
+        """Seconds of the last such run by this Plan's layout, and on one device; None where there was none."""
+        return tuple(self._measured.get((self.timed.job, one.degrees)) for one in (plan.chosen, plan.one))
+
+    def compare(self, how, elapsed_s):
+        """What a run took beside its forecast, for a person; "" without a forecast. A forecast that missed by far is
+        logged.
+
+        how: it was split. Runs in which no device waited for another calibrate the forecast.
+        """
+        if self.plan is None:
+            return ""
+        chosen, timed, family = self.plan.chosen, self.timed, self._setup.family.name
+        forecast_s, measured_s = chosen.seconds, timed.seconds or elapsed_s
+        if timed.seconds:
+            self._measured[timed.job, chosen.degrees] = timed.seconds
+        if abs(measured_s / forecast_s - 1) > MAX_DEVIATION:
+            log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", how, forecast_s, ", ".join(
+                f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
+        if timed.seconds and chosen.is_independent and len(set(self._cards)) == 1:
+            known = GROUPS.calibrations().get((family, self._cards[0]), Calibration())
+            GROUPS.record_run(family, self._cards[0], known.factor * measured_s / forecast_s)
+        measured = measured_words(*self._measured_s(self.plan)) if timed.seconds and chosen.working > 1 else ""
+        return f"{measured} (forecast: {seconds_words(forecast_s)})"
+
+
+def spare_words(data_degree, num_images):
+    """What a person is told where some devices get no image; "" where all have one."""
+    if num_images >= data_degree:
+        return ""
+    return (f" ({data_degree - num_images} of data_degree={data_degree} have no image: set batch_size to {data_degree}"
+            f" in the node of the empty latent, or use another degree)")

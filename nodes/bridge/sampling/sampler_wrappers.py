@@ -1,0 +1,113 @@
+"""Wrappers that a shell's MODEL puts around ComfyUI's own functions. Added by proxy_model.py, under a key that tells
+them from the wrappers of others."""
+
+import collections
+import functools
+import time
+from contextlib import nullcontext
+
+from comfy.patcher_extension import WrapperExecutor
+
+from ....xdit_backend.protocol.specs import SDPA
+from ..compatibility.model_options import refuse_model_options
+from ..compatibility.pipefusion_support import (
+    BACKENDS,
+    COMPILE,
+    DRAINED,
+    PATCHWISE,
+    WHOLE,
+    why_drained,
+    why_one_call,
+    why_whole,
+    why_whole_run,
+)
+from ..workers.progress import kernel_words
+from ..workers.worker_groups import GROUPS, show_text
+from .controlnet import lend_layers
+
+
+def calc_cond_batch(executor, *arguments):
+    """Wraps ComfyUI's function of that name, inside of all other wrappers, so that those see all branches at once."""
+    others = executor.wrappers[executor.idx + 1:]
+    return WrapperExecutor.new_executor(functools.partial(_calc_cond_batch, executor.original), others).execute(
+        *arguments)
+
+
+def _calc_cond_batch(original, model, conds, x, timestep, model_options):
+    """Run branches as coroutines where each goes to the workers on its own.
+
+    model: ComfyUI's BaseModel. A guider with several MODELs may call it with another one's.
+    """
+    from . import cfg_branches  # here and below: the nodes load where greenlet is missing
+    remote = getattr(model, "remote", None)
+    if remote is None:
+        return original(model, conds, x, timestep, model_options)
+    refuse_model_options(model_options, remote.family)
+    if remote.uses_cache:                                      # the reason travels with the calls
+        from . import patchwise_sampler
+        conds = patchwise_sampler.cut_conditioning(remote, conds)
+        model_options = _with_option(model_options, WHOLE, why_whole(conds, model_options))
+    backend = (model_options.get("torch_compile_kwargs") or {}).get("backend")
+    if backend in BACKENDS:                                    # as TorchCompileModel says; others are for one device
+        model_options = _with_option(model_options, COMPILE, backend)
+    # each call with weights of its own
+    hooked = any(entry.get("hooks") is not None for cond in conds if cond for entry in cond)
+    if (sum(bool(cond) for cond in conds) < 2 or hooked or not remote.runs_branches_separately()
+            or why_one_call(model, model_options)):
+        return original(model, conds, x, timestep, model_options)
+    return cfg_branches.run_branches(original, model, conds, x, timestep, model_options)
+
+
+def _with_option(model_options, name, value):
+    return {**model_options, "transformer_options": {**model_options["transformer_options"], name: value}}
+
+
+def sample(executor, guider, sigmas, extra_args, *arguments, **options):
+    """Wraps ComfyUI's Sampler.sample: decides how PipeFusion or displaced patches run it, and reports its time at the
+    end."""
+    remote = getattr(guider.inner_model, "remote", None)
+    if remote is None:                                         # another loader's, of a guider with several
+        return executor(guider, sigmas, extra_args, *arguments, **options)
+    lend_layers(guider)
+    started_s, num_steps, before = time.perf_counter(), len(sigmas) - 1, _kernel_counts(remote)
+    try:
+        with (GROUPS.runs.sampling(remote, num_steps) as run,
+              _sampler_context(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.uses_cache
+              else nullcontext()):
+            if arguments:                                      # ComfyUI's callback is the first of them
+                arguments = (GROUPS.counting(run, arguments[0]), *arguments[1:])
+            result = executor(guider, sigmas, extra_args, *arguments, **options)
+            run.kernels = kernel_words(_kernel_counts(remote) - before)
+    except BaseException:
+        show_text(GROUPS.runs.last.ended_words)                # in place of the seconds that are left
+        raise
+    elapsed_s = time.perf_counter() - started_s
+    if num_steps > 0 and remote.how is not None:
+        steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+        compared = remote.forecasts.compare(remote.how, elapsed_s)
+        by = "" if run.kernels in ("", SDPA) else f", attention by {run.kernels}"
+        show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}{by}{compared}")
+    return result
+
+
+def _kernel_counts(remote):
+    """A Counter of the attentions that a RemoteModel's workers have computed so far, by the kernel."""
+    client = GROUPS.client_if(remote.devices)
+    return collections.Counter() if client is None else client.kernel_counts
+
+
+def _sampler_context(remote, sampler, guider, model_options):
+    """The contexts that the sampler runs in: with stages the patchwise sampler, where Parallel Sampler asks for it."""
+    from . import patchwise_sampler
+    options = model_options["transformer_options"]
+    whole = why_whole_run(sampler, guider)
+    if whole is not None:
+        options[WHOLE] = whole
+    patchwise = remote.spec.stages is not None and options.get(PATCHWISE)
+    if not patchwise or any(why_whole([conds], model_options) for conds in guider.conds.values()):
+        return nullcontext()
+    drained = why_drained(sampler, guider.conds.values(), guider.inner_model, model_options)
+    if drained is not None:
+        options[DRAINED] = drained
+        return nullcontext()
+    return patchwise_sampler.patchwise(sampler, remote)

@@ -1,0 +1,195 @@
+"""What the page's panel shows: memory by owner, groups, the last run and its time.
+Plain values for JSON; routes.py sends them."""
+
+import os
+
+import psutil
+import torch
+
+from ....xdit_backend.config import ParallelConfig
+from ....xdit_backend.memory.system_memory import available_memory
+from ....xdit_backend.planner.descriptions import method_words
+from ....xdit_backend.protocol.errors import ConfigError
+from ..workers.settings import Idle, chosen_idle
+from ..workers.worker_groups import GROUPS, devices_of, memory_of
+
+OWNERS = ("weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free")
+SHORT_S = 1e-3                             # an exchange, or a wait for weights, that a picture of a run does not show
+
+
+def state():
+    """All that the panel shows, but for the picture of time.
+
+    devices: [{"name", "title", "total", "owners": {one of OWNERS: bytes}}], whose owners add up to the total. groups,
+    run, phase: below.
+    residency: {"how": one of settings.IDLE_WAYS, "minutes"}, what becomes of memory when workers have nothing to do.
+    """
+    # else heartbeats tell, and nothing comes between two steps
+    if not GROUPS.runs.is_running:
+        for client in GROUPS.clients:
+            if client.workers.state == "idle":
+                GROUPS.runs.collect(client, client.report_if_idle)
+    return {"devices": _devices(), "groups": [_group(client) for client in GROUPS.clients],
+            "run": _run(GROUPS.runs.last), "phase": GROUPS.runs.phase, "residency": vars(_residency())}
+
+
+def timeline():
+    """The last run's spans: {"run": its number, "seconds", "steps", "ranks": [{"name", "spans": [...]}]}.
+
+    A span is [kind, start, end, step, first row]: seconds since the run began; steps count from 1 in the order of their
+    noise, 0 is none.
+    """
+    run = GROUPS.runs.last
+    if run is None:
+        return {"run": 0, "seconds": 0.0, "steps": 0, "ranks": []}
+    every = sorted(run.spans.items())
+    times = sorted({span.time for _, spans in every for span in spans if span.time >= 0}, reverse=True)
+    numbers = {time: number for number, time in enumerate(times, 1)}
+    ranks = [{"name": f"{rank}: {devices[rank]}", "spans": [
+        [span.kind, span.start_s - run.began_s, span.end_s - run.began_s, numbers.get(span.time, 0), span.first_row]
+        for span in sorted(spans, key=lambda span: span.start_s) if span.kind not in ("exchange", "weights")
+        or span.end_s - span.start_s >= SHORT_S]}
+        for (devices, rank), spans in every]
+    seconds = max([run.elapsed_s, *(span[2] for rank in ranks for span in rank["spans"])])
+    return {"run": run.number, "seconds": seconds, "steps": len(times), "ranks": ranks}
+
+
+def trace():
+    """The same for Perfetto and chrome://tracing: the Trace Event Format, with complete events in microseconds,
+    a thread a rank."""
+    events = []
+    for number, rank in enumerate(timeline()["ranks"]):
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": number,
+                       "args": {"name": f"rank {rank['name']}"}})
+        events += [{"name": f"{kind} {step}" if step else kind, "cat": kind, "ph": "X", "pid": 0, "tid": number,
+                    "ts": start * 1e6, "dur": (end - start) * 1e6, "args": {"step": step, "first_row": first_row}}
+                   for kind, start, end, step, first_row in rank["spans"]]
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def measure_again():
+    """Measure the devices that were used last; see Groups.measure_again."""
+    run = GROUPS.runs.last
+    GROUPS.measure_again((run and run.dtype) or "bfloat16")
+
+
+ACTIONS = {"give_back": GROUPS.give_back, "stop": GROUPS.stop, "measure": measure_again}
+
+
+# --- memory ---
+
+def add_up(total, owners):
+    """The owners with what is free, so that they add up to the total.
+    More than there is (a peak that would not fit now) is cut."""
+    left, result = int(total), {}
+    for name in OWNERS[:-1]:
+        result[name] = min(left, max(0, int(owners.get(name, 0))))
+        left -= result[name]
+    return result | {"free": left}
+
+
+def _devices():
+    names = dict.fromkeys(name for client in GROUPS.clients for name in client.devices)
+    if not names:
+        try:
+            names = dict.fromkeys(devices_of(ParallelConfig()))
+        except ConfigError:                                    # nothing here can run: the node says why
+            names = {}
+    cuda = sorted(name for name in names if name.startswith("cuda"))           # those of this machine
+    return [*map(_cuda_device, cuda), _host()]
+
+
+def _ranks(device):
+    """What the ranks on a device last said of their memory."""
+    return [client.memory[rank] for client in GROUPS.clients for rank, name in enumerate(client.devices)
+            if name == device and rank in client.memory]
+
+
+def _cuda_device(name):
+    ranks, own, weights = _ranks(name), 0, 0
+    for client in GROUPS.clients:
+        for model_memory in filter(None, map(client.models.memory, client.models.names)):
+            weights += sum(held - parked for device, held, parked in zip(
+                client.devices, model_memory.weight_bytes, model_memory.parked_bytes) if device == name)
+    if torch.cuda.is_initialized():
+        own = torch.cuda.memory_reserved(torch.device(name))
+    total = memory_of(name)
+    known = {"weights": weights, "keys_values": _sum(ranks, "most_kept_bytes"), "vae": _sum(ranks, "vae_bytes"),
+             "comfyui": own}
+    known["activations"] = max(0, _sum(ranks, "activation_bytes") - known["keys_values"])
+    reserved = _sum(ranks, "reserved_bytes")
+    known["workers"] = max(0, reserved
+                           - sum(known[owner] for owner in ("weights", "keys_values", "activations", "vae")))
+    if ranks:
+        known["other"] = total - min(rank["unused_bytes"] for rank in ranks) - reserved - own
+    return {"name": name, "title": torch.cuda.get_device_properties(torch.device(name)).name, "total": total,
+            "known": bool(ranks), "owners": add_up(total, known)}
+
+
+def _host():
+    """This machine's memory: what CPU workers hold, and what others have parked in it.
+    Pages of files that are mapped count once."""
+    (available, limit), ranks = available_memory(), _ranks("cpu")
+    mapped = unmapped = parked = 0
+    for client in GROUPS.clients:
+        for model_memory in filter(None, map(client.models.memory, client.models.names)):
+            for part in model_memory.parts:                    # ranks that hold the same weights
+                held, most = model_memory.weight_bytes[part[0]], max(model_memory.parked_bytes[rank] for rank in part)
+                parked += most + model_memory.offloaded_bytes[part[0]]
+                if "cpu" in client.devices:
+                    own = model_memory.unmapped_bytes[part[0]]
+                    mapped += (held - own) * (held - most) // max(1, held)
+                    unmapped += own * len(part) * (held - most) // max(1, held)
+    kept = _sum(ranks, "most_kept_bytes")
+    activations = max(0, _sum(ranks, "activation_bytes") - kept)
+    vae = max([rank.get("vae_bytes", 0) for rank in ranks], default=0)
+    processes = _sum(ranks, "reserved_bytes") + sum(_sum(_ranks(name), "host_bytes") for client in GROUPS.clients
+                                                    for name in set(client.devices) if name.startswith("cuda"))
+    own = psutil.Process().memory_info()
+    comfyui = own.rss - getattr(own, "shared", 0)
+    other = limit - available - processes - comfyui
+    known = {"weights": mapped + unmapped, "keys_values": kept, "activations": activations, "vae": vae,
+             "parked": parked,
+             "workers": max(0, processes - unmapped - kept - activations - vae), "comfyui": comfyui, "other": other}
+    return {"name": "cpu", "title": f"{os.cpu_count()} cores", "total": limit, "known": True,
+            "owners": add_up(limit, known)}
+
+
+def _sum(ranks, name):
+    return sum(rank.get(name, 0) for rank in ranks)
+
+
+# --- groups and the run ---
+
+def _group(client):
+    models = [{"name": name, "weights": model_memory.weight_bytes, "parked": model_memory.parked_bytes,
+               "offloaded": model_memory.offloaded_bytes}
+              for name in client.models.names if (model_memory := client.models.memory(name)) is not None]
+    return {"devices": list(client.devices), "state": client.workers.state, "models": models,
+            "vaes": len(client.autoencoders.names)}
+
+
+def _residency():
+    try:
+        return chosen_idle()
+    except ConfigError:                                        # the log says why: weights stay
+        return Idle()
+
+
+def _run(run):
+    if run is None:
+        return None
+    run.update_from_remote()
+    plan = run.plan and {"chosen": _forecast(run.plan.chosen), "one": _forecast(run.plan.one), "second": next(
+        (_forecast(other) for other in run.plan.ordered if other.degrees != run.plan.chosen.degrees), None)}
+    return {"number": run.number, "prompt": run.prompt, "file": run.file, "devices": list(run.devices),
+            "state": run.state, "error": run.error, "how": run.how, "kernels": run.kernels,
+            "why_no_plan": run.why_no_plan,
+            "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
+            "a_step": round(run.seconds_per_step, 4), "come": run.come_bytes, "plan": plan}
+
+
+def _forecast(one):
+    methods = method_words(lambda axis: getattr(one.degrees, axis)) if one.working > 1 else []
+    return {"methods": methods, "seconds": one.seconds, "memory": one.memory.total, "fits": one.fits,
+            "limited_by": one.limited_by, "share": one.causes[one.limited_by] / one.seconds}

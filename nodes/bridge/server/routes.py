@@ -1,0 +1,229 @@
+"""What the page asks: which files the workers cannot have, before it converts a workflow, and what its panel shows.
+Used by __init__.py.
+
+Each route takes requests of ComfyUI's own page only (same_origin.py), besides ComfyUI's own checks.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+
+import torch
+from aiohttp import web
+
+import comfy.sd
+import folder_paths
+
+from ....xdit_backend.autoencoders import supported
+from ....xdit_backend.config import ParallelConfig
+from ....xdit_backend.protocol.bounded_json import parse_json
+from ....xdit_backend.protocol.errors import CheckpointError, XDiTError
+from ..model.checkpoint_cache import CHECKPOINTS
+from ..vae.vae_detection import kind_of, name_of
+from ..workers.worker_groups import fitting_here
+from . import panel
+from .same_origin import add_checked
+
+log = logging.getLogger(__name__)
+
+MAX_FILES, MAX_NAME = 200, 100
+MAX_BODY_BYTES, MAX_BODY_VALUES = 2 ** 18, 2 ** 12
+MAX_SETTING = 4096                         # characters of a setting: devices of a hundred machines
+WATCHED_S = 1.0                            # from one state to the next that an open panel is sent
+PIXELS = "pixel_space"                     # what ComfyUI's Load VAE lists though it is no file
+VAE_PREFIXES = ("first_stage_model.", "vae.")
+
+
+def add_routes(server):
+    """All that the page can ask of this pack. A body of another form is answered with 400.
+
+    POST /xdit/refusals {"models": [file], "vaes": [file]} -> {"models": {file: why not}, "vaes": {file: why not}};
+        files that are not here, or of which nothing can be said, are in neither.
+    GET /xdit/state, /xdit/timeline, /xdit/trace -> what panel.py's functions of these names return.
+    POST /xdit/watch {"client": its id of ComfyUI's socket, "open": bool}: the state goes there as "xdit.state" when it
+    changes, while open.
+    POST /xdit/fit {"settings": {a field of ParallelConfig: value}} -> {"settings": those that differ of the nearest
+    that can work here}.
+    POST /xdit/do {"action": one of panel.ACTIONS} -> {}; 409 while a prompt runs, or where it cannot be done.
+    """
+    own = web.RouteTableDef()
+    _add_questions(own)
+    _add_panel(own, server)
+    add_checked(server.routes, own)
+
+
+def _add_questions(routes):
+    """Which files are refused, and which settings would fit."""
+    @routes.post("/xdit/refusals")
+    async def answer_refusals(request):
+        body = await _body(request)
+        if not _names_files(body):
+            return _refuse(f'Send {{"models": [names of files], "vaes": [names of files]}}, at most {MAX_FILES} each.')
+        return web.json_response(await asyncio.to_thread(refusals, body["models"], body["vaes"]))
+
+    @routes.post("/xdit/fit")
+    async def answer_fit(request):
+        body = await _body(request)
+        if not isinstance(body, dict) or body.keys() != {"settings"} or not _are_settings(body["settings"]):
+            return _refuse('Send {"settings": {name of a setting of xDiT Parallel Config: its value}}.')
+        try:
+            found = await asyncio.to_thread(fitting_here, ParallelConfig(**body["settings"]))
+        except XDiTError as error:
+            return _refuse(str(error), 409)
+        return web.json_response({"settings": {name: value for name in body["settings"]
+                                               if (value := getattr(found, name)) != body["settings"][name]}})
+
+
+def _add_panel(routes, server):
+    """What the panel shows and does."""
+    watch = PanelUpdates(server)
+
+    @routes.get("/xdit/state")
+    async def answer_state(request):
+        return web.json_response(await asyncio.to_thread(panel.state))
+
+    @routes.get("/xdit/timeline")
+    async def answer_timeline(request):
+        return web.json_response(await asyncio.to_thread(panel.timeline))
+
+    @routes.get("/xdit/trace")
+    async def answer_trace(request):
+        return web.json_response(await asyncio.to_thread(panel.trace),
+                                 headers={"Content-Disposition": 'attachment; filename="xdit-trace.json"'})
+
+    @routes.post("/xdit/watch")
+    async def answer_watch(request):
+        body = await _body(request)
+        is_valid = isinstance(body, dict) and body.keys() == {"client", "open"} and isinstance(body["open"], bool)
+        if not is_valid or not isinstance(body["client"], str) or not 0 < len(body["client"]) <= MAX_NAME:
+            return _refuse('Send {"client": id of the socket, "open": true or false}.')
+        if body["open"] and body["client"] not in server.sockets:
+            return _refuse("No socket has this id.")
+        watch.set(body["client"], body["open"])
+        return web.json_response({})
+
+    @routes.post("/xdit/do")
+    async def answer_do(request):
+        body = await _body(request)
+        if not isinstance(body, dict) or body.keys() != {"action"} or body["action"] not in list(panel.ACTIONS):
+            return _refuse(f'Send {{"action": one of {", ".join(panel.ACTIONS)}}}.')
+        if server.prompt_queue.currently_running:
+            return _refuse("A prompt is running. Cancel it, or wait until it is done.", 409)
+        try:
+            await asyncio.to_thread(panel.ACTIONS[body["action"]])
+        except XDiTError as error:
+            return _refuse(str(error), 409)
+        return web.json_response({})
+
+
+class PanelUpdates:
+    """Sends the panel's state, when it changes, to the pages whose panel is open, and does nothing where none is."""
+
+    def __init__(self, server):
+        self._server, self._sent, self._task = server, {}, None            # _sent: socket's id -> the state it has
+
+    def set(self, client, is_open):
+        if not is_open:
+            self._sent.pop(client, None)
+            return
+        self._sent[client] = None
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self):
+        while self._sent:
+            try:
+                state = await asyncio.to_thread(panel.state)
+            except Exception:                                  # a panel that shows nothing new costs no prompt
+                log.exception("the panel's state could not be told")
+                state = None
+            for client in list(self._sent):
+                if client not in self._server.sockets:         # the page is gone
+                    self._sent.pop(client, None)
+                elif state is not None and self._sent.get(client) != state:
+                    self._sent[client] = state
+                    await self._server.send_json("xdit.state", state, client)
+            await asyncio.sleep(WATCHED_S)
+
+
+def refusals(models, vaes):
+    """{"models": {name: words}, "vaes": {name: words}} of the files that Load xDiT Model and the distributed VAE nodes
+    would refuse."""
+    in_memory = {name: f"{name} has nothing to share out: its latents are the picture's pixels."
+                 for name in vaes if name == PIXELS}
+    return {"models": _refused(models, ("diffusion_models", "checkpoints", "unet_gguf"), refused_model),
+            "vaes": _refused(vaes, ("vae", "checkpoints"), refused_vae) | in_memory}
+
+
+def refused_model(path):
+    """Why Load xDiT Model would refuse this file, or None."""
+    try:
+        _ = CHECKPOINTS.open(path).family
+    except CheckpointError as error:
+        return str(error)
+
+
+def refused_vae(path):
+    """Why Distributed VAE Decode would refuse the VAE of this file, or None.
+    ComfyUI's own VAE is made of the shapes alone."""
+    if not path.endswith((".safetensors", ".sft")):
+        return None
+    try:
+        header = CHECKPOINTS.open(path)
+    except CheckpointError as error:
+        return str(error)
+    shapes = ({key.removeprefix(prefix): shape for prefix in VAE_PREFIXES
+               for key, shape in (header.shapes | header.other_tensors).items()
+              if key.startswith(prefix)} or header.shapes)
+    try:
+        with torch.device("meta"):
+            vae = comfy.sd.VAE(sd={key: torch.empty(shape) for key, shape in shapes.items()}, metadata=header.metadata)
+    # of shapes that no VAE has: ComfyUI's loader will say more
+    except (RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return None
+    model = vae.first_stage_model
+    if model is None or kind_of(model) is not None:
+        return None
+    return f"The VAE in {os.path.basename(path)} ({name_of(model)}) is none of {supported()}."
+
+
+def _refused(names, folders, reason_of):
+    found = {}
+    for name in names:
+        path = next(filter(None, (folder_paths.get_full_path(folder, name) for folder in folders)), None)
+        reason = path and reason_of(path)
+        if reason:
+            found[name] = reason
+    return found
+
+
+def _are_settings(settings):
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(ParallelConfig)}
+    return isinstance(settings, dict) and all(
+        name in kinds and (type(value) is kinds[name] or (kinds[name] is float and type(value) is int))
+        and (abs(value) < 2 ** 63 if type(value) is int else len(str(value)) <= MAX_SETTING)
+        for name, value in settings.items())
+
+
+async def _body(request):
+    """The JSON of a request; None for what is none, or is larger than the page sends."""
+    raw = bytearray()
+    async for part in request.content.iter_chunked(2 ** 16):
+        raw += part
+        if len(raw) > MAX_BODY_BYTES:
+            return None
+    try:
+        return parse_json(bytes(raw), MAX_BODY_BYTES, MAX_BODY_VALUES)
+    except ValueError:
+        return None
+
+
+def _refuse(words, status=400):
+    return web.json_response({"error": words}, status=status)
+
+
+def _names_files(body):
+    return isinstance(body, dict) and body.keys() == {"models", "vaes"} and all(
+        isinstance(names, list) and len(names) <= MAX_FILES and all(isinstance(name, str) for name in names)
+        for names in body.values())

@@ -1,0 +1,130 @@
+"""The encoder or decoder of a VAE on the workers, as ComfyUI's memory manager sees it: its size, loading and unloading.
+
+Used by distributed_vae.py. The weights themselves stay in the VAE object, and are sent when the workers lack them.
+"""
+
+import dataclasses
+import uuid
+import weakref
+
+import torch
+
+import comfy.model_management
+
+from ....xdit_backend.planner.vae_cost import choose_ranks
+from ....xdit_backend.protocol.shared_memory import dtype_name
+from ..workers.vram_accounting import RemotePatcher, load_device_of
+from ..workers.worker_groups import GROUPS
+
+HALVES = weakref.WeakKeyDictionary()       # first-stage model -> {(prefixes of the tensors' names, devices): VaeHalf}
+
+
+def half_of(vae, prefixes, settings, client):
+    """The VaeHalf with the tensors whose names have these prefixes, on a group's workers; made when it is first needed.
+    settings: see AutoencoderSpec."""
+    halves = HALVES.setdefault(vae.first_stage_model, {})
+    half = halves.get((prefixes, client.devices))
+    if half is None or half.client is not client:
+        half = halves[prefixes, client.devices] = VaeHalf(vae, prefixes, settings, client)
+    return half
+
+
+class VaeHalf:
+    """The decoder or encoder of a VAE on the workers of a group. RemotePatcher asks it for what it tells ComfyUI."""
+
+    def __init__(self, vae, prefixes, settings, client):
+        self.name = f"vae-{uuid.uuid4().hex[:8]}"
+        self.dtype, self.settings, self.client = dtype_name(vae.vae_dtype), settings, client
+        self.from_host = False                                 # do weights come from host memory, as each layer runs?
+        self._model, self._prefixes = weakref.ref(vae.first_stage_model), prefixes
+        meta_vae = MetaTensors(self, vae.vae_dtype)
+        self._num_bytes = sum(tensor.nbytes for tensor in meta_vae.buffers())
+        self._patcher = RemotePatcher(meta_vae, load_device_of(client.devices),
+                                      comfy.model_management.unet_offload_device())
+
+    def weights(self):
+        """The tensors, where the VAE object has them."""
+        return {key: tensor for key, tensor in self._model().state_dict().items() if key.startswith(self._prefixes)}
+
+    def make_ready(self, shape, scale, machine_for=lambda work: None):
+        """Have the workers hold this half, and ComfyUI free memory for it and for the least that its work needs.
+        Returns how many workers are to share the work, and the first of them.
+
+        shape: of the tensor to decode (scale 1) or encode. The workers count the memory on a model without weights, so
+        they must hold the half first. machine_for(Work of all items): the Machine by whose forecast fewer workers than
+        all may share the work, where they have room; None: all do.
+        """
+        comfy.model_management.load_models_gpu([self._patcher])
+        count, first = self._choose_ranks(shape, scale, machine_for)
+        sharing = self.client.devices[first:first + count].count(str(self._patcher.load_device))
+        needed_bytes = self.client.autoencoders.estimate(self.name, shape, scale, count)
+        comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes * sharing)
+        self._place(needed_bytes, count, first)
+        return count, first
+
+    def _place(self, needed_bytes, count, first):
+        """Have weights come from host memory where they leave too little room to these workers, and else not."""
+        free_bytes = self.client.autoencoders.free_bytes(count, first)
+        if self.from_host == (needed_bytes + self.from_host * self._num_bytes > free_bytes):
+            return
+        self.unload()
+        self.from_host = not self.from_host
+        self.client.autoencoders.load(self)
+
+    def _choose_ranks(self, shape, scale, machine_for):
+        most = len(self.client.devices)
+        if most == 1:
+            return 1, 0
+        work = self.client.autoencoders.work_of(self.name, shape, scale)
+        machine = machine_for(dataclasses.replace(work, **{name: shape[0] * value
+                                                           for name, value in vars(work).items()}))
+        near = {} if machine is None else choose_ranks(work, machine, most)
+        fits_unblocked = self.client.autoencoders.fits_unblocked
+        return next((choice for choice in near if choice[0] == most
+                     or fits_unblocked(self.name, shape, scale, *choice)),
+                    (most, 0))
+
+    def _num_workers(self, device):
+        return self.client.devices.count(str(device))
+
+    # --- what vram_accounting.py asks ---
+
+    def load(self, meta_vae):
+        GROUPS.hold(self.client, self.name, self._model())
+        self.from_host = self._num_bytes > self.client.autoencoders.free_bytes(len(self.client.devices))
+        self.client.autoencoders.load(self)
+
+    @property
+    def is_loaded(self):
+        return self.client.holds(self.name)
+
+    def bytes_on(self, device):
+        return self._num_bytes * self._num_workers(device)
+
+    def loaded_on(self, device):
+        return self.bytes_on(device) if self.is_loaded else 0
+
+    def free(self, device, num_bytes):
+        freed = self.loaded_on(device)
+        self.unload()                                          # the VAE object has the weights in host memory
+        return freed
+
+    def unload(self):
+        self.client.drop(self.name)
+
+    def end_run(self):
+        pass
+
+
+class MetaTensors(torch.nn.Module):
+    """Tensors without bytes, from which the memory manager sees how large a half is."""
+
+    def __init__(self, half, dtype):
+        super().__init__()
+        # which ends with its VAE, and so does what ComfyUI lists of it
+        self.remote = weakref.proxy(half)
+        for index, tensor in enumerate(half.weights().values()):
+            self.register_buffer(f"tensor{index}", torch.empty(tensor.shape, dtype=dtype, device="meta"))
+
+    def _apply(self, function, recurse=True):
+        return self                                            # .to(device) of tensors without bytes would raise

@@ -1,0 +1,154 @@
+"""The page's commands Run on all GPUs and Run on one GPU:
+in ComfyUI's own page, on its own templates, and what the server says to both."""
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.integration.page.conftest import post, validated
+from tests.support.tiers import by_default
+
+# Of families that the workers run: an all-in-one checkpoint, two of them, subgraphs with promoted widgets, two models,
+# LoRA, video.
+TEMPLATES = ["default", "sdxl_simple_example", "01_get_started_text_to_image", "video_wan2_2_14B_t2v",
+             "flux_dev_full_text_to_image", "ltxv_text_to_video", "sd3.5_simple_example"]
+DRAWN = 12
+SERIALIZE = "() => app.rootGraph.serialize()"
+COUNT_UNDO = """() => {
+    const history = app.extensionManager.workflow.activeWorkflow.changeTracker;
+    history.captureCanvasState();
+    return history.undoQueue.length;
+}"""
+
+
+def stock(name):
+    found = importlib.util.find_spec("comfyui_workflow_templates_json")
+    if found is None:
+        pytest.skip("no templates of ComfyUI's own")
+    return json.loads((Path(found.origin).parent / "templates" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def without_order(workflow):
+    """The bytes of a workflow but for the order in which its nodes run, which the page counts anew."""
+    workflow = json.loads(json.dumps(workflow))
+    for graph in graphs_of(workflow):
+        for node in graph["nodes"]:
+            node.pop("order", None)
+    return json.dumps(workflow)
+
+
+def with_a_loader():
+    """Names of ComfyUI's templates that load a diffusion model."""
+    folder = Path(importlib.util.find_spec("comfyui_workflow_templates_json").origin).parent / "templates"
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.json"))}
+    return [name for name, text in texts.items() if '"nodes"' in text
+            and ('"type": "UNETLoader"' in text or '"type": "CheckpointLoaderSimple"' in text)]
+
+
+def run_command(page, name):
+    page.evaluate("name => app.extensionManager.command.execute(name)", f"xdit.{name}")
+
+
+def types_of(workflow):
+    return {node["type"] for graph in graphs_of(workflow) for node in graph["nodes"]}
+
+
+def graphs_of(workflow):
+    return [workflow, *(workflow.get("definitions") or {}).get("subgraphs", [])]
+
+
+@pytest.mark.parametrize("name", by_default({"sdxl_simple_example"}, TEMPLATES))
+def test_a_template_there_and_back(page, host, tmp_path, name):
+    """In one step of the history each; the graph on all GPUs is one that the server takes."""
+    given = stock(name)
+    files = {(one["directory"], one["name"]) for graph in graphs_of(given)
+             for node in graph["nodes"] for one in node.get("properties", {}).get("models", [])}
+    # as if they were whole
+    page.route("**/xdit/refusals", lambda route: route.fulfill(json={"models": {}, "vaes": {}}))
+    page.evaluate("graph => app.loadGraphData(graph)", given)
+    # the page goes on changing what it has loaded for a moment
+    page.wait_for_timeout(500)
+    undo = page.evaluate(COUNT_UNDO)
+    before = page.evaluate(SERIALIZE)
+
+    run_command(page, "RunOnAllGpus")
+    on_all = page.evaluate(SERIALIZE)
+    prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
+    assert page.evaluate(COUNT_UNDO) == undo + 1
+    run_command(page, "RunOnOneGpu")
+    after = page.evaluate(SERIALIZE)
+    page.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.undo()")
+    page.unroute("**/xdit/refusals")
+
+    assert {"XDiTLoadModel", "XDiTVAEDecode"} <= types_of(on_all)
+    assert not {"UNETLoader", "CheckpointLoaderSimple", "KSampler", "VAEDecode"} & types_of(on_all)
+    assert without_order(after) == without_order(before)
+    assert page.evaluate(SERIALIZE) == on_all
+    assert page.problems == []
+    base = Path(host.log).parent / "models"
+    made = [base / folder / file for folder, file in files if not (base / folder / file).exists()]
+    for path in made:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    try:
+        status, answer = validated(host, prompt)
+    finally:
+        for path in made:
+            path.unlink()
+    assert (status, answer.get("node_errors")) == (200, {})
+
+
+@pytest.mark.slow
+def test_drawn_templates_go_there_and_back_without_a_changed_byte(page):
+    """All of them do so as files, in tests/integration/page/test_convert_in_node.py; this is through the page, which
+    loads and writes them."""
+    drawn = random.Random(DRAWN).sample(with_a_loader(), DRAWN)
+    page.route("**/xdit/refusals", lambda route: route.fulfill(json={"models": {}, "vaes": {}}))
+    changed = {}
+    for name in drawn:
+        page.evaluate("graph => app.loadGraphData(graph)", stock(name))
+        page.wait_for_timeout(300)
+        before = page.evaluate(SERIALIZE)
+        run_command(page, "RunOnAllGpus")
+        changed[name] = "XDiTLoadModel" in types_of(page.evaluate(SERIALIZE))
+        if changed[name]:
+            run_command(page, "RunOnOneGpu")
+        assert without_order(page.evaluate(SERIALIZE)) == without_order(before), name
+    page.unroute("**/xdit/refusals")
+
+    assert sum(changed.values()) >= DRAWN / 2 and page.problems == []
+
+
+def test_the_keys_convert_and_the_page_says_what_stays(page):
+    page.evaluate("graph => app.loadGraphData(graph)", stock("utility_image_segment_sam3"))
+    before = page.evaluate(SERIALIZE)
+
+    page.keyboard.press("Alt+Shift+G")
+    page.wait_for_function("title => document.querySelector('.p-toast')?.innerText.includes(title)",
+                           arg="what SAM3 Detect does")
+
+    assert page.evaluate(SERIALIZE) == before
+    assert page.problems == []
+
+
+@pytest.mark.parametrize("body", [b"no json", b"[]", b"{}", b'{"models": "a", "vaes": []}',
+                                  b'{"models": [1], "vaes": []}', b'{"models": [], "vaes": [], "more": []}',
+                                  json.dumps({"models": ["a"] * 201, "vaes": []}).encode()])
+def test_what_is_asked_in_another_form_is_refused(host, body):
+    status, answer = post(host, "/xdit/refusals", body)
+
+    assert status == 400 and "names of files" in answer["error"]
+
+
+def test_the_server_says_which_files_it_would_refuse(host):
+    asked = {"models": ["sd3.5_medium.safetensors", "../comfyui.log", "absent.safetensors", "xdit_demo.safetensors"],
+             "vaes": ["ae.safetensors", "xdit_demo_vae.safetensors"]}
+    status, answer = post(host, "/xdit/refusals", json.dumps(asked).encode())
+
+    assert status == 200                                       # the files of the templates are empty
+    assert set(answer["models"]) == {"sd3.5_medium.safetensors"}
+    assert answer["models"]["sd3.5_medium.safetensors"] == "Download sd3.5_medium.safetensors again: it is empty."
+    assert set(answer["vaes"]) == {"ae.safetensors"}

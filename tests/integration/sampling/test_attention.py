@@ -1,0 +1,143 @@
+"""Which kernel computes attention: what ComfyUI was started with, what its nodes choose, and what the node says."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+
+from tests.support import kernel_packages
+from tests.support.tolerances import within
+
+
+@pytest.fixture(scope="module")
+def chosen(comfyui):
+    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.compatibility.attention_override")
+
+
+@pytest.fixture
+def attention(comfyui):
+    return importlib.import_module("comfy.ldm.modules.attention")
+
+
+def kernel(comfyui, config="as ComfyUI", **options):
+    supported = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.compatibility.model_options")
+    choice = supported.call_kernel(comfyui.config(attention=config), options)
+    return choice.name, choice.is_required
+
+
+def overrides(attention):
+    """{name: (an override as nodes write them, the kernel that it means)}"""
+    def by_variable(function):
+        def override(func, *args, **kwargs):
+            return function(*args, **kwargs)
+        return override
+
+    def unwrapped(func, *args, **kwargs):
+        return sage.__wrapped__(*args, **kwargs)
+
+    def by_default(func, q, k, v, heads, function=attention.attention_xformers, **kwargs):
+        return function(q, k, v, heads=heads, **kwargs)
+
+    def scaled(func, q, k, v, *args, **kwargs):
+        return sage(2 * q, k, v, *args, **kwargs)
+
+    def swapped(func, q, k, v, *args, **kwargs):
+        return sage(k, q, v, *args, **kwargs)
+
+    def changes(func, *args, **kwargs):
+        return -sage(*args, **kwargs) if kwargs else None
+
+    def two(func, *args, **kwargs):
+        return (sage if kwargs.get("mask") is None else plain)(*args, **kwargs)
+    sage, plain = attention.attention_sage, attention.attention_pytorch
+    return {"sage": (by_variable(sage), "sage"), "unwrapped": (unwrapped, "sage"),
+            "flash": (by_variable(attention.attention_flash), "flash"), "default": (by_default, "xformers"),
+            "split": (by_variable(attention.attention_split), "sdpa"), "pytorch": (by_variable(plain), "sdpa"),
+            "scaled": (scaled, None), "swapped": (swapped, None), "changes": (changes, None), "two": (two, None),
+            "sage3": (by_variable(attention.attention3_sage), None), "print": (print, None),
+            "partial": (functools.partial(by_variable(sage)), None),
+            "nothing": (lambda func, *args, **kwargs: None, None)}
+
+
+def test_nodes_that_pass_on_to_an_attention_of_comfyui_choose_it(comfyui, chosen, attention):
+    for name, (override, expected) in overrides(attention).items():
+        assert chosen.override_kernel(override) == expected, name
+    override, _ = overrides(attention)["sage"]
+    assert kernel(comfyui, "flash", optimized_attention_override=override) == ("sage", True)
+
+
+def test_a_nodes_function_is_tried_once_a_call(comfyui, attention):
+    """And where the MODEL is looked at before a run."""
+    tried, called, function = [], [], attention.attention_pytorch
+
+    def override(func, *args, **kwargs):
+        tried.append(function)
+        return function(*args, **kwargs)
+
+    def wrapper(apply, given):
+        called.append(len(tried))
+        return apply(given["input"], given["timestep"], **given["c"])
+    model = comfyui.ours("sd3", comfyui.config("cpu"))
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+    model.model_options["model_function_wrapper"] = wrapper
+    comfyui.sample(model, "sd3", steps=3)
+
+    assert len(called) > 2 and {after - before for before, after in zip(called, called[1:])} == {1}
+
+
+def test_it_is_comfyuis_own_unless_the_node_says_otherwise(comfyui, attention, monkeypatch):
+    for function, expected in {"attention_sage": "sage", "attention_flash": "flash", "attention_xformers": "xformers",
+                               "attention_pytorch": "sdpa", "attention_split": "sdpa", "attention_sub_quad": "sdpa",
+                               "attention3_sage": "sdpa"}.items():
+        monkeypatch.setattr(attention, "optimized_attention", getattr(attention, function))
+        assert kernel(comfyui) == (expected, False)
+        assert kernel(comfyui, "flash3") == ("flash3", True)
+
+
+def test_packages_are_given_what_comfyui_gives_them(comfyui, attention, tmp_path, monkeypatch):
+    """Its own attention by the stand-ins, beside ours: the same arguments and the same numbers."""
+    from xdit_backend.attention import backends
+    monkeypatch.setattr(backends, "capability_of", backends.capability_of)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kernel_packages.use(kernel_packages.write(tmp_path), exact=False)
+    try:
+        sage, flash = importlib.import_module("sageattention"), importlib.import_module("flash_attn")
+        monkeypatch.setattr(attention, "sageattn", sage.sageattn, raising=False)
+        monkeypatch.setattr(attention, "flash_attn_func", flash.flash_attn_func, raising=False)
+        monkeypatch.setattr(attention, "flash_attn_wrapper",
+                            lambda q, k, v, dropout_p, causal, softmax_scale: flash.flash_attn_func(
+                                q, k, v, dropout_p=dropout_p, causal=causal,
+                                softmax_scale=None if softmax_scale == -1.0 else softmax_scale))
+        q, k, v = torch.randn(3, 1, 2, 9, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        for name, package, theirs in (("sage", sage, attention.attention_sage),
+                                      ("flash", flash, attention.attention_flash)):
+            wanted = theirs(q, k, v, 2, skip_reshape=True, skip_output_reshape=True, scale=0.2)
+            ours = backends.attend(q, k, v, backends.KernelUse(name, True), scale=0.2)
+
+            within((ours - wanted).abs().max(), 1e-2)
+            given, mine = package.calls
+            assert {**mine, "tensor_layout": ""} == {**given, "tensor_layout": ""}
+    finally:
+        kernel_packages.forget()
+
+
+def test_the_node_says_which_ran_and_what_cannot_is_refused_by_name(comfyui, attention, said, monkeypatch):
+    cfg = comfyui.config("cpu,cpu", cfg=2)
+    comfyui.sample(comfyui.ours("sd3", cfg), "sd3", steps=2)
+    assert not any("attention by" in text for text in said)
+
+    monkeypatch.setattr(attention, "optimized_attention", attention.attention_sage)
+    result = comfyui.sample(comfyui.ours("sd3", cfg), "sd3", steps=2)
+    within((result - comfyui.reference("sd3", steps=2)).abs().max(), 1e-4)
+    assert said[-1].endswith("attention by sdpa (no sage)") and comfyui.groups.runs.last.kernels == "sdpa (no sage)"
+
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2, attention="flash"))
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match=r"^Set attention to sdpa in xDiT Parallel Config: flash on cpu is not installed"):
+        comfyui.sample(model, "sd3", steps=2)
+    model = comfyui.ours("sd3", cfg)
+    model.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *args, **kwargs: func(
+        *args, **kwargs)
+    with pytest.raises(comfyui.errors.UnsupportedError, match="an attention override .*set attention in xDiT Parallel"):
+        comfyui.sample(model, "sd3", steps=2)

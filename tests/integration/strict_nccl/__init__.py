@@ -1,0 +1,1 @@
+"""Exactness of the collectives' order under a referee that is stricter than NCCL."""

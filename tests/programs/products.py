@@ -1,0 +1,50 @@
+"""Steps of every family under every product of two or three methods, of unlike and of like texts, beside one device's.
+
+    OMP_NUM_THREADS=1 python -m tests.programs.products [--methods 2 3] [--texts 7 9 7] [--families Wan]
+    [--weights-memory 1]
+
+prints what is not one device's, and how many were compared. tests/integration/test_smoke.py runs a few that are drawn.
+"""
+
+import argparse
+import tempfile
+import time
+
+from tests.support.compare_single_device import EXACT, errors_of, layouts_of, words
+from xdit_backend.models import FAMILIES
+
+TOGETHER = 4                               # families on one set of ranks, whose groups are made once
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--methods", type=int, nargs="+", default=(2, 3), choices=(1, 2, 3),
+                        help="in a product, each of degree 2")
+    parser.add_argument("--texts", type=int, nargs="+", default=(7, 9, 7),
+                        help="tokens of a prompt, and of those that are beside it, each in a step of its own")
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--weights-memory", type=int, default=0, metavar="BYTES",
+                        help="of a device, that weights may take; 1: all that can comes from host memory")
+    parser.add_argument("--seed", type=int, default=0, help="draws which steps keep keys and values")
+    options = parser.parse_args()
+    for num_methods in options.methods:
+        num_compared, num_wrong, largest, started_s = 0, 0, 0.0, time.monotonic()
+        for first in range(0, len(options.families), TOGETHER):
+            names = options.families[first:first + TOGETHER]
+            asked = [(name, layout) for name in names for layout in layouts_of(name, num_methods)]
+            with tempfile.TemporaryDirectory() as folder:
+                outcomes = errors_of(asked, folder, 2 ** num_methods, tuple(options.texts), options.weights_memory,
+                                     seed=options.seed)
+            wrong = {key: error for key, error in outcomes.items() if isinstance(error, Exception)
+                     or not error <= EXACT}
+            for (name, layout), error in wrong.items():
+                print(f"{name}, {words(layout)}: {error!r:.300}", flush=True)
+            num_compared, num_wrong = num_compared + len(asked), num_wrong + len(wrong)
+            largest = max([largest, *(outcomes[key] for key in outcomes.keys() - wrong.keys())])
+            print(f"{', '.join(names)}: {len(asked)} products, {time.monotonic() - started_s:.0f} s", flush=True)
+        print(f"products of {num_methods}: {num_compared} in {len(options.texts) - 1} steps each, {num_wrong} wrong; "
+              f"the largest error of the others {largest:.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The rooms and arrows of the project: which package may import which. Read from the source, nothing is run."""
+
+import ast
+import graphlib
+import re
+
+import pytest
+
+from tests.support.architecture import ROOT, essential, find_arrows, find_rooms, imports, sources
+
+# room -> rooms it may import, besides itself
+ARROWS = {
+    "nodes": ["nodes.bridge.compatibility", "nodes.bridge.model", "nodes.bridge.vae", "nodes.bridge.workers",
+              "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.demo_model", "xdit_backend.models",
+              "xdit_backend.protocol"],
+    "nodes.bridge.compatibility": ["xdit_backend.config", "xdit_backend.protocol"],
+    "nodes.bridge.model": ["nodes.bridge.compatibility", "nodes.bridge.sampling", "nodes.bridge.workers",
+                           "xdit_backend.checkpoints", "xdit_backend.config", "xdit_backend.host",
+                           "xdit_backend.memory", "xdit_backend.planner", "xdit_backend.protocol"],
+    "nodes.bridge.sampling": ["nodes.bridge.compatibility", "nodes.bridge.workers", "xdit_backend.host",
+                              "xdit_backend.memory", "xdit_backend.partition", "xdit_backend.planner",
+                              "xdit_backend.protocol"],
+    "nodes.bridge.server": ["nodes.bridge.model", "nodes.bridge.vae", "nodes.bridge.workers",
+                            "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.memory",
+                            "xdit_backend.planner", "xdit_backend.protocol"],
+    "nodes.bridge.vae": ["nodes.bridge.workers", "xdit_backend.autoencoders", "xdit_backend.planner",
+                         "xdit_backend.protocol"],
+    "nodes.bridge.workers": ["xdit_backend.config", "xdit_backend.host", "xdit_backend.memory",
+                             "xdit_backend.multi_node", "xdit_backend.partition", "xdit_backend.planner",
+                             "xdit_backend.protocol"],
+    "xdit_backend.__main__": ["xdit_backend.host", "xdit_backend.multi_node", "xdit_backend.protocol",
+                              "xdit_backend.tools.bench"],
+    "xdit_backend.attention": ["xdit_backend.protocol"],
+    "xdit_backend.autoencoders": ["xdit_backend.protocol"],
+    "xdit_backend.checkpoints": ["xdit_backend.autoencoders", "xdit_backend.comfyui", "xdit_backend.memory",
+                                 "xdit_backend.models", "xdit_backend.models.common", "xdit_backend.partition",
+                                 "xdit_backend.planner", "xdit_backend.protocol"],
+    "xdit_backend.comfyui": ["xdit_backend.protocol"],
+    "xdit_backend.config": ["xdit_backend.protocol"],
+    "xdit_backend.demo_model": ["xdit_backend.models", "xdit_backend.protocol"],
+    "xdit_backend.distributed": ["xdit_backend.partition", "xdit_backend.protocol"],
+    "xdit_backend.hooks": ["xdit_backend.attention", "xdit_backend.distributed", "xdit_backend.memory",
+                           "xdit_backend.parallel", "xdit_backend.partition", "xdit_backend.protocol"],
+    "xdit_backend.host": ["xdit_backend.comfyui", "xdit_backend.memory", "xdit_backend.partition",
+                          "xdit_backend.planner", "xdit_backend.protocol"],
+    "xdit_backend.memory": [],
+    "xdit_backend.models": ["xdit_backend.memory", "xdit_backend.models.common", "xdit_backend.protocol"],
+    "xdit_backend.models.common": ["xdit_backend.memory", "xdit_backend.protocol"],
+    "xdit_backend.multi_node": ["xdit_backend.checkpoints", "xdit_backend.comfyui", "xdit_backend.host",
+                                "xdit_backend.protocol"],
+    "xdit_backend.parallel": ["xdit_backend.attention", "xdit_backend.autoencoders", "xdit_backend.distributed",
+                              "xdit_backend.memory", "xdit_backend.partition", "xdit_backend.protocol"],
+    "xdit_backend.partition": ["xdit_backend.protocol"],
+    "xdit_backend.planner": ["xdit_backend.config", "xdit_backend.partition", "xdit_backend.protocol"],
+    "xdit_backend.protocol": [],
+    "xdit_backend.tools.bench": ["xdit_backend.autoencoders", "xdit_backend.checkpoints", "xdit_backend.config",
+                                 "xdit_backend.demo_model", "xdit_backend.hooks", "xdit_backend.host",
+                                 "xdit_backend.memory", "xdit_backend.parallel", "xdit_backend.partition",
+                                 "xdit_backend.planner", "xdit_backend.protocol", "xdit_backend.tools.dry_run"],
+    "xdit_backend.tools.dry_run": ["xdit_backend.autoencoders", "xdit_backend.checkpoints", "xdit_backend.config",
+                                   "xdit_backend.distributed", "xdit_backend.hooks", "xdit_backend.memory",
+                                   "xdit_backend.models", "xdit_backend.models.common", "xdit_backend.partition",
+                                   "xdit_backend.planner", "xdit_backend.protocol", "xdit_backend.worker"],
+    "xdit_backend.worker": ["xdit_backend.attention", "xdit_backend.autoencoders", "xdit_backend.checkpoints",
+                            "xdit_backend.comfyui", "xdit_backend.distributed", "xdit_backend.hooks",
+                            "xdit_backend.memory", "xdit_backend.models", "xdit_backend.parallel",
+                            "xdit_backend.partition", "xdit_backend.protocol"],
+    "nodes.bridge": [],
+}
+COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "execution",
+           "latent_preview"}
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module):
+    """The most specific room a dotted module belongs to, or None."""
+    rooms = [room for room in ARROWS if module == room or module.startswith(room + ".")]
+    return max(rooms, key=len) if rooms else None
+
+
+@pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend"),
+                         ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path):
+    own = name_of(path)
+    room = room_of(own)
+    for name in imports(path):
+        target = room_of(name)
+        assert room is None or target in (None, room) or target in ARROWS[room], f"{own} imports {name}"
+        if own.startswith("xdit_backend") and own != "xdit_backend.tools.bench.baseline_comfyui":       # a process of its own
+            assert name.split(".")[0] not in COMFYUI | {"nodes"}, f"{own} imports {name}"
+
+
+def test_every_room_has_its_arrows():
+    """A file that belongs to no room could import what it likes."""
+    assert {*find_rooms(), "nodes.bridge"} == set(ARROWS)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Inside of functions neither."""
+    modules = {name_of(path): path for path in sources("nodes") + sources("xdit_backend")}
+    del modules["nodes"]                                       # who imports that means ComfyUI's
+    graph = {name: {found if found in modules else found.rpartition(".")[0] for found in imports(path)} & set(modules)
+             for name, path in modules.items()}
+
+    assert list(graphlib.TopologicalSorter(graph).static_order())              # raises CycleError
+
+
+def test_no_rooms_import_each_other_in_a_circle():
+    assert essential(find_arrows(find_rooms()))
+    with pytest.raises(ValueError, match="in a circle: a, b"):
+        essential({"a": {"b"}, "b": {"a", "c"}, "c": set()})
+
+
+@pytest.mark.parametrize("path", sources("xdit_backend"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_backend_keeps_no_module_global_state(path):
+    """Module level holds constants (capitals), functions and classes; nothing is declared global."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            assert all(name.isupper() or name in ("log", "aten") or "Tuple" in name for name in names), names
+
+
+@pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend") + sources("tests"),
+                         ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_say_what_they_are_for(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+    assert 1 <= len(docstring.splitlines()), path
+
+
+def given_by_comfyui(function, path):
+    """A node's inputs, which ComfyUI gives by their names, and those of a forward in the place of its module's."""
+    stands_for_forward = function.col_offset == 0 and [each.arg for each in function.args.args[:1]] == ["self"]
+    return function.name == "execute" and path.parent.name == "nodes" or stands_for_forward
+
+
+@pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend"),
+                         ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_short(path):
+    """Whoever reads one holds it in mind as a whole: files of 350 lines, functions of 50 and of 7 parameters."""
+    text = path.read_text(encoding="utf-8")
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+                 and not given_by_comfyui(node, path)]
+
+    assert len(text.splitlines()) <= 350
+    assert [node.name for node in functions if node.end_lineno - node.lineno >= 50] == []
+    assert [node.name for node in functions if len(parameters_of(node.args)) > 7] == []
+
+
+def parameters_of(arguments):
+    """Names, but for self and cls; *args and **options are one each."""
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    return [argument.arg for argument in every if argument is not None and argument.arg not in ("self", "cls")]
+
+
+def test_one_function_makes_process_groups():
+    """NCCL splits them off the world's communicator, which must have no operation under way."""
+    makers = re.compile(r"\b(new_group|split_group|new_subgroups\w*|shrink_group|init_device_mesh)\b")
+    texts = {name_of(path): path.read_text(encoding="utf-8") for path in sources("nodes") + sources("xdit_backend")}
+    del texts["xdit_backend.tools.bench.baseline_diffusers"]             # diffusers' own parallelism, in a process of its own
+    mesh = texts.pop("xdit_backend.distributed.mesh")
+    function, = (node for node in ast.parse(mesh).body if getattr(node, "name", "") == "make_group")
+    inside = makers.findall(ast.get_source_segment(mesh, function))
+
+    assert sorted(set(inside)) == ["new_group", "split_group"] and len(makers.findall(mesh)) == len(inside)
+    assert [name for name, text in texts.items() if makers.search(text)] == []
+
+
+def test_nothing_is_pickled():
+    for path in sources("nodes") + sources("xdit_backend"):
+        assert not any(name.split(".")[0] in ("pickle", "dill", "cloudpickle") for name in imports(path)), path

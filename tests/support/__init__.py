@@ -1,0 +1,1 @@
+"""Fixtures, tiny models, oracles and test doubles."""

@@ -1,0 +1,176 @@
+"""Which kernel attends: packages of others, as stand-ins of their signatures, beside torch's own attention."""
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support import kernel_packages
+from tests.support.model_zoo import example
+from tests.support.ranks import run_ranks
+from tests.support.tolerances import within
+from xdit_backend.attention import backends
+from xdit_backend.attention.backends import KERNELS, KernelUse, attend, attend_with_lse, repeat_heads
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.mesh import SINGLE, build_mesh
+from xdit_backend.hooks.replicated_unet import WholeHooks
+from xdit_backend.hooks.transformer import Hooks
+from xdit_backend.hooks.unet import UNetHooks
+from xdit_backend.host.calls import refuse_unusable
+from xdit_backend.parallel import sequence_parallel
+from xdit_backend.parallel.sequence_parallel import Attention, usp_attention
+from xdit_backend.parallel.stale_kv_cache import KeyValues
+from xdit_backend.protocol.errors import UnsupportedError
+from xdit_backend.protocol.specs import KernelChoice, Layout
+
+FP64, BF16 = torch.float64, torch.bfloat16
+NAMES = sorted(KERNELS)
+
+
+@contextmanager
+def packages(folder, exact=True, **others):
+    """Under this, the stand-ins are this process's packages."""
+    path, capability_of, known = list(sys.path), backends.capability_of, dict(KERNELS)
+    kernel_packages.use(kernel_packages.write(folder, **others), exact)
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        kernel_packages.forget()
+        backends.capability_of = capability_of
+        KERNELS.update(known)
+
+
+@pytest.fixture
+def installed(tmp_path):
+    with packages(tmp_path):
+        yield
+
+
+def tensors(batch, heads, key_heads, tokens, keys, size, dtype=FP64, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, tokens_, heads_, size, generator=draw, dtype=FP64).to(dtype).transpose(1, 2)
+            for heads_, tokens_ in ((heads, tokens), (key_heads, keys), (key_heads, keys))]
+
+
+def reference(q, k, v, scale=None, mask=None):
+    return F.scaled_dot_product_attention(q, *repeat_heads(q, k, v), attn_mask=mask, scale=scale)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("heads, key_heads, tokens, keys, size, scale", [
+    (2, 2, 33, 33, 64, None), (4, 2, 7, 40, 40, 0.3), (3, 1, 21, 5, 128, None), (2, 2, 1, 9, 96, 0.02)])
+def test_each_kernel_attends_as_torch_does(installed, name, heads, key_heads, tokens, keys, size, scale):
+    q, k, v = tensors(2, heads, key_heads, tokens, keys, size)
+    use = KernelUse(name, True)
+    out, (merged, lse) = attend(q, k, v, use, scale=scale), attend_with_lse(q, k, v, use, scale=scale)
+
+    wanted, (_, wanted_lse) = reference(q, k, v, scale), attend_with_lse(q, k, v, KernelUse(), scale=scale)
+    within((out - wanted).abs().max(), 1e-10)
+    within((merged - wanted).abs().max(), 1e-10)
+    within((lse - wanted_lse).abs().max(), 1e-10)
+    assert out.shape == wanted.shape and lse.shape == wanted_lse.shape and use.counts == {name: 2}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masks_are_torchs_own_but_for_xformers(installed, name):
+    q, k, v = tensors(2, 2, 2, 9, 13, 64)
+    mask = torch.rand(2, 1, 1, 13, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[:, :, :, 0] = True
+    use = KernelUse(name, True)
+
+    for given in (mask, torch.zeros_like(mask, dtype=FP64).masked_fill_(~mask, -1e4)):
+        within((attend(q, k, v, use, given) - reference(q, k, v, mask=mask)).abs().max(), 1e-10)
+    assert use.counts == ({"xformers": 2} if name == "xformers" else {"sdpa (masks)": 2})
+
+
+@pytest.mark.parametrize("name, size, dtype, reason, brief", [
+    ("flash", 264, BF16, "FlashAttention 2 takes heads of at most 256 numbers.* some of 264", "heads of 264"),
+    ("sage", 160, BF16, "SageAttention takes heads of at most 128 numbers.* some of 160", "heads of 160"),
+    ("flash3", 64, torch.float32, "takes float16, bfloat16, and this model computes in float32", "float32"),
+    ("xformers", 64, FP64, "takes float16, bfloat16, float32, and this model computes in float64", "float64")])
+def test_what_does_not_fit_is_refused_by_name_or_torchs_own(tmp_path, name, size, dtype, reason, brief):
+    q, k, v = tensors(1, 2, 2, 5, 5, size, dtype)
+    with packages(tmp_path, exact=False):
+        with pytest.raises(UnsupportedError, match=f"Set attention to sdpa in xDiT Parallel Config: .*{reason}"):
+            attend(q, k, v, KernelUse(name, True))
+        use = KernelUse(name)
+
+        assert torch.equal(attend(q, k, v, use), reference(q, k, v)) and use.counts == {f"sdpa ({brief})": 1}
+
+
+def test_a_package_that_is_missing_or_broken_or_too_old_is_named(tmp_path, monkeypatch):
+    q, k, v = tensors(1, 2, 2, 5, 5, 64)
+    broken = {"flash_attn/__init__.py": "raise ImportError('undefined symbol')",
+              "sageattention/__init__.py": kernel_packages.SAGE1}
+    with packages(tmp_path, **broken):
+        with pytest.raises(UnsupportedError, match="FlashAttention 2 cannot be imported .*undefined symbol.*reinstall"):
+            attend(q, k, v, KernelUse("flash", True))
+        attend(q, k, v, KernelUse("sage", True))                # whose first version is enough without Ring
+        with pytest.raises(UnsupportedError, match="gives no log-sum-exp .* install sageattention 2"):
+            attend_with_lse(q, k, v, KernelUse("sage", True))
+        sys.modules["sageattention"].DTYPES = ()
+        with pytest.raises(UnsupportedError, match=r"SageAttention refuses queries of shape \(1, 2, 5, 64\) and type"):
+            attend(q, k, v, KernelUse("sage"))
+        monkeypatch.setattr(backends, "capability_of", lambda device: (8, 9))
+        unusable = backends.unusable(torch.device("cuda:0"))
+    assert unusable["sage"] == "" and "compute capability 9.x, and cuda:0 has 8.9" in unusable["flash3"]
+    here = backends.unusable(torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=r"xDiT Parallel Config: sage on cpu is not installed \(package sage"):
+        refuse_unusable(KernelChoice("sage", True), {0: {"sage": ""}, 1: here}, ("cuda:0", "cpu"))
+    refuse_unusable(KernelChoice("sage"), {0: here}, ("cpu",))
+    refuse_unusable(KernelChoice("sdpa", True), {0: here}, ("cpu",))
+
+
+@pytest.mark.parametrize("name, backend", [(name, "") for name in ("SD3", "Wan", "Flux.1", "SDXL")] + [
+    ("Wan", "eager"), ("SDXL", "eager"), pytest.param("SD3", "eager", marks=pytest.mark.slow),
+    pytest.param("Flux.1", "eager", marks=pytest.mark.slow)])
+def test_blocks_attend_by_the_kernel_compiled_or_not(installed, name, backend):
+    """Whole, and with keys and values that are kept for patches."""
+    one = example(name)
+    wanted = one.run()
+    kind = WholeHooks if one.family.is_whole else UNetHooks if one.family.is_unet else Hooks
+    hooks = kind(one.model, one.family.plan)
+    kept = {"key_values": KeyValues(), "first_image": 0, "num_images": 1}
+    torch._dynamo.reset()
+    for keeping in [{}] if one.family.is_unet else [{}, kept]:
+        use = KernelUse("flash", True)
+        context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning, kernel=use,
+                                            compile_backend=backend, **keeping)
+        out = one.family.prediction(hooks.run(context)[0], one.latent)
+
+        within((out - wanted).abs().max(), 1e-10)
+        assert use.counts.pop("flash") > 1 and set(use.counts) <= {"sdpa (masks)"}
+    torch._dynamo.reset()
+
+
+def parallel(rank, world_size, folder, name, ring, ulysses, mutant):
+    kernel_packages.use(folder)
+    q, k, v = tensors(2, 4, 2, 23, 23, 64, seed=3)
+    whole = reference(q, k, v)
+    sizes = [6, 6, 6, 5] if world_size == 4 else [12, 11]
+    start = sum(sizes[:rank])
+    mine = slice(start, start + sizes[rank])
+    if mutant:                                                  # as if the package's were of base 2
+        plain = sequence_parallel.attend_with_lse
+        sequence_parallel.attend_with_lse = lambda *args: (lambda out, lse: (out, lse / 0.6931))(*plain(*args))
+    use = KernelUse(name, True)
+    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], Attention(sizes, kernel=use),
+                        build_mesh(Layout(ring_degree=ring, ulysses_degree=ulysses), world_size), Traffic())
+    return (out - whole[:, :, mine]).abs().max().item(), dict(use.counts)
+
+
+@pytest.mark.parametrize("name, ring, ulysses", [("flash", 1, 2), ("sage", 2, 1), ("xformers", 2, 2), ("flash3", 4, 1)])
+def test_methods_attend_by_the_kernel(tmp_path, name, ring, ulysses):
+    kernel_packages.write(tmp_path)
+    for error, counts in run_ranks(parallel, ring * ulysses, tmp_path, name, ring, ulysses, False):
+        within(error, 1e-10)
+        assert counts == {name: ring}
+
+
+def test_a_wrong_log_sum_exp_would_show(tmp_path):
+    kernel_packages.write(tmp_path)
+
+    assert max(error for error, _ in run_ranks(parallel, 2, tmp_path, "sage", 2, 1, True)) > 1e-3

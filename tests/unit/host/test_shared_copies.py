@@ -1,0 +1,139 @@
+"""Running workers of which each brings a part of the weights that come and sends it to the others: the same bits as
+where each brings all, in runs of both kinds, with weights that change, and after faults."""
+
+import dataclasses
+import os
+import signal
+
+import pytest
+import torch
+
+from tests.support.model_zoo import conditioning_of, example
+from tests.support.tiers import by_default
+from tests.unit.host.conftest import call_of, layout
+from tests.unit.host.test_copies import faults, set_environment  # noqa: F401
+from tests.unit.host.test_offloading import folder  # noqa: F401
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.host.client import Client
+from xdit_backend.host.weight_updates import Change
+from xdit_backend.protocol import specs
+from xdit_backend.protocol.errors import CopyError, WorkerDiedError
+from xdit_backend.protocol.specs import WeightCopies
+
+METHODS = by_default([{"ulysses": 2}], [{"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"data": 2}, {"displaced": 2}])
+
+
+class Cancelled(Exception):
+    """What ComfyUI's cancel button raises, for this host."""
+
+
+class Asked:
+    """Predictions of a model whose weights come, of two branches. storage: of its weights."""
+
+    def __init__(self, client, folder, degrees, storage="float32"):      # noqa: F811
+        self.client, self.layout, self.checkpoint = client, layout(**degrees), open_checkpoint(folder)
+        one, family = example("Flux.1", torch.float32, batch=2), self.checkpoint.family
+        self.channels, self.calls = family.num_channels(one.config), []
+        self.spec = self.checkpoint.spec(storage, "float32", weights_memory=1)
+        for seed, length in ((0, 7), (1, 5)):
+            tensors = conditioning_of(family, one.config, torch.Generator().manual_seed(seed), {"context": length}, 2)
+            self.calls.append(call_of(dataclasses.replace(one, conditioning=tensors)))
+
+    def submit(self, is_shared, num_calls=2):
+        calls = [dataclasses.replace(call, copies=WeightCopies(is_shared=is_shared)) for call in self.calls]
+        return self.client.submit(self.spec, self.layout, self.channels, calls[:num_calls])
+
+    def predict(self, is_shared=True, num_calls=2):
+        return [each.clone() for each in self.client.wait([self.submit(is_shared, num_calls)])[1]]
+
+    def sent_bytes(self):
+        """By each rank, in all."""
+        return [numbers["sent_bytes"] for _, numbers in sorted(self.client.catch_up(60).items())]
+
+
+def same(results, wanted):
+    return all(torch.equal(*pair) for pair in zip(results, wanted, strict=True))
+
+
+@pytest.mark.parametrize("storage", ["float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("degrees", METHODS, ids=str)
+def test_steps_of_both_kinds_in_any_order_predict_the_same(client, folder, degrees, storage):  # noqa: F811
+    """Also after one that only a part of the ranks had something to do in, and after weights were parked on one rank:
+    what they hold in their buffers is then not the same."""
+    asked = Asked(client, folder, degrees, storage)
+    want = asked.predict(is_shared=False)
+    for is_shared in (True, True, False, True, False, False, True):
+        assert same(asked.predict(is_shared), want)
+    one = asked.predict(is_shared=False, num_calls=1)
+    assert same(asked.predict(num_calls=1), one) and same(asked.predict(), want)
+    client.models.park(asked.spec.name, 2 ** 34)
+    assert same(asked.predict(), want)
+    client.drop(asked.spec.name)
+
+
+def test_weights_that_are_changed_and_changed_back_are_shared_as_they_are_then(client, folder):      # noqa: F811
+    """As a LoRA that is switched on and off."""
+    asked = Asked(client, folder, {"cfg": 2})
+    names = [name for name in asked.checkpoint.shapes if name.endswith("to_q.weight")]
+    up, down = torch.full((asked.checkpoint.shapes[names[0]][0], 1), 0.5), torch.full(
+        (1, asked.checkpoint.shapes[names[0]][1]), 0.25)
+
+    def made(share):
+        return specs.Change(None, (specs.LowRank(share(up), share(down), 1.0),), "float32", "float32")
+    plain = asked.predict(is_shared=False)
+    for changes in ({name: Change(("lora",), 1, made) for name in names}, {}):
+        client.models.load(asked.spec, changes)
+        want = asked.predict(is_shared=False)
+        assert same(asked.predict(), want) and same(asked.predict(), want)
+        assert same(want, plain) == (not changes)
+    client.drop(asked.spec.name)
+
+
+@pytest.mark.parametrize("degrees", METHODS, ids=str)
+def test_after_a_cancel_in_mid_run_the_next_one_is_right(client, folder, degrees):      # noqa: F811
+    """What was sent before is carried out by all ranks, whole."""
+    asked = Asked(client, folder, degrees)
+    want = asked.predict(is_shared=False)
+
+    def cancelled():
+        raise Cancelled
+    for _ in range(5):
+        handles = [asked.submit(True) for _ in range(3)]
+        client.workers.check = cancelled
+        try:
+            with pytest.raises(Cancelled):
+                while True:
+                    client.wait(handles)
+        finally:
+            client.workers.check = lambda: None
+        assert same(asked.predict(), want)
+    client.drop(asked.spec.name)
+
+
+@pytest.mark.parametrize("fault", ["kill", "copy"])
+@pytest.mark.parametrize("degrees", METHODS, ids=str)
+def test_a_rank_that_ends_or_whose_copy_fails_is_told_as_everywhere(
+        degrees, fault, faults, folder, monkeypatch, forkserver):       # noqa: F811
+    """The other one waits for it in an exchange."""
+    set_environment(monkeypatch, faults)
+    client = Client(("cpu", "cpu"), forkserver=forkserver)
+    try:
+        asked = Asked(client, folder, degrees)
+        want = asked.predict(is_shared=False)
+        assert same(asked.predict(), want)
+        group = client.group
+        if fault == "copy":
+            (faults / "fails-1").touch()
+        else:
+            pid = int(client.report_memory()[1]["pid"])
+            os.kill(pid, signal.SIGSTOP)
+            handle = asked.submit(True)
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(CopyError if fault == "copy" else WorkerDiedError, match="Queue the prompt again"):
+            if fault == "copy":
+                asked.predict()
+            else:
+                client.wait([handle])
+        assert same(asked.predict(), want) and client.group is not group
+    finally:
+        client.close()

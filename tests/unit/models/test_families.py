@@ -1,0 +1,80 @@
+"""What is said of the model families comes from their registry, and each family is one small file."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoints.test_header import PUBLISHED
+from xdit_backend import models
+from xdit_backend.models import FAMILIES
+
+ROOT = Path(__file__).parents[3]
+# By where the registry has each from: files import other families' too.
+MODULES = {getattr(models, alias.name).name: importlib.import_module(f"xdit_backend.models.{node.module}")
+           for node in ast.parse(inspect.getsource(models)).body if isinstance(node, ast.ImportFrom) and node.level == 1
+           for alias in node.names if getattr(models, alias.name) in FAMILIES.values()}
+METHODS = ["CFG", "data", "Ulysses", "Ring", "USP (Ulysses x Ring)", "PipeFusion", "DistriFusion", "tensor"]
+
+
+def test_the_table_lists_the_families():
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    header, _, *rows = text[text.index("| model | CFG"):].split("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (header, *rows)]
+
+    assert cells[0] == ["model", *METHODS]
+    for family, row in zip(FAMILIES.values(), cells[1:], strict=True):
+        refused = {*family.refused, *(("ulysses", "ring", "pipefusion", "tensor") if family.is_unet else ())}
+        methods = [["ulysses"], ["ring"], ["ulysses", "ring"], ["pipefusion"], ["displaced"], ["tensor"]]
+        data = "no" if "data" in refused else "yes"
+        assert row == [family.title, family.cfg, data, *("no" if refused & {*needed} else "yes" for needed in methods)]
+
+
+def test_the_help_page_names_every_family():
+    text = (ROOT / "web" / "docs" / "XDiTLoadModel.md").read_text(encoding="utf-8")
+
+    assert [family.title for family in FAMILIES.values() if family.title not in text] == []
+
+
+def test_it_is_said_which_families_take_controlnets():
+    taking = {family.name for family in FAMILIES.values() if family.takes_controlnets}
+
+    for path, begin, end in (("docs/models.md", "itself takes them for (", "), under"),
+                             ("web/docs/XDiTLoadModel.md", "takes them for: ", ". One")):
+        assert set((ROOT / path).read_text(encoding="utf-8").partition(begin)[2].partition(end)[0].split(
+            ", ")) == taking
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_one_small_file(name):
+    """About 50 lines; imports, a table of keys, and what a model computes of its own, come on top."""
+    source = inspect.getsource(MODULES[name])
+    keys = re.search(r"^KEYS = table\(.*?\n\n", source, re.MULTILINE | re.DOTALL)
+    functions = [value for value in vars(MODULES[name]).values() if inspect.isfunction(value)
+                 and value.__module__ == MODULES[name].__name__ and value.__name__.startswith("_")]
+    imports = re.findall(r"^(?:from \S+ )?import (?:\([^)]*\)|.*)\n", source, re.MULTILINE)
+    others = [keys.group() if keys else "", *imports, *(inspect.getsource(function) for function in functions)]
+    num_lines = lambda text: len([line for line in text.splitlines() if line.strip()])  # noqa: E731
+
+    assert num_lines(source) - sum(num_lines(other) for other in others) <= 52
+
+
+# the others are folders
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.sampled])
+def test_a_file_is_of_one_family(name):
+    published = [shapes for family, shapes, _ in PUBLISHED.values() if family == name]
+
+    assert published
+    for shapes in published:
+        assert [family.name for family in FAMILIES.values() if family.recognise(shapes)] == [name]
+
+
+def test_a_diffusers_that_is_too_old_for_a_family_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.36.0")
+
+    assert FAMILIES["Qwen-Image"].refuse({}) == "it needs diffusers 0.37 or newer, and this is 0.36.0"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.37.0")
+    assert FAMILIES["Qwen-Image"].refuse({}) is None

@@ -1,0 +1,1 @@
+"""Attention on one rank: backends, log-sum-exp merge, masks."""

@@ -1,0 +1,86 @@
+"""The transformer of a file or folder, diffusers' or ComfyUI's: its config, and the model without weights.
+
+Pure: nothing of the weights is read.
+"""
+
+import importlib
+import json
+
+from ..comfyui.class_checks import check_class
+from ..comfyui.native_models import build_module
+from ..protocol.bounded_json import parse_json, shown
+from ..protocol.errors import CheckpointError
+from .header_limits import MAX_CONFIG_BYTES, MAX_CONFIG_VALUES
+
+
+def model_config(checkpoint):
+    """Arguments of the diffusers class: from the shapes of a file, or from the config.json of a folder, except for
+    those that ComfyUI reads from the tensors."""
+    family = checkpoint.family
+    if checkpoint.folder_config is None:
+        return family.config(checkpoint.shapes) | metadata_settings(checkpoint)
+    rules = {name: family.config.rules[name] for name in family.config_from_tensors}
+    rules = {name: rule(checkpoint.shapes) if callable(rule) else rule for name, rule in rules.items()}
+    return checkpoint.folder_config | rules | metadata_settings(checkpoint)
+
+
+def metadata_of(checkpoint):
+    """The metadata of a file; of a diffusers folder, what its JSON files say, in the words of such metadata."""
+    family = checkpoint.family
+    if checkpoint.folder_config is None or not family.settings:
+        return checkpoint.metadata
+    settings = family.folder_metadata(checkpoint.folder)
+    if settings is None:
+        raise CheckpointError("Download the whole folder, or use the file of this model in ComfyUI's format: "
+                              f"{checkpoint.name} is a model of {family.name}, of which a folder with its "
+                              "vae/config.json alone says which of them it is.")
+    return {"config": json.dumps({"transformer": settings})}
+
+
+def metadata_settings(checkpoint):
+    """The family's settings as the metadata has them, under "_" and their names. Raises CheckpointError for values that
+    are not supported."""
+    family = checkpoint.family
+    metadata = checkpoint.model_metadata if family.settings else {}
+    try:
+        settings = dict(parse_json(metadata.get("config", "{}").encode(), MAX_CONFIG_BYTES,
+                                   MAX_CONFIG_VALUES).get("transformer", {}))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"Download {checkpoint.name} again: it has metadata that cannot be read "
+                              f"({error}).") from error
+    for name, values in family.settings.items():
+        if settings.get(name, values[0]) not in values:
+            raise CheckpointError(f"Use Load Diffusion Model: {checkpoint.name} is a model of {family.name} whose "
+                                  f"metadata says {name} = {shown(settings[name])}, and xDiT runs "
+                                  f"{' or '.join(map(repr, values))} only.")
+    return {f"_{name}": settings.get(name, values[0]) for name, values in family.settings.items()}
+
+
+def build(family, config):
+    """The family's model: diffusers', which computes as ComfyUI's does, or ComfyUI's own."""
+    if family.is_comfyuis:
+        model = build_module(family.transformer, config, family.of_class)
+    else:
+        model = _class_of(family).from_config(config)
+    family.amend(model, config)
+    if family.is_comfyuis:
+        check_class(model, family)                             # with what amend has given its blocks
+    return model
+
+
+def _class_of(family):
+    """diffusers' class. It imports packages that others have installed: what is wrong with one is no fault of a
+    file."""
+    diffusers = importlib.import_module("diffusers")
+    try:
+        return getattr(diffusers, family.transformer)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"Mend or remove the package that is named last, in ComfyUI's Python: diffusers cannot "
+                              f"import {family.transformer}: {error}") from error
+
+
+def build_empty(family, config):
+    """As build, with parameters on the meta device; buffers hold what the model makes itself."""
+    from accelerate import init_empty_weights
+    with init_empty_weights():
+        return build(family, config)

@@ -1,0 +1,131 @@
+"""Which family a checkpoint belongs to, by its tensors or by a folder's config.json; and where it belongs to none, what
+kind of file it is. Called by checkpoint.py."""
+
+from ..models import FAMILIES
+from ..models.common.family import Family
+from ..protocol.bounded_json import MAX_SHOWN
+from ..protocol.errors import CheckpointError
+from .closest_family import NOT_THERE, nearest
+
+
+def article(name):
+    """ "a" or "an", as a model's name is spoken."""
+    return "an" if name.startswith(("A", "E", "I", "O", "SD", "LTX")) else "a"
+
+
+# parts of tensors' names -> what such files are. Some have their model's own names beside these
+BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
+                   "a ControlNet: load it with Load ControlNet Model"),)
+# looked through in this order, for files that are no model of a family. A name begins with "^."
+OTHERS = (
+    ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
+    ((".backbone.stem.", ".detector.backbone.", ".refinenet1."),
+     "a model that finds things in pictures, and draws none"),
+    (("down_blocks.0.attentions.", "down_blocks.1.attentions."),
+     "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read"),
+    (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
+    (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight",
+      "^.embed_tokens.", ".model.embed_tokens.", "^.model.language_model.embed_tokens.", ".encoder.embed_tokens.",
+      "token_embedding."),
+     "a text encoder: load it with Load CLIP"),
+    (("vision_model.encoder.",), "a CLIP vision model: load it with Load CLIP Vision"),
+    (("blk.0.", "token_embd.", "enc.blk."), "a text encoder or a language model in GGUF"),
+    (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv.", "per_channel_statistics.",
+      "taesd_decoder."),
+     "a VAE: load it with Load VAE"))
+LISTED = "docs/models.md lists what xDiT runs."
+ELSEWHERE = "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU."
+OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
+                 "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"),)
+
+# by their norm_type
+CLASSES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
+
+
+def recognise(checkpoint) -> Family:
+    """The family of a Checkpoint. Raises CheckpointError when it is none that can be run, saying which can."""
+    name = checkpoint.name
+    if checkpoint.folder_config is not None:
+        return _family_of_folder(name, checkpoint.folder)
+    _refuse_others(name, checkpoint.shapes, BESIDE_A_MODEL)
+    for family in FAMILIES.values():
+        if _apply_rule(family.recognise, checkpoint.shapes):
+            # Where what it would look at is not there, outline() names it.
+            reason = _apply_rule(family.refuse, checkpoint.shapes, checkpoint.other_tensors)
+            if reason:
+                raise CheckpointError(f"{name} is {article(family.name)} {family.name} model, but {reason}.")
+            return family
+    if checkpoint.folder is not None:
+        raise CheckpointError(f"{name} is the folder of a U-Net of a kind that xDiT does not run. {LISTED}")
+    _refuse_others(name, checkpoint.shapes, OTHERS)
+    near = nearest(checkpoint.shapes)
+    if near:
+        raise CheckpointError(f"{name} is nearly {article(near[0].name)} {near[0].name} model, but {near[1]}. Download "
+                              f"it again, or choose another file. {LISTED}")
+    _refuse_others(name, checkpoint.shapes, OF_DIFFUSERS)
+    raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. {ELSEWHERE} {LISTED}")
+
+
+def _apply_rule(rule, *arguments):
+    """What a family's rule says of a file; None where the file lacks what the rule looks at."""
+    try:
+        return rule(*arguments)
+    except NOT_THERE:
+        return None
+
+
+def _refuse_others(name, shapes, others):
+    names = "\n".join(f"^.{key}" for key in shapes)
+    for marks, what in others:
+        if any(mark in names for mark in marks):
+            raise CheckpointError(f"{name} is {what}." if ": " in what
+                                  else f"{name} is {what}. {ELSEWHERE} {LISTED}")
+
+
+def _family_of_folder(name, folder):
+    """The family of the class in config.json. Several families may share a class, and differ in their fixed settings:
+    the one that config.json contradicts least, then the one that it agrees with most."""
+    config = folder.config
+    of_class = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
+    of_files = [family.name for family in FAMILIES.values() if family.transformer.endswith(f":{class_name(config)}")]
+    if of_files:
+        raise CheckpointError(f"Load a file of {of_files[0]} in ComfyUI's format: {name} is a folder of it, and xDiT "
+                              "runs it as ComfyUI's own module, which takes files.")
+    if not of_class:
+        raise CheckpointError(f"{name} is {_describe_class(class_name(config))}. {LISTED}")
+    return max(of_class, key=lambda family: _agreement(family, folder))
+
+
+def _agreement(family, folder):
+    """(minus the number of settings of config.json that contradict the family's fixed ones, the number of those that
+    agree and of extra parts that both have). A setting that config.json lacks agrees."""
+    fixed = {key: plain(value) for key, value in family.config.rules.items()
+             if not callable(value) and key not in family.config_from_tensors}
+    agreeing = sum(plain(folder.config.get(key, value)) == value for key, value in fixed.items())
+    return agreeing - len(fixed), agreeing + len(folder.extra_parts.keys() & family.extra_parts.keys())
+
+
+def plain(value):
+    """A value of a config as JSON has it, where tuples are lists."""
+    return list(value) if isinstance(value, (tuple, list)) else value
+
+
+def class_name(config):
+    """The class that a folder's config.json means; older ones name what DiT's and PixArt's were split from.
+    "" where it says none."""
+    name = config.get("_class_name") or config.get("architectures")            # the second is of text encoders
+    name = name[0] if isinstance(name, list) and name else name
+    if not isinstance(name, str):
+        return ""
+    return CLASSES.get(str(config.get("norm_type")), name) if name == "Transformer2DModel" else name
+
+
+def _describe_class(class_name):
+    """What a model of a class is that no family has."""
+    if not class_name:
+        return "a folder whose config.json does not say which model it is (_class_name), as diffusers' do"
+    text = "which is a text encoder: load a file of it with Load CLIP"
+    kinds = {"Autoencoder": "which is a VAE: load a file of it with Load VAE", "Text": text, "Encoder": text,
+             "ControlNet": "which is a ControlNet: load a file of it with Load ControlNet Model"}
+    what = next((words for mark, words in kinds.items() if mark in class_name), "which xDiT does not run")
+    return f"a {class_name[:MAX_SHOWN]}, {what}"

@@ -1,0 +1,236 @@
+"""Load a diffusers transformer from a file of any format its family knows, or from a diffusers folder. Called by the
+engine on each rank.
+
+All ranks map the same file, so the machine holds it once; a rank reads only the tensors it needs.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..memory.copy_thread import CopyThread
+from ..memory.staging import StagingBuffers
+from ..protocol.errors import CheckpointError
+from ..protocol.specs import ModelSpec
+from .build_transformer import build_empty
+from .checkpoint import Checkpoint, open_spec
+from .offload.block_offload import OffloadedBlocks
+from .offload.host_weights import HostCopies
+from .offload.offload_plan import plan_weights
+from .quantisation import kitchen_layers
+from .quantisation.layerwise_casting import Casts, cast_at_use, unpack_at_use
+from .quantisation.quantise_on_load import quantised
+from .quantisation.quantised_weights import packed_weights, set_packed_parameters
+from .tensor_reader import read_beside, read_file, read_plain
+from .tensor_sharding import held, narrow, splits_of
+
+
+@dataclass
+class Transformer:
+    """A diffusers model with the weights that this rank holds, and where they come from."""
+
+    model: torch.nn.Module
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    device: torch.device
+    tensor_rank: int = 0                   # of spec.tensor_degree
+    blocks: range | None = None            # whose weights are here, over all lists of the plan; None: all
+    # {name: Split} of the weights of which a tensor rank holds a share
+    splits: dict = field(default_factory=dict)
+    # {id: map of its part of the file} of weights that are there as held here
+    files: dict = field(default_factory=dict)
+    # of weights that are held in another type than they are computed with
+    casts: Casts = field(default_factory=Casts)
+    # the blocks whose weights are in host memory; None: all weights are on the device
+    offloaded: OffloadedBlocks | None = None
+    # where those are kept that the file has otherwise, while the model is loaded
+    host_copies: HostCopies = field(default_factory=HostCopies)
+    piece_bytes: int | None = None         # of StagingBuffers
+
+    @property
+    def family(self):
+        return self.checkpoint.family
+
+    @property
+    def config(self):
+        """Arguments of the model's class."""
+        return self.checkpoint.config
+
+    def needs(self, name):
+        """Does this rank hold something of this tensor of the file?"""
+        return self.blocks is None or (block := self._block_of(name)) is None or block in self.blocks
+
+    def share(self, name, tensor, addresses):
+        """This rank's share of a tensor, None where it has none. It keeps no more of memory than itself, but for maps
+        of the file, which are at these addresses."""
+        own = (self.splits[name].own(tensor, self.spec.tensor_degree, self.tensor_rank) if name in self.splits
+               else tensor)
+        is_part = own is not None and own is not tensor and own.untyped_storage().nbytes() > own.nbytes
+        return own.clone() if is_part and own.untyped_storage().data_ptr() not in addresses else own
+
+    def hold(self, weight, tensor, dtype, staging, addresses):
+        """Give a weight these values, moved, and cast on the device; and know whether they are a map of the file. One
+        that comes from host memory is given them there."""
+        if self.offloaded is not None and id(weight) in self.offloaded.weights:
+            self.offloaded.replace(weight, in_host_memory(tensor, dtype, staging))
+            return
+        weight.data = moved(tensor, self.device, dtype, staging)
+        self.files.pop(id(weight), None)
+        if tensor.dtype == dtype and tensor.untyped_storage().data_ptr() in addresses:
+            self.files[id(weight)] = tensor
+
+    def _block_of(self, name):
+        """Index of the block that a tensor of the file belongs to, over all lists;
+        None for what is outside the blocks."""
+        first = 0
+        if self.family.is_unet or name.startswith(self.family.plan.outside):
+            return None
+        for list_ in self.family.blocks:
+            prefixes = ([f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None
+                        else [list_.file_prefix])
+            for prefix in prefixes:
+                if name.startswith(prefix):
+                    return first + int(name[len(prefix):].partition(".")[0])
+            first += len(self.model.get_submodule(list_.name))
+        return None
+
+
+def load_transformer(spec, device, on_progress=lambda done, total: None, choose_blocks=None, tensor_rank=0,
+                     host_copies=None, piece_bytes=None):
+    """The Transformer with the weights of a file or folder, in spec's dtypes, on `device`.
+
+    choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay
+    on the meta device. Blocks are numbered over all of the plan's lists. tensor_rank: which rank of spec.tensor_degree
+    this is. With spec.weights_memory, weights of some blocks stay in host memory (block_offload.py); host_copies: where
+    those are kept that the file has otherwise; None: in this process. piece_bytes: of StagingBuffers.
+
+    Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts bytes
+    of the file, after each tensor, and may raise to give up. Raises CheckpointError when the tensors of the file and of
+    the model do not match, or the file is another by now.
+    """
+    checkpoint = open_spec(spec)
+    family = checkpoint.family
+    model = build_empty(family, checkpoint.config)
+    packed = packed_weights(checkpoint, model, spec.quantisation)
+    set_packed_parameters(model, packed)
+    loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
+                         splits_of(model, family, spec), piece_bytes=piece_bytes)
+    offloaded = (plan_weights(model, family, spec, spec.weights_memory, loaded.blocks)[1]
+                 if spec.weights_memory else {})
+    tensors = read_file(checkpoint, lambda name: loaded.needs(name))
+    # kept until the end, so that no other tensor gets their addresses
+    maps = list(tensors.values())
+    tensors = _converted(tensors, checkpoint, packed)
+    to_quantise = {name: (tensors.pop(name), how.type) for name, how in packed.items() if not how.is_in_file}
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+    missing = [name for name in missing if name not in to_quantise and name.removesuffix("_scale") not in to_quantise]
+    if missing or unexpected:
+        raise CheckpointError(f"Use another file of this model, or Load Diffusion Model: {spec.path} does not fit "
+                              f"{family.transformer}: {len(missing)} tensors are missing ({', '.join(missing[:3])} "
+                              f"...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")
+    model.eval().requires_grad_(False)
+    loaded.host_copies = host_copies or HostCopies()
+    in_blocks = {f"{name}_scale": how.layer for name, how in packed.items()
+                 if how.layer is not None and how.layer.how.block}
+    _move(loaded, addresses_of(maps), to_quantise, on_progress, offloaded, in_blocks)
+    narrow(model, loaded.splits, spec.tensor_degree, tensor_rank)
+    if spec.storage_dtype != spec.compute_dtype:
+        cast_at_use(model, getattr(torch, spec.compute_dtype), loaded.casts, spec.fast)
+    unpack_at_use(model, packed, loaded.casts)
+    if offloaded:
+        loaded.offloaded = _offloaded(loaded, offloaded)
+    return loaded
+
+
+def _offloaded(loaded, names):
+    """The OffloadedBlocks of a model. names: {name of a weight: its block}, in the order of the blocks."""
+    staging = StagingBuffers(loaded.device, loaded.piece_bytes)
+    blocks = OffloadedBlocks(loaded.device, CopyThread(loaded.device, staging), files=loaded.checkpoint.files)
+    weights: dict[int, list] = {}
+    tensors = dict((*loaded.model.named_parameters(), *loaded.model.named_buffers()))
+    for name, block in names.items():
+        if name in tensors:                                    # a rank may have none of a bias
+            weights.setdefault(block, []).append(tensors[name])
+    for block, own in weights.items():
+        blocks.add(block, own)
+    return blocks
+
+
+def _converted(tensors, checkpoint, packed):
+    """{name in the model: tensor}. tensors: of the file.
+    What is packed there stays so, beside its scale; the rest is plain numbers."""
+    if checkpoint.folder_config is not None:
+        return checkpoint.under_diffusers_names(tensors)
+    packed = {name: how for name, how in packed.items() if how.is_in_file}
+    converted = checkpoint.under_diffusers_names(
+        read_plain(checkpoint, tensors, {how.source for how in packed.values()}))
+    beside = read_beside(checkpoint, tensors)
+    for name, how in packed.items():
+        converted[name] = how.take(tensors[how.source])
+        converted |= {f"{name.removesuffix('weight')}{what}": tensor
+                      for what, tensor in how.take_beside(beside.get(how.source)).items()}
+    return converted
+
+
+def _move(loaded, addresses, to_quantise, on_progress, offloaded, in_blocks):
+    """Take this rank's share of one tensor after the other, move and cast it, so that never two copies of the model
+    exist. addresses: of the file's tensors. offloaded: names of weights that stay in host memory. in_blocks: {name of
+    scales that are held in tiles: the Layer}.
+
+    to_quantise: {name: (tensor, type)} of weights that the model lacks, which are quantised on the device; emptied.
+    Rows stand alone, so a rank quantises its own; of columns it has a share when the rows were quantised whole.
+    """
+    model, spec, splits = loaded.model, loaded.spec, loaded.splits
+    tensors = [(name, weight, to_quantise[name][0] if name in to_quantise else weight, dtype) for name, weight, dtype in
+               held(model, loaded.family, spec)]
+    tensors = [each for each in tensors if not each[2].is_meta]                               # not of another stage
+    staging = StagingBuffers(loaded.device, loaded.piece_bytes)
+    read_bytes = [source.nbytes * (splits[name].share(spec.tensor_degree, loaded.tensor_rank) if name in splits
+                                   and not (
+                                       name in to_quantise and splits[name].dim) else 1)
+                  for name, _, source, _ in tensors]
+    done_bytes, total_bytes = 0.0, round(sum(read_bytes))
+
+    def in_tiles(name, own):                                   # before others see it in host memory
+        return kitchen_layers.in_tiles(in_blocks[name], {"weight_scale": own})["weight_scale"] if name in in_blocks else own
+    for (name, weight, source, dtype), own_bytes in zip(tensors, read_bytes):
+        done_bytes += own_bytes
+        if name in to_quantise:
+            linear, by_rows = model.get_submodule(name.removesuffix(".weight")), name in splits and splits[
+                name].dim == 0
+            own = loaded.share(name, source, addresses) if by_rows else source
+            numbers, linear.weight_scale = quantised(moved(own, loaded.device, torch.float32, staging),
+                                                     to_quantise.pop(name)[1])
+            numbers = numbers if by_rows else loaded.share(name, numbers, addresses)
+            linear.weight = torch.nn.Parameter(loaded.host_copies.keep(numbers, numbers.dtype) if name in offloaded
+                                               else numbers, requires_grad=False)
+        elif (own := loaded.share(name, weight.data, addresses)) is None:
+            weight.data = weight.data[:0]
+        elif name in offloaded:
+            own = in_tiles(name, own)
+            is_map = own.dtype == dtype and own.untyped_storage().data_ptr() in addresses
+            weight.data = own if is_map else loaded.host_copies.keep(own, dtype)
+        else:
+            loaded.hold(weight, in_tiles(name, own), dtype, staging, addresses)
+        on_progress(round(done_bytes), total_bytes)
+    on_progress(total_bytes, total_bytes)
+
+
+def addresses_of(maps):
+    """Where these maps of a file are in memory."""
+    return {tensor.untyped_storage().data_ptr() for tensor in maps if not tensor.is_meta}
+
+
+def moved(tensor, device, dtype, staging):
+    """A tensor on the device, where it is cast."""
+    is_apart = not staging.is_direct and tensor.device.type == "cpu"
+    return (staging.to_device(tensor) if is_apart else tensor).to(device, dtype)
+
+
+def in_host_memory(tensor, dtype, staging):
+    """A tensor in host memory, cast where it was."""
+    if tensor.device.type == "cpu":
+        return tensor.to(dtype)
+    copy = torch.empty(tensor.shape, dtype=dtype)
+    staging.to_host(tensor, copy)
+    return copy

@@ -1,0 +1,201 @@
+"""What the cost model needs to know of a family's model, derived from its config and its modules' shapes."""
+
+import collections
+import functools
+import math
+from dataclasses import replace
+
+import torch
+
+from ..models.common.family import Family
+from ..partition import attended, cut_bands, halved, level_of, slot_bytes, summed_modules
+from ..planner.cost_model import Job, Net
+from ..planner.memory_model import Live, unet_memory
+from ..planner.quantised_matmul_memory import Product
+from .quantisation import kitchen_layers
+from .quantisation.layer_formats import FORMATS
+from .quantisation.quantised_weights import WITH_LORA
+from .tensor_sharding import block_bytes, block_sizes, held_bytes, possible_splits
+
+OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
+EAGER = "int8_tensorwise", "convrot_w4a4"                      # which comfy-kitchen has kernels of its own for, or not
+USUAL_TEXT = 77                                                # tokens of a prompt, of U-Nets
+
+
+def net_of(family: Family, model, spec=None, capabilities=(None,)):
+    """The Net of a family's model, which may be on the meta device. spec: how its weights are held; None: in 16
+    bits. capabilities: of the devices, as kitchen_layers.products_on's."""
+    blocks = [(list_.image_share, block_copies) for list_ in family.blocks
+              for block_copies in zip(*map(model.get_submodule, list_.names))]
+    width, num_blocks = family.width(model.config), len(blocks)
+    elements = sum(share * _matrix_elements(block, family.plan.once) for share, block_copies in blocks
+                   for block in block_copies) / num_blocks
+    heads = family.num_heads(model.config)
+    joint = any("text" in streams for streams in family.plan.attention.values())
+    net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
+              parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
+              key_heads=family.num_key_heads(model.config) or heads, skips=len(family.plan.skips(num_blocks)),
+              whole_attention=any(path.startswith((f"{name}.to_q", f"{name}.qkv")) for path in family.plan.unsplit
+                                  for name in family.plan.attention),
+              text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks),
+              agreed=_sums(model, family.plan, joint, num_blocks, True), formats=_formats(blocks, family.plan.once),
+              usual_tokens=usual_tokens(family, model.config), live=Live(**family.live) if family.live else None)
+    if spec is None:
+        return net
+    weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
+    unpack_bytes = functools.partial(_unpack_bytes, blocks, family.plan.once, spec, capabilities)
+    products = _products(blocks, family.plan.once, capabilities)
+    return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize,
+                   unpack_bytes=unpack_bytes(), lora_unpack_bytes=(unpack_bytes(True), unpack_bytes(True, False)),
+                   rounded_bytes=max((product.input_bytes for product in products if product.format not in EAGER),
+                                     default=0.0),
+                   rounded_products=tuple(product for product in products if product.rows <= product.columns),
+                   eager_products=tuple(product for product in products if product.format in EAGER
+                                        and not kitchen_layers.has_kernels()),
+                   weight_bytes=float(weights),
+                   outside_bytes=float(weights - sum(of_blocks)), block_bytes=tuple(map(float, of_blocks)),
+                   block_costs=tuple(size * share for size, share in block_sizes(model, family)))
+
+
+def usual_tokens(family, config):
+    """Of a picture of 1024 x 1024 pixels; of a model of videos, of 81 frames of 832 x 480."""
+    frames, rows, columns = family.pixels(config)
+    size = (1 + 80 // frames, 480, 832) if frames > 1 else (1, 1024, 1024)
+    patch = (1, 1, 1, *family.latent.patch)[-3:]
+    return (-(-size[0] // patch[0]) * -(-size[1] // (rows * patch[1])) * -(-size[2] // (columns * patch[2])))
+
+
+def job_of(family, net, shape, conditioning, steps, branches=1):
+    """The Job of a run. shape: of the latents of one branch;
+    conditioning: {name: tensor} of the whole forward, as workers get it."""
+    counts = family.token_counts(shape, conditioning)
+    images, sequences = shape[0], family.latent.sequences(shape)
+    if "data" in family.refused:                               # nobody shares out what is together then
+        images, sequences = 1, images * sequences
+    tokens, text = counts.pop("image") * sequences, sum(counts.values())
+    if not net.joint:
+        tokens += sum(count for stream, count in counts.items() if stream != "text")           # of the model's own
+        text = family.lengths["text"](conditioning) if "text" in family.lengths else conditioning["context"].shape[1]
+    a_row = family.tokens_a_row(shape)
+    rows = None if a_row == 1 else family.latent.num_tokens(shape) // a_row
+    return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=images,
+               sequences=sequences, rows=rows)
+
+
+def unet_run_memory(family, model, sizes, batch, degrees, dtype, **kept):
+    """forecast.Memory of a rank of a U-Net beside weights, in a run on latents of these rows and columns. batch:
+    (images, branches of guidance). kept: cached_steps and num_tokens of kept_bytes."""
+    images, branches = batch
+    own = -(-images // degrees.data) * -(-branches // degrees.cfg)
+    hidden_bytes = math.prod(sizes) * family.width(model.config) * dtype.itemsize
+    kept_in_all = kept_bytes(model, sizes, degrees.displaced, dtype, own, **kept)
+    if family.has_frames_as_batch:                             # which go through it together
+        own, hidden_bytes = own // images, images * hidden_bytes
+    return unet_memory(Live(**family.live), hidden_bytes, own, kept_in_all, degrees)
+
+
+def kept_bytes(model, shape, num_ranks, dtype, batch=1, cached_steps=1, num_tokens=USUAL_TEXT):
+    """Bytes that a rank of a U-Net keeps under displaced patches: what all ranks have told, of so many steps, and keys
+    and values of the text, of so many tokens. 0 of one rank. Others: as of exchanged_bytes."""
+    if num_ranks == 1:
+        return 0
+    of_text = sum(2 * model.get_submodule(name).to_k.out_features for name, what in attended(model).items()
+                  if what == "text")
+    return (cached_steps * num_ranks * exchanged_bytes(model, shape, num_ranks, dtype, batch)
+            + batch * num_tokens * of_text * dtype.itemsize)
+
+
+def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
+    """Bytes that a rank sends the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any
+    device.
+
+    shape: rows and columns of the latent; 0 where it has too few rows for all ranks.
+    """
+    num_levels, total = len(model.config.block_out_channels), 0
+    bands = cut_bands(shape[0], num_ranks, 2 ** (num_levels - 1))
+    if bands is None:
+        return 0
+    attentions = attended(model)
+    for name, module in model.named_modules():
+        level = level_of(name, num_levels)
+        starts, columns = halved(bands, level), -(-shape[1] // 2 ** level)
+        sizes = [end - start for start, end in zip(starts, starts[1:])]
+        if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1) and name != "conv_in":
+            # A row to the rank above, which one that halves does not read, and a row to the rank below.
+            rows = [min(size, (rank > 0 and module.stride[0] == 1) + (rank < num_ranks - 1))
+                    for rank, size in enumerate(sizes)]
+            total += slot_bytes([(batch, module.in_channels, count, columns) for count in rows], dtype)
+        elif isinstance(module, torch.nn.GroupNorm):
+            # of a video, where it looks along frames
+            count = 1 if ".temporal_res_block." in name else batch
+            total += slot_bytes([(2, count, module.num_groups)], torch.promote_types(dtype, torch.float32))
+        elif attentions.get(name) == "rows":
+            total += slot_bytes([(2, batch, size * columns, module.to_k.out_features) for size in sizes], dtype)
+    return total
+
+
+def _sums(model, plan, joint, num_blocks, agreed=False):
+    """What tensor ranks add up in a block; agreed: and agree on before that. Where text runs beside the image, one
+    feed-forward is the image's and the other the text's."""
+    splits = possible_splits(model, plan)
+    if not splits:
+        return 0.0 if agreed else Net.sums
+    if agreed:
+        splits = {name: split for name, split in splits.items() if name.endswith(".weight") and split.how == "rows"
+                  and getattr(model.get_submodule(name.removesuffix(".weight")), "agreed", "") == "each"}
+    of_blocks = collections.Counter(name.rpartition(".")[0] for name in summed_modules(splits)
+                                    if name.partition(".")[0] in {
+                                        name for list_ in plan.blocks for name in list_.names})
+    return sum(min(2, count) if joint else count for count in of_blocks.values()) / num_blocks
+
+
+def _matrix_elements(block, once):
+    """Elements of the matrices that every token passes."""
+    return sum(module.in_features * module.out_features for module in _matrices(block, once))
+
+
+def _matrices(block, once):
+    """The layers that every token passes: those that run once a step or run, or on text, are left out."""
+    return [module for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)
+            and not any(name == part or name.startswith(f"{part}.") for part in (*once, *OF_TEXT))]
+
+
+def _unpack_bytes(blocks, once, spec, capabilities, has_lora=False, narrows=True):
+    """Net.unpack_bytes: of the layers that narrow what every token is, beside which most lives, or of the others.
+    blocks: as of _formats. has_lora: is one added to those that are unpacked? Some layers devices multiply as they
+    are."""
+    held, computed = (getattr(torch, dtype).itemsize for dtype in (spec.storage_dtype, spec.compute_dtype))
+    matrices = [module for _, block_copies in blocks for block in block_copies for module in _matrices(block, once)]
+    is_cast = held < computed and not any(getattr(module, "format", "") for module in matrices)
+    cast = float(computed) if is_cast else 0.0
+
+    def a_number(module):
+        if not hasattr(module, "unpacking"):
+            return cast
+        if not kitchen_layers.products_on(module, capabilities)[0]:
+            return 0.0
+        return max(module.unpacking, WITH_LORA) if has_lora else module.unpacking
+    return max((a_number(module) * module.in_features * module.out_features
+                for module in matrices if (module.out_features <= module.in_features) == narrows), default=0.0)
+
+
+def _products(blocks, once, capabilities):
+    """The Product of each kind of layer that devices may multiply as it is held. blocks: as of _formats."""
+    found = set()
+    for share, module in ((share, module) for share, block_copies in blocks for block in block_copies
+                          for module in _matrices(block, once) if getattr(module, "format", "")):
+        if kitchen_layers.products_on(module, capabilities)[1]:
+            how = FORMATS[module.format]
+            found.add(Product(module.in_features, module.out_features, share == 1, module.format,
+                              how.held.itemsize / how.numbers, how.rounds_inputs and module.weight_block[0] > 1,
+                              how.rounds_inputs and module.weight_scale.numel() > 1))
+    return sorted(found)
+
+
+def _formats(blocks, once):
+    """Net.formats. blocks: [(share an image token meets, copies of the block)]."""
+    elements: collections.Counter = collections.Counter()
+    for share, block_copies in blocks:
+        for module in (module for block in block_copies for module in _matrices(block, once)):
+            elements[getattr(module, "format", "")] += share * module.in_features * module.out_features
+    return {format_: number / elements.total() for format_, number in elements.items() if format_}

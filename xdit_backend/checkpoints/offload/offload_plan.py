@@ -1,0 +1,105 @@
+"""Which weights of a model a rank's device holds, and which come from host memory. Asked by the loader on each rank,
+and by the host beforehand: both have the model on the meta device.
+"""
+
+import dataclasses
+
+import torch
+
+from ...partition import level_of, unet_blocks
+from ...planner.offload_cost import plan_offload
+from ...protocol.shared_memory import DTYPES
+from ..quantisation.quantised_weights import packed_weights
+from ..tensor_sharding import block_sizes, held, splits_of, tensor_bytes
+from .block_offload import aligned
+
+SMALL = 1 / 1024               # of its block: such a weight stays, since a copy takes longer to ask for than to make
+
+
+def offload_plan(model, family, spec, budget_bytes, blocks=None):
+    """The OffloadPlan of a rank, as plan_weights has it."""
+    return plan_weights(model, family, spec, budget_bytes, blocks)[0]
+
+
+def plan_weights(model, family, spec, budget_bytes, blocks=None):
+    """(the OffloadPlan of a rank, {name of a weight that comes from host memory: its block}).
+
+    model: on the meta device, as it is held. A U-Net's blocks are those of partition.unet_blocks. budget_bytes: of the
+    device, that weights may take. blocks: of this rank; None: all.
+    """
+    movable, beside_bytes = _by_block(model, family, spec, blocks)
+    costs = _costs(model, family)
+    sizes = {block: sum(weights.values()) for block, weights in movable.items()}
+    plan = plan_offload(sizes, {block: costs[block] for block in sizes}, beside_bytes, budget_bytes)
+    return plan, {name: block for block in plan.blocks for name in movable[block]}
+
+
+def with_host_bytes(spec, checkpoint, model):
+    """The spec with ModelSpec.host_bytes. With stages each rank has its own part in any case."""
+    if not spec.weights_memory or spec.stages is not None:
+        return spec
+    names = plan_weights(model, checkpoint.family, spec, spec.weights_memory)[1]
+    return dataclasses.replace(spec, host_bytes=unmapped_bytes(checkpoint, model, spec, names))
+
+
+def unmapped_bytes(checkpoint, model, spec, names):
+    """Bytes of weights of these names that the file has otherwise than a rank holds them: host memory needs a place for
+    them. model: as in plan_weights."""
+    packed = packed_weights(checkpoint, model, spec.quantisation)
+    types = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+             "F8_E5M2": "float8_e5m2"}
+    of_file = {name: torch.empty(shape, dtype=DTYPES[types.get(checkpoint.dtypes[name], "float32")], device="meta")
+               for name, shape in checkpoint.shapes.items()}
+    converted, splits = checkpoint.under_diffusers_names(of_file), splits_of(model, checkpoint.family, spec)
+    places, total = {tensor.untyped_storage()._cdata for tensor in of_file.values()}, 0
+
+    def is_map(name, dtype):
+        if name in packed:
+            return packed[name].is_in_file and len(packed[name].runs) == 1
+        own = converted.get(name)
+        return own is not None and own.dtype == dtype and own.untyped_storage()._cdata in places
+    for name, tensor, dtype in held(model, checkpoint.family, spec):
+        if name in names and not is_map(name, dtype):
+            share = splits[name].share(spec.tensor_degree) if name in splits else 1
+            total += aligned(round(tensor.numel() * dtype.itemsize * share))
+    return total
+
+
+def _costs(model, family):
+    """What computing each block takes, relative: its weights meet all tokens of the image, or pixels."""
+    if not family.is_unet:
+        return [size * share for size, share in block_sizes(model, family)]
+    num_levels = family.plan.num_levels(model.config)
+    return [sum(weight.numel() for weight in model.get_submodule(path).parameters()) / 4 ** level_of(path, num_levels)
+            for path in unet_blocks(model)]
+
+
+def _tensors(model, family, spec):
+    """[(name, number of its block, bytes)] of all weights; None: it stays on the device in any case."""
+    tensors = tensor_bytes(model, family, spec)
+    if not family.is_unet:
+        return [(name, None if name.startswith(family.plan.outside) else block, size) for name, block, size in tensors]
+    numbers = {path: number for number, path in enumerate(unet_blocks(model))}
+
+    def block_of(name):
+        path = name
+        while path and path not in numbers:
+            path = path.rpartition(".")[0]
+        return numbers.get(path)
+    return [(name, block_of(name), size) for name, _, size in tensors]
+
+
+def _by_block(model, family, spec, blocks):
+    """({block: {name of a weight: its bytes}}, bytes of what stays on the device in any case)."""
+    found, beside_bytes = {}, 0
+    for name, block, size in _tensors(model, family, spec):
+        if block is not None and blocks is not None and block not in blocks:
+            continue
+        if block is None:
+            beside_bytes += size
+        else:
+            found.setdefault(block, {})[name] = size
+    for weights in found.values():
+        least = SMALL * sum(weights.values())
+        beside_bytes += sum(weights.pop(name) for name in [name for name, size in weights.items() if size < least])
+    return found, beside_bytes

@@ -1,0 +1,1 @@
+"""Quantised weights: GGUF, ComfyUI's formats, int8, nf4, layerwise casting."""

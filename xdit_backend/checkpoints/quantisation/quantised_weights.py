@@ -1,0 +1,181 @@
+"""Weights that stay quantised in memory, as the file has them or as they were quantised when loaded: which weights of a
+model these are, and how to dequantise them.
+
+Each row of such a matrix is independent: float8 or int8 numbers with a scale, or blocks of GGUF or NF4. A family's
+conversion moves whole rows, so running it on row numbers shows where the bytes and scales of each row go. Used by the
+loader, and by the host to count bytes.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from . import gguf, quantise_on_load
+from .layer_formats import Layer
+
+# others are blocks, in uint8
+SCALED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "INT8": torch.int8}
+# that can be quantised when they are loaded
+NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+# bytes of a number, beside the packed one, while a weight is unpacked to 16 bits: its whole number, what it is
+# multiplied with and what is added (ggml_dequant.py), of NF4 its levels and factors apart; of all others it is made at
+# once
+UNPACKING, ELSE = {"Q4_0": 3.125, "Q5_0": 3.125, "IQ4_NL": 3.125, "IQ4_XS": 3.125, "Q4_1": 3.25, "Q5_1": 3.25,
+                   "Q3_K": 3.25, "Q4_K": 3.25, "Q5_K": 3.25, "Q6_K": 3.25, "Q2_K": 3.5, "Q8_0": 2.125,
+                   "NF4": 2.5625}, 2.0
+WITH_LORA = 6.0                # the same where a LoRA is added, of any type: its number in 32 bits, and rounded
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One matrix of a model, as a file holds it, or as it is held when it was quantised.
+
+    source: name of the file's tensor. runs: the rows of it that these are, (first, last + 1) in order. type: the
+    header's, a format of ComfyUI's, or one of quantise_on_load.PACKAGES. num_columns: in what is held. beside: {buffer
+    of the module: (shape, dtype)} of what is held beside it. layer: how the file says it is held; None where it says
+    nothing.
+    """
+
+    source: str
+    runs: tuple[tuple[int, int], ...]
+    type: str
+    num_columns: int
+    beside: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    layer: Layer | None = None
+
+    @property
+    def num_rows(self):
+        return sum(stop - start for start, stop in self.runs)
+
+    @property
+    def is_in_file(self):
+        """Does the file have it so?"""
+        return self.type not in quantise_on_load.PACKAGES
+
+    def take(self, tensor):
+        """These rows of a tensor of the file, a view where they follow one another."""
+        pieces = [tensor[start:stop] for start, stop in self.runs]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def take_beside(self, tensors):
+        """{buffer: what it holds} of the tensors beside the file's tensor; None: they are on the meta device.
+
+        What all rows share is a tensor of its own for each part of a fused weight, since a module's buffers are told
+        apart by what they are.
+        """
+        if tensors is None:
+            return {name: torch.empty(shape, dtype=dtype, device="meta")
+                    for name, (shape, dtype) in self.beside.items()}
+        return {name: self.take(tensor) if name == "weight_scale" and self.layer.num_scales != 1
+                else tensor.view_as(tensor) for name, tensor in tensors.items()}
+
+    @property
+    def block(self):
+        """(numbers, columns as held) that cannot be cut apart; (1, 1) where any can be."""
+        if self.layer is not None:
+            return self.layer.block
+        return (1, 1) if self.type in SCALED else block_of(self.type)
+
+
+def packed_weights(checkpoint, model, quantisation=""):
+    """{name in the model: Packed} of the weights that are held quantised. model: on the meta device.
+
+    They are those of the model's nn.Linear, each of which has rows of one tensor of the file (what a file has as
+    several, families keep apart: Family.halved); other quantised weights are unpacked when they are read, and so are
+    those of gguf.UNPACKED.
+    quantisation: of quantise_on_load.TYPES, for a file that is not quantised; "": held as the file has them. What the
+    family or diffusers keep in more bits is not quantised, nor is a row that is no whole number of blocks.
+    """
+    if quantisation:
+        type_, exact = quantise_on_load.TYPES[quantisation], {*checkpoint.family.keep_in_compute_dtype,
+                                                      *(getattr(model, "_keep_in_fp32_modules", None) or ())}
+        quantised = {name for name, shape in checkpoint.shapes.items() if len(shape) == 2
+                     and checkpoint.dtypes[name] in NUMBERS
+                     and (type_ in SCALED or shape[1] % block_of(type_)[0] == 0)}
+    else:
+        type_, exact = None, set()
+        quantised = {name for name in checkpoint.quantised
+                     if len(checkpoint.shapes[name]) == 2 and checkpoint.dtypes[name] not in gguf.UNPACKED
+                     and (name in checkpoint.layers or checkpoint.stored[name][1] == checkpoint.shapes[name])}
+    if not quantised:
+        return {}
+    numbers, starts, first = {}, {}, 0
+    for name, shape in checkpoint.shapes.items():
+        starts[name] = first
+        first += shape[0] if shape else 1
+        numbers[name] = (torch.arange(starts[name], first).view(-1, *[1] * (len(shape) - 1))
+                         if shape else torch.tensor(starts[name]))
+    names, firsts = list(starts), torch.tensor(list(starts.values()))
+    linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear
+               and not exact & set(name.split("."))}
+    found, elsewhere = {}, set()
+    for name, rows in checkpoint.under_diffusers_names(numbers).items():
+        rows = rows.flatten()
+        sources = [names[index] for index in (torch.searchsorted(firsts, rows, right=True) - 1).unique().tolist()]
+        if name in linears and len(sources) == 1 and sources[0] in quantised:
+            found[name] = sources[0], _runs(rows - starts[sources[0]])
+        else:
+            elsewhere |= set(sources)
+    return {name: _packed(checkpoint, source, runs, type_)
+            for name, (source, runs) in found.items() if source not in elsewhere}
+
+
+def set_packed_parameters(model, packed):
+    """Give a model on the meta device the parameters that it has with these weights; scales are buffers beside them.
+
+    What stores columns in blocks says of how many numbers and bytes: `weight_block`.
+    """
+    for name, how in packed.items():
+        linear = model.get_submodule(name.removesuffix(".weight"))
+        held = how.layer.how.held if how.layer else SCALED.get(how.type, torch.uint8)
+        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=held, device="meta"),
+                                     requires_grad=False)
+        linear.weight_block = how.block
+        linear.unpacking = UNPACKING.get(how.type, ELSE)
+        linear.format = how.layer.format if how.layer is not None else ""
+        linear.rounds_inputs = how.layer is not None and how.layer.rounds_inputs
+        linear.is_exact = how.layer is not None and how.layer.exact
+        linear.agreed = how.layer.agreed if how.layer is not None else ""
+        for buffer, (shape, dtype) in how.beside.items():
+            linear.register_buffer(buffer, torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def block_of(type_):
+    """(numbers, bytes) of a block of a type."""
+    return quantise_on_load.BLOCK if type_ == "NF4" else gguf.block_of(type_)
+
+
+def unpacked(tensor, type_, scale, dtype):
+    """The numbers of a quantised tensor, in `dtype`, rounded once."""
+    if type_ == "NF4":
+        return quantise_on_load.dequantised(tensor, dtype)
+    if type_ not in SCALED:
+        return gguf.dequantised(tensor, type_, dtype)
+    if scale is None:
+        return tensor.to(dtype)
+    if tensor.dtype == torch.int8:                             # multiplied as they are; float8 numbers are not
+        scale = scale.to(torch.promote_types(dtype, scale.dtype))
+        return torch.mul(tensor, scale, out=torch.empty(tensor.shape, dtype=dtype, device=tensor.device))
+    numbers = tensor.to(dtype)
+    return torch.mul(numbers, scale, out=numbers)
+
+
+def _packed(checkpoint, source, runs, type_):
+    """The Packed of rows of a tensor of the file. type_: to which it is quantised; None: it is as it is."""
+    columns, rows = checkpoint.shapes[source][1], sum(stop - start for start, stop in runs)
+    if type_ is None and source in checkpoint.layers:
+        layer = checkpoint.layers[source]
+        return Packed(source, runs, layer.type, layer.stored_shape[1], layer.beside_as_held(rows), layer)
+    if type_ in SCALED:
+        return Packed(source, runs, type_, columns, {"weight_scale": ((rows, 1), torch.float32)})
+    numbers, num_bytes = block_of(type_ or checkpoint.dtypes[source])
+    return Packed(source, runs, type_ or checkpoint.dtypes[source], columns // numbers * num_bytes)
+
+
+def _runs(rows):
+    """Row numbers as runs of consecutive ones."""
+    ends = [*(rows.diff() != 1).nonzero()[:, 0].tolist(), len(rows) - 1]
+    starts = [0, *[end + 1 for end in ends[:-1]]]
+    return tuple((rows[start].item(), rows[end].item() + 1) for start, end in zip(starts, ends))

@@ -1,0 +1,55 @@
+"""The tensors of a file or folder in any format, as maps of it or as plain numbers.
+Called by the loader on each rank."""
+
+import torch
+
+from .memory_map import map_tensors
+from .quantisation import kitchen_layers
+from .quantisation.gguf import read_tensors
+from .quantisation.quantised_weights import SCALED, unpacked
+
+META = torch.empty(0, device="meta")
+
+
+def read_file(checkpoint, wanted):
+    """{name: tensor of the file, a map of it}; what is not wanted(name) is on the meta device."""
+    if checkpoint.stored:
+        return read_tensors(checkpoint, wanted)
+    tensors = {}
+    for path in checkpoint.files:
+        for name, mapped in map_tensors(path).items():
+            short = checkpoint.name_of(name, path)
+            if short is not None:
+                layer = checkpoint.layers.get(short)
+                tensor = (mapped() if wanted(short) else
+                          torch.empty(layer.stored_shape if layer else checkpoint.shapes[short],
+                                      dtype=layer and layer.how.held, device="meta"))
+                tensors[short] = layer.weight(tensor) if layer else tensor
+    return tensors
+
+
+def read_beside(checkpoint, tensors):
+    """{name of a weight of ComfyUI's quantised layers: {what it is: tensor} of what stands beside it, as held of all
+    its rows}. Nothing of weights that are on the meta device."""
+    if not checkpoint.layers:
+        return {}
+    mapped = map_tensors(checkpoint.files[0])
+    return {name: layer.by_rows({what: mapped[checkpoint.prefix + there]() for what, there in layer.beside.items()})
+            for name, layer in checkpoint.layers.items() if not tensors[name].is_meta}
+
+
+def read_plain(checkpoint, tensors, without=()):
+    """These tensors of a file as plain numbers, but for those of the names `without`, which are on the meta device."""
+    unpacking = {name: tensor for name, tensor in tensors.items()
+                 if name in checkpoint.quantised and name not in without and not tensor.is_meta}
+    beside, plain = read_beside(checkpoint, {**dict.fromkeys(checkpoint.layers, META), **unpacking}), dict(tensors)
+    for name in checkpoint.quantised | set(without):
+        if name not in unpacking:
+            plain[name] = torch.empty(checkpoint.shapes[name], device="meta")
+        elif name in beside and checkpoint.layers[name].type not in SCALED:
+            layer = checkpoint.layers[name]
+            plain[name] = kitchen_layers.unpacked(layer, tensors[name], kitchen_layers.in_tiles(layer, beside[name]), torch.float32)
+        else:
+            plain[name] = unpacked(tensors[name], checkpoint.dtypes[name], beside.get(name, {}).get("weight_scale"),
+                                   torch.float32).view(checkpoint.shapes[name])
+    return plain

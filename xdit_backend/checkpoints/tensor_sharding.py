@@ -1,0 +1,350 @@
+"""What a rank holds of a model's weights: in which types, how many bytes, and, under tensor parallelism, which part of
+each layer, derived from what diffusers calls the layers. Arithmetic alone.
+
+The loader casts and cuts weights so (loader.py), the host counts their bytes beforehand, and hooks put together what
+the parts give (parallel/tensor_parallel.py). docs/algorithms.md section 10.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+
+from ..partition import STREAMS, block_indices, block_path, shard_sizes, shard_start
+from ..protocol.errors import UnsupportedError
+from .quantisation.layer_formats import BESIDE
+
+# Linears of a block, by their paths in it. The outputs of "columns" are split, the inputs of "rows", whose results are
+# added up; of "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together
+# again, for their weights' sake.
+LAYERS = (
+    (r"^\w*attn\w*\.(to_(q|k|v|kv)(_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate|to_gate_logits)$"
+     r"|^(self_)?attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$"
+     # of ComfyUI's classes
+     r"|^(\w+\.)?\w*attn\.(q|k|v|k_img|v_img)$|^\w*attn\.\w*qkv$|^attention\.qkv$|^\w+_attn\.processor\.\w+_to_[qkv]$"
+     r"|^(self|cross)_attn\.[qkv]_proj$|^attn\.qkv_[xy]$|^linear1$|^attn\.proj_qkv\.\w+$",
+     "columns"),
+    (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$"
+     r"|^(\w+\.)?\w*attn\.(o|img_attn_proj|txt_attn_proj)$|^attention\.o$|^\w+_attn\.processor\.\w+_out$"
+     r"|^(self|cross)_attn\.o_proj$|^\w+_attn\.proj$|^attn\.proj(_[xy])?$|^attention\.out$"
+     r"|^linear2$|^attn\.proj_out\.\w+$", "rows"),
+    (r"^proj_mlp$|^\w+\.net\.0\.proj(\.[01])?$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
+     r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$"
+     r"|^ffn\.0$|^\w+_feed_forward\.linear_[13]$|^\w+_mlp\.(w[13]|0)$|^mlp\.mlp\.0$|^mlp_[xy]\.w[13]$|^mlp\.fc1$"
+     r"|^moe\.(experts\.\d+|shared_experts)\.net\.0\.proj$|^ff\.ff\.0\.proj$|^to_local_embed\.0$"
+     r"|^mlp\.(vid|txt|all)\.proj_in(_gate)?$",
+     "columns"),
+    (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$"
+     r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$"
+     r"|^mlp\.down_proj$|^ffn\.2$|^\w+_feed_forward\.linear_2$|^\w+_mlp\.(w2|2)$|^mlp\.mlp\.2$|^mlp_[xy]\.w2$|^mlp\.fc2$"
+     r"|^moe\.(experts\.\d+|shared_experts)\.net\.2$|^ff\.ff\.2$|^to_local_embed\.2$"
+     r"|^mlp\.(vid|txt|all)\.proj_out$",
+     "rows"),
+    (r"^(\w*norm\w*\.linear(_[12])?|\w+_mod\.(1|lin)|modulation\.lin|\w+_modulation\.out_layer)$"
+     r"|^ada(LN_modulation(_img|_txt)?\.\d+|ln_modulation|ln_proj\.linear)$",
+     "gathered"))
+# what has the one's outputs as inputs, or their halves multiplied
+AFTER = {"net.0.proj": "net.2", "ff.0.proj": "ff.2", "linear_in": "linear_out"}
+# of attention that is taken away from attention by other queries and keys: a layer's parts, with those
+TWICE = {"to_q": 2, "to_kv": 3, "to_qkv": 5}
+HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
+              "k_rms_norm_t", "norm_k_img")
+# diffusers' attentions, or ComfyUI's
+HEADS = "heads", "num_heads", "num_attention_heads", "n_local_heads"
+ATTENTIONS_HAVE = ("processor", "to_q", "to_qkv", "q", "q_proj", "qkv", "qkv_x", "img_qkv", "img_attn_qkv", "img_attn",
+                   "linear1", "proj_qkv")
+MAX_TRIED = 16                             # degrees that are looked at, for a message that says which would do
+SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
+# of attentions and blocks
+PER_RANK = (*HEADS, "kv_heads", "num_kv_heads", "n_local_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim",
+            "mlp_hidden_dim_first", "hidden_size")
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one tensor is split: along `dim`, each of its parts by itself. parts: their sizes, which add up to the dim's.
+
+    how: "columns", "rows" and "gathered" as above; "norm": of an RMS norm over all heads, whose squares are added up;
+    "first": not split, the first rank alone has it, so that what is added up has it once. block: so many numbers of a
+    row are so many bytes, where a file stores it quantised (uint8).
+    """
+
+    how: str
+    dim: int = 0
+    parts: tuple[int, ...] = ()
+    block: tuple[int, int] = (1, 1)
+
+    def own(self, tensor, degree, rank):
+        """A rank's share of the tensor, in one piece of memory. None: it has none.
+        Of what is not read of a map, nothing is."""
+        if self.how == "first":
+            return tensor if rank == 0 else None
+        numbers, num_bytes = self.block if self.dim == 1 and tensor.dtype == torch.uint8 else (1, 1)
+        stored = lambda size: size // numbers * num_bytes  # noqa: E731
+        pieces = [piece.narrow(self.dim, stored(shard_start(size, degree, rank)),
+                               stored(shard_sizes(size, degree)[rank]))
+                  for piece, size in zip(tensor.split(list(map(stored, self.parts)), self.dim), self.parts)]
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def share(self, degree, rank=0):
+        """The part of the tensor that a rank has; the first has most."""
+        return self.sizes(degree)[rank] / sum(self.parts) if self.parts else float(rank == 0)
+
+    def sizes(self, degree):
+        """Every rank's size along dim."""
+        return [sum(sizes) for sizes in zip(*(shard_sizes(part, degree) for part in self.parts))]
+
+
+def tensor_splits(model, plan, degree=1):
+    """{name of a parameter or buffer: Split} of all that is split of a whole model, which may be on the meta device.
+
+    What stands outside of the blocks, norms over hidden states and tables are not. Raises UnsupportedError for a block
+    with a linear that nothing is known of: it would be whole on each rank, without notice; and for a degree that would
+    cut through blocks of a file.
+    """
+    splits = {}
+    for name in (*(name for list_ in plan.blocks for name in list_.names), *plan.unstaged_blocks):
+        for index, block in enumerate(model.get_submodule(name)):
+            splits |= {f"{name}.{index}.{path}": split for path, split in _block_splits(block, plan).items()}
+    _check_products(model, splits, degree)
+    _check_stored(splits, degree)
+    return splits
+
+
+def _check_stored(splits, degree):
+    """Refuse a degree by which the inputs of a quantised layer do not come to whole blocks."""
+    cut = {name: split for name, split in splits.items() if split.dim == 1 and split.block[0] > 1}
+
+    def fits(degree, most=math.inf):
+        return all(part % (degree * min(split.block[0], most)) == 0 for split in cut.values() for part in split.parts)
+
+    if fits(degree):
+        return
+    name, split = next((name, split) for name, split in cut.items()
+                       if any(part % (degree * split.block[0]) for part in split.parts))
+    usable = [other for other in range(2, MAX_TRIED + 1) if fits(other)]
+    words = f"tensor_degree {' or '.join(map(str, usable))}, " if usable else ""
+    types = ", int8 or Q8_0" if fits(degree, SMALLEST_BLOCK) else " or int8"
+    raise UnsupportedError(f"Use {words}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8{types}: "
+                           f"tensor_degree={degree} cannot share out these quantised weights, as {name} has "
+                           f"{' and '.join(map(str, split.parts))} inputs, in blocks of {split.block[0]}, and each "
+                           f"device needs whole blocks.")
+
+
+def _check_products(model, splits, degree):
+    """Refuse to share out the inputs of a layer that rounds each token's by the largest of them all, and cannot be told
+    it."""
+    for name, split in splits.items() if degree > 1 else ():
+        path, _, leaf = name.rpartition(".")
+        linear = model.get_submodule(path)
+        if leaf == "weight" and split.how == "rows" and getattr(linear, "rounds_inputs", False) and not linear.agreed:
+            raise UnsupportedError(
+                f"Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, "
+                f"fp16, fp8, int8, mxfp8 or nvfp4 file of the same model: tensor_degree={degree} cannot share out "
+                f"{name}, whose products round each token's inputs by the largest of them, and each device would have "
+                f"some of them only.")
+
+
+def possible_splits(model, plan, degree=1):
+    """As tensor_splits; {} where layers of this model cannot be split by this degree."""
+    try:
+        return tensor_splits(model, plan, degree)
+    except UnsupportedError:
+        return {}
+
+
+def _block_splits(block, plan):
+    splits = {}
+    for path, module in block.named_modules():
+        if isinstance(module, torch.nn.Linear) and path not in plan.unsplit:
+            how, parts = _how(block, path), _parts(block, path, module)
+            splits[f"{path}.weight"] = Split(how, int(how == "rows"), parts, getattr(module, "weight_block", (1, 1)))
+            splits |= {f"{path}.{name}": split for name, split in _beside(module, how, parts).items()}
+            if module.bias is not None:
+                splits[f"{path}.bias"] = Split("first") if how == "rows" else Split(how, 0, parts)
+        elif is_attention(module):
+            for name in HEAD_NORMS:
+                norm = getattr(module, name, None)
+                weight = getattr(norm, "weight", None)
+                size = (weight is not None and (getattr(module, "head_dim", None) or getattr(module, "dim_head", None)
+                                                or module.to_q.out_features // module.heads))
+                if weight is not None and weight.shape[0] > size:
+                    if "RMSNorm" not in type(norm).__name__:
+                        raise _unknown(block, f"{path}.{name}")
+                    splits[f"{path}.{name}.weight"] = Split("norm", 0, (weight.shape[0],))
+    return splits
+
+
+def _beside(linear, how, parts):
+    """{buffer: Split} of what a quantised layer holds beside its weight. What all rows share is whole on each rank."""
+    scale, splits = getattr(linear, "weight_scale", None), {}
+    if scale is not None and len(scale) > 1 and how != "rows":                 # of each row, or of the blocks of each
+        splits["weight_scale"] = Split(how, 0, parts)
+    elif scale is not None and scale.dtype == torch.uint8 and how == "rows":               # a byte for each block
+        splits["weight_scale"] = Split(how, 1, parts, (linear.in_features // scale.shape[1], 1))
+    if getattr(linear, "pre_quant_scale", None) is not None and how == "rows":
+        splits["pre_quant_scale"] = Split(how, 0, parts)
+    return splits
+
+
+def is_attention(module):
+    return (any(hasattr(module, name) for name in HEADS)
+            and any(hasattr(module, name) for name in ATTENTIONS_HAVE))
+
+
+def _how(block, path):
+    if path == "proj_out" and hasattr(block, "proj_mlp"):      # of attention and feed-forward side by side
+        return "rows"
+    inside = path.removeprefix("block.")                       # of a block that is one module
+    how = next((how for pattern, how in LAYERS if re.search(pattern, inside)), None)
+    if how is None:
+        raise _unknown(block, path)
+    return how
+
+
+def _unknown(block, path):
+    return UnsupportedError(f"tensor_degree cannot spread this model: what its layer {path} of a "
+                            f"{type(block).__name__} is for is not known. Use 1, and pipefusion_degree to spread the "
+                            f"weights.")
+
+
+def _parts(block, path, linear):
+    parent, _, leaf = path.rpartition(".")
+    module = block.get_submodule(parent)
+    if getattr(module, "differential", False) and leaf in TWICE:
+        return (linear.out_features // TWICE[leaf],) * TWICE[leaf]
+    # queries, keys and values, of as many heads or fewer
+    if (parent if leaf in STREAMS else leaf.removesuffix("_x").removesuffix("_y")).endswith("qkv"):
+        heads = getattr(module, "n_local_heads", 1)
+        counts = (heads, *(getattr(module, "n_local_kv_heads", heads),) * 2)
+        return tuple(linear.out_features // sum(counts) * count for count in counts)
+    if leaf == "to_kv":
+        return (linear.out_features // 2,) * 2
+    if leaf == "to_qkv_mlp_proj":
+        return (module.inner_dim,) * 3 + (module.mlp_hidden_dim,) * module.mlp_mult_factor
+    if leaf == "to_out" and hasattr(module, "inner_dim"):
+        return tuple(size for size in (module.inner_dim, linear.in_features - module.inner_dim) if size)
+    if path in ("linear1", "linear2"):                         # attention and feed-forward side by side, ComfyUI's
+        hidden, size = ((linear.in_features, linear.out_features) if path == "linear1"
+                        else (linear.out_features, linear.in_features))
+        count = 3 if path == "linear1" else 1
+        return (hidden,) * count + (size - count * hidden,)
+    if path in ("proj_mlp", "proj_out"):
+        hidden = getattr(block, "mlp_hidden_dim", block.proj_mlp.out_features)
+        return ((hidden,) * (linear.out_features // hidden) if path == "proj_mlp"
+                else (linear.in_features - hidden, hidden))
+    for name, following in AFTER.items():
+        if path.endswith(f".{name}"):
+            inputs = block.get_submodule(path.removesuffix(name) + following).in_features
+            return (inputs,) * (linear.out_features // inputs)             # two, of a gated one
+    return (linear.in_features if _how(block, path) == "rows" else linear.out_features,)
+
+
+def narrow(model, splits, degree, rank):
+    """Have the modules of a model whose weights are a rank's share say so:
+    numbers of heads, sizes, biases that are not there."""
+    blocks = {block_path(name) for name in splits}
+    split_ones = {model.get_submodule(path) for name in splits for path in _parents(name)}
+    for block in blocks:
+        for module in model.get_submodule(block).modules():
+            if module in split_ones and (is_attention(module) or hasattr(module, "proj_mlp")):
+                for name in PER_RANK:
+                    if getattr(module, name, None) is not None:
+                        setattr(module, name, shard_sizes(getattr(module, name), degree)[rank])
+    for name, split in splits.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if split.how == "first" and rank:
+            module.register_parameter(leaf, None)
+        elif leaf == "weight" and isinstance(module, torch.nn.Linear):
+            numbers, num_bytes = split.block
+            module.out_features, module.in_features = module.weight.shape[0], module.weight.shape[
+                1] // num_bytes * numbers
+
+
+def _parents(name):
+    """Paths of the modules that a tensor is in."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def splits_of(model, family, spec):
+    """As tensor_splits, for the degree of a ModelSpec; {} where each rank has whole tensors."""
+    return tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
+
+
+def tensor_bytes(model, family, spec):
+    """[(name, index of its block over all lists of the plan, or None, bytes)] of all parameters and buffers, as the
+    first of tensor ranks holds them, which has most. The model may be on the meta device."""
+    splits, block_of = splits_of(model, family, spec), block_indices(model, family.blocks)
+
+    def size(name, tensor, dtype):
+        share = splits[name].share(spec.tensor_degree) if name in splits else 1
+        return round(tensor.numel() * dtype.itemsize * share)
+    return [(name, block_of.get(block_path(name)), size(name, tensor, dtype))
+            for name, tensor, dtype in held(model, family, spec)]
+
+
+def held_bytes(model, family, spec):
+    """Bytes that a rank with all blocks holds."""
+    return sum(size for _, _, size in tensor_bytes(model, family, spec))
+
+
+def block_bytes(model, family, spec):
+    """Bytes of each block, over all lists of the plan, as a rank holds them."""
+    sizes = [0] * len(block_sizes(model, family))
+    for _, block, size in tensor_bytes(model, family, spec):
+        if block is not None:
+            sizes[block] += size
+    return sizes
+
+
+def block_sizes(model, family):
+    """Parameters of each block, over all lists of the plan: [(number, share an image token meets)]."""
+    def size(block):
+        packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
+                     if type(module) is torch.nn.Linear)
+        return sum(parameter.numel() for parameter in block.parameters()) + packed
+    return [(sum(map(size, block_copies)), list_.image_share) for list_ in family.blocks
+            for block_copies in zip(*map(model.get_submodule, list_.names))]
+
+
+def _of_linears(model):
+    """The parameters of linear layers, where some are quantised in ComfyUI's way: of what stands beside those, its
+    loader rounds to float8 what is of no linear layer (comfy.ops.mixed_precision_ops)."""
+    linears = {path: module for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    if not any(getattr(module, "format", "") for module in linears.values()):
+        return set()
+    return {f"{path}.{leaf}" for path in linears for leaf in ("weight", "bias")}
+
+
+def held(model, family, spec):
+    """[(name, tensor, the dtype in which a rank holds it)] of all parameters and buffers."""
+    storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
+    exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
+    wide = getattr(model, "wide_modules", ())                  # of ComfyUI's classes: float32, whatever the rest is
+    own = getattr(model, "own_buffers", ())                    # of those too
+    beside = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in BESIDE}
+    linears = _of_linears(model) if storage.itemsize == 1 else ()
+    # which the model makes, and no file holds
+    tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+
+    def dtype_of(name, tensor):
+        parts = set(name.split("."))
+        if name in own and tensor.is_floating_point():
+            return storage if own[name] else torch.promote_types(compute, torch.float32)
+        # rotary tables stay as they were made, but for frequencies of a file that ComfyUI holds as it does weights
+        if not tensor.is_floating_point() or (parts & {"freqs_cos", "freqs_sin", "inv_freq"}
+                                              and (name in tables or tensor.dtype == torch.float32)):
+            return tensor.dtype
+        if name in beside or f"{name}_scale" in beside:        # as the file has it
+            return tensor.dtype
+        if name.rpartition(".")[0] in wide:
+            return torch.promote_types(compute, torch.float32)
+        if storage != compute:                                 # cast where they are used
+            is_as_computed = name in tables or name in linears or parts & set(family.keep_in_compute_dtype)
+            return compute if is_as_computed else storage
+        return torch.float32 if parts & exact else compute
+    return [(name, tensor, dtype_of(name, tensor))
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())]

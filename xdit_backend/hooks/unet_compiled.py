@@ -1,0 +1,57 @@
+"""This rank's rows within graphs of a U-Net's blocks: what convolutions and group norms are there. Called by unet.py.
+
+A graph knows how many rows there are; those of other ranks come by operators (distributed/custom_ops.py), which ask the
+forward that runs.
+
+# B batch, C channels, H rows, W columns, G groups of a norm
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..distributed.custom_ops import moments_change, rows_around
+from ..parallel import displaced
+from ..partition import halved
+
+
+@dataclass(frozen=True)
+class GraphRows:
+    """What is the same in all calls with latents of one size: which rows each rank has, and which rank this is."""
+
+    starts: tuple[tuple[int, ...], ...]    # of the image of each level: each rank's first row, and how many there are
+    rank: int
+
+    @classmethod
+    def of(cls, context, num_levels):
+        """Of a forward; None where each rank has whole images."""
+        if context.bands is None:
+            return None
+        return cls(tuple(halved(context.bands, level) for level in range(num_levels)), context.exchange.rank)
+
+    def convolve(self, module, name, level, input_BCHW, weight, bias):
+        """This rank's rows of what a Conv2d gives. name: of the module in its block."""
+        (kernel, _), (stride, _), (padding, across) = module.kernel_size, module.stride, module.padding
+        rows = rows_around(input_BCHW, name, self.starts[level], self.rank, kernel, stride, padding)
+        return F.conv2d(rows, weight, bias, module.stride, (0, across), module.dilation, module.groups)
+
+    def norm(self, module, name, level, input_BCHW):
+        """This rank's rows of what a GroupNorm gives, of a picture or of frames beside each other, (B, C, F, H, W).
+        Moments and what is done with them are float32, or float64 if the input is."""
+        wide = input_BCHW.to(torch.promote_types(input_BCHW.dtype, torch.float32))
+        grouped = wide.reshape(wide.shape[0], module.num_groups, -1)
+        if wide.numel():
+            variance_BG, mean_BG = torch.var_mean(grouped, 2, correction=0)
+        else:
+            variance_BG = mean_BG = grouped.new_zeros(grouped.shape[:2])
+        own = torch.stack([mean_BG, variance_BG])
+        change = moments_change(own, name)
+        mean_BG, variance_BG = displaced.corrected_moments(own, change[:2], change[2], change[3])
+        normed = (grouped - mean_BG[..., None]) * (variance_BG[..., None] + module.eps).rsqrt()
+        normed = normed.reshape(wide.shape)
+        if module.weight is not None:
+            weight, bias = (each.to(input_BCHW.dtype).to(wide.dtype).view(-1, *[1] * (wide.ndim - 2))
+                            for each in (module.weight, module.bias))
+            normed = normed * weight + bias
+        return normed.to(input_BCHW.dtype)

@@ -1,0 +1,141 @@
+"""The processes, connections and files of a worker group: opened when it starts, closed when it ends.
+
+On one machine the group has a socket file and torch's FileStore in a private folder (0700), and no port of its own.
+Devices on other machines have joined over connections of their own (machines/), and a session of each stands for its
+ranks here.
+"""
+
+import os
+import time
+import weakref
+from contextlib import suppress
+
+import psutil
+
+from ..protocol import timeouts
+from ..protocol.channel import STORE_FILE, ChannelListener
+from ..protocol.devices import machine_of, machines_of
+from ..protocol.errors import ChannelClosedError, WorkerStartError
+from ..protocol.messages import Phase, Stop
+from ..protocol.open_files import out_of_files
+from ..protocol.shared_memory import SegmentStore, folders_of
+from . import logs, preflight, torchrun
+from .exit_report import Traces
+from .handshake import GroupStart
+from .startup_watchdog import HELP, exit_words
+from .supervisor import LocalRanks
+
+
+class GroupResources:
+    """One start of a group on these devices."""
+
+    def __init__(self, devices):
+        self.devices = devices
+        self.channels, self.workers = {}, {}                   # rank -> its Channel, its process; filled by Greeting
+        self.sessions = {}                                     # name of another machine -> its Session
+        self.processes = self.channel_listener = None          # WorkerProcesses, ChannelListener
+        self.why_not_forked = ""                               # of WorkerProcesses
+        self.segments = SegmentStore()
+        self._finalizer = weakref.finalize(self, self.segments.close)
+        folder = logs.make(self.segments.folder.name, self.segments.overflow_folder / "logs")
+        self.traces = Traces(devices, self.sessions, folder)
+
+    @property
+    def is_whole(self):
+        """Are all workers there, as far as is known?"""
+        has_all = len(self.channels) == len(self.devices) and self.has_all_machines
+        return self.processes is not None and not self.processes.has_ended and has_all
+
+    @property
+    def has_all_machines(self):
+        return all(session.is_open for session in self.sessions.values())
+
+    def take_machines(self, machines, on_phase, check):
+        """Connect to the other machines. machines: the Listener where they join; None: nothing listens."""
+        for name in machines_of(self.devices):
+            if machines is None:
+                raise WorkerStartError(f"No address is set at which {name} could join: only ComfyUI's nodes use "
+                                       f"devices of other machines.")
+            self.sessions[name] = machines.take(name, lambda words: on_phase(Phase(0, words)), check)
+
+    def launch(self, supervisor, interface, variables, has_fallbacks, check):
+        """Start the workers here and on other machines; returns the GroupStart whose workers come up.
+        interface: network interface to the other machines; "": there are none."""
+        own = [rank for rank, device in enumerate(self.devices) if not machine_of(device)]
+        silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
+        self.channel_listener = ChannelListener(self.segments.folder, silence_s)
+        ranks = LocalRanks(self.devices, own[0], len(own), self.segments.folder, self.segments.overflow_folder,
+                           self.traces.folder)
+        environment = torchrun.environment_of(self.devices, len(own), interface) | variables
+        self.processes = self.traces.processes = supervisor.start(ranks, environment, check)
+        self.why_not_forked = self.processes.why_not_forked
+        at_once = []
+        for session in self.sessions.values():
+            at_once += session.start(self.devices, self.segments.folder / STORE_FILE, variables).values()
+        return GroupStart(self.devices, own, self.processes, self.channel_listener, at_once, self.sessions, self.traces,
+                          has_fallbacks)
+
+    def warnings(self):
+        """What is looked at here before torchrun starts (preflight.check), for a person."""
+        own = [device for device in self.devices if not machine_of(device)]
+        return preflight.check(own, (self.segments.folder, self.segments.overflow_folder))
+
+    def close(self, is_broken=False):
+        """End the workers, and remove every file. is_broken:
+        some wait for what will never come, so that they are ended at once."""
+        for channel in self.channels.values():
+            with suppress(ChannelClosedError):
+                channel.send(Stop())
+        if self.processes is not None:
+            timeout_s = 3 if len(self.channels) == len(self.devices) else 0
+            self.processes.end(self.workers.values(), None if is_broken else timeout_s)
+        for connection in (*self.channels.values(), *self.sessions.values(),
+                           *([self.channel_listener] if self.channel_listener else [])):
+            connection.close()
+        for held in (self.channels, self.workers, self.sessions):
+            held.clear()
+        self.processes = self.channel_listener = None
+        self._finalizer()
+
+    def lost(self, rank, activity):
+        """(rank, what became of it) where a worker's connection is gone.
+        activity: (rank) -> what it is at, for a sentence."""
+        session = self.traces.session_of(rank)
+        if session is not None:
+            name, ended = session.name, session.ended or "it closed the connection"
+            ranks = ", ".join(str(other) for other, device in enumerate(self.devices) if machine_of(device) == name)
+            return self.traces.rank_of(name), (f"was lost with its machine, {name} (all of rank {ranks})"
+                                               f"{activity(rank)}: {ended.rstrip('. ')}. {name} joins again by itself "
+                                               f"when it can")
+        worker = self.workers.get(rank)
+        # torchrun notices within a tenth of a second, then ends the others
+        for _ in range(50):
+            if self.processes is None or self.processes.has_ended:
+                break
+            time.sleep(0.1)
+        else:
+            if worker is not None and worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+                return rank, f"takes or sends half a message{activity(rank)}: it was stopped, or hung, and is ended"
+        # torchrun has ended the others then, whose connections may close before
+        rank, code = self.traces.first_ended() or (rank, None)
+        return rank, f"died{exit_words(code)}{activity(rank)}"
+
+
+def refused_by_the_system(error):
+    """The WorkerStartError for an OSError of a start."""
+    if (out := out_of_files(error, WorkerStartError)) is not None:
+        return out
+    places = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders_of("of a group")))
+    return WorkerStartError(f"The workers cannot be started: {error}. They need a little room in {places}, where this "
+                            f"user may write, and which have short names. {HELP}")
+
+
+def closing(group):
+    """What closes a group as its host ends, but not as a process does that the host has forked. Does not hold it."""
+    reference, host = weakref.ref(group), os.getpid()
+
+    def close_group():
+        group = reference()
+        if group is not None and os.getpid() == host:
+            group.close()
+    return close_group

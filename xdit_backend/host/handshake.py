@@ -1,0 +1,174 @@
+"""From the start of torchrun until every worker is ready, or until it is known why one will not be. Used by the
+launcher."""
+
+import math
+import multiprocessing.connection as connection
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from ..protocol import timeouts
+from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
+from ..protocol.messages import JOINING, TRYING_LINKS, Phase, Ready, StartFailed
+from .exit_report import Traces
+from .startup_watchdog import HELP, TORCHRUN, StartMonitor, exit_words
+from .supervisor import WorkerProcesses
+
+# of workers that get on, however slowly; who does not is noticed sooner
+START_TIMEOUT_S = 1800
+# from the first worker that cannot start until all have said or shown why
+FAILURES_S = 8
+LINK_TIMEOUT_S = 60                                # of a short transfer, once all have begun
+JOIN_TIMEOUT_S = 600                               # of joining all ranks, for which NCCL reads a gigabyte of libraries
+# a worker that says nothing for so long then is what fails, not its links
+QUIET_S = 20
+POLL_S = 0.05
+
+
+@dataclass
+class GroupStart:
+    """The processes of a group that starts. own: ranks of this machine."""
+
+    devices: tuple
+    own: list
+    processes: WorkerProcesses
+    channel_listener: object                                   # where workers of this machine come in
+    at_once: list                                  # Channels to ranks of other machines, which come to no door here
+    sessions: dict                                 # name of another machine -> its Session
+    traces: Traces
+    has_fallbacks: bool                              # is there another way to join them?
+
+
+class Greeting:
+    """Waits for the workers of a GroupStart, and has the Channel of each that is ready in `channels`,
+    its process in `workers`."""
+
+    def __init__(self, group_start, channels, workers, on_phase, check):
+        self._group_start, self._channels, self._workers, self._on_phase, self._check = (
+            group_start, channels, workers, on_phase, check)
+        self._unusable_kernels = {}                            # rank -> what its Ready says of attention's kernels
+        self._greeted = [*group_start.at_once]
+        self._begun = {JOINING: {}, TRYING_LINKS: {}}          # what ranks do to reach each other -> rank -> since when
+        self._failures, self._silent = [], []  # StartFailed of ranks; channels that nothing more comes from
+        self._failed_s = math.inf                              # since when one cannot start
+        self._signs = StartMonitor(group_start.processes.pid, len(group_start.own), group_start.processes.workers)
+        self._deadline_s = time.monotonic() + START_TIMEOUT_S
+
+    def run(self):
+        """Returns when every worker is ready: {rank: its unusable kernels}. Raises WorkerStartError,
+        or LinkError where another way to join them may help."""
+        devices = self._group_start.devices
+        self._on_phase(Phase(0, "starting workers", 0, len(devices)))
+        while len(self._channels) < len(devices):
+            self._check()
+            self._check_machines()
+            self._check_time()
+            has_ended = self._group_start.processes.has_ended   # asked before what workers have said until then is read
+            if len(self._greeted) < len(devices):
+                channel = self._group_start.channel_listener.accept(POLL_S)
+                if channel is not None:
+                    self._greeted.append(channel)
+            self._listen()
+            if self._silent or has_ended:
+                self._check_failed(has_ended)
+        return self._unusable_kernels
+
+    def _check_machines(self):
+        traces = self._group_start.traces
+        for name, session in self._group_start.sessions.items():
+            if not session.is_open:
+                rank = traces.rank_of(name)
+                raise WorkerStartError(f"Worker {traces.name_of(rank)}: {name} was lost while the workers started: "
+                                       f"{session.ended}\n{traces.last_lines(rank)}".rstrip())
+
+    def _check_time(self):
+        devices, traces = self._group_start.devices, self._group_start.traces
+        late = [rank for rank in range(len(devices)) if rank not in self._channels]
+        late_words = ", ".join(map(traces.name_of, late))
+        if time.monotonic() > self._deadline_s:
+            raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. {HELP} {traces.where()}Their "
+                                   f"last lines:\n{traces.last_lines()}")
+        over = [activity for activity, limit_s in ((JOINING, JOIN_TIMEOUT_S), (TRYING_LINKS, LINK_TIMEOUT_S))
+                if len(self._begun[activity]) == len(devices)
+                and time.monotonic() - max(self._begun[activity].values()) > limit_s]
+        has_tried = TRYING_LINKS in over or (bool(over) and not self._begun[TRYING_LINKS])
+        silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
+        found = self._signs.silent(late, min(QUIET_S, silence_s) if has_tried else silence_s)
+        # they wait to be ended who have said that they cannot start
+        if found is not None and not self._silent:
+            rank, what = found
+            who = "torchrun, which starts the workers," if rank == TORCHRUN else f"Worker {traces.name_of(rank)}"
+            lines = traces.last_lines(None if rank == TORCHRUN else rank)
+            raise WorkerStartError(f"{who} {what}. Queue the prompt again to start a new group. {HELP} {traces.where()}"
+                                   f"Its last lines:\n{lines or '(none)'}")
+        if has_tried:
+            what = (f"a transfer between them was not over after {LINK_TIMEOUT_S}" if self._begun[TRYING_LINKS] else
+                    f"they had not joined after {JOIN_TIMEOUT_S}")
+            raise LinkError(f"{what} s on {late_words}.")
+
+    def _listen(self):
+        listening = [channel.raw for channel in self._greeted if channel not in self._silent]
+        for raw in connection.wait(listening, timeout=POLL_S) if listening else []:
+            channel = next(channel for channel in self._greeted if channel.raw is raw)
+            try:
+                self._take(channel, channel.receive())
+            except ChannelClosedError:
+                self._silent.append(channel)
+
+    def _take(self, channel, message):
+        self._signs.record_sign(message.rank, getattr(message, "text", None))
+        if isinstance(message, StartFailed):
+            self._silent.append(channel)
+            self._failures.append(message)
+        if isinstance(message, Phase) and message.text in self._begun:
+            self._begun[message.text][message.rank] = time.monotonic()
+            self._on_phase(message)
+        if isinstance(message, Ready):
+            self._channels[message.rank] = channel
+            self._unusable_kernels[message.rank] = message.unusable_kernels
+            if message.rank in self._group_start.own:          # another machine's number would be another process here
+                with suppress(psutil.NoSuchProcess):
+                    self._workers[message.rank] = psutil.Process(message.pid)
+            self._on_phase(Phase(message.rank, "starting workers", len(self._channels), len(self._group_start.devices)))
+
+    def _check_failed(self, has_ended):
+        """Raise why the workers cannot start, as soon as it is known. has_ended: torchrun has."""
+        self._failed_s = min(self._failed_s, time.monotonic())
+        ready = self._channels.values()
+        others = [channel for channel in self._greeted if channel not in self._silent and channel not in ready]
+        all_came = len(self._greeted) == len(self._group_start.devices)
+        all_failed = len(self._silent) == len(self._failures) or self._group_start.traces.first_ended()
+        is_known = has_ended or (all_came and all_failed)
+        is_over = time.monotonic() - self._failed_s > FAILURES_S
+        if (is_known and not others) or any(not message.by_links for message in self._failures) or is_over:
+            raise self._why()
+
+    def _why(self):
+        """What to raise where workers have said that they cannot start, or have ended without a word."""
+        devices, traces = self._group_start.devices, self._group_start.traces
+        rank, code = traces.first_ended() or (None, None)
+        cause = cause_of(self._failures, code)
+        if cause is not None:
+            return (LinkError if cause.by_links else WorkerStartError)(f"{cause.message}.".replace("..", "."))
+        lines = traces.last_lines()
+        if len(self._begun[JOINING]) == len(devices) and self._group_start.has_fallbacks:
+            return LinkError(f"a worker ended in a transfer between them, with these last lines of output:\n{lines}\n")
+        which = f"A worker for {', '.join(devices)}" if rank is None else f"Worker {traces.name_of(rank)}"
+        return WorkerStartError(f"{which} ended while starting{exit_words(code)}. {HELP} {traces.where()}Its last "
+                                f"lines:\n{lines}")
+
+
+def cause_of(failures, exit_code):
+    """The StartFailed that explains why the workers could not start; None where the exit code of the first that ended
+    does.
+
+    A rank that reports a failure stays until it is ended, so no other rank ends because of it. A failure of links may
+    come from another rank that has ended; but gloo aborts a process whose exchange another has broken off. exit_code:
+    of the first that ended; None: none has, or unknown.
+    """
+    own = [message for message in failures if not message.by_links]
+    by_links = failures if exit_code in (None, -signal.SIGABRT) else []
+    return min(own or by_links, key=lambda message: message.rank, default=None)

@@ -1,0 +1,1 @@
+"""System RAM, pinned staging, the copy thread, NUMA."""

@@ -1,0 +1,140 @@
+"""LTX-2's sound, a stream of tokens beside the video's: what a file says of it, how a call hands it over,
+what the forward is given. Before its own tokens it has those of a reference, whose voice it is to have: without noise,
+and at times that end before the video begins.
+"""
+
+import torch
+
+from ..protocol.errors import ConfigError
+from .common.inputs import given, has, size, text_mask
+from .common.ltx_tokens import NUM_HEADS
+from .common.plan import TokenArgument
+
+VIDEO, AUDIO, FREQUENCIES = ("image",), ("audio",), 16
+FRAMES_A_TOKEN, SOUNDS_A_FRAME = 8, 25 / 24
+HAS_PROJECTION = has("caption_projection.linear_2.weight")
+
+# tables are of all heads at once, or of each
+TOKENS = {
+    **dict.fromkeys(("temb", "temb_ca_scale_shift"), TokenArgument(1, VIDEO)),
+    **dict.fromkeys(("temb_audio", "temb_ca_audio_scale_shift"), TokenArgument(1, AUDIO)),
+    **dict.fromkeys(("video_rotary_emb", "ca_video_rotary_emb"), TokenArgument(-2, VIDEO)),
+    **dict.fromkeys(("audio_rotary_emb", "ca_audio_rotary_emb"), TokenArgument(-2, AUDIO))}
+SETTINGS = {
+    "audio_num_attention_heads": (NUM_HEADS,), "audio_positional_embedding_max_pos": ([20],),
+    "use_middle_indices_grid": (False, True),
+    "rope_type": ("interleaved", "split"), "frequencies_precision": ("float32", "float64"),
+    "av_ca_timestep_scale_multiplier": (1.0, 1000.0), "apply_gated_attention": (False, True),
+    "caption_proj_before_connector": (False, True), "caption_projection_first_linear": (True, False),
+    "cross_attention_adaln": (False, True)}
+SAYS = {"causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split",
+        "frequencies_precision": "float64",
+        "av_ca_timestep_scale_multiplier": 1000.0}             # the metadata of published files
+RULES = {
+    "audio_in_channels": size("audio_patchify_proj.weight", 1), "audio_out_channels": size("audio_proj_out.weight", 0),
+    "audio_num_attention_heads": NUM_HEADS,
+    "audio_attention_head_dim": size("audio_patchify_proj.weight", 0, NUM_HEADS),
+    "audio_cross_attention_dim": size("transformer_blocks.0.audio_attn2.to_k.weight", 1),
+    "use_prompt_embeddings": HAS_PROJECTION,
+    **dict.fromkeys(("gated_attn", "audio_gated_attn"), has("transformer_blocks.0.attn1.to_gate_logits.weight")),
+    **dict.fromkeys(("cross_attn_mod", "audio_cross_attn_mod"), has("prompt_adaln_single.linear.weight"))}
+
+
+def split_parts(latents, times, config, options):
+    """The video, its timestep, and of this call: the sound, (B, C, T, F), its times, and the latest time of each."""
+    video, *sounds = latents
+    times = times if isinstance(times, tuple) else (times, times)
+    channels = config["audio_in_channels"] // FREQUENCIES
+    if (len(sounds) > 1 or any(sound.ndim != 4 or sound.shape[1::2] != (channels, FREQUENCIES) or 0 in sound.shape
+                               for sound in sounds)):
+        raise ConfigError("Make them with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the "
+                          f"latent has parts of the shapes {', '.join(str(tuple(part.shape)) for part in latents)}, "
+                          f"and LTX-2 works on a video and a sound of (batch, {channels}, length, {FREQUENCIES}).")
+    most = torch.stack([part.max() for part in times])[None]
+    return video, times[0], dict(zip(("audio",), sounds)) | {"audio_times": times[1], "most_times": most}
+
+
+def call_shapes(config, shape, length=None):
+    """{name: shape} of what split_parts makes, for a video of this shape. length: of the sound; None: as long as the
+    video; 0: there is none."""
+    if length is None:
+        length = round(shape[2] * FRAMES_A_TOKEN * SOUNDS_A_FRAME)
+    sound = {"audio": (shape[0], config["audio_in_channels"] // FREQUENCIES, length, FREQUENCIES)} if length else {}
+    return sound | {"audio_times": (shape[0],), "most_times": (1, 2)}
+
+
+def unfold(conditioning):
+    """With the tokens of a reference, (1 or B, T, C F), by themselves."""
+    reference = conditioning.get("ref_audio")
+    return conditioning | {"ref_audio": reference["tokens"]} if isinstance(reference, dict) else conditioning
+
+
+def num_references(conditioning):
+    """Tokens of the reference; 0 without one."""
+    return conditioning["ref_audio"].shape[1] if "ref_audio" in conditioning else 0
+
+
+def num_sounds(conditioning):
+    """Tokens of sound, with those of the reference; where there are none, one that nothing reads."""
+    own = conditioning["audio"].shape[2] if "audio" in conditioning else 0
+    return own + num_references(conditioning) or 1
+
+
+def unpack_sound(tokens):
+    return tokens.unflatten(2, (-1, FREQUENCIES)).transpose(1, 2)
+
+
+def _is_silent(call):
+    return not {"audio", "ref_audio"} & call.conditioning.keys()
+
+
+def _tokens(call):
+    width, reference = call.config["audio_in_channels"], call.conditioning.get("ref_audio")
+    if _is_silent(call):
+        return call.latent.new_zeros(len(call.latent), 1, width)
+    if reference is not None and (reference.ndim != 3 or reference.shape[2] != width):
+        raise ConfigError("Encode the reference sound with LTX-2's audio VAE: its tokens have the shape "
+                          f"{tuple(reference.shape)}, and this model's are (batch, length, {width}).")
+    pieces = [] if reference is None else [reference.expand(len(call.latent), -1, -1)]
+    if "audio" in call.conditioning:
+        pieces.append(call.conditioning["audio"].transpose(1, 2).flatten(2))  # (B, C, T, F) -> (B, T, C * F)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _times(call):
+    """(B,), or one for each token, (B, T, 1) or (B, T): a reference is at time zero."""
+    times, count = call.conditioning["audio_times"], num_references(call.conditioning)
+    if not count:
+        return times
+    own = times.reshape(len(times), -1).expand(-1, num_sounds(call.conditioning) - count)
+    return torch.cat([own.new_zeros(len(own), count), own], 1)
+
+
+def _most_times(call):
+    """(B or 1, 2): the video's latest time, and the sound's, which is 0 of a reference alone."""
+    most = given("most_times")(call)
+    is_alone = "ref_audio" in call.conditioning and "audio" not in call.conditioning
+    return most * most.new_tensor([1, 0]) if is_alone else most
+
+
+def places_after_reference(rope, count, num_tokens, batch, device):
+    """(B, 1, T, 2): the seconds at which each token begins and ends, after a reference of so many tokens, which ends
+    a token's length before 0. rope: diffusers' of the sound."""
+    reference, own = (rope.prepare_audio_coords(batch, length, device) for length in (count, num_tokens - count))
+    a_token = rope.scale_factors[0] * rope.hop_length / rope.sampling_rate
+    return torch.cat([reference - (reference[0, 0, -1, 1].item() + a_token), own], 2)
+
+
+def _latest(times):
+    """(B,), of all of an image's tokens."""
+    return 1000 * (times if times.ndim == 1 else times.flatten(1).max(1).values)
+
+
+ARGUMENTS = {
+    "audio_hidden_states": _tokens, "audio_timestep": lambda call: 1000 * _times(call),
+    "num_references": lambda call: num_references(call.conditioning),
+    "audio_num_frames": lambda call: num_sounds(call.conditioning),
+    "isolate_modalities": _is_silent,
+    "audio_encoder_attention_mask": text_mask, "most_times": _most_times,
+    "sigma": lambda call: _latest(call.timestep),
+    "audio_sigma": lambda call: _latest(_times(call))}

@@ -1,0 +1,271 @@
+"""Lend this machine's devices to ComfyUI on another one.
+
+`python -m xdit_backend key` shows there what to run here. This stays until it is stopped, and joins again when the
+other machine was away. The model files have to be here too, below one of the --models folders; their names may differ,
+their content may not.
+"""
+
+import contextlib
+import dataclasses
+import getpass
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from ..checkpoints.checkpoint import open_checkpoint, state_of
+from ..host import preflight
+from ..host.forkserver import Forkserver
+from ..host.machine_profiles import card_of
+from ..host.torchrun import ROOT
+from ..protocol import messages, timeouts
+from ..protocol.devices import machine_of, own_name
+from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
+from .connections import (
+    MACHINE,
+    Ended,
+    Find,
+    Found,
+    Hello,
+    Missing,
+    Piece,
+    Ping,
+    Refused,
+    Searching,
+    Start,
+    Tensor,
+    Welcome,
+    connect,
+    is_name,
+    ping,
+    silence_s,
+)
+from .file_digest import Contents, same_name
+from .listener import interface_of, read_address, versions
+from .remote_workers import POLL_S, Workers, say
+from .tls_keys import read_key
+
+RETRY_S = 2.0
+def add_arguments(parser):
+    parser.add_argument("address", help="of the host: 192.168.1.10:29431")
+    parser.add_argument("name", help="of this machine, as the host's devices call it: other-pc")
+    parser.add_argument("key", nargs="?", help="as python -m xdit_backend key shows it on the host. Without it, it is "
+                                               "asked for, or read from standard input where that is not a terminal, "
+                                               "so that it is in neither the shell's history nor the process list")
+    parser.add_argument("--models", nargs="+", type=Path, metavar="FOLDER", default=[],
+                        help="folders with the model files; without it, models/ of the ComfyUI in whose custom_nodes "
+                             "this is")
+
+
+def main(options):
+    if sys.platform == "win32":
+        raise ConfigError("xDiT's workers run on Linux, and this is Windows: run this inside WSL2.")
+    timeouts.check()
+    address = read_address(options.address)
+    if not is_name(options.name):
+        raise ConfigError(f'"{options.name}" is no name for a machine: small letters, digits, dots and hyphens, as '
+                          f'"other-pc".')
+    folders = options.models or [folder for folder in (ROOT.parent.parent / "models",) if folder.is_dir()]
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing or not folders:
+        raise ConfigError(f"There is no folder {', '.join(missing)}." if missing else
+                          "Say where the model files are on this machine: add --models and their folder to the "
+                          "command.")
+    preflight.check_versions()
+    key = read_key(_asked_key() if options.key is None else options.key)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
+    sessions, forkserver = [], Forkserver()
+    try:
+        _keep_joining(address, key, options.name, folders, sessions, forkserver)
+    except KeyboardInterrupt:
+        say("stopped.")
+    finally:
+        for session in sessions:
+            session.close()
+        forkserver.close()
+
+
+def _asked_key():
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().strip()
+    try:
+        return getpass.getpass("Key, which python -m xdit_backend key shows on the host: ").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+def _keep_joining(address, key, name, folders, sessions, forkserver):
+    """Join, and join again. sessions: where those are put that may have something to end."""
+    contents, last_words = Contents(), ""
+    while True:
+        session = Joined(address, key, name, folders, contents, forkserver)
+        sessions[:] = [*(each for each in sessions if not each.is_over), session]
+        try:
+            session.join()
+            say(f"{name} has joined {address[0]}:{address[1]}, and waits for work. Keep this running.")
+            last_words = ""
+            # and then joins once more: another group may want devices here too
+            session.wait_until_used()
+        except (OSError, ChannelClosedError) as error:
+            session.close()
+            words = (f"{address[0]}:{address[1]} cannot be reached ({error}). Is ComfyUI running there? Trying again "
+                     f"until it can.")
+            if words != last_words:
+                say(words)
+            last_words = words
+            time.sleep(RETRY_S)
+
+
+class Joined:
+    """This machine's end of one session: from joining until the host is gone, or its group has ended."""
+
+    def __init__(self, address, key, name, folders, contents, forkserver):
+        self._address, self._key, self._name, self._folders, self._contents = address, key, name, folders, contents
+        self.forkserver = forkserver
+        self._links, self._over, self._used = [], threading.Event(), threading.Event()
+        self._found = {}                                       # path on the host -> (path here, state of its files)
+        self._ahead_s = 0.0                                    # the host's clock before this machine's
+        self._workers: Workers | None = None
+        self._ending = threading.Lock()
+
+    @property
+    def is_over(self):
+        return self._over.is_set() and self._workers is None
+
+    def join(self):
+        """Connect. Raises OSError or ChannelClosedError where nobody answers, ConfigError where the host refuses."""
+        cards = {f"cuda:{index}": card_of(f"cuda:{index}")
+                 for index in range(preflight.num_cuda_devices())} | {"cpu": card_of("cpu")}
+        asked_s = time.perf_counter()
+        self._commands, welcome = self._connect(Hello("machine", "", self._name, versions(), cards))
+        self._ahead_s = welcome.clock_s - (asked_s + time.perf_counter()) / 2
+        self.replies, _ = self._connect(Hello("replies", welcome.session))
+        for link in (self._commands, self.replies):
+            link.set_silence_limit(silence_s())
+        threading.Thread(target=ping, args=(self.replies, self._over), daemon=True).start()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def wait_until_used(self):
+        """Wait until the host has started workers here. Raises ChannelClosedError when it is gone before."""
+        while not self._used.wait(POLL_S):
+            if self._over.is_set():
+                raise ChannelClosedError("the connection was closed")
+
+    def close(self):
+        """End the connection and the workers. May be called by several threads."""
+        self._over.set()
+        for link in self._links:
+            link.close()
+        with self._ending:
+            if self._workers is not None:
+                self._workers.close()
+                self._workers = None
+
+    def _connect(self, hello):
+        """(Link, Welcome)"""
+        link = connect(self._address, self._key)
+        link.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._links.append(link)
+        link.send(hello)
+        _, answer = link.receive()
+        if isinstance(answer, Refused):
+            raise (ConfigError if hello.purpose == "machine"
+                   else ChannelClosedError)(f"The host refuses this machine: {answer.reason}")
+        if not isinstance(answer, Welcome):
+            raise ChannelClosedError(f"{type(answer).__name__} is no welcome")
+        return link, answer
+
+    def _serve(self):
+        """Heed the host until it is gone."""
+        try:
+            while True:
+                rank, message = self._commands.receive()
+                if rank != MACHINE:
+                    self._workers.give(rank, self._of_here(message))
+                elif isinstance(message, Start):
+                    self._start(message)
+                elif isinstance(message, Find):
+                    threading.Thread(target=self._find, args=(message,), daemon=True).start()
+                elif isinstance(message, Tensor):
+                    self._workers.make(message.segment)
+                elif isinstance(message, Piece):
+                    self._workers.fill(self._commands, message)
+                elif not isinstance(message, Ping):
+                    raise XDiTError(f"{type(message).__name__} is nothing that a host asks for")
+        except ChannelClosedError as error:
+            if self._used.is_set():
+                say(f"the host's group has ended ({error}).")
+        except (XDiTError, KeyError, AttributeError, OSError) as error:
+            # out of its order, or of a rank that is not here
+            say(f"what the host asked for cannot be done: {type(error).__name__}: {error}")
+        finally:
+            self.close()
+
+    def _start(self, start):
+        own = [rank for rank, device in enumerate(start.devices) if machine_of(device) == self._name]
+        say(f"starting workers on {', '.join(own_name(start.devices[rank]) for rank in own)}.")
+        try:
+            self._workers = Workers(start, own, self)
+        except (XDiTError, OSError) as error:
+            self.report_end(own[0] if own else 0, str(error), "")
+        self._used.set()
+
+    def report_end(self, rank, reason, lines):
+        """Tell the host why there will be no workers here, or no more, and end the session."""
+        if not self._over.is_set():
+            say(f"rank {rank}: {reason}")
+            with contextlib.suppress(ChannelClosedError):
+                self.replies.send(Ended(rank, reason, lines))
+        self.close()
+
+    def interface(self):
+        return interface_of(self._commands.raw.getsockname()[0])
+
+    # --- files ---
+
+    def _find(self, find):
+        """Look for the file that the host has, and tell it."""
+        name = Path(find.path.rstrip("/")).name
+        last_s = 0.0
+
+        def on_progress(done, total):
+            nonlocal last_s
+            if time.monotonic() - last_s > 1:
+                last_s = time.monotonic()
+                self.replies.send(Searching(done, total))
+        with contextlib.suppress(ChannelClosedError):
+            try:
+                path = self._contents.find(name, find.content, self._folders, on_progress)
+                if path is None:
+                    raise XDiTError(self._why_missing(name))
+                self._found[find.path] = path, state_of(open_checkpoint(path).files)
+            except (XDiTError, OSError) as error:
+                self.replies.send(Missing(find.path, str(error)))
+            else:
+                self.replies.send(Found(find.path))
+
+    def _why_missing(self, name):
+        places = ", ".join(map(str, self._folders))
+        others = same_name(name, self._folders)
+        if others:
+            return (f"{others[0]} has another content than {name} on the machine with ComfyUI. Copy that file to this "
+                    f"machine, or delete the one that is not the same.")
+        return (f"no file here has the content of {name}. Copy it to this machine, into {places}, or name its folder "
+                f"with --models.")
+
+    def _of_here(self, command):
+        """A command as it is meant on this machine: with the paths of its files here, and times of its clock."""
+        if isinstance(command, messages.LoadModel):
+            path, state = self._found[command.spec.path]
+            return dataclasses.replace(command, spec=dataclasses.replace(command.spec, path=path, state=state))
+        if isinstance(command, messages.ReportMemory) and command.since_s >= 0:
+            return dataclasses.replace(command, since_s=max(0.0, command.since_s - self._ahead_s))
+        return command
+
+    def of_host(self, done):
+        """A Done with the times of the host's clock."""
+        spans = [dataclasses.replace(span, start_s=span.start_s + self._ahead_s, end_s=span.end_s + self._ahead_s)
+                 for span in done.spans]
+        return dataclasses.replace(done, spans=spans)

@@ -1,0 +1,297 @@
+"""Where other machines join: the one port that the host opens, and only where a person has named an address for it.
+Used by the bridge."""
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import secrets
+import shlex
+import socket
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from ..comfyui.install_location import PACK, comfyui_version, find_comfyui
+from ..host import logs
+from ..host.doctor import gigabytes, package_versions
+from ..protocol import timeouts
+from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError
+from .connections import PORT, Hello, Refused, Welcome, accepted, welcome
+from .file_digest import Contents
+from .listening import Listening
+from .node_session import POLL_S, Session, wait_for
+from .pending import Pending
+from .tls_keys import identity, key_folder, server_context
+
+log = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).resolve().parent.parent
+COMFYUI = "ComfyUI"                        # which a machine may lack: models that run as modules of it say so
+COMPARED = ("torch", "diffusers")          # packages whose versions must be the same on all machines
+
+
+class Listener:
+    """The machines that have joined. address: "192.168.1.10", or with a port, "192.168.1.10:29431"; of this machine.
+    folder: of the key.
+
+    Raises ConfigError where it cannot listen there.
+    """
+
+    def __init__(self, address, folder):
+        # else a thread would meet what cannot be read, when a machine joins
+        timeouts.check()
+        self.wanted = read_address(address)
+        self.address, self.port = self.wanted
+        self.contents = Contents()
+        self._folder = Path(folder)
+        self._key = identity(folder)
+        self._context = server_context(folder)
+        try:
+            self._server = socket.create_server((self.address, self.port))
+        except OSError as error:
+            there = ", ".join(own_addresses())
+            raise ConfigError(f"Set one of {there} in Settings > xDiT, with another port, such as "
+                              f"{self.address}:{PORT + 1}, if this one is taken: other machines cannot join at "
+                              f"{address} ({error}).") from error
+        self.port = self._server.getsockname()[1]
+        self._listening = Listening(f"{self.address}:{self.port}")
+        self._write_listening()
+        self._sessions, self._lock, self._pending = [], threading.Lock(), Pending()
+        # name of a machine -> why it was not let in, or is not there any more
+        self._absent = {}
+        self._is_over = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+        log.info("other machines can join at %s:%d", self.address, self.port)
+
+    def key_command(self, name):
+        """The command that shows, on this machine, in the folder of the xDiT nodes, what to run on the machine of this
+        name. It alone shows the key: errors, phases and logs are read by others."""
+        is_usual = self._folder == key_folder(PACK.parent.parent)
+        folder = "" if is_usual else f" --folder {shlex.quote(str(self._folder))}"
+        return f"python -m xdit_backend key{folder} {name}"
+
+    @property
+    def interface(self):
+        """The network interface over which the machines exchange tensors."""
+        return interface_of(self.address)
+
+    def cards(self, name, on_phase=lambda text: None, check=lambda: None):
+        """{device: (what it is, bytes of memory)} of a machine, waiting until it joins. Raises as `take`."""
+        return self._wait(name, on_phase, check, False).cards
+
+    def take(self, name, on_phase=lambda text: None, check=lambda: None):
+        """The Session of a machine that is not in use, waiting until it joins; from now on it is in use. on_phase(text)
+        tells a person.
+
+        Raises WorkerStartError, which says what to do, when it has not joined in time.
+        """
+        return self._wait(name, on_phase, check, True)
+
+    def joined(self):
+        """Names of the machines that are there."""
+        with self._lock:
+            return sorted({session.name for session in self._sessions if session.is_open})
+
+    def close(self):
+        self._is_over.set()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)            # who waits in accept wakes up
+        self._server.close()
+        for session in list(self._sessions):
+            session.close("ComfyUI has ended")
+        with self._lock:                                       # whoever notes something has done so, or will not
+            logs.note_machines([])
+
+    def _note_machines(self):
+        """Have the doctor know which machines there are; not of a listener that is closed, whom another may follow."""
+        with self._lock:
+            if self._is_over.is_set():
+                return
+            self._absent |= {session.name: f"not there: {session.ended}" for session in self._sessions if session.ended}
+            lines_of = dict(self._absent)
+            for session in self._sessions:
+                if session.is_open:                            # a machine in use waits beside it for another group
+                    cards = "; ".join(f"{device} {card}, {gigabytes(num_bytes)}"
+                                      for device, (card, num_bytes) in session.cards.items())
+                    is_used = session.is_used or lines_of.get(session.name, "").startswith("in use")
+                    lines_of[session.name] = f"{'in use' if is_used else 'joined'}: {cards}"
+                    self._absent.pop(session.name, None)
+            logs.note_machines([f"{name} {words}" for name, words in sorted(lines_of.items())])
+
+    def _note_waiting(self, name):
+        with self._lock:
+            names = dict.fromkeys((*self._listening.names, name))
+            self._listening = dataclasses.replace(self._listening, names=tuple(names))
+            self._write_listening()
+
+    def _write_listening(self):
+        try:
+            self._listening.write(self._folder)
+        except OSError as error:
+            log.warning("python -m xdit_backend key does not know at which address ComfyUI listens: %s", error)
+
+    def _wait(self, name, on_phase, check, takes):
+        def found():
+            with self._lock:
+                self._sessions = [session for session in self._sessions if session.is_open or not session.ended]
+                free = [session for session in self._sessions if session.name == name and session.is_open
+                        and not session.is_used]
+                if takes and free:
+                    # in use; the newest, since the host may not know yet that others are lost
+                    free[-1].reserve()
+                return free[-1] if free else None
+
+        session = found()
+        if session is None:
+            timeout_s = timeouts.seconds("XDIT_JOIN_TIMEOUT_S")
+            self._note_waiting(name)
+            words = (f"waiting for {name} to join. To see what to run there, run this on the machine with ComfyUI, in "
+                     f"the folder of the xDiT nodes: {self.key_command(name)}")
+            log.warning("%s", words)
+            on_phase(words)
+            session = wait_for(found, time.monotonic() + timeout_s, check)
+        if session is None:
+            others = f" Joined are: {', '.join(self.joined())}." if self.joined() else ""
+            raise WorkerStartError(
+                f"{name} has not joined after {timeout_s:.0f} s.{others} On the machine with ComfyUI, in the folder of "
+                f"the xDiT nodes, run:\n{self.key_command(name)}\nIt shows what to run on {name}, which needs the "
+                f"xDiT nodes, the same versions of {' and '.join(COMPARED)}, and the model files, but not ComfyUI. "
+                f"When {name} says that it has joined, queue the prompt again. If it cannot connect, let port "
+                f"{self.port} through the firewall here. Or leave {name} out of devices in xDiT Parallel Config.")
+        self._note_machines()
+        return session
+
+    # --- who comes ---
+
+    def _accept(self):
+        while not self._is_over.is_set():
+            try:
+                self._server.settimeout(POLL_S if self._pending.num_waiting else None)
+                self._queue(*self._server.accept())
+            except TimeoutError:
+                pass
+            except OSError:
+                if not self._is_over.is_set():
+                    time.sleep(POLL_S)                         # such as too many open files
+            while (link := self._pending.next()) is not None:
+                try:
+                    threading.Thread(target=self._greet, args=(link,), daemon=True).start()
+                except RuntimeError as error:                  # the system lets this process have no more threads
+                    log.warning("a machine cannot join: %s", error)
+                    self._pending.remove(link)
+                    link.close()
+        for link in self._pending.close():
+            link.close()
+
+    def _queue(self, connected, address):
+        try:
+            link = accepted(connected, self._context)
+        except (OSError, ValueError):                          # it has ended already
+            connected.close()
+            return
+        refused = self._pending.add(link, address[0])
+        if refused is not None:
+            refused.close()
+
+    def _greet(self, link):
+        try:
+            welcome(link, self._key.secret)
+            _, hello = link.receive()
+        except ChannelClosedError:
+            link.close()
+            return
+        finally:
+            self._pending.remove(link)
+        self._end_incomplete()
+        try:
+            self._let_in(link, hello)
+        except ChannelClosedError:
+            link.close()
+
+    def _end_incomplete(self):
+        """End sessions whose second connection has not come in time; such a machine joins again by itself."""
+        with self._lock:
+            late = [session for session in self._sessions if session.is_late]
+        for session in late:
+            session.close("it did not finish joining")
+
+    def _let_in(self, link, hello):
+        if not isinstance(hello, Hello):
+            link.close()
+            return
+        if hello.purpose == "machine":
+            reason = version_differences(hello.versions, versions())
+            if reason:
+                self._absent[hello.name] = f"refused: {reason}"
+                self._note_machines()
+                link.send(Refused(reason))
+                link.close()
+                return
+            session = Session(hello.name, secrets.token_hex(16), hello.cards, link, self._note_machines)
+            link.send(Welcome(session.token, time.perf_counter()))
+            with self._lock:
+                self._sessions.append(session)
+            return
+        with self._lock:
+            session = next((each for each in self._sessions if secrets.compare_digest(each.token, hello.session)), None)
+        if session is None or session.ended:
+            link.send(Refused("its session has ended"))
+            link.close()
+            return
+        link.send(Welcome(session.token, time.perf_counter()))
+        session.answer_over(link)
+        self._note_machines()
+        log.info("%s has joined", session.name)
+
+
+def read_address(text):
+    """(address, port) of "192.168.1.10" or "192.168.1.10:29431".
+    Raises ConfigError for what is none, or stands for all of them."""
+    address, colon, port = text.strip().partition(":")
+    try:
+        socket.inet_aton(address)
+        number = int(port) if colon else PORT
+        if address.count(".") != 3 or not 0 <= number < 2 ** 16 or address == "0.0.0.0":
+            raise ValueError
+    except (OSError, ValueError):
+        raise ConfigError("Give one address of this machine at which others could join, such as "
+                          f'{", ".join(own_addresses())}; a port may follow, "{own_addresses()[0]}:{PORT}": "{text}" '
+                          "is none.") from None
+    return address, number
+
+
+def own_addresses():
+    """Of this machine, those that others may reach first."""
+    found = [one.address for each in psutil.net_if_addrs().values() for one in each if one.family == socket.AF_INET]
+    return sorted(found, key=lambda address: address.startswith("127.")) or ["127.0.0.1"]
+
+
+def interface_of(address):
+    """The name of the network interface with this address of this machine.
+    Raises WorkerStartError where there is none."""
+    for name, each in psutil.net_if_addrs().items():
+        own = [one.address for one in each if one.family == socket.AF_INET]
+        if address in own or (address.startswith("127.") and "127.0.0.1" in own):
+            return name
+    raise WorkerStartError(f"Set one of {', '.join(own_addresses())} in Settings > xDiT: no network interface of "
+                           f"this machine has the address {address}, at which others joined.")
+
+
+def versions():
+    """What has to be the same on all machines: packages, and this one's source."""
+    source = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        source.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes().replace(b"\r\n", b"\n"))
+    comfyui = find_comfyui()
+    own = {} if comfyui is None else {COMFYUI: comfyui_version(comfyui)}
+    return package_versions(COMPARED) | {"the xDiT nodes": source.hexdigest()[:12]} | own
+
+
+def version_differences(theirs, ours):
+    """In what versions two machines differ, for a person; "" where they do not."""
+    different = [f"{name} is {theirs.get(name, 'not there')} there and {version} here" for name, version in ours.items()
+                 if theirs.get(name) != version and (name != COMFYUI or name in theirs)]
+    return f"{'; '.join(different)}. Install the same on both machines." if different else ""

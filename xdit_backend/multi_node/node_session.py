@@ -1,0 +1,225 @@
+"""The host's end of one machine that has joined: from its joining until its workers end.
+Made by the listener, used by the launcher."""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+
+from ..protocol.channel import pair
+from ..protocol.devices import machine_of
+from ..protocol.errors import ChannelClosedError, CheckpointError, XDiTError
+from ..protocol.messages import Abort, Done, Failed, Heartbeat, Stop, StoreRequest
+from . import segment_transfer
+from .connections import (
+    MACHINE,
+    Ended,
+    Find,
+    Found,
+    Link,
+    Missing,
+    Piece,
+    Ping,
+    Searching,
+    Start,
+    Tensor,
+    ping,
+    silence_s,
+)
+from .store_access import StoreAccess
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+COMPLETE_S = 30.0                          # from the first connection of a machine until the second, which may wait
+MAX_ANSWERS = 16                           # about a file, that nobody has read yet
+
+
+class Session:
+    """One machine, which takes commands over one link and answers over another.
+
+    name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. on_end(): called when it has
+    ended.
+    """
+
+    def __init__(self, name, token, cards, commands, on_end=lambda: None):
+        self.name, self.token, self.cards = name, token, cards
+        self.is_used = False                                   # a group has reserved it
+        self._store: StoreAccess | None = None                 # of that group, once it starts
+        self.address = commands.raw.getsockname()[0]           # of the host, as that machine reaches it
+        self.ended = ""                                        # why, in words, once it has
+        self._on_end = on_end
+        self._commands: Link = commands
+        self._replies: Link | None = None
+        self._is_over, self._began_s = threading.Event(), time.monotonic()
+        self._inner, self._open, self._lines = {}, {}, {}
+        self._lock = threading.Lock()                          # of _open, and of the order of what is sent
+        self._wanted, self._answers = "", queue.Queue(MAX_ANSWERS)         # path that is looked for; what it says
+
+    @property
+    def is_open(self):
+        return self._replies is not None and not self._is_over.is_set()
+
+    @property
+    def is_late(self):
+        """Has the second connection not come in time?"""
+        return self._replies is None and not self._is_over.is_set() and time.monotonic() - self._began_s > COMPLETE_S
+
+    def answer_over(self, replies):
+        """It answers over this link: now it is complete."""
+        for link in (self._commands, replies):
+            link.set_silence_limit(silence_s())
+        self._replies = replies
+        threading.Thread(target=ping, args=(self._commands, self._is_over), daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def reserve(self):
+        """A group is to start on it: no other may."""
+        self.is_used = True
+
+    def start(self, devices, store_path, variables):
+        """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its
+        name.
+
+        store_path: of the group's FileStore. variables: of preflight.fallbacks.
+        """
+        self._store = StoreAccess(store_path)
+        ranks = [rank for rank, device in enumerate(devices) if machine_of(device) == self.name]
+        channels = {}
+        for rank in ranks:
+            channels[rank], self._inner[rank] = pair()
+        self._commands.send(Start(tuple(devices), dict(variables)))
+        for rank in ranks:
+            threading.Thread(target=self._pass_on, args=(rank,), daemon=True).start()
+        return channels
+
+    def find(self, path, content, check, on_read):
+        """See that it has the model file of this path here, by its content.
+
+        Raises CheckpointError where it does not, with what to do; ChannelClosedError when it is lost.
+        """
+        self._wanted, self._answers = path, queue.Queue(MAX_ANSWERS)
+        self._commands.send(Find(path, content))
+        while True:
+            check()
+            try:
+                answer = self._answers.get(timeout=POLL_S)
+            except queue.Empty:
+                if not self.is_open:
+                    raise ChannelClosedError(self.ended) from None
+                continue
+            if isinstance(answer, Searching):
+                on_read(answer.done, answer.total)
+            elif isinstance(answer, Missing):
+                raise CheckpointError(f"{self.name}: {answer.reason}")
+            else:
+                return
+
+    def last_lines(self, rank):
+        """What it printed last where a rank of it ended; "" where it printed nothing."""
+        return self._lines.get(rank, "")
+
+    def close(self, why="the group was ended"):
+        """End the connection, upon which the other machine ends its workers and joins anew. May be called twice."""
+        self.ended = self.ended or why
+        if not self._is_over.is_set():
+            self._is_over.set()
+            self._on_end()
+        for link in (self._commands, self._replies):
+            if link is not None:
+                link.close()
+        for channel in self._inner.values():
+            channel.end()
+
+    # --- to the machine ---
+
+    def _pass_on(self, rank):
+        """Send a rank the commands that the launcher has for it."""
+        try:
+            while True:
+                command = self._inner[rank].receive()
+                with self._lock:
+                    if not isinstance(command, (Abort, Stop)) and command.request not in self._open:
+                        self._fill(command)
+                    self._commands.send(command, rank)
+        except ChannelClosedError as error:
+            self.close(str(error))
+        except XDiTError as error:                             # a segment was removed, since the group ends
+            self.close(str(error))
+
+    def _fill(self, command):
+        """Send the tensors that a command reads, before it."""
+        pending_command = self._open[command.request] = segment_transfer.pending_command(command, self._inner)
+        for path, segment in pending_command.segments.items():
+            if path not in pending_command.results:
+                self._commands.send(Tensor(segment))
+                segment_transfer.send(self._commands, path, segment)
+
+    # --- from the machine ---
+
+    def _listen(self):
+        try:
+            while True:
+                rank, message = self._replies.receive()
+                if rank == MACHINE:
+                    self._handle(message)
+                elif rank not in self._inner or getattr(message, "rank", None) != rank:
+                    raise XDiTError(f"{type(message).__name__} came of rank {rank}, which is not there")
+                elif isinstance(message, StoreRequest):
+                    self._commands.send(self._store.answer(message), rank)
+                elif not isinstance(message, Heartbeat) or self._inner[rank].has_room:
+                    # heartbeats that nobody reads would fill the channel, and this thread would stop reading the link
+                    self._inner[rank].send(message)
+                    if isinstance(message, (Done, Failed)):
+                        self._answered(rank, message.request)
+        except (ChannelClosedError, XDiTError, OSError) as error:
+            if not self._is_over.is_set():
+                log.warning("%s is lost: %s", self.name, error)
+            self.close(str(error))
+
+    def _handle(self, message):
+        if isinstance(message, Piece):
+            with self._lock:
+                segment = next((each.segments[message.path] for each in self._open.values()
+                                if message.path in each.results), None)
+            if segment is None:
+                raise XDiTError(f"a piece of {message.path} came, which is no result")
+            segment_transfer.receive(self._replies, message, segment)
+        elif isinstance(message, (Searching, Found, Missing)):
+            self._note_answer(message)
+        elif isinstance(message, Ended):
+            self._lines[message.rank] = message.lines
+            self.ended = self.ended or message.reason
+            raise XDiTError(message.reason)
+        elif not isinstance(message, Ping):
+            raise XDiTError(f"{type(message).__name__} is nothing that a machine tells the host")
+
+    def _note_answer(self, answer):
+        """Keep what find() waits for. The rest is dropped: nobody would read it."""
+        if not self._wanted or isinstance(answer, Searching) and self._answers.qsize() >= MAX_ANSWERS - 1:
+            return
+        if not isinstance(answer, Searching):
+            if answer.path != self._wanted:
+                return
+            self._wanted = ""
+        with contextlib.suppress(queue.Full):
+            self._answers.put_nowait(answer)
+
+    def _answered(self, rank, request):
+        with self._lock:
+            waiting = self._open.get(request)
+            if waiting is not None:
+                waiting.unanswered.discard(rank)
+                if not waiting.unanswered:
+                    del self._open[request]
+
+
+def wait_for(found, deadline_s, check):
+    """What found() returns, once that is not None; None at the deadline (of time.monotonic)."""
+    while (made := found()) is None:
+        check()
+        if time.monotonic() > deadline_s:
+            return None
+        time.sleep(POLL_S)
+    return made

@@ -1,0 +1,80 @@
+"""Settings with which a run would fit whose memory has run out: the estimates, scaled to what was measured. Pure
+arithmetic."""
+
+from dataclasses import dataclass, replace
+
+from .cost_model import Degrees
+from .layout_search import candidates
+from .memory_check import DeviceMemory, settings_that_fit
+from .memory_model import DEFAULT_SETTINGS, Memory, rank_memory
+from .planner import tensor_degrees
+
+AXES = "cfg", "data", "ulysses", "ring", "tensor", "displaced", "pipefusion"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of the rank whose memory ran out: of weights; of the run, with what it had asked for last; of its device,
+    for both."""
+
+    device: str
+    weights: float
+    run: float
+    total: float
+
+    def factor(self, estimate):
+        """How many times the estimate of a run, a Memory, it took; at least 1."""
+        return max(1.0, self.run / max(1.0, estimate.keys_values + estimate.activations))
+
+
+def sizes_that_fit(measured, latents, hints):
+    """[text] of how many images and how large ones would fit, and of other settings. hints: of one rank's weights."""
+    factor = measured.factor(latents.memory())
+
+    def scaled(needed):
+        return lambda images, sizes: _times(needed(images, sizes), factor)
+    rank = DeviceMemory([measured.device], [measured.total], [measured.weights])
+    settings = {name: scaled(needed) for name, needed in hints.other_settings.items()}
+    return settings_that_fit(rank, replace(hints, other_settings=settings),
+                             replace(latents, needed=scaled(latents.needed)))
+
+
+@dataclass(frozen=True)
+class Method:
+    """degrees: under which memory ran out. refused: methods that the family does not support. may_differ: are results
+    allowed that are not exact?"""
+
+    degrees: Degrees
+    refused: tuple = ()
+    may_differ: bool = False
+
+    def allows(self, other):
+        used = {axis for axis in AXES if getattr(other, axis) > 1}
+        refused = {*self.refused, *(("ring",) if "ulysses" in self.refused else ())}
+        same = all(getattr(other, axis) == getattr(self.degrees, axis) for axis in AXES)
+        return not same and not used & refused and (self.may_differ or other.pipefusion == 1)
+
+
+def layouts_that_fit(measured, net, job, method, settings=DEFAULT_SETTINGS, has_all_weights=True):
+    """[text] of the other layout of the same devices that takes least memory, an exact one where there is such; []
+    where none fits. has_all_weights: were all weights of the rank on its device?"""
+    num_devices, current = method.degrees.devices, rank_memory(net, job, method.degrees, settings)
+    factor = measured.factor(current)
+    of_weights = measured.weights / current.weights if has_all_weights and current.weights else 1.0
+
+    def total(degrees):
+        needed = rank_memory(net, job, degrees, settings)
+        return needed.weights * of_weights + factor * (needed.keys_values + needed.activations)
+    others = [*candidates(net, job, num_devices),
+              *(Degrees(tensor=degree) for degree in tensor_degrees(net) if degree == num_devices)]
+    fitting = [(degrees.pipefusion > 1, total(degrees), degrees) for degrees in others if method.allows(degrees)]
+    fitting = [each for each in fitting if each[1] <= measured.total]
+    if not fitting:
+        return []
+    _, num_bytes, degrees = min(fitting, key=lambda each: each[:2])
+    text = " and ".join(f"{axis}_degree={getattr(degrees, axis)}" for axis in AXES if getattr(degrees, axis) > 1)
+    return [f"{text} on the same devices (about {num_bytes / 1e9:.3g} GB of {measured.total / 1e9:.3g} GB each)"]
+
+
+def _times(memory, factor):
+    return Memory(memory.weights, memory.keys_values * factor, memory.activations * factor)

@@ -1,0 +1,1 @@
+"""Developer tools: benchmarks and the dry run."""

@@ -1,0 +1,292 @@
+"""Tell how well the cost model predicts published runs: errors of seconds and memory, and of the layout it would
+choose.
+
+The model's constants are fitted on the rows that a probe of each machine would measure: one device, one row for each
+collective and group size, and the smallest job. All others are predicted.
+"""
+
+import csv
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+from ...planner.cost_model import Degrees, Device, Job, Links
+from ...planner.layout_search import candidates
+from ...planner.memory_model import MemorySettings, rank_memory
+from ...planner.run_time import run_seconds
+from ...protocol.errors import ConfigError
+from .published_runs import (
+    CARDS,
+    COLLECTIVES,
+    NEAR,
+    NETS,
+    RELATIVES,
+    TRAFFIC,
+    collective_of,
+    degrees_of,
+    positive,
+    read_lines,
+    read_rows,
+)
+
+MEMORY_COLUMNS = ("model", "tokens", "number", "gb")               # without which a table says nothing
+COLUMNS = ("model", "tokens", "steps", "gpu", "number", "seconds")
+GROUP_SIZES = (2, 4, 8, 16)
+HIDDEN = {"NVLink": 0.75, "PCIe": 0.5}     # of a hop beside attention: over PCIe it goes through the host's memory
+
+
+# --- what a probe would measure ---
+
+def probe_rows(rows):
+    """The rows to fit on: a probe measures one device, each collective in each group size, and what launching costs."""
+    order = sorted((row for row in rows if row.degrees and not row.held_out),
+                   key=lambda row: (row.job.compiled, abs(row.job.tokens - 16384), row.name))
+    chosen, seen, smallest = [], set(), {}
+    for row in order:
+        key = (row.machine, collective_of(row))
+        if row.number == 1:
+            chosen.append(row)
+        elif key[1] and key not in seen:
+            seen.add(key)
+            chosen.append(row)
+        if row.number > 1 and row.degrees.tensor == 1:
+            best = smallest.setdefault((row.machine, row.job.compiled), row)
+            if row.seconds / row.job.steps < best.seconds / best.job.steps:
+                smallest[row.machine, row.job.compiled] = row
+    return chosen + [row for row in smallest.values() if row not in chosen]
+
+
+# --- constants, their usual values and how far they may be from them, as logarithms ---
+
+USUAL = {"half_rows": (300, 0.5), "kernel_bytes": (60, 0.5), "kernel_bytes compiled": (0.5, 0.5),
+         "block_launch_s": (1.3e-3, 0.5),
+         "block_launch_s compiled": (4e-4, 0.5), "collective_launch_s": (2e-4, 0.5), "round_launch_s": (3.5e-4, 0.5),
+         "slot_launch_s": (2e-3, 0.5), "other launches compiled": (0.4, 0.5), "latency_s": (3e-5, 0.5),
+         "busy_ring": (0.1, 0.5),
+         "half_keys": (300, 0.5), "merge_bytes": (8, 0.5), "pack_bytes": (4, 0.5), "picture_s": (0.3, 0.5),
+         "video_s": (0.5, 0.5), "network": (1.2, 0.5)}
+RATES = {"NVLink": {"all_to_all": 60, "hop": 80, "all_reduce": 40, "gather": 80},
+         "PCIe": {"all_to_all": 10, "hop": 12, "all_reduce": 8, "gather": 6}}
+
+
+def usual_constants(rows, probed):
+    """{constant: (its usual value, its spread as a logarithm)}. A constant is a name and what it is of."""
+    constants: dict[tuple, tuple] = {(name,): value for name, value in USUAL.items()}
+    for link, rates in RATES.items():
+        constants |= {(collective, link): (rate, 0.2) for collective, rate in rates.items()}
+    for row in rows:
+        constants[("matrix share", row.card)] = (0.65, 0.25)
+        constants[("attention share", row.card)] = (0.5, 0.25)
+        family = RELATIVES.get(row.model, row.model)
+        traffic = TRAFFIC.get(family, 0) / TRAFFIC["pixart-alpha"]
+        constants[("kernels", family)] = (traffic or min(1.5, NETS[family].kernels), 1.0)
+        constants[("host", row.machine)] = (1.0, 0.6)
+    for row in probed:
+        measured = collective_of(row)
+        if measured:
+            collective, size = measured
+            near = min(GROUP_SIZES, key=lambda known: abs(math.log(known / size)))
+            link = link_of(row)
+            slow = 4 if link == "PCIe" and size >= 8 else 1
+            constants[(collective, near, row.machine)] = (RATES[link][collective] / slow, 1.2)
+    return constants
+
+
+def link_of(row):
+    return "NVLink" if any(name in row.link.lower() for name in ("nvlink", "nvswitch", "sxm", "hccs")) else "PCIe"
+
+
+def machine_of(row, values):
+    """(Device, Links) of a row's machine, for the family it runs and the way it is compiled."""
+    matrix, memory = CARDS[row.card]
+    host, compiled = values[("host", row.machine)], row.job.compiled
+    others = host * (values[("other launches compiled",)] if compiled else 1)
+    device = Device(
+        matrix_flops_s=matrix * values[("matrix share", row.card)],
+        attention_flops_s=matrix * values[("attention share", row.card)], memory_bytes_s=memory,
+        half_rows=values[("half_rows",)], half_keys=values[("half_keys",)],
+        kernel_bytes=values[("kernel_bytes",)] * (values[("kernel_bytes compiled",)] if compiled else 1)
+        * values[("kernels", RELATIVES.get(row.model, row.model))],
+        block_launch_s=host * values[("block_launch_s compiled",) if compiled else ("block_launch_s",)],
+        collective_launch_s=others * values[("collective_launch_s",)],
+        round_launch_s=others * values[("round_launch_s",)],
+        slot_launch_s=host * values[("slot_launch_s",)], merge_bytes=values[("merge_bytes",)],
+        busy_ring=values[("busy_ring",)], pack_bytes=values[("pack_bytes",)])
+    rates = {}
+    for collective in COLLECTIVES.values():
+        rates |= {(collective, size): values[(collective, size, row.machine)] * 1e9 for size in GROUP_SIZES
+                  if (collective, size, row.machine) in values}
+        if not any(name == collective for name, _ in rates):
+            rates[collective, 2] = values[(collective, link_of(row))] * 1e9
+    network = values.get(("hop", 16, row.machine), values[("network",)]) * 1e9
+    return device, Links(rates | {("network", 0): network}, values[("latency_s",)], HIDDEN[link_of(row)])
+
+
+
+def predict(row, values):
+    device, links = machine_of(row, values)
+    job = replace(row.job, fixed_s=row.job.fixed_s * values[("video_s",) if row.job.frames > 1 else ("picture_s",)])
+    net = NETS[row.model]
+
+    def seconds(degrees):
+        return sum(run_seconds(net, job, degrees, device, links).values())
+
+    if row.degrees is None:
+        return min(map(seconds, candidates(net, job, row.number)))
+    if row.ratio_to:
+        return row.ratio_to * seconds(row.degrees) / seconds(Degrees())
+    return seconds(row.degrees)
+
+
+def fit(rows):
+    """{constant: value} that predicts the probe's rows best, while it stays near the usual values; and those rows."""
+    import numpy
+    from scipy.optimize import least_squares
+    from scipy.sparse import lil_matrix
+    probed = probe_rows(rows)
+    usual = usual_constants(rows, probed)
+    names = list(usual)
+    start = numpy.array([math.log(usual[name][0]) for name in names])
+    spread = numpy.array([usual[name][1] for name in names])
+
+    def residual(point):
+        values = dict(zip(names, numpy.exp(point).tolist()))
+        return numpy.concatenate([[math.log(predict(row, values) / row.seconds) / 0.06 for row in probed],
+                                  (point - start) / spread])
+
+    # Which rows a constant can move: so columns that share no row are tried at once.
+    pattern = lil_matrix((len(probed) + len(names), len(names)), dtype=int)
+    for index, name in enumerate(names):
+        of = name[-1] if len(name) > 1 else None
+        for line, row in enumerate(probed):
+            if of in (None, row.card, row.machine, RELATIVES.get(row.model, row.model), link_of(row)):
+                pattern[line, index] = 1
+        pattern[len(probed) + index, index] = 1
+    found = least_squares(residual, start, loss="soft_l1", f_scale=2.0, max_nfev=22, jac_sparsity=pattern)
+    return dict(zip(names, numpy.exp(found.x).tolist())), probed
+
+
+def score(rows, probed):
+    """({rows that were not fitted: error of their seconds}, {set:
+    times that the layout with the least forecast takes of the best})."""
+    errors = {row: abs(row.predicted / row.seconds - 1) for row in rows if row not in probed}
+    sets = {}
+    for row in rows:
+        if row.degrees:
+            sets.setdefault(row.group, []).append(row)
+    sets = {group: some for group, some in sets.items() if len({row.layout for row in some}) > 1}
+    losses = {tuple(some): min(some, key=lambda row: row.predicted).seconds / min(row.seconds for row in some)
+              for some in sets.values()}
+    return errors, losses
+
+
+# --- memory ---
+
+def read_memory_rows(path, left_out=None):
+    """[(model, is one device, gigabytes, memory's formula without what lies beside the transformer)]"""
+    return read_lines(path, memory_row_of, [] if left_out is None else left_out)
+
+
+def memory_row_of(line):
+    job = Job(int(line["tokens"]), int(line["text_tokens"]), 1, int(line["cfg_branches"]))
+    return (line["model"], line["number"] == "1" and line["held_out"] != "1", positive(line["gb"]),
+            rank_memory(NETS[line["model"]], job, degrees_of(line), MemorySettings(exchanged_copies=2)).total / 1e9)
+
+
+def memory_errors(rows):
+    """{model: [errors]}. What lies beside the transformer, text encoders and VAE,
+    is what one device's row shows of it."""
+    beside = {}
+    for model, is_one, gigabytes, formula in rows:
+        if is_one:
+            beside.setdefault(model, []).append(gigabytes - formula)
+    errors = {}
+    for model, is_one, gigabytes, formula in rows:
+        if not is_one and model in beside:
+            errors.setdefault(model, []).append(abs((formula + statistics.mean(beside[model])) / gigabytes - 1))
+    return errors
+
+
+# --- the command ---
+
+def add_arguments(parser):
+    parser.add_argument("--csv", type=Path, nargs="+", required=True, metavar="FILE",
+                        help="tables of published runs: one row a run, of seconds or (with a column `gb`) of memory a "
+                             "rank")
+
+
+    parser.add_argument("--hold-out", nargs="+", default=(), metavar="NAME",
+                        help="fit no row of these models, cards, machines or links (NVLink, PCIe), and tell how well "
+                        "they are predicted")
+
+
+def main(options):
+    for path in options.csv:
+        if not path.is_file():
+            raise ConfigError(f"--csv {path}: there is no such file.")
+        with open(path, newline="", encoding="utf-8") as file:
+            columns = next(csv.reader(file), [])
+        needed = MEMORY_COLUMNS if "gb" in columns else COLUMNS
+        missing = [name for name in needed if name not in columns]
+        if missing:
+            raise ConfigError(f"--csv {path}: the table lacks the columns {', '.join(missing)}.")
+        if "gb" in columns:
+            print_memory(path)
+        else:
+            print_seconds(path, options.hold_out)
+
+
+def print_seconds(path, hold_out=()):
+    left_out: list[str] = []
+    rows = read_rows(path, left_out)
+    print("\n".join(left_out), end="\n" if left_out else "")
+    for row in rows:
+        row.held_out = row.held_out or bool({row.model, row.card, row.machine, link_of(row)} & set(hold_out))
+    values, probed = fit(rows)
+    for row in rows:
+        row.predicted = predict(row, values)
+    errors, losses = score(rows, set(probed))
+    print(f"{path.name}: {len(rows)} rows, of which {len(probed)} were fitted with {len(values)} constants near their "
+          f"usual values; the others are predicted.")
+    print(f"{'':<20} {'rows':>5} {'median':>7} {'90th':>7} {'sets':>5} {'best or within 5 %':>19} {'mean loss':>10}")
+    print_line("all", errors, losses, lambda row: True)
+    if any(row.held_out for row in rows):
+        print_line("held out", errors, losses, lambda row: row.held_out)
+    for of in (lambda row: row.model, lambda row: "link: " + link_of(row)):
+        for name in sorted({of(row) for row in rows}):
+            print_line(name, errors, losses, lambda row, of=of, name=name: of(row) == name)
+    print("median, 90th: percentiles of the error of the seconds, of rows that were not fitted. sets: runs of one job "
+          "on as many devices\nunder several layouts. loss: what the layout with the least forecast takes longer than "
+          "the best one.")
+
+
+def print_line(name, errors, losses, belongs):
+    some = [error for row, error in errors.items() if belongs(row)]
+    lost = [loss for rows, loss in losses.items() if belongs(rows[0])]
+    near = sum(loss <= NEAR for loss in lost)
+    print(f"{name:<20} {len(some):>5} {percentile(some, 0.5):>7} {percentile(some, 0.9):>7} {len(lost):>5} "
+          f"{f'{near} ({near / len(lost):.0%})' if lost else '':>19} "
+          f"{f'{statistics.mean(lost) - 1:.1%}' if lost else '':>10}")
+
+
+def percentile(errors, share):
+    """As NumPy's, of a list; "" of an empty one."""
+    if not errors:
+        return ""
+    place = share * (len(errors) - 1)
+    low, ordered = int(place), sorted(errors)
+    return f"{ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]):.1%}"
+
+
+def print_memory(path):
+    left_out: list[str] = []
+    rows = read_memory_rows(path, left_out)
+    print("\n".join(left_out), end="\n" if left_out else "")
+    errors = memory_errors(rows)
+    predicted = [error for some in errors.values() for error in some]
+    print(f"{path.name}: {len(rows)} rows; one device's show what lies beside the transformer, {len(predicted)} "
+          f"others are predicted.")
+    print(f"{'':<20} {'rows':>5} {'median':>7} {'90th':>7}")
+    for name, some in {"all": predicted, **dict(sorted(errors.items()))}.items():
+        print(f"{name:<20} {len(some):>5} {percentile(some, 0.5):>7} {percentile(some, 0.9):>7}")

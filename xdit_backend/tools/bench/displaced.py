@@ -1,0 +1,190 @@
+"""Time displaced patches (DistriFusion) of a U-Net on several workers, and count what they send and keep.
+
+A random U-Net of SD 1.5's structure is written as a file and run by real worker groups, in rounds that run every way in
+turn: one worker, workers that share nothing, which is more than can be had on this machine, synchronous calls, and
+stale calls.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from safetensors.torch import save_file
+
+from ...checkpoints.checkpoint import open_checkpoint
+from ...checkpoints.model_dims import exchanged_bytes
+from ...config import ParallelConfig
+from ...demo_model.export import unet_tensors
+from ...host.calls import Call, ForwardPass
+from ...host.client import Client
+from ...protocol.errors import ConfigError
+from ...protocol.specs import Layout
+from .worker_groups import count_cuda, start_clients
+
+TEXT_WIDTH = 768
+
+
+def add_arguments(parser):
+    parser.add_argument("--workers", type=int, default=2, help="that share a picture")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 96], help="rows and columns of the latent")
+    parser.add_argument("--width", type=int, default=64,
+                        help="channels at full size, a multiple of 32 (SD 1.5 has 320)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto: CUDA where there is a device")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and results")
+    parser.add_argument("--forecast", type=float, nargs="+", default=(ParallelConfig.forecast_keys_values,),
+                        help="forecast_keys_values of stale calls to try, in turns")
+    parser.add_argument("--rounds", type=int, default=5, help="in each of which every way has its turn")
+    parser.add_argument("--calls", type=int, default=3, help="of a turn, one after the other as the steps of a run")
+
+
+def main(options):
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    torch.set_num_threads(1)
+    num_cuda = count_cuda(options.device)
+    if options.width % 32 or options.workers < 2:
+        raise ConfigError(f"--width {options.width} must be a multiple of 32, and --workers {options.workers} at "
+                          f"least 2.")
+    config = unet_config(options.width)
+    print(f"U-Net of SD 1.5's structure, width {options.width}, {options.dtype}; "
+          + (f"{num_cuda} CUDA devices" if num_cuda
+             else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores")
+          + f"; torch {torch.__version__}; {options.rounds} rounds of {options.calls} calls each", flush=True)
+    with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
+        model = write_model(config, f"{folder}/unet.safetensors", getattr(torch, options.dtype))
+        header = open_checkpoint(f"{folder}/unet.safetensors")
+        spec = header.spec(options.dtype, options.dtype)
+        clients = start_clients({1, options.workers}, num_cuda)
+        apart = [clients[1], *(Client(clients[1].devices) for _ in range(options.workers - 1))]
+        try:
+            print(f"{'latent':>9} {'way':<12} {'s/call: min':>12} {'median':>7} {'max':>7} {'ratio':>6} "
+                  f"{'of apart':>8} {'processor s/call':>16} {'sent bytes/rank':>16} {'formula':>12} "
+                  f"{'kept bytes/rank':>16} {'formula':>12}")
+            for size in options.sizes:
+                print_size(model, spec, size, clients[options.workers], apart, options)
+        finally:
+            for client in {*clients.values(), *apart}:
+                client.close()
+    print("ratio: times as fast as one worker, by medians. apart: as many workers, each with its own calls: the most "
+          "this machine can\ngive. of apart: the part of that which was reached. processor: seconds of all workers "
+          "together, median.")
+
+
+def print_size(model, spec, size, together, apart, options):
+    """Time every way with latents of this size. together: the Client of all workers. apart: one of each worker."""
+    ways = find_ways(spec, size, together, apart, options)
+    measured = measure(ways, options)
+    kept = together.report_memory()[0]["exchange_bytes"]
+    together.end_run("bench")
+    sent = exchanged_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
+    # of every way's buckets
+    in_all = sent * options.workers * sum(2 if forecast else 1 for forecast in options.forecast)
+    median = {way: statistics.median(each.seconds) for way, each in measured.items()}
+    ratio = {way: (options.workers if way == "apart" else 1) * median["one"] / median[way] for way in ways}
+    for way, each in measured.items():
+        row = (f"{size:>4} x{size:>3} {way:<12} {min(each.seconds):>12.3f} {median[way]:>7.3f} "
+               f"{max(each.seconds):>7.3f} {ratio[way]:>5.2f}x {ratio[way] / ratio['apart']:>8.1%} "
+               f"{statistics.median(each.processor_s):>16.3f}")
+        if way not in ("one", "apart"):
+            row += f" {int(each.sent_bytes):>16} {sent * (options.workers - 1):>12} {int(kept):>16} {in_all:>12}"
+        print(row, flush=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to compute, and the clients whose workers have their part in it."""
+
+    clients: list[Client]
+    run: Callable[[], None]
+
+
+def find_ways(spec, size, together, apart, options):
+    """{name: Way}; the model is loaded, and what stale calls find is there."""
+    generator = torch.Generator().manual_seed(0)
+    call = Call(torch.randn(1, 4, size, size, generator=generator), torch.tensor([500.0]),
+                {"context": torch.randn(1, 77, TEXT_WIDTH, generator=generator)})
+    layout = Layout(displaced_degree=options.workers)
+
+    times = itertools.count()                                  # a forecast is made where the noise level has changed
+    # each keeps its own
+    own = {forecast: {"context": call.conditioning["context"] + forecast} for forecast in options.forecast}
+
+    def displaced(stale, forecast):
+        for _ in range(options.calls):
+            asked = dataclasses.replace(call, timestep=call.timestep - next(times) % 100, conditioning=own[forecast])
+            forward = ForwardPass(keep=True, stale=stale, forecast=forecast)
+            together.wait([together.submit(spec, layout, 4, [asked], forward, run="bench")])
+
+    def alone(client):
+        for _ in range(options.calls):
+            client.predict(spec, Layout(), 4, [call])
+
+    def all_apart():
+        with ThreadPoolExecutor(len(apart)) as pool:
+            for future in [pool.submit(alone, client) for client in apart]:
+                future.result()
+
+    ways = {"one": Way(apart[:1], lambda: alone(apart[0])), "apart": Way(apart, all_apart),
+            "synchronous": Way([together], functools.partial(displaced, False, options.forecast[0]))}
+    for forecast in options.forecast:
+        displaced(False, forecast)
+        name = f"stale f={forecast:g}" if len(options.forecast) > 1 else "stale"
+        ways[name] = Way([together], functools.partial(displaced, True, forecast))
+    return ways
+
+
+@dataclasses.dataclass
+class Measured:
+    """Of a way's calls, in each round: seconds, processor seconds of all its workers, bytes that a rank has sent."""
+
+    seconds: list
+    processor_s: list
+    sent_bytes: float = 0.0
+
+
+def measure(ways, options):
+    """{way: Measured}"""
+    measured = {way: Measured([], []) for way in ways}
+    for round_ in range(options.rounds + 1):                   # the first one warms up
+        for name, way in ways.items():
+            cpu_s, sent_bytes = totals(way.clients)
+            started_s = time.perf_counter()
+            way.run()
+            elapsed_s = time.perf_counter() - started_s
+            after_cpu_s, after_bytes = totals(way.clients)
+            if round_:
+                measured[name].seconds.append(elapsed_s / options.calls)
+                measured[name].processor_s.append((after_cpu_s - cpu_s) / options.calls)
+            measured[name].sent_bytes = (after_bytes - sent_bytes) / options.calls
+        print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
+    return measured
+
+
+def totals(clients):
+    """(processor seconds of these clients' workers, bytes that each rank of the first has sent)."""
+    seconds = sum(numbers["cpu_s"] for client in clients for numbers in client.report_memory().values())
+    return seconds, clients[0].totals()[0].get("sent_bytes", 0)
+
+
+def unet_config(width):
+    return {"sample_size": 64, "in_channels": 4, "out_channels": 4,
+            "block_out_channels": (width, 2 * width, 4 * width, 4 * width),
+            "layers_per_block": 2, "cross_attention_dim": TEXT_WIDTH, "attention_head_dim": 8}
+
+
+def write_model(config, path, dtype):
+    """A random U-Net as the publisher's files have it; returns diffusers'."""
+    from diffusers import UNet2DConditionModel
+    torch.manual_seed(0)
+    model = UNet2DConditionModel(**config).eval().requires_grad_(False)
+    save_file(unet_tensors(model.state_dict(), config["layers_per_block"], dtype), path)
+    return model

@@ -1,0 +1,201 @@
+"""Published measurements as rows: what a table of them says of a model, cards and degrees. Used by
+cost_model_accuracy.py."""
+
+import csv
+import math
+from dataclasses import dataclass, field, replace
+
+from ...planner.cost_model import Degrees, Job, Net
+from ...protocol.errors import ConfigError
+
+DEGREES = ("cfg", "ulysses", "ring", "pipefusion", "tensor", "distrifusion")           # as the tables call them
+# Of the data sheets: dense 16-bit operations and bytes of memory a second.
+CARDS = {"A100-80G": (312e12, 1.9e12), "A100": (312e12, 1.9e12), "L40": (181e12, 0.864e12), "L20": (119.5e12, 0.864e12),
+         "H100": (989e12, 3.35e12), "H20": (148e12, 4.0e12), "T4": (65e12, 0.3e12), "V100": (125e12, 0.9e12),
+         "RTX 2000 Ada": (48e12, 0.224e12), "H200": (989e12, 4.8e12), "H800": (989e12, 3.35e12),
+         "A800": (312e12, 2.0e12), "L40S": (362e12, 0.864e12), "A10": (125e12, 0.6e12), "RTX 4090": (165e12, 1.008e12),
+         "RTX 3090": (71e12, 0.936e12)}
+USUAL_CELLS = {"id": "", "source": "", "resolution": "", "frames": "1", "text_tokens": "0", "cfg_branches": "1",
+               "link": "", "machine": "",
+               "layout": "", "patches": "0", "warmup": "1", "compiled": "0", "note": "", "exclude": "", "held_out": "0",
+               **{prefix + name: "1" for name in DEGREES for prefix in ("", "deg_")}}
+COLLECTIVES = {"ulysses": "all_to_all", "ring": "hop", "displaced": "gather", "tensor": "all_reduce"}
+
+
+def positive(text):
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{text!r} is not a number above 0")
+    return number
+
+
+# or without steps: only ratios to their one device can be predicted
+WITHOUT_SIZE = ("stepvideo-30b", "mochi-1")
+NEAR = 1.05                    # times the best that a choice may take and count as right
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a table's transformer is made of. feed_forward: its inner width, in widths. joint, skips: as Net's. mixers:
+    attentions of image tokens, each with a feed-forward."""
+
+    feed_forward: float = 4.0
+    joint: bool = True
+    mixers: int = 1
+    skips: bool = False
+
+    @property
+    def elements(self):
+        """As Net's. Beside attentions and feed-forwards there are queries and results of cross-attention, and in half
+        of the blocks with skips a matrix that makes one width of two."""
+        return self.mixers * (4 + 2 * self.feed_forward) + (0 if self.joint else 2) + (1 if self.skips else 0)
+
+
+JOINT = Block()
+
+
+def net(blocks, width, heads, billions, block=JOINT, **more):
+    """A transformer of a table, of so many blocks and billions of parameters. more: of Net."""
+    return Net(blocks, width, heads, block.elements, billions * 1e9, joint=block.joint,
+               skips=(blocks - 1) // 2 if block.skips else 0, **more)
+
+
+NETS = {
+    "pixart-alpha": net(28, 1152, 16, 0.61, Block(joint=False)),
+    "sd3-medium": net(24, 1536, 24, 2.03, shards_text=False, kernels=1.3),
+    "flux.1-dev": net(57, 3072, 24, 11.9),
+    "flux.1-schnell": net(57, 3072, 24, 11.9),
+    "hunyuandit": net(40, 1408, 16, 1.5, Block(feed_forward=4.36, joint=False, skips=True), kernels=2.3),
+    "cogvideox-2b": net(30, 1920, 30, 1.7),
+    "cogvideox-5b": net(42, 3072, 48, 5.6),
+    "cogvideox1.5-5b": net(42, 3072, 48, 5.6),
+    "consisid": net(42, 3072, 48, 6.0, Block(feed_forward=4.5)),
+    "latte-1": net(28, 1152, 16, 0.67, Block(joint=False, mixers=2), attention="frame", kernels=2.0),
+    "hunyuanvideo": net(60, 3072, 24, 12.8),
+    "sana-1.6b-4k": net(20, 2240, 70, 1.6, Block(feed_forward=3.75, joint=False), attention="linear", kernels=1.3),
+    "mochi-1": net(48, 3072, 24, 10.0),
+    "stepvideo-30b": net(48, 6144, 48, 30.0, Block(joint=False)),
+    "wan2.1-1.3b": net(30, 1536, 12, 1.3, Block(feed_forward=5.83, joint=False)),
+    "wan2.1-14b": net(40, 5120, 40, 14.3, Block(feed_forward=2.7, joint=False)),
+    "chroma": net(57, 3072, 24, 8.9),
+    "qwen-image": net(60, 3072, 24, 20.4),
+}
+RELATIVES = {"flux.1-schnell": "flux.1-dev", "chroma": "flux.1-dev", "qwen-image": "flux.1-dev",
+             "consisid": "cogvideox-5b",
+             "cogvideox1.5-5b": "cogvideox-5b", "cogvideox-2b": "cogvideox-5b", "wan2.1-1.3b": "wan2.1-14b"}
+
+# What the kernels of a block read and write, in its hidden states, as dry_run counts it of each published model's usual
+# job: of HunyuanDiT's more than of PixArt's, of Wan's most. A video's of CogVideoX 2B and of Wan 2.1 1.3B.
+TRAFFIC = {"pixart-alpha": 70, "sd3-medium": 73, "flux.1-dev": 128, "hunyuandit": 108, "cogvideox-5b": 119,
+           "latte-1": 124, "wan2.1-14b": 164, "sana-1.6b-4k": 159}
+
+
+@dataclass(eq=False)
+class Row:
+    """A published run."""
+
+    name: str
+    source: str
+    model: str
+    resolution: str
+    card: str
+    number: int
+    link: str
+    machine: str
+    layout: str
+    degrees: Degrees | None        # None: the best hybrid, which is not named
+    job: Job
+    seconds: float
+    held_out: bool
+    ratio_to: float | None = None  # the size or steps are not published, only this one device's seconds beside it
+    predicted: float = field(default=math.nan)
+
+    @property
+    def group(self):
+        return self.source, self.model, self.resolution, self.machine, self.number, self.job.compiled
+
+
+def read_rows(path, left_out=None):
+    """The runs of a table that the cost model can be asked about.
+    left_out: a list to which is added why others are not among them."""
+    rows = read_lines(path, row_of, [] if left_out is None else left_out)
+    alone = {(row.model, row.job.compiled): row.seconds for row in rows if row.number == 1}
+    for row in rows:
+        if row.model in WITHOUT_SIZE:
+            row.ratio_to = alone.get((row.model, row.job.compiled))
+    return rows
+
+
+def read_lines(path, read, left_out):
+    """[read(line)] of a table, an empty or missing cell being as USUAL_CELLS has it.
+    What cannot be read is left out, with the reason."""
+    rows = []
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        for number, cells in enumerate(csv.DictReader(file), 2):
+            line = USUAL_CELLS | {name: cell.strip() for name, cell in cells.items() if isinstance(cell, str)
+                                  and cell.strip()}
+            if line["exclude"]:
+                continue
+            line["model"] = line.get("model", "").lower()
+            unknown = [f"{column} {line[column]!r}" for column, known in (("model", NETS), ("gpu", CARDS))
+                       if line.get(column, "") not in
+                       (*known, *([""] if column == "gpu" and "gb" in cells else []))]
+            try:
+                if unknown:
+                    raise ValueError(f"nothing is known of {' and '.join(unknown)}")
+                rows.append(read(line))
+            except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+                what = f"there is no {error}" if isinstance(error, KeyError) else error
+                left_out.append(f"line {number} ({line['id'] or line['model']}) is left out: {what}")
+    if not rows:
+        raise ConfigError(f"--csv {path}: no line can be read. {'; '.join(left_out[:3]) or 'It has none'}. Known "
+                          f"models are {', '.join(NETS)}; known cards {', '.join(CARDS)}.")
+    return rows
+
+
+def row_of(line):
+    degrees = None
+    if not line["layout"].startswith("best"):
+        degrees = degrees_of(line, "deg_")
+        # DistriFusion's authors, and who took it over from them, run one synchronous step more than the warm-up has.
+        warmup_steps = warmup_of(line) + (degrees.displaced > 1)
+        degrees = replace(degrees, num_patches=int(line["patches"]), warmup_steps=warmup_steps)
+    megapixels = 0.0
+    if "end to end" in line["note"]:
+        width, height = (int(size) for size in line["resolution"].split("x"))
+        megapixels = width * height * int(line["frames"]) / 1e6
+    job = Job(int(line["tokens"]), int(line["text_tokens"]), int(line["steps"]), int(line["cfg_branches"]),
+              int(line["frames"]), line["compiled"] == "1", megapixels)
+    return Row(line["id"], line["source"], line["model"], line["resolution"] or line["tokens"], line["gpu"],
+               int(line["number"]),
+               line["link"], line["machine"] or f"{line['gpu']}, {line['link']}", line["layout"] or str(degrees),
+               degrees, job, positive(line["seconds"]), line["held_out"] == "1")
+
+
+def degrees_of(line, prefix=""):
+    cfg, ulysses, ring, pipefusion, tensor, displaced = (int(line[prefix + name]) for name in DEGREES)
+    if min(cfg, ulysses, ring, pipefusion, tensor, displaced) < 1:
+        raise ValueError("a degree is below 1")
+    return Degrees(cfg, ulysses, ring, pipefusion, tensor, displaced)
+
+
+def warmup_of(line):
+    """Warm-up steps, corrected where the timings prove the table's assumption wrong:
+    no schedule with so many could be as fast."""
+    legacy = "legacy" in line["source"] or "arXiv 2405.14430" in line["source"]
+    if "not given" in line["note"] or "warm-up steps no" in line["note"]:
+        return 2
+    if line["model"] == "pixart-alpha" and not legacy:
+        return 0
+    return int(line["warmup"])
+
+
+def collective_of(row):
+    """(collective, group size) of a run by one method that has the whole group; None of others."""
+    if row.degrees is None:
+        return None
+    used = [(name, getattr(row.degrees, name)) for name in (*COLLECTIVES, "cfg", "pipefusion")
+            if getattr(row.degrees, name) > 1]
+    if len(used) != 1 or used[0][0] not in COLLECTIVES:
+        return None
+    return COLLECTIVES[used[0][0]], used[0][1]

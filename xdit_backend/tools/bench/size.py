@@ -1,0 +1,270 @@
+"""Say what a model at its full size asks of each device, without any: bytes held and sent, operations, kernels, and
+what bounds a step.
+
+MODEL is the name of a published model (one that is not known is answered with those that are), or a safetensors or
+GGUF file or a diffusers folder, of which only the header is read. The workers' own code runs on tensors that have
+shapes and no numbers; no GPU, no weights and no ComfyUI are needed. Without --machine the devices are eight RTX 4090 of
+24 GB over PCIe 4, by their data sheet.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints.checkpoint import open_checkpoint
+from ...checkpoints.model_dims import net_of
+from ...checkpoints.offload.offload_plan import offload_plan
+from ...checkpoints.quantisation import gguf
+from ...checkpoints.quantisation.layer_formats import FORMATS
+from ...checkpoints.quantisation.quantise_on_load import TYPES
+from ...checkpoints.tensor_sharding import possible_splits
+from ...config import ParallelConfig, check_weights_memory
+from ...partition import FULL
+from ...planner.cost_model import COLLECTIVES, Device, Links
+from ...planner.descriptions import describe_layout
+from ...planner.layout_search import Machine
+from ...planner.machine_profile import read_machine
+from ...planner.planner import EVERYWHERE, AttentionHeads, Devices, choose_layout, choose_spread, usual_branches
+from ...protocol.errors import ConfigError, UnsupportedError
+from ...protocol.specs import Layout
+from ..dry_run.commands import Run
+from ..dry_run.example_inputs import conditioning_shapes, latent_shape
+from ..dry_run.published_models import PUBLISHED
+from ..dry_run.simulated_rank import check_layout, count, outline, stage_ranks, world_size_of
+from .fits import Fit, auto_fit, collective_of, config_of
+from .plan import WEIGHT_TYPES, most_common, picture_size
+from .published_runs import CARDS
+
+AXES = ("cfg", "data", "ulysses", "ring", "pipefusion", "tensor", "displaced")
+AUTO = "auto"                              # what the node takes by itself
+LAYOUTS = "one", "ulysses2", "ring2", "pipefusion2", "tensor2", "displaced2"
+OF_UNETS = "one", "cfg2", "displaced2"
+IN_FILES = *FORMATS, *gguf.PACKED        # how weights may be in a file alone
+NUM_CARDS, CARD_BYTES = 8, 24e9
+PCIE_BYTES_S = 12e9                        # of PCIe 4 by way of host memory, for each of COLLECTIVES
+# seconds that a host takes to launch a kernel, of the device's for the kernels of a block
+LAUNCHES_OF_A_BLOCK = 130
+GIB, MIB = 2 ** 30, 2 ** 20
+# times as fast as products in 16 bits, by the data sheet of an RTX 4090; the formats that it has no products in are
+# unpacked, in the time that memory takes
+PRODUCTS_4090 = {"float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8_tensorwise": 4.0, "convrot_w4a4": 4.0}
+
+
+def add_arguments(parser):
+    parser.add_argument("model", metavar="MODEL", help="a published model's name, or a file or folder")
+    parser.add_argument("--layouts", nargs="+", metavar="NAME",
+                        help="one, or axes and degrees, as ulysses2 or pipefusion2-ulysses2, or auto: what xDiT "
+                             "Parallel Config takes by itself on all devices of the machine before it measures "
+                             "them (default: auto with --machine, one device, and each method on two)")
+    add_run_arguments(parser)
+    parser.add_argument("--patches", type=int, default=0, help="of PipeFusion; 0: two a stage")
+    parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES, *IN_FILES], metavar="TYPE",
+                        help="how the weights are held, a format of ComfyUI's or a type of GGUF too "
+                             "(default: as in the file, or bf16)")
+    parser.add_argument("--weights-memory", default=ParallelConfig().weights_memory, metavar="GB",
+                        help="of each device, that weights may take, as in xDiT Parallel Config: others come from host "
+                             "memory in every step (default: auto, what the run leaves)")
+    parser.add_argument("--machine", type=Path, metavar="FILE",
+                        help="JSON that describes devices and links, see docs/measuring.md")
+    parser.add_argument("--waits", action="store_true",
+                        help="also where the host waits for the device, and copies that are not asynchronous")
+
+
+def add_run_arguments(parser):
+    """What subject_of asks of a run, for bench card too."""
+    parser.add_argument("--size", metavar="WxH", help="of the picture or video, in pixels (default: the model's usual)")
+    parser.add_argument("--frames", type=int, metavar="N", help="of the video (default: the model's usual)")
+    parser.add_argument("--text", type=int, metavar="N", help="text tokens (default: the model's usual)")
+    parser.add_argument("--branches", type=int, choices=(1, 2),
+                        help="2 with classifier-free guidance (default: 1 where guidance is built in)")
+
+
+def main(options):
+    machine = usual_machine() if options.machine is None else read_machine(options.machine)
+    subject = dataclasses.replace(subject_of(options), capabilities=tuple(map(capability_of, machine.devices)))
+    print(subject.words)
+    print(f"on {len(machine.devices)} x {machine.devices[0].name or 'a device'}, "
+          f"{machine.devices[0].memory_bytes / 1e9:.3g} GB. A step after the first; seconds are the least that what "
+          f"bounds it allows.")
+    if subject.net is not None and subject.net.formats:
+        print(product_words(subject.net, machine.devices[0]))
+    print(f"{'layout':<24} {'rank':>4} {'weights':>8} {'kept':>7} {'peak':>7} GiB {'TFLOP':>9} {'MiB sent':>9} "
+          f"{'exchanges':>9} {'kernels':>8} {'GB moved':>9} {'s':>8}  bound by")
+    answers, waits = [], {}
+    is_unet = subject.checkpoint.family.is_unet
+    usual = OF_UNETS if is_unet else LAYOUTS
+    for name in options.layouts or (usual if options.machine is None else (AUTO, *usual)):
+        layout = parse_layout(name) if name != AUTO else None
+        try:
+            fit = auto_fit(subject, machine) if layout is None else Fit(subject, layout, machine)
+            subject.check(fit.layout, machine)
+            for line, found in rows(name, fit):
+                print(line, flush=True)
+                for where, times in found.items():
+                    waits.setdefault(where, []).append(f"{name} x{times}")
+            answers.append(f"{name}{'' if layout is not None else f' ({describe_layout(fit.layout)})'}: {fit.answer()}")
+        except (ConfigError, UnsupportedError) as error:
+            answers.append(f"{name}: {error}")
+    print("\n".join(answers))
+    if options.waits:
+        print("\n".join(f"waits: {where}: {', '.join(who)}" for where, who in waits.items()) or "waits: none")
+
+
+@dataclass(eq=False)
+class Subject:
+    """What is counted. checkpoint: also published_models.Unwritten. words: what it is, for a person."""
+
+    checkpoint: Any
+    storage: str
+    compute: str
+    quantisation: str
+    run: Run
+    text: int
+    words: str
+    weights_memory: str = ParallelConfig().weights_memory
+    capabilities: tuple = (None,)                              # of the devices, as kitchen_layers.products_on's
+
+    def spec(self, stages=None, tensor_degree=1, num_bytes=0):
+        """num_bytes: ModelSpec.weights_memory."""
+        return self.checkpoint.spec(self.storage, self.compute, stages, tensor_degree, self.quantisation,
+                                    weights_memory=num_bytes)
+
+    def plan_of(self, tensor_degree, budget_bytes, blocks=None):
+        """The OffloadPlan of a rank whose weights may take so many bytes of its device. blocks: None: all."""
+        return offload_plan(self.model, self.checkpoint.family, self.spec(None, tensor_degree), budget_bytes, blocks)
+
+    @functools.cached_property
+    def model(self):
+        """diffusers' model on the meta device, with weights as they are held."""
+        return outline(self.checkpoint, self.spec())[0]
+
+    @functools.cached_property
+    def net(self):
+        """The Net of the cost model; None of a U-Net."""
+        family = self.checkpoint.family
+        return None if family.is_unet else net_of(family, self.model, self.spec(), self.capabilities)
+
+    def spread(self, config, devices):
+        """The Spread of the weights over devices, as the node has it under a ParallelConfig."""
+        family = self.checkpoint.family
+        if family.is_unet:
+            return EVERYWHERE
+        return choose_spread(
+            config, self.net, Devices([device.memory_bytes for device in devices]),
+            lambda degree: "tensor" not in family.refused and possible_splits(self.model, family.plan, degree),
+            "pipefusion" not in family.refused, usual_branches(self.checkpoint.config), has_own_memory=True)
+
+    def layout_in(self, config, spread, devices, branches):
+        """The Layout of a run of so many branches on these devices, as the node has it before it has measured them."""
+        family, model = self.checkpoint.family, self.checkpoint.config
+        attention = AttentionHeads(family.name, family.num_heads(model), family.num_key_heads(model),
+                                   "ulysses" not in family.refused)
+        return choose_layout(config, len(devices), branches, attention, spread)
+
+    def check(self, layout, machine):
+        """Raise ConfigError where a layout cannot be, for the model or on the machine."""
+        if world_size_of(layout) > len(machine.devices):
+            raise ConfigError(f"it takes {world_size_of(layout)} devices, and there are {len(machine.devices)}.")
+        check_layout(self.checkpoint, layout)
+
+
+def subject_of(options):
+    """The Subject that the options mean. Raises ConfigError for what is not known."""
+    name = options.model.lower()
+    published = PUBLISHED.get(name)
+    if published is None and not Path(options.model).exists():
+        raise ConfigError(f"{options.model}: there is no such file or folder, nor a published model of this name. "
+                          f"Known are {', '.join(PUBLISHED)}.")
+    wanted, quantisation = options.weight_dtype, options.weight_dtype if options.weight_dtype in TYPES else ""
+    if published is None:
+        checkpoint, storage = open_checkpoint(options.model), WEIGHT_TYPES.get(wanted)
+        if wanted in IN_FILES:
+            raise ConfigError(f"--weight-dtype {wanted} is how a file is, and not what it is made when it is loaded. "
+                              f"Give such a file, or the name of a published model.")
+        storage = "bfloat16" if quantisation else storage or most_common(checkpoint)
+    else:
+        checkpoint = published.checkpoint(name, wanted if wanted in IN_FILES else "BF16")
+        storage = WEIGHT_TYPES.get(wanted, "bfloat16")
+    compute = "bfloat16" if storage.startswith("float8") else storage
+    size = picture_size(options.size) if options.size else published.size if published else (1024, 1024)
+    frames = options.frames or (published.frames if published else 1)
+    text = options.text or (published.tokens if published else 256)
+    family, config = checkpoint.family, checkpoint.config
+    branches = options.branches or (published.branches if published else 1 if config.get("guidance_embeds") else 2)
+    shape = latent_shape(family, config, size, frames)
+    run = Run(shape, *conditioning_shapes(family, config, shape, text), branches=branches,
+              num_patches=options.patches, forecast=config_of(Layout()).forecast_keys_values)
+    words = (f"{family.name}, {size[0]}x{size[1]}{f', {frames} frames' if frames > 1 else ''}, {text} text tokens, "
+             f"{branches} branch{'es' if branches > 1 else ''}, weights {wanted or storage}")
+    check_weights_memory(options.weights_memory)
+    return Subject(checkpoint, storage, compute, quantisation, run, text, words, options.weights_memory)
+
+
+def rows(name, fit):
+    """(line of the table, waits) of the first rank of a layout, the last, and the one whose stage has most weights."""
+    subject, layout, machine = fit.subject, fit.layout, fit.machine
+    spec = subject.spec(fit.stages, layout.tensor_degree, fit.weights_memory)
+    memory = [device.memory_bytes * FULL for device in machine.devices[:world_size_of(layout)]]
+    for rank in stage_ranks(subject.checkpoint, spec, layout, memory):
+        counted = count(subject.checkpoint, spec, layout, rank, fit.run, memory, subject.capabilities[0])
+        seconds = bounds(counted, layout, machine, subject.net)
+        bound = max(seconds, key=lambda what: seconds[what])
+        yield (f"{name:<24} {rank:>4} {counted.weight_bytes / GIB:>8.2f} {counted.kept_bytes / GIB:>7.2f} "
+               f"{counted.peak_bytes / GIB:>7.2f}     {counted.flops / 1e12:>9.2f} {counted.sent_bytes / MIB:>9.1f} "
+               f"{counted.num_exchanges:>9} {counted.kernels:>8} {counted.moved_bytes / 1e9:>9.1f} "
+               f"{seconds[bound]:>8.3f}  {bound}"), counted.waits | counted.mixed
+
+
+def product_words(net, device):
+    """How fast a device multiplies with a model's weights."""
+    words = [f"{format_} ({share:.0%} of their numbers) {device.products.get(format_, 1.0):.3g} times as fast as in 16 "
+             "bits" for format_, share in net.formats.items()]
+    return f"Products with these weights: {'; '.join(words)}."
+
+
+def bounds(counted, layout, machine, net=None):
+    """{what may bound a step: the least seconds that it takes}. net: of the model; None: of 16 bits."""
+    device, degree = machine.devices[0], world_size_of(layout)
+    flops = counted.flops - counted.attention_flops
+    arithmetic_s = ((flops / device.matrix_flops_s if net is None else device.product_s(net, flops))
+                    + counted.attention_flops / device.attention_flops_s)
+    seconds = {"arithmetic": arithmetic_s, "memory": counted.moved_bytes / device.memory_bytes_s,
+               "launches": counted.kernels * device.block_launch_s / LAUNCHES_OF_A_BLOCK}
+    if counted.come_bytes and device.host_bytes_s:
+        seconds["host memory"] = counted.come_bytes / device.host_bytes_s
+    if counted.num_exchanges:
+        collective = collective_of(layout)
+        if not any(known == collective for known, _ in machine.links.rates):
+            collective = "hop"
+        seconds["link"] = ((counted.sent_bytes - counted.shared_bytes) / machine.links.rate(collective, degree)
+                           + counted.num_exchanges * machine.links.latency(collective, degree))
+    if counted.shared_bytes:
+        seconds["link"] += counted.shared_bytes / machine.links.rate("gather", degree // layout.pipefusion_degree)
+    return seconds
+
+
+def capability_of(device):
+    """(major, minor) of a cost_model.Device; None: not known."""
+    return divmod(round(10 * device.capability), 10) if device.capability else None
+
+
+def usual_machine():
+    """What is taken where no machine is described."""
+    matrix_flops_s, memory_bytes_s = CARDS["RTX 4090"]
+    device = Device(matrix_flops_s, matrix_flops_s, memory_bytes_s, name="RTX 4090", memory_bytes=CARD_BYTES,
+                    host_bytes_s=PCIE_BYTES_S, products=PRODUCTS_4090, capability=8.9)
+    return Machine((device,) * NUM_CARDS, Links({(collective, 2): PCIE_BYTES_S for collective in COLLECTIVES}))
+
+
+def parse_layout(name):
+    """The Layout of a name such as "one" or "pipefusion2-ulysses2". Raises ConfigError for others."""
+    degrees = {}
+    for part in [] if name == "one" else name.split("-"):
+        axis = part.rstrip("0123456789")
+        if axis not in AXES or axis == part or not int(part[len(axis):]):
+            raise ConfigError(f'layout "{name}": "{part}" is not an axis and a degree. Use one, auto, or '
+                              f'{", ".join(AXES)} with a degree.')
+        degrees[f"{axis}_degree"] = int(part[len(axis):])
+    return Layout(**degrees)

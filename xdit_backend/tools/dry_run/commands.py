@@ -1,0 +1,138 @@
+"""What a host asks of one rank in two steps of a run: the commands, with tensors of this process. Used by
+simulated_rank.py."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ...partition import cut_patches
+from ...planner.planner import choose_num_patches, warmup_layout
+from ...protocol import messages
+from ...protocol.shared_memory import Segment, dtype_name
+from ...protocol.specs import Branch, Layout, ModelSpec, WeightCopies
+from ...worker.models import Loaded
+
+SIGMAS = 0.9, 0.8                          # of the two steps; keys and values are forecast between unlike ones
+
+
+@dataclass(frozen=True)
+class Run:
+    """A step of sampling. shape: of the latents of one branch, (B, C, H, W) or (B, C, F, H, W). conditioning: {name:
+    shape, with its batch}; a name that ends in "mask" or "ids" is of whole numbers. call_conditioning: the same, of
+    each call alone. branches: of guidance. num_patches: of PipeFusion; 0: two a stage. forecast: of keys and values, as
+    messages.Predict's. has_control: does a ControlNet add something at every place where one can? shares_weights: do
+    ranks bring a part each of the weights that come from host memory, and send it to each other?"""
+
+    shape: tuple[int, ...]
+    conditioning: dict[str, tuple[int, ...]]
+    call_conditioning: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    branches: int = 1
+    num_patches: int = 0
+    forecast: float = 0.0
+    has_control: bool = False
+    shares_weights: bool = False
+
+
+class HostMemory:
+    """Segments that are tensors of this process."""
+
+    def __init__(self):
+        self._tensors = {}
+
+    def share(self, tensor):
+        path = str(len(self._tensors))
+        self._tensors[path] = tensor
+        return Segment(path, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+    def map(self, segment):
+        return self._tensors[segment.path]
+
+
+@dataclass
+class Calls:
+    """The commands that a host gives for two steps of a run."""
+
+    loaded: Loaded
+    spec: ModelSpec
+    layout: Layout
+    run: Run
+    memory: HostMemory
+    compile_backend: str = ""
+    num_requests: int = 0
+    sigma: float = 1.0
+
+    @property
+    def are_apart(self):
+        """Are branches calls of their own? Else they are one batch."""
+        return (self.layout.cfg_degree > 1 or self.layout.pipefusion_degree > 1 or self.layout.displaced_degree > 1
+                or self.run.branches == 1)
+
+    @property
+    def names(self):
+        return [f"conditioning-{index}" for index in range(self.run.branches if self.are_apart else 1)]
+
+    @property
+    def num_patches(self):
+        layout = self.layout
+        return choose_num_patches(self.run.num_patches, layout.pipefusion_degree, self.run.shape,
+                                  self.loaded.family.latent.patch, layout.ring_degree * layout.ulysses_degree)
+
+    @property
+    def keeps(self):
+        return self.layout.displaced_degree > 1 or self.layout.pipefusion_degree > 1 and self.num_patches > 1
+
+    def sized(self, shape, name=""):
+        """With both branches, where they are one batch. A number that all share, such as vace_strength.0, is one."""
+        batch = self.run.shape[0]
+        if "." in name and len(shape) == 1 or name in self.loaded.family.counts:
+            return shape
+        times = 1 if self.are_apart else self.run.branches
+        return (batch * times, *shape[1:]) if shape and shape[0] == batch else shape
+
+    def conditionings(self):
+        dtype = self.loaded.dtype
+        for name in self.names:
+            tensors = {key: self.memory.share(torch.ones(
+                self.sized(shape, key), dtype=torch.int64 if key.endswith(("mask", "ids")) else dtype))
+                       for key, shape in self.run.conditioning.items()}
+            yield messages.Conditioning(self._request(), name, tensors)
+
+    def first_step(self):
+        self.sigma = SIGMAS[0]
+        layout = self.layout if self.spec.stages is None else warmup_layout(self.layout, self.spec.stages)
+        yield self._predict(None, 0, keep=self.keeps, layout=layout)
+
+    def next_step(self):
+        self.sigma = SIGMAS[1]
+        if self.layout.pipefusion_degree == 1 or self.num_patches == 1:
+            yield self._predict(None, 0, keep=self.keeps, stale=self.layout.displaced_degree > 1)
+            return
+        for patch, rows in cut_patches(self.run.shape, self.loaded.family.latent.patch, self.num_patches):
+            yield self._predict(patch, rows)
+
+    def _predict(self, patch, rows, layout=None, **fields):
+        shape = list(self.sized(self.run.shape))
+        if patch is not None:
+            shape[patch.dim] = rows
+        branches = [self._branch(name, shape) for name in self.names]
+        return messages.Predict(self._request(), self.spec.name, layout or self.layout, branches, patch,
+                                forecast=self.run.forecast if self.keeps else 0.0,
+                                compile_backend=self.compile_backend,
+                                copies=WeightCopies(is_shared=self.run.shares_weights), **fields)
+
+    def _branch(self, name, shape):
+        latent = self.memory.share(torch.zeros(shape, dtype=torch.float32))
+        family, config = self.loaded.family, self.loaded.transformer.config
+        written = self.memory.share(torch.zeros(shape[0], family.num_channels(config), *shape[2:]))
+        timestep = self.memory.share(torch.full((shape[0],), self.sigma * family.time_scale))
+        here = {key: self.memory.share(torch.ones(self.sized(given))) for key, given in
+                self.run.call_conditioning.items()}
+        parts = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
+                 for key in family.parts or () if key in here}
+        places = family.control_shapes(config, shape) if self.run.has_control else {}
+        control = {place: self.memory.share(torch.zeros(shape[0], *given)) for place, given in places.items()}
+        return Branch(latent, timestep, name, written, control, call_conditioning=here, parts=parts)
+
+    def _request(self):
+        self.num_requests += 1
+        return self.num_requests
