@@ -35,7 +35,7 @@ _provide("tests")
 _provide("xdit_backend")
 
 from tests.programs import slow_tier  # noqa: E402
-from tests.support import ordering, tiers
+from tests.support import ordering, tiers  # noqa: E402
 from tests.support.worker_processes import FOLDER, host_of, kind_of  # noqa: E402
 
 

@@ -26,7 +26,8 @@ from .tools.bench import (
 )
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": cost_model_accuracy,
-           "reach": estimate_accuracy, "scale": scale, "unlike": unlike, "drift": drift, "loading": loading, "start": startup,
+           "reach": estimate_accuracy, "scale": scale, "unlike": unlike, "drift": drift, "loading": loading,
+           "start": startup,
            "runs": runs, "size": size, "card": gpu}
 
 

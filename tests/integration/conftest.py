@@ -32,9 +32,9 @@ def in_pixels(kind, size):
 
 def in_dims(family, size):
     """The dims of a latent after its channels, for rows and columns; of sound its length, an odd one."""
-    if family.tiny.rows is not None:
-        return family.tiny.rows, 2 * size[0] * size[-1] + 1
-    return {1: (2 * size[0] * size[-1] + 1,), 2: size, 3: (family.tiny.frames, *size)}[len(family.latent.patch)]
+    if family.test_config.rows is not None:
+        return family.test_config.rows, 2 * size[0] * size[-1] + 1
+    return {1: (2 * size[0] * size[-1] + 1,), 2: size, 3: (family.test_config.frames, *size)}[len(family.latent.patch)]
 
 
 def in_parts(*parts):

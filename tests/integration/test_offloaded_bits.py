@@ -38,7 +38,7 @@ STAY["a tenth, shared"] = STAY["a tenth"]  # with WeightCopies.is_shared
 
 def deeper(name):
     """What of a tiny model's config gives it so many blocks that some of them come."""
-    config = FAMILIES[name].tiny.config
+    config = FAMILIES[name].test_config.config
     if name in UNETS:
         return PUBLISHED[name]
     found = {key: BLOCKS[config[key]] for key in COUNTS if key in config}

@@ -157,7 +157,8 @@ def make_checkpoint(kind, path):
     if path.is_file() and path.stat().st_mtime > maker.stat().st_mtime:
         return
     print(f"Making a small random checkpoint: {path}", flush=True)
-    done = subprocess.run([sys.executable, "-m", "tests.support.tiny_checkpoints", kind, str(path), "--size", "demo"], cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "tests.support.tiny_checkpoints", kind, str(path), "--size", "demo"],
+                          cwd=ROOT,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
     if done.returncode:
         raise HostError(f"Making {path.name} failed:\n{done.stdout}")

@@ -75,9 +75,9 @@ EXAMPLES = [
 ]
 
 BETWEEN_MACHINES = [
-    connections.Hello("machine", "", "other-pc", {"torch": "2.11.0"}, {"cuda:0": ("RTX 3090", 24e9)}),
-    connections.Hello("replies", "0" * 32),
-    connections.Welcome("0" * 32, 12.5),
+    connections.JoinRequest("machine", "", "other-pc", {"torch": "2.11.0"}, {"cuda:0": ("RTX 3090", 24e9)}),
+    connections.JoinRequest("replies", "0" * 32),
+    connections.JoinAccepted("0" * 32, 12.5),
     connections.Refused("torch is 2.6 there and 2.11 here"),
     connections.Start(("cuda:0", "other-pc/cuda:0"), {"NCCL_P2P_DISABLE": "1"}),
     connections.Find("/models/flux.safetensors", f"23802932552-{'0' * 64}"),

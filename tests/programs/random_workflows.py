@@ -239,7 +239,8 @@ class Runner:
                 model = self.comfyui.load_model.execute(*listed, self.comfyui.config(devices, **degrees)).args[0]
             if computed.get("compiled"):
                 model = model.clone()                          # as TorchCompileModel asks, of a backend that is quick
-                supported = importlib.import_module(f"{self.comfyui.pack.__name__}.nodes.bridge.compatibility.pipefusion_support")
+                supported = importlib.import_module(
+                    f"{self.comfyui.pack.__name__}.nodes.bridge.compatibility.pipefusion_support")
                 model.model_options["transformer_options"][supported.COMPILE] = "eager"
             self.models[key] = model
         return self.models[key]

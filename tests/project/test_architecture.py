@@ -89,7 +89,8 @@ def test_imports_follow_the_arrows(path):
     for name in imports(path):
         target = room_of(name)
         assert room is None or target in (None, room) or target in ARROWS[room], f"{own} imports {name}"
-        if own.startswith("xdit_backend") and own != "xdit_backend.tools.bench.baseline_comfyui":       # a process of its own
+        # a process of its own
+        if own.startswith("xdit_backend") and own != "xdit_backend.tools.bench.baseline_comfyui":
             assert name.split(".")[0] not in COMFYUI | {"nodes"}, f"{own} imports {name}"
 
 
@@ -162,7 +163,8 @@ def test_one_function_makes_process_groups():
     """NCCL splits them off the world's communicator, which must have no operation under way."""
     makers = re.compile(r"\b(new_group|split_group|new_subgroups\w*|shrink_group|init_device_mesh)\b")
     texts = {name_of(path): path.read_text(encoding="utf-8") for path in sources("nodes") + sources("xdit_backend")}
-    del texts["xdit_backend.tools.bench.baseline_diffusers"]             # diffusers' own parallelism, in a process of its own
+    # diffusers' own parallelism, in a process of its own
+    del texts["xdit_backend.tools.bench.baseline_diffusers"]
     mesh = texts.pop("xdit_backend.distributed.mesh")
     function, = (node for node in ast.parse(mesh).body if getattr(node, "name", "") == "make_group")
     inside = makers.findall(ast.get_source_segment(mesh, function))

@@ -92,7 +92,8 @@ def release(tmp_path):
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
 
     def run(*arguments):
-        return subprocess.run([sys.executable, "-m", "tests.programs.release", "--folder", str(tmp_path), *arguments], cwd=ROOT,
+        return subprocess.run([sys.executable, "-m", "tests.programs.release", "--folder", str(tmp_path), *arguments],
+                              cwd=ROOT,
                               capture_output=True, text=True)
     return run
 

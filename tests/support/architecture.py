@@ -41,7 +41,8 @@ def find_rooms():
         parts = path.relative_to(ROOT).with_suffix("").parts
         is_deep = parts[1] == "tools" or parts[1:3] == ("models", "common")
         room = ".".join(parts[:3 if is_deep else 2] if parts[0] == "xdit_backend" else parts[:-1])
-        if room not in ("xdit_backend.__init__", "xdit_backend.tools.__init__", "nodes.bridge"):            # an introduction alone
+        # an introduction alone
+        if room not in ("xdit_backend.__init__", "xdit_backend.tools.__init__", "nodes.bridge"):
             rooms.setdefault(room, []).append(path)
     return rooms
 

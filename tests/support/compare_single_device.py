@@ -30,7 +30,8 @@ from xdit_backend.worker.engine import Engine
 EXACT = 1e-10
 SIZES = {"rows": 6, "columns": 10, "batch": 2}
 # What a folder cannot say of a tiny model: it is as published ones are.
-PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].tiny.config["_conditioner"] | {"num_attention_heads": 16}},
+PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].test_config.config["_conditioner"]
+                       | {"num_attention_heads": 16}},
              **{name: {"block_out_channels": (64,) * len(UNETS[name]["block_out_channels"])} | (
                  {"norm_num_groups": 32} if "norm_num_groups" in UNETS[name] else {"num_attention_heads": (1, 1, 1)})
                 for name in UNETS},
@@ -45,7 +46,7 @@ SAID = {"LTX-2": {"rope_type": "split", "rope_double_precision": True, "cross_at
 def layouts_of(name, num_methods):
     """The layouts of so many methods, each of degree 2, that a family can run, as the nodes refuse the others."""
     family, found = FAMILIES[name], []
-    config = family.tiny.config | PUBLISHED.get(name, {})
+    config = family.test_config.config | PUBLISHED.get(name, {})
     for degrees in itertools.combinations(DEGREES, num_methods):
         layout, settings = (kind(**dict.fromkeys(degrees, 2))
                             for kind in (Layout, functools.partial(ParallelConfig, mode="manual")))
@@ -165,7 +166,8 @@ def execute(rank, world_size, runs):
         # no mode reaches into a graph
         is_compiled = any(getattr(command, "compile_backend", "") for command in commands)
         if is_compiled:
-            importlib.import_module("tests.support.reusing_backend")           # which torch.compile then knows by its name
+            # which torch.compile then knows by its name
+            importlib.import_module("tests.support.reusing_backend")
         with unrounded(1 if is_compiled else layout.tensor_degree):
             for command in commands:
                 engine.execute(command)

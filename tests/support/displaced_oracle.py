@@ -173,7 +173,7 @@ class StaleTransformer:
         self.mixed = within | set(example.family.plan.cross_attention.values())  # (streams of queries, streams of keys)
         self.calls, self.read = Calls(forecast), {}
         modules = dict(example.model.named_modules())
-        for path in example.family.plan.edges.keys() & modules.keys():
+        for path in example.family.plan.boundary_halos.keys() & modules.keys():
             modules[path].register_forward_pre_hook(self.read.__setitem__)
 
     def predict(self, x, timestep, is_stale):

@@ -51,7 +51,7 @@ class Example:
 
 
 # All, but for those that need a newer diffusers than is installed.
-CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
+CONFIGS = {name: family.test_config.config for name, family in FAMILIES.items()
            if not family.is_unet and not any(refusal.__name__ == "older_diffusers" and refusal({})
                                              for refusal in family.refusals)}
 
@@ -79,7 +79,7 @@ BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMI
 ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "HunyuanImage distilled",
          "HunyuanVideo 1.5 distilled", "AnyFlow", "CogVideoX-I2V", "Z-Image-Omni", "AuraFlow", "Cosmos-Predict1",
          "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
-UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.takes_unet_patches}
+UNETS = {name: family.test_config.config for name, family in FAMILIES.items() if family.takes_unet_patches}
 WHOLE = [name for name, family in FAMILIES.items() if family.is_whole]          # U-shaped too, but of ComfyUI's
 # what references are called, of families that have some
 WITH_REFERENCES = {name: word for name in CONFIGS for word in ("ref_latents", "context_latents")
@@ -123,13 +123,14 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     its class has of one size alone left out? Else its inputs are.
     """
     family = FAMILIES[name]
-    config, batch = family.tiny.config | more, batch * (family.tiny.frames if family.has_frames_as_batch else 1)
+    config = family.test_config.config | more
+    batch *= family.test_config.frames if family.has_frames_as_batch else 1
     torch.manual_seed(0)
     model = build(family, config).eval().to(dtype).requires_grad_(False)
     _wake(model)
     if family.is_comfyuis:
         if thin:
-            family.tiny.thin(model)
+            family.test_config.thin(model)
         _draw(model)
         rotate_in_float64(dtype == torch.float64)
         if dtype == torch.float64:
@@ -138,9 +139,9 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     rows, columns = rows * unit(family), columns * unit(family)
     # they have no positions for latents of less than 66 rows and columns
     columns += 60 if name.startswith("PixArt") else 0
-    shape = {1: (rows * columns + 1,), 2: (rows, columns), 3: (frames or family.tiny.frames, rows, columns)}[
+    shape = {1: (rows * columns + 1,), 2: (rows, columns), 3: (frames or family.test_config.frames, rows, columns)}[
         len(family.latent.patch)]
-    shape = shape if family.tiny.rows is None else (family.tiny.rows, rows * columns + 1)
+    shape = shape if family.test_config.rows is None else (family.test_config.rows, rows * columns + 1)
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
     conditioning = conditioning_of(family, config, generator, {"context": num_text_tokens}, batch, shape)
     if not thin:
@@ -256,13 +257,14 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
                                        generator=generator)
         elif name in ("input_ids", "position_ids"):            # of the first the last one means the time
             own = 1 if name == "position_ids" else batch       # ComfyUI makes one of these for all images
-            shape = family.tiny.drawn[name](config, (own, 0, *size), lengths["context"])
+            shape = family.test_config.input_shapes[name](config, (own, 0, *size), lengths["context"])
             made[name] = torch.randint(0, 50, shape, generator=generator)
             if name == "input_ids":
                 made[name][:, -1] = TIME_ID
             made[name] = made[name].expand(batch, *shape[1:])
-        elif name in family.tiny.drawn:
-            made[name] = torch.randn(family.tiny.drawn[name](config, (batch, 0, *size), lengths["context"]),
+        elif name in family.test_config.input_shapes:
+            made[name] = torch.randn(family.test_config.input_shapes[name](config, (batch, 0, *size),
+                                                                           lengths["context"]),
                                      generator=generator)
         elif name == "y" and config.get("num_class_embeds"):   # one of them
             made[name] = torch.randint(0, config["num_class_embeds"], (batch,), generator=generator)

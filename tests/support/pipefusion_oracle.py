@@ -37,7 +37,7 @@ class StaleModel:
                     if module is not None:
                         module.register_forward_pre_hook(functools.partial(self._enter, streams, name))
                         module.register_forward_hook(functools.partial(self._enter, None, ""))
-        for path, side in example.family.plan.edges.items():
+        for path, side in example.family.plan.boundary_halos.items():
             if path.rpartition(".")[0] in dict(example.model.named_modules()):
                 example.model.get_submodule(path).register_forward_pre_hook(functools.partial(self._as_last, side))
 

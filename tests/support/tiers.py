@@ -35,7 +35,8 @@ def mark(items):
     from xdit_backend.models import FAMILIES
     others = {*FAMILIES, *families(), *AUTOENCODERS, *KINDS} - FEW_FAMILIES - FEW_VAES
     for item in items:
-        if (not is_marked(item, "everyone") and "/".join(item.path.parts[-3:-1]) in RUN_WORKERS and hasattr(item, "callspec")
+        if (not is_marked(item, "everyone") and "/".join(item.path.parts[-3:-1]) in RUN_WORKERS
+            and hasattr(item, "callspec")
                 and any(
                         isinstance(value, str) and value in others for value in item.callspec.params.values())):
             item.add_marker(pytest.mark.slow)

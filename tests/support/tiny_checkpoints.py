@@ -139,7 +139,7 @@ def transformer(kind, size="test"):
     """ComfyUI's model class of a family, small and random."""
     import comfy.ops
     thin_parts()
-    tiny = families()[kind].tiny
+    tiny = families()[kind].test_config
     base, changed = VARIANTS.get(kind, (kind, {}))
     arguments = tiny.arguments | changed | (DEMO.get(base, {}) if size == "demo" else {})
     arguments.pop("causal_ar", None)                           # another class of the same tensors
@@ -198,13 +198,14 @@ def detect_thin():
     import comfy.supported_models
     import comfy.utils
     thin_parts()
-    names, thin = comfy.utils.pixart_to_diffusers, {"hidden_size": families()["pixart"].tiny.arguments["hidden_size"]}
+    names = comfy.utils.pixart_to_diffusers
+    thin = {"hidden_size": families()["pixart"].test_config.arguments["hidden_size"]}
     comfy.utils.pixart_to_diffusers = lambda config, *more, **named: names(thin | config, *more, **named)
     models = comfy.supported_models.models
     comfy.model_detection.detect_unet_config = _of_fewer_blocks(comfy.model_detection.detect_unet_config)
     for kind, family in families().items():
-        detected = getattr(comfy.supported_models, DETECTED.get(kind, family.tiny.detected) or "", None)
-        arguments = family.tiny.arguments | VARIANTS.get(kind, (kind, {}))[1]
+        detected = getattr(comfy.supported_models, DETECTED.get(kind, family.test_config.detected) or "", None)
+        arguments = family.test_config.arguments | VARIANTS.get(kind, (kind, {}))[1]
         if family.is_unet and not family.is_whole:             # a class of its own for what is compared
             thin = {key: arguments[key] for key in detected.unet_config if key in arguments}
             place = 0 if kind in DETECTED else len(models)     # what says more comes first, as in ComfyUI's own list
@@ -216,7 +217,7 @@ def detect_thin():
         elif detected is not None:
             said = {key for base, changed in VARIANTS.values() if families()[base] is family for key in changed}
             detected.unet_extra_config = arguments if kind in DETECTED else {      # but for what a variant's file says
-                key: value for key, value in family.tiny.arguments.items() if key not in said}
+                key: value for key, value in family.test_config.arguments.items() if key not in said}
             detected.unet_config = {key: arguments.get(key, value) for key, value in detected.unet_config.items()}
 
 
@@ -422,7 +423,7 @@ def save(kind, path, size="test", prefix="", dtype=None, encoder=False, position
 def said_of(kind):
     """What a file's metadata says of its transformer: of LTX-2 all, of others how they differ."""
     base, changed = VARIANTS.get(kind, (kind, {}))
-    return (families()[kind].tiny.arguments if base == "ltx-2" else {}) | changed
+    return (families()[kind].test_config.arguments if base == "ltx-2" else {}) | changed
 
 
 def save_scaled(path, source, marks="comfy_quant", per_row=False):

@@ -164,8 +164,8 @@ def problems(stored, found, changed=frozenset()):
         for word, number in words.items():
             limit = stored.get(place, {}).get(word)
             if limit is None or number < limit:
-                messages.append(f"Run `python -m tests.support.words --write` and commit tests/support/word_counts.json: \"{word}\" "
-                                f"occurs {number} times in {place}, "
+                messages.append("Run `python -m tests.support.words --write` and commit tests/support/word_counts.json: "
+                                f"\"{word}\" occurs {number} times in {place}, "
                                 + ("and no count is stored." if limit is None else f"the stored count is {limit}."))
             elif number > limit:
                 lines = [(each.path, each.line) for each in found if (each.place, each.word) == (place, word)]

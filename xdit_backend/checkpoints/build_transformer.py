@@ -59,10 +59,10 @@ def metadata_settings(checkpoint):
 def build(family, config):
     """The family's model: diffusers', which computes as ComfyUI's does, or ComfyUI's own."""
     if family.is_comfyuis:
-        model = build_module(family.transformer, config, family.of_class)
+        model = build_module(family.transformer, config, family.class_arguments)
     else:
         model = _class_of(family).from_config(config)
-    family.amend(model, config)
+    family.adapt_model(model, config)
     if family.is_comfyuis:
         check_class(model, family)                             # with what amend has given its blocks
     return model

@@ -83,7 +83,7 @@ class Transformer:
         """Index of the block that a tensor of the file belongs to, over all lists;
         None for what is outside the blocks."""
         first = 0
-        if self.family.is_unet or name.startswith(self.family.plan.outside):
+        if self.family.is_unet or name.startswith(self.family.plan.shared_parameters):
             return None
         for list_ in self.family.blocks:
             prefixes = ([f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None
@@ -192,7 +192,9 @@ def _move(loaded, addresses, to_quantise, on_progress, offloaded, in_blocks):
     done_bytes, total_bytes = 0.0, round(sum(read_bytes))
 
     def in_tiles(name, own):                                   # before others see it in host memory
-        return kitchen_layers.in_tiles(in_blocks[name], {"weight_scale": own})["weight_scale"] if name in in_blocks else own
+        if name not in in_blocks:
+            return own
+        return kitchen_layers.in_tiles(in_blocks[name], {"weight_scale": own})["weight_scale"]
     for (name, weight, source, dtype), own_bytes in zip(tensors, read_bytes):
         done_bytes += own_bytes
         if name in to_quantise:

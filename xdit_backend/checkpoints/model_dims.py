@@ -9,8 +9,8 @@ import torch
 
 from ..models.common.family import Family
 from ..partition import attended, cut_bands, halved, level_of, slot_bytes, summed_modules
-from ..planner.cost_model import Job, Net
-from ..planner.memory_model import Live, unet_memory
+from ..planner.cost_model import Job, ModelDims
+from ..planner.memory_model import ActivationFootprint, unet_memory
 from ..planner.quantised_matmul_memory import Product
 from .quantisation import kitchen_layers
 from .quantisation.layer_formats import FORMATS
@@ -28,23 +28,25 @@ def net_of(family: Family, model, spec=None, capabilities=(None,)):
     blocks = [(list_.image_share, block_copies) for list_ in family.blocks
               for block_copies in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)
-    elements = sum(share * _matrix_elements(block, family.plan.once) for share, block_copies in blocks
+    elements = sum(share * _matrix_elements(block, family.plan.cacheable) for share, block_copies in blocks
                    for block in block_copies) / num_blocks
     heads = family.num_heads(model.config)
     joint = any("text" in streams for streams in family.plan.attention.values())
-    net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
+    net = ModelDims(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
               key_heads=family.num_key_heads(model.config) or heads, skips=len(family.plan.skips(num_blocks)),
               whole_attention=any(path.startswith((f"{name}.to_q", f"{name}.qkv")) for path in family.plan.unsplit
                                   for name in family.plan.attention),
               text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks),
-              agreed=_sums(model, family.plan, joint, num_blocks, True), formats=_formats(blocks, family.plan.once),
-              usual_tokens=usual_tokens(family, model.config), live=Live(**family.live) if family.live else None)
+              agreed=_sums(model, family.plan, joint, num_blocks, True),
+              formats=_formats(blocks, family.plan.cacheable),
+              usual_tokens=usual_tokens(family, model.config),
+              live=ActivationFootprint(**family.activation_factors) if family.activation_factors else None)
     if spec is None:
         return net
     weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
-    unpack_bytes = functools.partial(_unpack_bytes, blocks, family.plan.once, spec, capabilities)
-    products = _products(blocks, family.plan.once, capabilities)
+    unpack_bytes = functools.partial(_unpack_bytes, blocks, family.plan.cacheable, spec, capabilities)
+    products = _products(blocks, family.plan.cacheable, capabilities)
     return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize,
                    unpack_bytes=unpack_bytes(), lora_unpack_bytes=(unpack_bytes(True), unpack_bytes(True, False)),
                    rounded_bytes=max((product.input_bytes for product in products if product.format not in EAGER),
@@ -91,7 +93,7 @@ def unet_run_memory(family, model, sizes, batch, degrees, dtype, **kept):
     kept_in_all = kept_bytes(model, sizes, degrees.displaced, dtype, own, **kept)
     if family.has_frames_as_batch:                             # which go through it together
         own, hidden_bytes = own // images, images * hidden_bytes
-    return unet_memory(Live(**family.live), hidden_bytes, own, kept_in_all, degrees)
+    return unet_memory(ActivationFootprint(**family.activation_factors), hidden_bytes, own, kept_in_all, degrees)
 
 
 def kept_bytes(model, shape, num_ranks, dtype, batch=1, cached_steps=1, num_tokens=USUAL_TEXT):
@@ -139,7 +141,7 @@ def _sums(model, plan, joint, num_blocks, agreed=False):
     feed-forward is the image's and the other the text's."""
     splits = possible_splits(model, plan)
     if not splits:
-        return 0.0 if agreed else Net.sums
+        return 0.0 if agreed else ModelDims.sums
     if agreed:
         splits = {name: split for name, split in splits.items() if name.endswith(".weight") and split.how == "rows"
                   and getattr(model.get_submodule(name.removesuffix(".weight")), "agreed", "") == "each"}

@@ -48,7 +48,8 @@ def read_plain(checkpoint, tensors, without=()):
             plain[name] = torch.empty(checkpoint.shapes[name], device="meta")
         elif name in beside and checkpoint.layers[name].type not in SCALED:
             layer = checkpoint.layers[name]
-            plain[name] = kitchen_layers.unpacked(layer, tensors[name], kitchen_layers.in_tiles(layer, beside[name]), torch.float32)
+            plain[name] = kitchen_layers.unpacked(layer, tensors[name], kitchen_layers.in_tiles(layer, beside[name]),
+                                                  torch.float32)
         else:
             plain[name] = unpacked(tensors[name], checkpoint.dtypes[name], beside.get(name, {}).get("weight_scale"),
                                    torch.float32).view(checkpoint.shapes[name])

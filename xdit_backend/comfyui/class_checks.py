@@ -53,7 +53,7 @@ def _missing(model, family):
                         for name in (*list_.streams, *list_.tokens, *list_.masks, *(plan.places or ())[:1],
                                      *([plan.skip_name] if plan.skips(len(blocks)) else ()))
                         if name not in names)
-        for name in (*list_.attention, *plan.cross_attention, *plan.once):
+        for name in (*list_.attention, *plan.cross_attention, *plan.cacheable):
             if not any(_has(block, name) for each in plan.lists for block in _at(model, each.name) or ()):
                 yield f"module {name} in the blocks"
     yield from (f"module or method {path}" for path in (*plan.positions, *plan.once_outside, *plan.unstaged_blocks)

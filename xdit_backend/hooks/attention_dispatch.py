@@ -19,8 +19,8 @@ from ..parallel.sequence_parallel import Attention, Window, usp_attention
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
 from .biases import with_bias
-from .block_hooks import Place, one_key_per_group
-from .function_overrides import OwnCode, functional, in_file
+from .block_hooks import BlockPosition, one_key_per_group
+from .function_overrides import FunctionOverrides, functional, in_file
 from .infinite_talk import tell_apart
 from .nag import apply_nag
 from .real_rotary import in_pairs, in_real_numbers
@@ -35,7 +35,7 @@ class RunningAttention:
     """The attention module that a forward is in, and whose tokens attend to whose."""
 
     module: torch.nn.Module
-    place: Place
+    place: BlockPosition
     name: str
     streams: tuple[str, ...]               # of the queries
     key_streams: tuple[str, ...]           # of keys and values; mostly the same
@@ -65,7 +65,7 @@ class AttentionFunctions:
         self._running, self._needs_text = running, needs_text
         # of the attention whose graph is being made, and whether that has attended
         self._traced_name, self._is_traced = "", False
-        self.own_code = OwnCode(dict.fromkeys(ROTATIONS, in_real_numbers) | {
+        self.own_code = FunctionOverrides(dict.fromkeys(ROTATIONS, in_real_numbers) | {
                                     "attention": self._within, "optimized_var_attention": self._in_groups},
                                 {"view_as_complex": in_pairs},
                                 F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),

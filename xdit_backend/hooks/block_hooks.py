@@ -21,7 +21,7 @@ class StageEnd(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPosition:
     """A block's place in the model. list_: what the plan says of its list."""
 
     index: int                     # over all lists
@@ -121,7 +121,7 @@ def _sum_of_ranks(part):
 def place_edges(model, plan, running):
     """Have the modules after the blocks that read one row of the picture beyond a patch's read what its neighbours have
     given last. running: as `summed`'s."""
-    for path, side in plan.edges.items():
+    for path, side in plan.boundary_halos.items():
         module = _inside(model, path)
         if module is not None:
             module.forward = _with_edges(module.forward, running, path, side)

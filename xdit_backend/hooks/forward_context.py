@@ -62,11 +62,13 @@ class ForwardContext:
     yield_turn: Callable = lambda: None    # called while this forward's sums travel: another's turn
     weights_come: bool = False             # those of some blocks, for each block; none computes with another's
     end_block: Callable = lambda block: None           # called after each block, for others' turns with its weights
-    precomputed: dict = field(default_factory=dict)  # tensor_parallel.py's: what was made for layers that have not asked yet
+    # tensor_parallel.py's: what was made for layers that have not asked yet
+    precomputed: dict = field(default_factory=dict)
     receive_message: Callable | None = None  # () -> the message of the stage before, for stages after the first
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
     cuts: dict = field(default_factory=dict)           # of what every block gets anew: this rank's part; hooks fill it
-    attention: Any = None                  # hooks.attention_dispatch.RunningAttention, while in an attention that ranks share
+    # hooks.attention_dispatch.RunningAttention, while in an attention that ranks share
+    attention: Any = None
     attentions: dict = field(default_factory=dict)     # name -> those of the block that runs, where it is compiled
     choosing: dict = field(default_factory=dict)       # name -> forward, likewise, see ModelPlan.choosing
     block: str = ""                        # path of the block of a U-Net that runs, likewise

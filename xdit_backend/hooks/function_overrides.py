@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 
-class OwnCode:
+class FunctionOverrides:
     """What code of a model's modules finds by these names of its file."""
 
     def __init__(self, around=None, instead=None, **names):

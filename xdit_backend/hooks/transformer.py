@@ -13,12 +13,12 @@ import torch
 
 from ..attention.masks import read_mask
 from ..distributed.custom_ops import running
-from ..parallel.amax_sync import Agreement
+from ..parallel.amax_sync import AmaxSync
 from ..parallel.tensor_parallel import install_tensor_hooks
 from ..partition import check_shards
 from . import injected_networks, token_shards_io
 from .attention_dispatch import COMFYUIS, AttentionFunctions, RunningAttention
-from .block_hooks import Place, StageEnd, _inside, _transposed, place_edges, places_of, summed, with_halos
+from .block_hooks import BlockPosition, StageEnd, _inside, _transposed, place_edges, places_of, summed, with_halos
 from .compiled_blocks import CompiledBlocks, outside_graphs
 from .interleave import take_turns
 
@@ -45,14 +45,14 @@ class Hooks:
                 self._attention.own_code.place_in(module, COMFYUIS)
         if splits:
             install_tensor_hooks(model, plan, splits, self._running)
-        self._agreement = Agreement(model, splits, lambda: self._context)
+        self._agreement = AmaxSync(model, splits, lambda: self._context)
         self.num_blocks = len(blocks)
         self._compiled = CompiledBlocks(model, self.num_blocks, on_compile)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams
                   for index, (_, list_) in enumerate(blocks)] + [True]
         numbers = [number for list_ in plan.lists for number in range(len(model.get_submodule(list_.name)))]
-        self._places = [Place(index, list_, numbers[index], starts[index], starts[index + 1])
+        self._places = [BlockPosition(index, list_, numbers[index], starts[index], starts[index + 1])
                         for index, (_, list_) in enumerate(blocks)]
         for place, (block, _) in zip(self._places, blocks):
             self._install_inside(block, place)
@@ -71,20 +71,20 @@ class Hooks:
                 given = module, place, name, streams, key_streams, plan.window(module)
                 self._compiled.blocks[place.index].attentions[name] = given
                 module.forward = self._hook_attention(module.forward, *given)
-        for path, span in plan.once.items():
+        for path, span in plan.cacheable.items():
             module = _inside(block, path)
             if module is not None:
                 self._compiled.blocks[place.index].once[path] = module, span
                 module.forward = self._hook_once(module, module.forward, (place.index, path), span)
-        injected_networks.lead(block, place.number, plan.led, lambda: self._context)
-        if plan.heard:
-            injected_networks.hear(block, place.number, plan.heard, lambda: self._context)
-        for path in plan.choosing:
+        injected_networks.lead(block, place.number, plan.lllite_targets, lambda: self._context)
+        if plan.audio_attention:
+            injected_networks.hear(block, place.number, plan.audio_attention, lambda: self._context)
+        for path in plan.graph_breaks:
             module = _inside(block, path)
             if module is not None:
                 self._compiled.blocks[place.index].choosing[path] = module.forward
                 module.forward = outside_graphs(module.forward, path)
-        for paths, hooked in ((plan.sums, summed), (plan.halos, with_halos)):
+        for paths, hooked in ((plan.token_reductions, summed), (plan.halos, with_halos)):
             for module in map(block.get_submodule, paths):
                 module.forward = hooked(module.forward, lambda: self._context)
 
@@ -96,7 +96,7 @@ class Hooks:
                                          if module is not None else []):
                 each.forward = self._hook_once(each, each.forward, (path, index), span)
         place_edges(model, plan, lambda: self._context)
-        for path, (arguments, factor) in plan.exact.items():
+        for path, (arguments, factor) in plan.full_precision_inputs.items():
             model.get_submodule(path).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
         for path, of_patch in plan.positions.items():
             parent, _, name = path.rpartition(".")

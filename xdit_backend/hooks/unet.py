@@ -25,7 +25,7 @@ from ..protocol.errors import UnsupportedError
 from ..protocol.specs import Shrink
 from .compiled_blocks import CompiledBlocks
 from .free_u import free_u
-from .function_overrides import OwnCode, functional, torch_with
+from .function_overrides import FunctionOverrides, functional, torch_with
 from .injected_networks import text_places, with_networks, with_pictures
 from .interleave import take_turns
 from .nag import apply_nag
@@ -62,7 +62,7 @@ class UNetHooks:
         # of the forward that runs, where blocks are compiled; of an attention in a graph that is being made
         self._graph_rows, self._graph_attention = None, ""
         self._text_places = text_places(model, self.num_levels)
-        own_code = OwnCode(F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
+        own_code = FunctionOverrides(F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
         for name, module in model.named_modules():
             index, inner = in_block(name, paths)
             level = level_of(name, self.num_levels)
@@ -75,7 +75,7 @@ class UNetHooks:
                 module.forward = self._hook_norm(module, module.forward, name, level, inner)
             elif name in attentions:
                 self._place_attention(module, level, (index, inner, name), attentions[name])
-        joins = OwnCode(torch=torch_with(cat=self._join))
+        joins = FunctionOverrides(torch=torch_with(cat=self._join))
         for block in model.up_blocks:
             joins.place(block)
         for index, (block, path) in enumerate(zip(self._blocks, paths)):

@@ -109,7 +109,7 @@ ACE_STEP = Family(
         lyric_hidden_size=size("lyric_embs.weight", 1), patch_size=[ROWS, 1],
         _lyric_heads=size(f"{LYRICS}0.self_attn.pos_bias_u", 0), _lyric_blocks=blocks(LYRICS),
         _lyric_units=size(f"{LYRICS}0.feed_forward.w_1.weight", 0)),
-    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), amend=_amend,
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_amend,
     computes_as_made=True, unfold=_in_pieces,
     conditioning={"context": "text_embedding_dim", "speaker_embeds": "speaker_embedding_dim", "lyric_token_idx": None,
                   "lyrics_strength": None},
@@ -118,14 +118,16 @@ ACE_STEP = Family(
     num_heads=lambda config: config["num_attention_heads"], width=lambda config: config["inner_dim"],
     num_channels=lambda config: config["out_channels"], pixels=lambda config: (1, 64, 1),
     # most while lyrics are encoded and the sound is cut into tokens, which every rank does for itself
-    live={"alone": 17.59, "residual": 17.59, "held": 4.74, "block": 18.8, "exchange": 10.0, "shared": 2.79},
+    activation_factors={"alone": 17.59, "residual": 17.59, "held": 4.74, "block": 18.8, "exchange": 10.0,
+                        "shared": 2.79},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
-        attention={}, sums=("attn",), halos=("ff.depth_conv",), tokens={"rotary_freqs_cis": TokenArgument(0, IMAGE)}),
-    tiny=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")} | {
+        attention={}, token_reductions=("attn",), halos=("ff.depth_conv",),
+        tokens={"rotary_freqs_cis": TokenArgument(0, IMAGE)}),
+    test_config=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")} | {
         "inner_dim": 256, "num_attention_heads": 2, "speaker_embedding_dim": 512,
         "max_position": 32768}, rows=ROWS, detected="ACEStep",
-        drawn={"speaker_embeds": lambda config, shape, tokens: (shape[0], config["speaker_embedding_dim"]),
+        input_shapes={"speaker_embeds": lambda config, shape, tokens: (shape[0], config["speaker_embedding_dim"]),
                "lyric_token_idx": lambda config, shape, tokens: (shape[0], tokens + 2),
                "lyrics_strength": lambda config, shape, tokens: (PIECES,)}),
 )

@@ -83,7 +83,7 @@ ACE_STEP15 = Family(
         encoder_intermediate_size=size(f"{LYRICS}0.mlp.gate_proj.weight", 0),
         encoder_num_heads=_heads(f"{LYRICS}0.self_attn.q_proj"),
         audio_acoustic_hidden_dim=size("decoder.proj_out.1.weight", 1)),
-    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), amend=_amend,
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_amend,
     computes_as_made=True,
     conditioning={"context": "text_hidden_dim", "lyric_embed": "text_hidden_dim", "refer_audio": None,
                   "audio_codes": None, "is_covers": None, "replace_with_null_embeds": None},
@@ -95,7 +95,7 @@ ACE_STEP15 = Family(
     width=lambda config: config["hidden_size"], in_channels=lambda config: config["audio_acoustic_hidden_dim"],
     num_channels=lambda config: config["audio_acoustic_hidden_dim"], pixels=lambda config: (1, 32, 32),
     # most while the sound is encoded, which every rank does for itself
-    live={"alone": 31.5, "residual": 31.5, "whole": 20.0, "outside": 31.5, "late": 16.0},
+    activation_factors={"alone": 31.5, "residual": 31.5, "whole": 20.0, "outside": 31.5, "late": 16.0},
     plan=ModelPlan(
         blocks=(BlockList("decoder.layers", "decoder.layers.", "num_dit_layers"),),
         streams={"hidden_states": "image"}, attention={"self_attn": IMAGE},
@@ -103,10 +103,11 @@ ACE_STEP15 = Family(
         window=lambda attention: (attention.sliding_window,) * 2 if attention.sliding_window else None,
         positions={"decoder.rotary_emb": Cut(TokenArgument(0, IMAGE), _whole_length),
                    "prepare_condition": _whole_sound},
-        once={"cross_attn.k_proj": "run", "cross_attn.v_proj": "run"},
+        cacheable={"cross_attn.k_proj": "run", "cross_attn.v_proj": "run"},
         once_outside={"decoder.condition_embedder": "run", "encoder": "run", "tokenizer": "run", "detokenizer": "run"}),
-    tiny=Tiny(TINY, NATIVE, TINY | {"sliding_window": 128}, detected="ACEStep15",
-              drawn={"lyric_embed": lambda config, shape, tokens: (shape[0], tokens + 2, config["text_hidden_dim"]),
+    test_config=Tiny(TINY, NATIVE, TINY | {"sliding_window": 128}, detected="ACEStep15",
+              input_shapes={"lyric_embed": lambda config, shape,
+                            tokens: (shape[0], tokens + 2, config["text_hidden_dim"]),
                      "refer_audio": lambda config, shape, tokens: (
                          shape[0], config["audio_acoustic_hidden_dim"], shape[2])}),
 )

@@ -67,11 +67,12 @@ AURAFLOW = Family(
         attention_head_dim=size("init_x_linear.weight", 0, NUM_HEADS), num_attention_heads=NUM_HEADS,
         joint_attention_dim=size("cond_seq_linear.weight", 1), caption_projection_dim=size("cond_seq_linear.weight", 0),
         pos_embed_max_size=size("positional_encoding", 1)),
-    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, config_from_tensors=("sample_size",),
+    convert=KEYS, latent=LATENT, time_scale=1.0, adapt_model=_amend, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim"}, ignored=("y",),
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep()},
-    live={"alone": 13.1, "residual": 5.1, "whole": 9.0, "outside": 4.1, "held": 2.05, "block": 12.0, "exchange": 14.0,
+    activation_factors={"alone": 13.1, "residual": 5.1, "whole": 9.0, "outside": 4.1, "held": 2.05, "block": 12.0,
+                        "exchange": 14.0,
           "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("joint_transformer_blocks", "double_layers.", "num_mmdit_layers", returns=BOTH,
@@ -81,8 +82,8 @@ AURAFLOW = Family(
                           patched="single")),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, needs_text=True,
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)},
-        once={"norm1.linear": "step", "norm1_context.linear": "step"}, once_outside={"context_embedder": "run"}),
-    tiny=Tiny(
+        cacheable={"norm1.linear": "step", "norm1_context.linear": "step"}, once_outside={"context_embedder": "run"}),
+    test_config=Tiny(
         {"sample_size": 64, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_mmdit_layers": 2,
          "num_single_dit_layers": 2,
          "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 64,

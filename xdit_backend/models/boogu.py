@@ -10,7 +10,7 @@ from .omnigen2 import ALL, OMNIGEN2, PICTURES, POSITIONS, REFINED, WIDE, inner, 
 
 NATIVE = "comfy.ldm.boogu.model:BooguTransformer2DModel"
 NORM = "single_stream_layers.0.attn.norm_q.weight"
-TINY = OMNIGEN2.tiny.config | {"num_double_stream_layers": 2, "instruction_feat_dim": 24}
+TINY = OMNIGEN2.test_config.config | {"num_double_stream_layers": 2, "instruction_feat_dim": 24}
 del TINY["text_feat_dim"]
 
 BOOGU = dataclasses.replace(
@@ -26,7 +26,7 @@ BOOGU = dataclasses.replace(
         multiple_of=inner("single_stream_layers."), axes_dim_rope=lambda shapes: (shapes[NORM][0] // 3,) * 3,
         axes_lens=(2048, 1664, 1664), timestep_scale=1000.0),
     conditioning=OMNIGEN2.conditioning | {"context": "instruction_feat_dim"},
-    live={"alone": 17.65, "outside": 5.35, "held": 2.25, "block": 14.75, "exchange": 9.5, "keys": 2.36,
+    activation_factors={"alone": 17.65, "outside": 5.35, "held": 2.25, "block": 14.75, "exchange": 9.5, "keys": 2.36,
           "own": 0.9, "late": 15.3, "early": 0.24},
     plan=ModelPlan(
         blocks=(REFINED,
@@ -40,5 +40,5 @@ BOOGU = dataclasses.replace(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, once_outside=OMNIGEN2.plan.once_outside, unsplit=("img_instruct_attn.to_out.0",),
         unstaged_blocks=OMNIGEN2.plan.unstaged_blocks),
-    tiny=Tiny(TINY, NATIVE, TINY | WIDE, detected="Boogu", drawn=OMNIGEN2.tiny.drawn),
+    test_config=Tiny(TINY, NATIVE, TINY | WIDE, detected="Boogu", input_shapes=OMNIGEN2.test_config.input_shapes),
 )

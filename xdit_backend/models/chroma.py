@@ -54,13 +54,14 @@ CHROMA = Family(
         axes_dims_rope=(16, 56, 56), approximator_num_channels=size("distilled_guidance_layer.in_proj.weight", 1),
         approximator_hidden_dim=size("distilled_guidance_layer.in_proj.weight", 0),
         approximator_layers=blocks("distilled_guidance_layer.norms.")),
-    convert=lambda tensors, config: FLUX_KEYS(KEYS(tensors, config), config), latent=LATENT, amend=_amend,
+    convert=lambda tensors, config: FLUX_KEYS(KEYS(tensors, config), config), latent=LATENT, adapt_model=_amend,
     time_scale=1.0, num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "guidance": None},
     ignored=("y", "ref_latents", "ref_latents_method"),
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "guidance": _guidance, "img_ids": LATENT.positions, "txt_ids": text_positions},
-    live={"alone": 16.6, "residual": 2.6, "whole": 7.0, "outside": 3.6, "held": 1.55, "block": 16.2, "exchange": 18.2,
+    activation_factors={"alone": 16.6, "residual": 2.6, "whole": 7.0, "outside": 3.6, "held": 1.55, "block": 16.2,
+                        "exchange": 18.2,
           "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
@@ -70,7 +71,7 @@ CHROMA = Family(
                           control="output", patched="single")),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, tokens={"image_rotary_emb": TokenArgument(0, BOTH)},
         once_outside={"context_embedder": "run", "distilled_guidance_layer": "step"}),
-    tiny=Tiny(
+    test_config=Tiny(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
          "num_attention_heads": 4,
          "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 16,

@@ -22,7 +22,7 @@ KEYS = table((r"^img_in_patch\.", "x_embedder."), (r"^(nerf_\S*norm)\.scale$", r
 
 def _amend(model, config):
     """Tokens are made of pixels, and the networks draw pixels in the place of Chroma's last layer."""
-    CHROMA.amend(model, config)
+    CHROMA.adapt_model(model, config)
     width, count = config["_pixel_width"], config["_pixel_layers"]
     inner = config["num_attention_heads"] * config["attention_head_dim"]
     head = ConvolutionHead if config["_convolution"] else LinearHead
@@ -63,7 +63,7 @@ def _text_positions(call):
     return places
 
 
-TINY = CHROMA.tiny.config | {"in_channels": CHANNELS, "_pixel_width": 8, "_pixel_layers": 2, "_ratio": 4,
+TINY = CHROMA.test_config.config | {"in_channels": CHANNELS, "_pixel_width": 8, "_pixel_layers": 2, "_ratio": 4,
                              "_convolution": True, "_x0": False, "_sequential": False}
 
 CHROMA_RADIANCE = dataclasses.replace(
@@ -80,13 +80,13 @@ CHROMA_RADIANCE = dataclasses.replace(
         "_ratio": lambda shapes: shapes[GENERATOR][0] // (
             3 * shapes["nerf_image_embedder.embedder.0.weight"][0] ** 2),
         "_convolution": has("nerf_final_layer_conv."), "_x0": has("__x0__"), "_sequential": has("__sequential__")}),
-    convert=lambda tensors, config: CHROMA.convert(KEYS(tensors, config), config), latent=LATENT, amend=_amend,
+    convert=lambda tensors, config: CHROMA.convert(KEYS(tensors, config), config), latent=LATENT, adapt_model=_amend,
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     arguments=CHROMA.arguments | {"hidden_states": _pixels, "img_ids": TOKENS.positions, "txt_ids": _text_positions},
-    live={"alone": 16.87, "residual": 6.1, "whole": 16.04, "outside": 16.29, "held": 2.43, "block": 23.79,
+    activation_factors={"alone": 16.87, "residual": 6.1, "whole": 16.04, "outside": 16.29, "held": 2.43, "block": 23.79,
           "exchange": 19.24, "own": 3.51},
-    plan=dataclasses.replace(CHROMA.plan, rereads=True, edges={"nerf_final_layer_conv.conv": SIDE}),
-    tiny=Tiny(TINY, "comfy.ldm.chroma_radiance.model:ChromaRadiance", CHROMA.tiny.arguments | {
+    plan=dataclasses.replace(CHROMA.plan, rereads_latent=True, boundary_halos={"nerf_final_layer_conv.conv": SIDE}),
+    test_config=Tiny(TINY, "comfy.ldm.chroma_radiance.model:ChromaRadiance", CHROMA.test_config.arguments | {
         "in_channels": CHANNELS, "out_channels": CHANNELS, "patch_size": SIDE, "nerf_hidden_size": 8,
         "nerf_mlp_ratio": 4, "nerf_depth": 2, "nerf_max_freqs": FREQUENCIES, "nerf_tile_size": 512,
         "nerf_final_head_type": "conv", "nerf_embedder_dtype": torch.float32, "use_x0": False,

@@ -13,5 +13,6 @@ COGVIDEOX15 = dataclasses.replace(
     latent=LATENT, config=config_of(**COGVIDEOX.config.rules | PAIRS | {
         "in_channels": size("patch_embed.proj.weight", 1, 8), "out_channels": size("proj_out.weight", 0, 8)}),
     arguments=COGVIDEOX.arguments | {"hidden_states": LATENT, "image_rotary_emb": rotary(LATENT.patch, 1.0)},
-    tiny=Tiny(COGVIDEOX.tiny.config | PAIRS, COGVIDEOX.tiny.native, COGVIDEOX.tiny.arguments | PAIRS,
+    test_config=Tiny(COGVIDEOX.test_config.config | PAIRS, COGVIDEOX.test_config.native,
+                     COGVIDEOX.test_config.arguments | PAIRS,
               more={"ofs_embed_dim": 64}))

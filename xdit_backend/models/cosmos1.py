@@ -51,7 +51,7 @@ def _frame_rate(call):
 
 
 def _amend(model, config):
-    COSMOS.amend(model, config)
+    COSMOS.adapt_model(model, config)
     model.learnable_pos_embed.forward = MethodType(_places, model.learnable_pos_embed)
 
 
@@ -87,18 +87,19 @@ COSMOS1 = dataclasses.replace(
         "mlp_ratio": 4.0, "max_size": _max_size, "extra_pos_embed_type": "learnable",
         "rope_scale": lambda shapes: (2.0, 1.0, 1.0) if shapes["x_embedder.proj.1.weight"][0] == 4096
         else (2.0, 2.0, 2.0)}),
-    convert=KEYS, amend=_amend, config_from_tensors=(), unsupported_dtypes=(), pixels=lambda config: (8, 8, 8),
+    convert=KEYS, adapt_model=_amend, config_from_tensors=(), unsupported_dtypes=(), pixels=lambda config: (8, 8, 8),
     conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "fps": _frame_rate, "padding_mask": COSMOS.arguments["padding_mask"]},
-    live={"alone": 14.1, "residual": 4.1, "whole": 8.1, "outside": 5.1, "held": 2.1, "block": 11.0, "exchange": 14.0,
+    activation_factors={"alone": 14.1, "residual": 4.1, "whole": 8.1, "outside": 5.1, "held": 2.1, "block": 11.0,
+                        "exchange": 14.0,
           "shared": 1.1},
     plan=dataclasses.replace(
         COSMOS.plan, blocks=(BlockList("transformer_blocks", "blocks.block"),),
         tokens={"image_rotary_emb": TABLE, "extra_pos_emb": PLACES},
         positions={"rope": Cut(TABLE), "learnable_pos_embed": _places_of_patch}),
-    tiny=Tiny(
-        COSMOS.tiny.config | {"rope_scale": (2.0, 1.0, 1.0), "extra_pos_embed_type": "learnable"},
+    test_config=Tiny(
+        COSMOS.test_config.config | {"rope_scale": (2.0, 1.0, 1.0), "extra_pos_embed_type": "learnable"},
         "comfy.ldm.cosmos.model:GeneralDIT",
         {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16,
          "patch_spatial": 2,

@@ -51,20 +51,21 @@ DIT = Family(
         in_channels=in_config_json, out_channels=in_config_json, num_embeds_ada_norm=in_config_json,
         norm_num_groups=in_config_json, attention_bias=in_config_json,
         norm_eps=in_config_json),
-    convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, unsupported_arguments=_mixed,
+    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_amend, unsupported_arguments=_mixed,
     sampled=Sampled(
         "EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", memory=0.5,
         labels="num_embeds_ada_norm"),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "num_embeds_ada_norm"},
     arguments={"latent": LATENT, "timestep": timestep(), "classes": _classes},
-    live={"alone": 12.0, "residual": 4.05, "whole": 6.0, "outside": 3.5, "held": 0.7, "block": 9.2, "exchange": 14.65,
+    activation_factors={"alone": 12.0, "residual": 4.05, "whole": 6.0, "outside": 3.5, "held": 0.7, "block": 9.2,
+                        "exchange": 14.65,
           "attends": 8.6, "entered": 3.5, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
-        attention={"attn1": ("image",)}, once={EMBEDDER: "step", "norm1.linear": "step"},
-        positions={"pos_embed": embedded}, outside=(f"transformer_blocks.0.{EMBEDDER}.",),
+        attention={"attn1": ("image",)}, cacheable={EMBEDDER: "step", "norm1.linear": "step"},
+        positions={"pos_embed": embedded}, shared_parameters=(f"transformer_blocks.0.{EMBEDDER}.",),
         unsplit=(f"{EMBEDDER}.timestep_embedder.linear_1", f"{EMBEDDER}.timestep_embedder.linear_2")),
-    tiny=Tiny({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
+    test_config=Tiny({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
                "num_attention_heads": 4, "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
 )

@@ -53,18 +53,18 @@ ERNIE = Family(
         num_layers=blocks("layers."), ffn_hidden_size=size("layers.0.mlp.linear_fc2.weight", 1), rope_theta=256,
         eps=1e-6, out_channels=size("final_linear.weight", 0), text_in_dim=size("text_proj.weight", 1),
         rope_axes_dim=(32, 48, 48)),
-    convert=table(), latent=LATENT, amend=_amend, width=lambda config: config["hidden_size"],
+    convert=table(), latent=LATENT, adapt_model=_amend, width=lambda config: config["hidden_size"],
     pixels=lambda config: (1, 16, 16), conditioning={"context": "text_in_dim", "rope_scales": None},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "text_bth": given("context"),
                "text_lens": _text_lengths, "rope_scales": given("rope_scales")},
-    live={"alone": 21.0, "residual": 12.65, "whole": 16.15, "outside": 9.0, "held": 8.05, "block": 14.35,
+    activation_factors={"alone": 21.0, "residual": 12.65, "whole": 16.15, "outside": 9.0, "held": 8.05, "block": 14.35,
           "exchange": 14.25, "own": 0.35},
     plan=ModelPlan(
         blocks=(BlockList("layers", "layers.", returns=(BOTH,)),), streams={"x": BOTH}, tokens_first=True,
         attention={"self_attention": BOTH}, masks={"attention_mask": ()}, positions={"pos_embed": _of_patch},
         tokens={"rotary_pos_emb": TokenArgument(1, BOTH)},
         once_outside={"text_proj": "run", "adaLN_modulation": "step"}),
-    tiny=Tiny(
+    test_config=Tiny(
         {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 4, "ffn_hidden_size": 96, "in_channels": 4,
          "out_channels": 4, "text_in_dim": 24, "rope_axes_dim": (4, 4, 8)},
         "comfy.ldm.ernie.model:ErnieImageModel",

@@ -98,7 +98,7 @@ FLUX2 = Family(
         num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=128,
         num_attention_heads=size("img_in.weight", 0, 128), joint_attention_dim=size("txt_in.weight", 1), mlp_ratio=3.0,
         rope_theta=2000, guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(32, 32, 32, 32)),
-    convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,
+    convert=KEYS, latent=LATENT, adapt_model=_amend, time_scale=1.0,
     pixels=lambda config: (1, 16, 16),
     conditioning={"context": "joint_attention_dim", "guidance": None, "ref_latents": None, "ref_latents_method": None,
                   "rope_scales": None},
@@ -109,10 +109,10 @@ FLUX2 = Family(
                "guidance": given("guidance", where="guidance_embeds"),
                "img_ids": _places,
                "txt_ids": _text_positions, "at_zero": lambda call: at_zero(call.conditioning, LATENT.method)},
-    live={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4,
+    activation_factors={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4,
           "held": 1.55, "block": 20.0, "exchange": 22.2, "own": 0.0},
     plan=ModelPlan(
-        takes_output_patches=True, kept="reference",
+        takes_output_patches=True, cached_references="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5,
                           control="input", patched="double",
                           streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}),
@@ -121,7 +121,7 @@ FLUX2 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         once_outside={"context_embedder": "run"} | dict.fromkeys(
             ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"), "step")),
-    tiny=Tiny(
+    test_config=Tiny(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
          "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": True},
         "comfy.ldm.flux.model:Flux",

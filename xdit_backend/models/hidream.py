@@ -114,7 +114,7 @@ HIDREAM = Family(
         text_emb_dim=size("p_embedder.pooled_embedder.linear_1.weight", 1), llama_layers=_layer_texts,
         num_routed_experts=blocks("double_stream_blocks.0.block.ff_i.experts."), _text_width=_text_width,
         _layer_width=LAYER_WIDTH),
-    convert=lambda tensors, config: tensors, latent=LATENT, sign=-1.0, amend=_amend,
+    convert=lambda tensors, config: tensors, latent=LATENT, sign=-1.0, adapt_model=_amend,
     config_from_tensors=("_text_width", "_layer_width", "llama_layers", "max_resolution"),
     conditioning={"context": "_text_width", "y": "text_emb_dim", LAYERS: "_layer_width", PICTURE: None},
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + conditioning[LAYERS].shape[2],
@@ -122,7 +122,7 @@ HIDREAM = Family(
              "reference": num_tokens_of(LATENT, PICTURE)},
     arguments={"latent": LATENT, "picture": _picture, "timesteps": timestep(), "pooled": given("y"),
                "text": given("context"), "layers": given(LAYERS), "places": _places},
-    live={"alone": 23.3, "residual": 6.3, "whole": 13.2, "held": 4.95, "block": 18.7, "exchange": 17.95,
+    activation_factors={"alone": 23.3, "residual": 6.3, "whole": 13.2, "held": 4.95, "block": 18.7, "exchange": 17.95,
           "given": 1.5, "own": 0.0},
     plan=ModelPlan(                                            # of four experts, a token meets two
         blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=(IMAGE, "text"), image_share=0.38,
@@ -131,9 +131,9 @@ HIDREAM = Family(
                           image_share=0.52)),
         streams={"hidden_states": BOTH}, attention={"block.attn1": (*IMAGE, "more", "text")}, needs_text=True,
         tokens={"image_rotary_emb": TokenArgument(1, IMAGE), "more": TokenArgument(1, ("more",))},
-        choosing=("block.ff_i",),
-        once={"block.adaLN_modulation": "step"}, once_outside={"caption_projection": "run"}),
-    tiny=Tiny(
+        graph_breaks=("block.ff_i",),
+        cacheable={"block.adaLN_modulation": "step"}, once_outside={"caption_projection": "run"}),
+    test_config=Tiny(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
          "attention_head_dim": 16,
          "num_attention_heads": 4, "axes_dims_rope": (8, 4, 4), "caption_channels": [24, 20], "text_emb_dim": 16,

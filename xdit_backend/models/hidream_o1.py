@@ -125,7 +125,8 @@ HIDREAM_O1 = Family(
         num_key_value_heads=_heads("k_proj"), vision_hidden_size=size(VISION, 1), vision_depth=blocks("visual.blocks."),
         vision_intermediate_size=size(VISION, 0), vision_num_position_embeddings=size("visual.pos_embed.weight", 0)),
     # whose parts ComfyUI drops
-    convert=table((r"^visual\.deepstack_merger_list\.", None)), latent=LATENT, amend=_amend, of_class=_of_class,
+    convert=table((r"^visual\.deepstack_merger_list\.", None)), latent=LATENT, adapt_model=_amend,
+    class_arguments=_of_class,
     unsupported_dtypes=("float16",), ignored=("context", "token_types", "vinput_mask"),
     conditioning=dict.fromkeys(("input_ids", "position_ids", "ar_len", "ref_pixel_values", "ref_image_grid_thw",
                                 "ref_patches")), counts=("ar_len",),
@@ -139,16 +140,17 @@ HIDREAM_O1 = Family(
     num_channels=lambda config: 3, in_channels=lambda config: 3,
     pixels=lambda config: (1, 1, 1),
     # most where the forward has all tokens, before the blocks and after them
-    live={"alone": 16.23, "residual": 7.24, "whole": 11.07, "outside": 11.07, "held": 1.5, "exchange": 14.0,
+    activation_factors={"alone": 16.23, "residual": 7.24, "whole": 11.07, "outside": 11.07, "held": 1.5,
+                        "exchange": 14.0,
           "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("language_model.layers", LAYERS, "num_hidden_layers", returns=(ALL,)),),
         streams={"x": ALL}, attention={"self_attn.causal": TEXT},
         cross_attention={"self_attn.full": (ALL[1:], ALL)},
         tokens={"freqs_cis": (*[TokenArgument(1, ALL)] * 3, TokenArgument(1, TEXT))},
-        window=lambda attention: (inf, 0) if attention.is_causal else None, rereads=True,
+        window=lambda attention: (inf, 0) if attention.is_causal else None, rereads_latent=True,
         once_outside={"visual": "run"}),
-    tiny=Tiny(TINY, NATIVE, _of_class(TINY), detected="HiDreamO1", drawn={
+    test_config=Tiny(TINY, NATIVE, _of_class(TINY), detected="HiDreamO1", input_shapes={
         "input_ids": lambda config, shape, tokens: (shape[0], tokens + 1), "position_ids": _num_places,
         "ar_len": lambda config, shape, tokens: (tokens,),
         "ref_patches": lambda config, shape, tokens: (shape[0], 3, 3 * SIDE ** 2)}),

@@ -32,7 +32,7 @@ HUNYUAN3D = Family(
     conditioning={"context": "context_in_dim", "guidance": None}, arguments=handed_on(LATENT, "context", "guidance"),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
-    live={"alone": 13.82, "residual": 1.81, "whole": 5.3, "outside": 5.58, "held": 1.7, "block": 14.33,
+    activation_factors={"alone": 13.82, "residual": 1.81, "whole": 5.3, "outside": 5.58, "held": 1.7, "block": 14.33,
           "exchange": 19.27, "entered": 1.0, "own": 0.0, "keys": 2.03, "once": 0.29},
     plan=ModelPlan(
         blocks=(BlockList("double_blocks", "double_blocks.", "depth", returns=("image", "text"), image_share=0.5,
@@ -40,7 +40,8 @@ HUNYUAN3D = Family(
                 BlockList("single_blocks", "single_blocks.", "depth_single_blocks", returns=(BOTH,),
                           streams={"x": BOTH}, patched="single")),
         streams={"img": "image", "txt": "text"}, attention={".": BOTH}, needs_text=True,
-        once={"img_mod.lin": "step", "txt_mod.lin": "step", "modulation.lin": "step"}),
-    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "num_heads": 16}, detected="Hunyuan3Dv2",
-              drawn={"guidance": lambda config, shape, tokens: (shape[0],)}),
+        cacheable={"img_mod.lin": "step", "txt_mod.lin": "step", "modulation.lin": "step"}),
+    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
+                     detected="Hunyuan3Dv2",
+              input_shapes={"guidance": lambda config, shape, tokens: (shape[0],)}),
 )

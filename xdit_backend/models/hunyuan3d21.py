@@ -61,23 +61,23 @@ HUNYUAN3D21 = Family(
         context_dim=size("blocks.0.attn2.to_k.weight", 1), depth=blocks("blocks."),
         num_heads=lambda shapes: shapes["x_embedder.weight"][0] // shapes[NORM][0], qkv_bias=False,
         num_moe_layers=_num_moe_layers, guidance_cond_proj_dim=None, num_experts=_num_experts, moe_top_k=2),
-    convert=same_names, latent=LATENT, time_scale=1.0, amend=_amend, ignored=("guidance",),
+    convert=same_names, latent=LATENT, time_scale=1.0, adapt_model=_amend, ignored=("guidance",),
     conditioning={"context": "context_dim"}, arguments=handed_on(LATENT, "context", times="t"),
     lengths={"time": lambda conditioning: 1},
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
-    live={"alone": 14.5, "residual": 8.47, "whole": 11.4, "outside": 5.41, "held": 2.5, "block": 12.44,
+    activation_factors={"alone": 14.5, "residual": 8.47, "whole": 11.4, "outside": 5.41, "held": 2.5, "block": 12.44,
           "exchange": 16.79, "own": 0.37, "keys": 2.07, "once": 0.99},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", "depth", returns=(ALL,)),),
-        streams={"hidden_states": ALL}, attention={"attn1": ALL}, choosing=("moe",),
+        streams={"hidden_states": ALL}, attention={"attn1": ALL}, graph_breaks=("moe",),
         # whose heads are of numbers of all three projections, so that none of them is a rank's own
         unsplit=("skip_linear", *(f"{name}.{leaf}" for name in ("attn1", "attn2")
                                   for leaf in ("to_q", "to_k", "to_v", "out_proj"))),
-        once={"attn2.to_k": "run", "attn2.to_v": "run"},
+        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
         skip_name="skip_tensor",
         skips=lambda num_blocks: {block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1,
                                                                                          num_blocks)}),
-    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024, "depth": 9,
+    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024, "depth": 9,
                                     "num_heads": 16, "num_moe_layers": 6, "num_experts": 8}, detected="Hunyuan3Dv2_1"),
 )

@@ -155,23 +155,23 @@ HUNYUAN_DIT = Family(
         use_style_cond_and_image_meta_size=has("style_embedder.weight"),
         text_len=lambda shapes: shapes["text_embedding_padding"][0] - shapes["pooler.positional_embedding"][0] + 1,
         text_len_t5=lambda shapes: shapes["pooler.positional_embedding"][0] - 1),
-    convert=KEYS, latent=LATENT, amend=_amend, config_from_tensors=("sample_size",),
+    convert=KEYS, latent=LATENT, adapt_model=_amend, config_from_tensors=("sample_size",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "cross_attention_dim", "text_embedding_mask": None,
                   "encoder_hidden_states_t5": "cross_attention_dim_t5",
                   "text_embedding_mask_t5": None, "image_meta_size": None},
     lengths={"text": _num_text_tokens},
     arguments={"latent": LATENT, "timestep": timestep(), "texts": _texts, "sizes": _sizes, "rotary": _rotary},
-    live={"alone": 13.95, "residual": 5.35, "whole": 7.5, "outside": 4.85, "held": 1.1, "block": 14.9,
+    activation_factors={"alone": 13.95, "residual": 5.35, "whole": 7.5, "outside": 4.85, "held": 1.1, "block": 14.9,
           "exchange": 15.45, "own": 0.05},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", control="output", patched="double"),),
         streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TokenArgument(0, ("image",))},
-        unsplit=("skip_linear",), once={"norm1.linear": "step", "attn2.to_k": "run", "attn2.to_v": "run"},
+        unsplit=("skip_linear",), cacheable={"norm1.linear": "step", "attn2.to_k": "run", "attn2.to_v": "run"},
         once_outside={"text_embedder": "run", "time_extra_emb.pooler": "run"},
         skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
-    tiny=Tiny(
+    test_config=Tiny(
         {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16,
          "hidden_size": 32,
          "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16,

@@ -85,13 +85,14 @@ HUNYUAN_IMAGE = Family(
         num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."), guidance_embeds=False,
         text_embed_dim=size("txt_in.input_embedder.weight", 1),
         text_embed_2_dim=optional_size("byt5_in.fc1.weight", 1), rope_axes_dim=(64, 64), use_meanflow=False),
-    convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, amend=_amend,
+    convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_amend,
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim"}, ignored=("y", "guidance"),
     lengths={"text": _num_text_tokens}, pixels=lambda config: (1, 32, 32),
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
                "encoder_hidden_states_2": given("txt_byt5", where="text_embed_2_dim")},
-    live={"alone": 17.0, "residual": 4.7, "whole": 8.0, "outside": 4.9, "held": 0.35, "block": 16.6, "exchange": 20.0,
+    activation_factors={"alone": 17.0, "residual": 4.7, "whole": 8.0, "outside": 4.9, "held": 0.35, "block": 16.6,
+                        "exchange": 20.0,
           "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input",
@@ -100,9 +101,9 @@ HUNYUAN_IMAGE = Family(
                           control="output", patched="single")),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"image_rotary_emb": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
-        once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
+        cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         once_outside={"context_embedder": "step", "context_embedder_2": "run"}, takes_output_patches=True),
-    tiny=Tiny(
+    test_config=Tiny(
         {"patch_size": (1, 1), "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
          "num_attention_heads": 4,
          "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,

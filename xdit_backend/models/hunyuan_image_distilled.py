@@ -13,11 +13,12 @@ HUNYUAN_IMAGE_DISTILLED = dataclasses.replace(
     config=config_of(**HUNYUAN_IMAGE.config.rules | {
         "guidance_embeds": has("guidance_in."), "use_meanflow": has("time_r_in.")}),
     conditioning=HUNYUAN_IMAGE.conditioning | {"guidance": None, "sigma_after": None}, ignored=("y",),
-    of_call=sigma_after,
+    per_call_inputs=sigma_after,
     arguments=HUNYUAN_IMAGE.arguments | {
         "guidance": given("guidance", times=1000, where="guidance_embeds"),
         "timestep_r": given("sigma_after", times=1000, where="use_meanflow")},
-    tiny=Tiny(
-        HUNYUAN_IMAGE.tiny.config | {"guidance_embeds": True, "use_meanflow": True}, HUNYUAN_IMAGE.tiny.native,
-        HUNYUAN_IMAGE.tiny.arguments | {"guidance_embed": True, "meanflow": True},
-        drawn={"sigma_after": lambda config, shape, tokens: (1,)}))
+    test_config=Tiny(
+        HUNYUAN_IMAGE.test_config.config | {"guidance_embeds": True, "use_meanflow": True},
+        HUNYUAN_IMAGE.test_config.native,
+        HUNYUAN_IMAGE.test_config.arguments | {"guidance_embed": True, "meanflow": True},
+        input_shapes={"sigma_after": lambda config, shape, tokens: (1,)}))

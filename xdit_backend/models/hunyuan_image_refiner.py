@@ -31,12 +31,12 @@ HUNYUAN_IMAGE_REFINER = dataclasses.replace(
     lengths={}, pixels=lambda config: (4, 16, 16),
     arguments={**{name: rule for name, rule in HUNYUAN_IMAGE.arguments.items() if not name.endswith("_2")},
                "hidden_states": LATENT, "guidance": given("guidance", times=1000, where="guidance_embeds")},
-    live=HUNYUAN_IMAGE.live | {"alone": 18.0},
+    activation_factors=HUNYUAN_IMAGE.activation_factors | {"alone": 18.0},
     plan=dataclasses.replace(HUNYUAN_IMAGE.plan, once_outside={"context_embedder": "step"}),
-    tiny=Tiny(
-        HUNYUAN_IMAGE.tiny.config | {"patch_size": (1, 1, 1), "in_channels": 8, "text_embed_2_dim": None,
+    test_config=Tiny(
+        HUNYUAN_IMAGE.test_config.config | {"patch_size": (1, 1, 1), "in_channels": 8, "text_embed_2_dim": None,
                                      "rope_axes_dim": (4, 6, 6), "guidance_embeds": True, "use_meanflow": True},
-        HUNYUAN_IMAGE.tiny.native,
-        HUNYUAN_IMAGE.tiny.arguments | {"in_channels": 128, "axes_dim": [16, 56, 56], "patch_size": [1, 1, 1],
+        HUNYUAN_IMAGE.test_config.native,
+        HUNYUAN_IMAGE.test_config.arguments | {"in_channels": 128, "axes_dim": [16, 56, 56], "patch_size": [1, 1, 1],
                                         "guidance_embed": True, "byt5": False, "meanflow": True}, frames=1),
 )

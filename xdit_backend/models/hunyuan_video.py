@@ -71,7 +71,7 @@ HUNYUAN_VIDEO = Family(
         rope_axes_dim=(16, 56, 56),
         pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight",
                                                         shapes.get("vector_in.mlp.0.weight"))[1]),
-    convert=KEYS, latent=LATENT, amend=_amend,
+    convert=KEYS, latent=LATENT, adapt_model=_amend,
     pixels=lambda config: (4, 8, 8),
     conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None,
                   "guiding_frame_index": None},
@@ -80,7 +80,8 @@ HUNYUAN_VIDEO = Family(
                "encoder_attention_mask": all_text, "pooled_projections": given("y"),
                "guidance": given("guidance", times=1000, where="guidance_embeds"),
                "given_time": given("guiding_frame_index"), "given_tokens": _given_tokens},
-    live={"alone": 18.2, "residual": 4.2, "whole": 7.9, "outside": 3.3, "held": 0.2, "block": 18.0, "exchange": 20.0,
+    activation_factors={"alone": 18.2, "residual": 4.2, "whole": 7.9, "outside": 3.3, "held": 0.2, "block": 18.0,
+                        "exchange": 20.0,
           "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
@@ -91,9 +92,9 @@ HUNYUAN_VIDEO = Family(
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"image_rotary_emb": TABLES, "freqs_cis": TABLES}, masks={"attention_mask": ()},
         positions={"rope": Cut(TABLES)},
-        once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
+        cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         once_outside={"context_embedder": "step"}),
-    tiny=Tiny(
+    test_config=Tiny(
         {"patch_size": 2, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 2,
          "num_single_layers": 2,
          "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,

@@ -85,7 +85,7 @@ HUNYUAN_VIDEO15 = Family(
         text_embed_dim=size("txt_in.input_embedder.weight", 1),
         text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0),
         rope_axes_dim=(16, 56, 56), use_meanflow=False),
-    convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, amend=_amend,
+    convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_amend,
     keep_in_compute_dtype=("cond_type_embed",),                # of torch's own, which ComfyUI rounds to no type
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"},
     ignored=("y", "guidance"), lengths={"text": _num_text_tokens}, pixels=lambda config: (4, 16, 16),
@@ -93,7 +93,8 @@ HUNYUAN_VIDEO15 = Family(
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
                "encoder_hidden_states_2": _given_or_none("txt_byt5", "text_embed_2_dim"),
                "image_embeds": _given_or_none("clip_fea", "image_embed_dim")},
-    live={"alone": 12.3, "residual": 4.4, "whole": 7.4, "outside": 3.3, "held": 1.3, "block": 11.9, "exchange": 14.1,
+    activation_factors={"alone": 12.3, "residual": 4.4, "whole": 7.4, "outside": 3.3, "held": 1.3, "block": 11.9,
+                        "exchange": 14.1,
           "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
@@ -101,9 +102,9 @@ HUNYUAN_VIDEO15 = Family(
                           control="input", patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"freqs_cis": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
-        once={"norm1.linear": "step", "norm1_context.linear": "step"},
+        cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         once_outside={"context_embedder": "step", "context_embedder_2": "run", "image_embedder": "run"}),
-    tiny=Tiny(
+    test_config=Tiny(
         {"patch_size": 1, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 4,
          "num_attention_heads": 4,
          "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,

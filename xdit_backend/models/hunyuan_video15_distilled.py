@@ -14,9 +14,10 @@ HUNYUAN_VIDEO15_DISTILLED = dataclasses.replace(
     conditioning=HUNYUAN_VIDEO15.conditioning | {"sigma_after": None},
     ignored=(*HUNYUAN_VIDEO15.ignored, "disable_time_r"),
     unsupported_arguments=lambda given: "no time of the next step" if given.get("disable_time_r") else None,
-    of_call=sigma_after,
+    per_call_inputs=sigma_after,
     arguments=HUNYUAN_VIDEO15.arguments | {"timestep_r": given("sigma_after", times=1000)},
-    tiny=Tiny(
-        HUNYUAN_VIDEO15.tiny.config | {"in_channels": 14, "use_meanflow": True}, HUNYUAN_VIDEO15.tiny.native,
-        HUNYUAN_VIDEO15.tiny.arguments | {"in_channels": 98, "meanflow": True},
-        drawn={"sigma_after": lambda config, shape, tokens: (1,)}))
+    test_config=Tiny(
+        HUNYUAN_VIDEO15.test_config.config | {"in_channels": 14, "use_meanflow": True},
+        HUNYUAN_VIDEO15.test_config.native,
+        HUNYUAN_VIDEO15.test_config.arguments | {"in_channels": 98, "meanflow": True},
+        input_shapes={"sigma_after": lambda config, shape, tokens: (1,)}))

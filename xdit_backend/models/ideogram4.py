@@ -35,13 +35,13 @@ IDEOGRAM4 = Family(
     arguments=handed_on(LATENT, "context", times="timesteps"),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     width=lambda config: config["num_attention_heads"] * config["attention_head_dim"],
-    live={"alone": 16.35, "residual": 5.55, "held": 2.45, "block": 14.7, "exchange": 16.8, "entered": 7.0,
+    activation_factors={"alone": 16.35, "residual": 5.55, "held": 2.45, "block": 14.7, "exchange": 16.8, "entered": 7.0,
           "given": 1.29, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("layers", "layers.", returns=(ALL,)),),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _whole_sizes)}),
-    tiny=Tiny(TINY, NATIVE, TINY | {
+    test_config=Tiny(TINY, NATIVE, TINY | {
         "in_channels": 128, "attention_head_dim": 96, "mrope_section": (16, 16, 16), "adaln_dim": 64,
         "intermediate_size": 128},
         detected="Ideogram4"),

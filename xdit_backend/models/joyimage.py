@@ -39,7 +39,7 @@ JOYIMAGE = Family(
     arguments={"hidden_states": LATENT, "timestep": timestep(), "context": given("context"),
                "ref_latents": whole_references},
     num_channels=lambda config: config["in_channels"], width=lambda config: config["hidden_size"],
-    live={"alone": 15.65, "residual": 8.1, "held": 1.75, "exchange": 19.8, "entered": 3.9, "own": 0.88},
+    activation_factors={"alone": 15.65, "residual": 8.1, "held": 1.75, "exchange": 19.8, "entered": 3.9, "own": 0.88},
     plan=ModelPlan(
         blocks=(BlockList("double_blocks", "double_blocks.", returns=(PICTURES, "text"), image_share=0.5,
                           patched="double"),),
@@ -47,6 +47,6 @@ JOYIMAGE = Family(
         tokens={"image_rotary_emb": TokenArgument(1, PICTURES)},
         positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, PICTURES), _whole_sizes)},
         once_outside={"condition_embedder.text_embedder": "run"}),
-    tiny=Tiny(TINY, NATIVE, TINY | {
+    test_config=Tiny(TINY, NATIVE, TINY | {
         "in_channels": 16, "hidden_size": 384, "rope_dim_list": (32, 32, 32)}, detected="JoyImage"),
 )

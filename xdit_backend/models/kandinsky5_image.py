@@ -20,22 +20,22 @@ def _places(call):
 
 
 def _amend(model, config):
-    KANDINSKY5.amend(model, config)
+    KANDINSKY5.adapt_model(model, config)
     forward = model.forward
     model.forward = lambda *, hidden_states, **inputs: (
         forward(hidden_states=hidden_states.unsqueeze(2), **inputs)[0].squeeze(2),)
 
 
-TINY = KANDINSKY5.tiny
+TINY = KANDINSKY5.test_config
 
 KANDINSKY5_IMAGE = dataclasses.replace(
     KANDINSKY5, name="Kandinsky 5 Image", title="Kandinsky 5 Image",
     recognise=lambda shapes: has(KEY, PIXELS)(shapes) and shapes[PIXELS][1] == 64,
     config=config_of(**KANDINSKY5.config.rules | {
         "in_visual_dim": size(PIXELS, 1, 4), "visual_cond": False}),
-    latent=LATENT, amend=_amend, pixels=lambda config: (1, 8, 8),
+    latent=LATENT, adapt_model=_amend, pixels=lambda config: (1, 8, 8),
     conditioning={"context": "in_text_dim", "y": "in_text_dim2", "rope_scales": None},
     arguments=KANDINSKY5.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT), "visual_rope_pos": _places},
-    tiny=Tiny(TINY.config | {"visual_cond": False}, TINY.native,
+    test_config=Tiny(TINY.config | {"visual_cond": False}, TINY.native,
               TINY.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},
               detected="Kandinsky5Image"))

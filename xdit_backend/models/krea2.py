@@ -126,7 +126,7 @@ KREA2 = Family(
         num_layerwise_text_blocks=blocks("txtfusion.layerwise_blocks."),
         num_refiner_text_blocks=blocks("txtfusion.refiner_blocks."),
         axes_dims_rope=_axes, rope_theta=1000.0, norm_eps=1e-5, _text_width=_text_width),
-    convert=_convert, amend=_amend, config_from_tensors=("_text_width",),
+    convert=_convert, adapt_model=_amend, config_from_tensors=("_text_width",),
     num_channels=lambda config: config["in_channels"] // 4,
     num_key_heads=lambda config: config["num_key_value_heads"],
     conditioning={"context": "_text_width", "ref_latents": None, "ref_latents_method": None},
@@ -135,13 +135,13 @@ KREA2 = Family(
     choices={"ref_latents_method": dict.fromkeys(("index", "offset", "uxo"), "index") | {AT_ZERO: AT_ZERO}},
     arguments={"hidden_states": _picture, "timestep": timestep(), "encoder_hidden_states": _text,
                "position_ids": _positions, "at_zero": _at_zero},
-    live={"alone": 12.75, "residual": 4.75, "whole": 7.75, "outside": 6.75, "held": 1.6, "block": 12.55,
+    activation_factors={"alone": 12.75, "residual": 4.75, "whole": 7.75, "outside": 6.75, "held": 1.6, "block": 12.55,
           "exchange": 12.4, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         once_outside={"text_fusion": "run", "txt_in": "run", "time_mod_proj": "step"}),
-    tiny=Tiny(
+    test_config=Tiny(
         {"in_channels": 16, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
          "num_key_value_heads": 2,
          "intermediate_size": 96, "timestep_embed_dim": 32, "text_hidden_dim": 24, "num_text_layers": 3,

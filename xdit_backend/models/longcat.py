@@ -47,14 +47,14 @@ LONGCAT = dataclasses.replace(
     FLUX, name="LongCat-Image", title="LongCat-Image", transformer="LongCatImageTransformer2DModel", cfg="yes",
     recognise=lambda shapes: BLOCKS(shapes) and not has("vector_in.")(shapes)
     and shapes.get("txt_in.weight", ())[1:] == (WIDTH,), config=config_of(**_of_longcat(FLUX.config.rules)),
-    convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), amend=lambda model, config: None,
+    convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), adapt_model=lambda model, config: None,
     num_channels=lambda config: config["in_channels"] // 4,
     rope_options=_shifts, conditioning={"context": "joint_attention_dim", "ref_latents": None,
                                         "ref_latents_method": None, "rope_scales": None},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "img_ids": _places, "txt_ids": _text_places},
-    plan=dataclasses.replace(FLUX.plan, exact={"time_embed": (("timestep",), 1000.0)}),
-    tiny=Tiny(
-        _of_longcat(FLUX.tiny.config), FLUX.tiny.native,
-        FLUX.tiny.arguments | {"vec_in_dim": None, "context_in_dim": WIDTH, "guidance_embed": False,
+    plan=dataclasses.replace(FLUX.plan, full_precision_inputs={"time_embed": (("timestep",), 1000.0)}),
+    test_config=Tiny(
+        _of_longcat(FLUX.test_config.config), FLUX.test_config.native,
+        FLUX.test_config.arguments | {"vec_in_dim": None, "context_in_dim": WIDTH, "guidance_embed": False,
                                "txt_ids_dims": [1, 2]}))

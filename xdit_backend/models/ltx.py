@@ -54,15 +54,16 @@ LTX = Family(
     ignored=("denoise_mask", "guide_attention_entries"), unsupported_arguments=more_than_guides,
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": token_times,
                "encoder_attention_mask": text_mask, "video_coords": lambda call: bounds(call)[..., 0]},
-    live={"alone": 16.1, "residual": 8.1, "whole": 12.1, "outside": 7.1, "held": 5.1, "block": 11.0, "exchange": 13.0,
+    activation_factors={"alone": 16.1, "residual": 8.1, "whole": 12.1, "outside": 7.1, "held": 5.1, "block": 11.0,
+                        "exchange": 13.0,
           "shared": 4.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", patched="double"),),
         streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TABLE, "temb": TABLE},
         of_heads=("image_rotary_emb",),
-        once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
-    tiny=Tiny(
+        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
+    test_config=Tiny(
         {"in_channels": 8, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
          "cross_attention_dim": 32, "num_layers": 4, "caption_channels": 24, "_causal_temporal_positioning": True},
         "comfy.ldm.lightricks.model:LTXVModel",

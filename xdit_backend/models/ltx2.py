@@ -122,7 +122,8 @@ LTX2 = dataclasses.replace(
         **{name: rule for name, rule in LTX.config.rules.items()
            if name != "caption_channels"},
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
-    settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, config_from_tensors=("_text_width",), **CONNECTORS,
+    settings=LTX.settings | SETTINGS, convert=KEYS, adapt_model=_amend, config_from_tensors=("_text_width",),
+    **CONNECTORS,
     conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None},
     unfold=lambda conditioning: unfold(LTX.unfold(conditioning)), ignored=(*LTX.ignored, "audio_denoise_mask"),
     parts={"audio": unpack_sound}, split_parts=split_parts, call_shapes=call_shapes, lengths={"audio": num_sounds},
@@ -130,7 +131,7 @@ LTX2 = dataclasses.replace(
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],
         "video_coords": _coordinates},
-    live={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4,
+    activation_factors={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4,
           "held": 7.45, "block": 13.7, "exchange": 12.7, "keys": 3.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_share=0.78,
@@ -139,17 +140,17 @@ LTX2 = dataclasses.replace(
         attention={"attn1": VIDEO, "audio_attn1": AUDIO},
         cross_attention={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
         of_heads=("query_rotary_emb", "key_rotary_emb"),
-        once={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
+        cacheable={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
         once_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
-    tiny=Tiny(
-        LTX.tiny.config | {f"_{name}": value
+    test_config=Tiny(
+        LTX.test_config.config | {f"_{name}": value
                            for name, value in ({name: values[0] for name, values in SETTINGS.items()} | SAYS).items()}
         | {
             "_text_width": 48, "use_prompt_embeddings": True, "gated_attn": False, "num_layers": 3,
             "audio_in_channels": 32,
             "audio_out_channels": 32, "audio_num_attention_heads": 4, "audio_attention_head_dim": 4,
             "audio_cross_attention_dim": 16},
-        "comfy.ldm.lightricks.av_model:LTXAVModel", LTX.tiny.arguments | SAYS | {
+        "comfy.ldm.lightricks.av_model:LTXAVModel", LTX.test_config.arguments | SAYS | {
             "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "caption_channels": 24,
             "connector_attention_head_dim": 4, "connector_num_attention_heads": 6, "connector_num_layers": 1},
         more={"apply_gated_attention": True, "cross_attention_adaln": True}))

@@ -50,7 +50,7 @@ NEWBIE = Family(
                         transformer_options=moves),
     num_heads=lambda config: config["n_heads"], num_key_heads=lambda config: config["n_kv_heads"],
     width=lambda config: config["dim"], num_channels=lambda config: config["in_channels"],
-    live={"alone": 20.02, "residual": 5.06, "whole": 6.02, "outside": 6.69, "held": 1.6, "block": 19.05,
+    activation_factors={"alone": 20.02, "residual": 5.06, "whole": 6.02, "outside": 6.69, "held": 1.6, "block": 19.05,
           "exchange": 15.47, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),
@@ -59,9 +59,9 @@ NEWBIE = Family(
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,))),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"embed_all": _of_patch}, unstaged_blocks=("context_refiner",),
-        once={"adaLN_modulation": "step"},
+        cacheable={"adaLN_modulation": "step"},
         once_outside={"cap_embedder": "run", "context_refiner": "run", "clip_text_pooled_proj": "run",
                       "time_text_embed": "step"}),
-    tiny=Tiny(TINY, NATIVE, TINY | WIDE, detected="Lumina2",
-              drawn={"clip_text_pooled": lambda config, shape, tokens: (shape[0], config["clip_text_dim"])}),
+    test_config=Tiny(TINY, NATIVE, TINY | WIDE, detected="Lumina2",
+              input_shapes={"clip_text_pooled": lambda config, shape, tokens: (shape[0], config["clip_text_dim"])}),
 )

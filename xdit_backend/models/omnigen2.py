@@ -65,13 +65,13 @@ OMNIGEN2 = Family(
     arguments=handed_on(LATENT, "context", times="timesteps", num_tokens=_num_tokens,
                         ref_latents=whole_references),
     num_key_heads=lambda config: config["num_kv_heads"], width=lambda config: config["hidden_size"],
-    live={"alone": 15.6, "outside": 5.35, "held": 1.55, "block": 12.9, "exchange": 14.8, "attends": 15.4,
+    activation_factors={"alone": 15.6, "outside": 5.35, "held": 1.55, "block": 12.9, "exchange": 14.8, "attends": 15.4,
           "own": 0.0},
     plan=ModelPlan(
         blocks=(REFINED, BlockList("layers", "layers.", returns=(ALL,))),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, once_outside={"context_refiner": "run", "ref_image_refiner": "step"},
         unstaged_blocks=("context_refiner", "ref_image_refiner")),
-    tiny=Tiny(TINY, NATIVE, TINY | WIDE, detected="Omnigen2",
-              drawn={"num_tokens": lambda config, shape, tokens: (tokens,)}),
+    test_config=Tiny(TINY, NATIVE, TINY | WIDE, detected="Omnigen2",
+              input_shapes={"num_tokens": lambda config, shape, tokens: (tokens,)}),
 )

@@ -29,11 +29,13 @@ OVIS = dataclasses.replace(
     recognise=lambda shapes: BLOCKS(shapes) and has("txt_norm.", "double_blocks.0.img_mlp.gate_proj.weight")(shapes),
     config=config_of(**LONGCAT.config.rules | {
         "out_channels": size("final_layer.linear.weight", 0)}),
-    convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), amend=_amend, halved=GATED,
+    convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), adapt_model=_amend,
+    split_linears=GATED,
     rope_options=FLUX.rope_options, ignored=("y", "guidance"),
     num_channels=FLUX.num_channels, arguments=LONGCAT.arguments | {"img_ids": LATENT.positions},
-    live=FLUX.live | {"alone": 25.3, "residual": 3.3, "whole": 9.75, "held": 0.25, "block": 25.1, "exchange": 27.2},
-    plan=dataclasses.replace(FLUX.plan, exact={"time_proj": (("timestep",), 1000.0)},
+    activation_factors=FLUX.activation_factors | {"alone": 25.3, "residual": 3.3, "whole": 9.75, "held": 0.25,
+                                                  "block": 25.1, "exchange": 27.2},
+    plan=dataclasses.replace(FLUX.plan, full_precision_inputs={"time_proj": (("timestep",), 1000.0)},
                              once_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
-    tiny=Tiny(LONGCAT.tiny.config, FLUX.tiny.native,
-              LONGCAT.tiny.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))
+    test_config=Tiny(LONGCAT.test_config.config, FLUX.test_config.native,
+              LONGCAT.test_config.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))

@@ -11,7 +11,7 @@ from .common.family import Tiny
 from .common.forward_state import ForwardValue
 from .common.inputs import blocks, config_of, given, has, size
 from .common.native_module import handed_on
-from .common.pixel_blocks import amend, draw, with_places
+from .common.pixel_blocks import adapt_model, draw, with_places
 from .common.rope_scaling import moves
 from .pixeldit import LATENT, PIXELDIT, RULES, TINY
 
@@ -30,7 +30,7 @@ def _amend(model, config):
         return s
 
     model._pre_patch_block, model._pre_pixel_blocks = remember, lambda s, **_: s
-    amend(model, config)
+    adapt_model(model, config)
     for number, block in enumerate(model.patch_blocks):
         index = model.lq_proj.output_index(number)
         if model.lq_proj.is_gate_active(number) and index < len(gates):
@@ -94,7 +94,7 @@ OWN = {"lq_latent_channels": 4, "lq_hidden_dim": 32, "lq_num_res_blocks": 2, "lq
        "latent_spatial_down_factor": 8, "lq_latent_unpatchify_factor": 1}
 
 PID = dataclasses.replace(
-    PIXELDIT, name="PiD", title="PiD, PiD 1.5 (pixels of a latent)", transformer=NATIVE, amend=_amend,
+    PIXELDIT, name="PiD", title="PiD, PiD 1.5 (pixels of a latent)", transformer=NATIVE, adapt_model=_amend,
     recognise=has(LQ, "pixel_embedder.proj.weight", "patch_blocks.0.attn.qkv_x.weight"),
     config=config_of(
         **RULES, lq_latent_channels=_channels, lq_hidden_dim=size(LQ, 0), lq_interval=_interval,
@@ -108,14 +108,16 @@ PID = dataclasses.replace(
     conditioning=PIXELDIT.conditioning | {"lq_latent": None, "degrade_sigma": None},
     arguments=handed_on(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low,
                         transformer_options=moves),
-    live={"alone": 38.7, "residual": 38.66, "held": 13.15, "block": 25.5, "own": 3.5, "outside": 25.55, "once": 10.5,
+    activation_factors={"alone": 38.7, "residual": 38.66, "held": 13.15, "block": 25.5, "own": 3.5, "outside": 25.55,
+                        "once": 10.5,
           "keys": 1.94, "shared": 0.28},
     plan=dataclasses.replace(
         PIXELDIT.plan, blocks=tuple(
             dataclasses.replace(list_, file_prefix=f"{list_.name}.") for list_ in PIXELDIT.plan.blocks),
         positions=PIXELDIT.plan.positions | {"lq_proj": _for_whole},
         once_outside=PIXELDIT.plan.once_outside | {"lq_proj.latent_proj": "run"}),
-    tiny=Tiny(TINY | OWN | NEWER, NATIVE, PIXELDIT.tiny.arguments | OWN | NEWER | {"lq_latent_channels": 16},
-              detected="PiD", drawn={"lq_latent": _of_latent,
+    test_config=Tiny(TINY | OWN | NEWER, NATIVE,
+                     PIXELDIT.test_config.arguments | OWN | NEWER | {"lq_latent_channels": 16},
+              detected="PiD", input_shapes={"lq_latent": _of_latent,
                                      "degrade_sigma": lambda config, shape, tokens: shape[:1]}),
 )

@@ -89,20 +89,21 @@ PIXART = Family(
         cross_attention_dim=size("x_embedder.proj.weight", 0), caption_channels=size("y_embedder.y_proj.fc1.weight", 1),
         attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_single",
         norm_elementwise_affine=False, norm_eps=1e-6, use_additional_conditions=False),
-    convert=KEYS, latent=LATENT, amend=_amend, config_from_tensors=("interpolation_scale", "sample_size"),
+    convert=KEYS, latent=LATENT, adapt_model=_amend, config_from_tensors=("interpolation_scale", "sample_size"),
     keep_in_compute_dtype=("scale_shift_table",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
-    live={"alone": 12.4, "residual": 4.4, "whole": 6.3, "outside": 3.4, "held": 1.35, "block": 12.0, "exchange": 14.0,
+    activation_factors={"alone": 12.4, "residual": 4.4, "whole": 6.3, "outside": 3.4, "held": 1.35, "block": 12.0,
+                        "exchange": 14.0,
           "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},
-        once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"},
+        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"},
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)}),
-    tiny=Tiny(
+    test_config=Tiny(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
          "num_attention_heads": 4,
          "attention_head_dim": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True,

@@ -36,5 +36,6 @@ PIXART_ALPHA = dataclasses.replace(
     convert=lambda tensors, config: PIXART.convert(KEYS(tensors, config), config),
     conditioning=PIXART.conditioning | {"c_size": None, "c_ar": None}, ignored=(),
     arguments=PIXART.arguments | {"added_cond_kwargs": _sizes},
-    tiny=Tiny(PIXART.tiny.config | CONDITIONS | {"attention_head_dim": 12, "cross_attention_dim": 48},
-              PIXART.tiny.native, PIXART.tiny.arguments | {"micro_condition": True}, detected="PixArtAlpha"))
+    test_config=Tiny(PIXART.test_config.config | CONDITIONS | {"attention_head_dim": 12, "cross_attention_dim": 48},
+              PIXART.test_config.native, PIXART.test_config.arguments | {"micro_condition": True},
+              detected="PixArtAlpha"))

@@ -6,7 +6,7 @@ import math
 from .common.family import Family, Tiny
 from .common.inputs import Unpacked, because, blocks, config_of, has
 from .common.native_module import handed_on
-from .common.pixel_blocks import PREFIX, SIDE, amend, convert, of_file, pixels_of_patch, under_core, whole_rows
+from .common.pixel_blocks import PREFIX, SIDE, adapt_model, convert, of_file, pixels_of_patch, under_core, whole_rows
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
@@ -44,12 +44,13 @@ PIXELDIT = Family(
     recognise=has(*(PREFIX + name for name in ("pixel_embedder.proj.weight", "y_pos_embedding", QUERIES, PIXELS))),
     refusals=(because(f"its patches are not of {SIDE} x {SIDE} pixels, as those that xDiT knows",
                       lambda shapes: of_file("s_embedder.proj.weight", 1)(shapes) != SIDE ** 2 * CHANNELS),),
-    config=config_of(**RULES), convert=convert, latent=LATENT, amend=amend,
+    config=config_of(**RULES), convert=convert, latent=LATENT, adapt_model=adapt_model,
     conditioning={"context": "txt_embed_dim", "rope_scales": None}, ignored=("attention_mask",),
     unsupported_dtypes=("float16",),
     lengths={"text": lambda conditioning: min(TEXT, conditioning["context"].shape[1])},
     arguments=handed_on(LATENT, "context", times="timesteps", transformer_options=moves),
-    live={"alone": 29.91, "residual": 29.64, "held": 6.0, "block": 24.0, "own": 3.2, "outside": 17.7, "once": 9.5,
+    activation_factors={"alone": 29.91, "residual": 29.64, "held": 6.0, "block": 24.0, "own": 3.2, "outside": 17.7,
+                        "once": 9.5,
           "keys": 1.725},
     num_heads=_heads, width=lambda config: config["hidden_size"],
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
@@ -58,14 +59,14 @@ PIXELDIT = Family(
                           image_share=0.5),
                 BlockList("pixel_blocks", f"{PREFIX}pixel_blocks.", "pixel_depth", streams={"x": "image"}, tokens={},
                           attention={"attn": IMAGE}, width="_drawn_width")),
-        streams={"x": "image", "y": "text"}, attention={"attn": BOTH}, needs_text=True, rereads=True,
+        streams={"x": "image", "y": "text"}, attention={"attn": BOTH}, needs_text=True, rereads_latent=True,
         tokens={"pos_img": TokenArgument(0, IMAGE), "pos_txt": TokenArgument(0, ("text",))}, places=("places", IMAGE),
         positions={"_fetch_patch_pos": Cut(TokenArgument(0, IMAGE), whole_rows),
                    "pixel_embedder.pixels": pixels_of_patch},
         # of which the most are numbers for each pixel
         unsplit=("adaLN_modulation_msa", "adaLN_modulation_mlp", "compress_to_attn", "expand_from_attn", "mlp.fc1",
                  "mlp.fc2"),
-        once={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"}, once_outside={"y_embedder": "run"}),
-    tiny=Tiny(TINY, NATIVE, {name: size for name, size in TINY.items() if not name.startswith("_")} | {
+        cacheable={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"}, once_outside={"y_embedder": "run"}),
+    test_config=Tiny(TINY, NATIVE, {name: size for name, size in TINY.items() if not name.startswith("_")} | {
         "hidden_size": 256, "pixel_attn_hidden_size": 256, "txt_embed_dim": 48}, detected="PixelDiTT2I"),
 )

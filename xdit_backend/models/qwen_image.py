@@ -84,7 +84,7 @@ QWEN_IMAGE = Family(
                                        HEAD_SIZE(shapes) * 7 // 16),
         zero_cond_t=has("__index_timestep_zero__"), use_additional_t_cond=has(LAYERED),
         use_layer3d_rope=has(LAYERED)),
-    convert=table((r"^__index_timestep_zero__$", None)), amend=_amend,
+    convert=table((r"^__index_timestep_zero__$", None)), adapt_model=_amend,
     marker_tensors={"zero_cond_t": "__index_timestep_zero__"},
     conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None,
                   "ref_latents_method": None},
@@ -92,7 +92,8 @@ QWEN_IMAGE = Family(
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes,
                "places": _places, "at_zero": _at_zero, "additional_t_cond": _no_addition},
-    live={"alone": 15.0, "residual": 7.2, "whole": 10.2, "outside": 2.6, "held": 1.3, "block": 14.0, "exchange": 16.9,
+    activation_factors={"alone": 15.0, "residual": 7.2, "whole": 10.2, "outside": 2.6, "held": 1.3, "block": 14.0,
+                        "exchange": 16.9,
           "own": 0.75},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5,
@@ -100,9 +101,10 @@ QWEN_IMAGE = Family(
         streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ("text", *IMAGE)},
         needs_text=True, tokens={"image_rotary_emb": (TABLE, TEXT), "modulate_index": TokenArgument(1, IMAGE)},
         masks={"encoder_hidden_states_mask": ("text",)}, positions={"pos_embed": Cut((TABLE, TEXT), whole_shapes)},
-        exact={"time_text_embed": (("timestep",), 1.0)}, once={"img_mod": "step", "txt_mod": "step"},
+        full_precision_inputs={"time_text_embed": (("timestep",), 1.0)},
+        cacheable={"img_mod": "step", "txt_mod": "step"},
         once_outside={"txt_in": "run"}),
-    tiny=Tiny(
+    test_config=Tiny(
         {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16,
          "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6), "zero_cond_t": False,
          "use_additional_t_cond": False, "use_layer3d_rope": False},

@@ -40,7 +40,8 @@ SANA = Family(
         mlp_ratio=in_config_json, attention_bias=in_config_json, sample_size=in_config_json, norm_eps=in_config_json,
         interpolation_scale=in_config_json, qk_norm=in_config_json,
         timestep_scale=in_config_json, guidance_embeds_scale=in_config_json, dropout=in_config_json),
-    convert=lambda tensors, config: tensors, latent=LATENT, amend=attending(_attend), pixels=lambda config: (1, 32, 32),
+    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=attending(_attend),
+    pixels=lambda config: (1, 32, 32),
     sampled=Sampled("FLOW", {"shift": 3.0, "multiplier": 1000.0}, "LatentFormat", {
         "latent_channels": 32, "scale_factor": 0.41407, "spacial_downscale_ratio": 32}, memory=8.0),
     refused={"pipefusion": SUMS, "displaced": SUMS,
@@ -49,11 +50,13 @@ SANA = Family(
     conditioning={"context": "caption_channels", "attention_mask": None},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "encoder_attention_mask": text_mask,
                "timestep": lambda call: call.timestep * call.config.get("timestep_scale", 1.0)},
-    live={"alone": 14.6, "whole": 14.6, "outside": 4.6, "held": 2.3, "block": 13.5, "exchange": 8.0, "own": 0.0},
+    activation_factors={"alone": 14.6, "whole": 14.6, "outside": 4.6, "held": 2.3, "block": 13.5, "exchange": 8.0,
+                        "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
-        attention={}, sums=("attn1",), halos=("ff",), rows="height"),
-    tiny=Tiny({"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 4,
+        attention={}, token_reductions=("attn1",), halos=("ff",), rows="height"),
+    test_config=Tiny({"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 8,
+                      "num_layers": 4,
                "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32,
                "caption_channels": 24, "sample_size": 8, "patch_size": 1}),
 )

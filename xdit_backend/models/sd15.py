@@ -7,7 +7,7 @@ SD15 = unet(
     name="SD 1.5", title="SD 1.5, Stable Zero123",
     architecture=Architecture((768,), num_heads=lambda width: 8, alone=26.05, block=28.05),
     values=("cc_projection.weight", "cc_projection.bias"),
-    tiny=tiny(
+    test_config=tiny(
         "SD15",
         {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1,
          "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),

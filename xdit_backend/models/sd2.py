@@ -8,7 +8,7 @@ SD2 = unet(
     architecture=Architecture((1024,), num_heads=lambda width: width // 64, alone=26.05, block=28.05),
     # by which ComfyUI tells velocity from noise
     values=("output_blocks.11.1.transformer_blocks.0.norm1.bias",),
-    tiny=tiny(
+    test_config=tiny(
         "SD20",
         {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 2,
          "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),

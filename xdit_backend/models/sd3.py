@@ -74,20 +74,20 @@ SD3 = Family(
         dual_attention_layers=lambda shapes: tuple(sorted(
             int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight"))),
         _context_layers=blocks("context_processor.layers.")),
-    convert=_convert, latent=LATENT, amend=_amend, config_from_tensors=("sample_size",),
+    convert=_convert, latent=LATENT, adapt_model=_amend, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},
-    live={"alone": 12.35, "narrowing": 0.754, "residual": 4.9, "whole": 7.6, "outside": 5.65, "held": 1.2,
+    activation_factors={"alone": 12.35, "narrowing": 0.754, "residual": 4.9, "whole": 7.6, "outside": 5.65, "held": 1.2,
           "block": 10.0, "exchange": 13.2, "once": 1.85},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5,
                           control="output", patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"},
-        once={"norm1.linear": "step", "norm1_context.linear": "step"},
+        cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         attention={"attn": ("image", "text"), "attn2": ("image",)}, positions={"pos_embed": embedded},
         once_outside={"context_embedder": "run", "context_processor": "run"}),
-    tiny=Tiny(
+    test_config=Tiny(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4,
          "attention_head_dim": 8,
          "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 24, "pooled_projection_dim": 16,

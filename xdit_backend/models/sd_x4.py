@@ -20,7 +20,7 @@ FAMILY = unet(
     name="SD x4 upscaler", title="SD x4 upscaler",
     architecture=Architecture((1024,), num_heads=lambda width: 8, alone=15.33, block=17.4, num_classes=LEVELS,
                               only_cross_attention=UPPER),
-    tiny=tiny(
+    test_config=tiny(
         "SD_X4Upscaler",
         {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1,
          "down_block_types": ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 3,

@@ -7,7 +7,7 @@ SDXL = unet(
     name="SDXL", title="SDXL, SDXL refiner, SSD-1B, Vega, KOALA",
     architecture=Architecture((2048, 1280), num_heads=lambda width: width // 64, alone=15.8, block=16.8),
     values=("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "v_pred", "ztsnr"),
-    tiny=tiny(
+    test_config=tiny(
         "SDXL",
         {"block_out_channels": (16, 32, 64), "layers_per_block": 1,
          "down_block_types": ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 2,

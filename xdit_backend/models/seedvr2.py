@@ -159,7 +159,7 @@ SEEDVR2 = Family(
         mm_layers=_num_unshared, expand_ratio=4, rope_dim=_rope_dim,
         rope_type=lambda shapes: "mmrope3d" if "vid_out_norm.weight" in shapes else "rope3d",
         vid_out_norm=lambda shapes: "vid_out_norm.weight" in shapes or None),
-    convert=same_names, latent=LATENT, amend=_amend, read_by_nodes=CONDITIONINGS,
+    convert=same_names, latent=LATENT, adapt_model=_amend, read_by_nodes=CONDITIONINGS,
     conditioning={"context": "txt_in_dim", "condition": None},
     # a call is of one branch, so that ComfyUI's forward swaps none
     arguments=handed_on(LATENT, "context", condition=_condition) | {
@@ -169,11 +169,12 @@ SEEDVR2 = Family(
     num_heads=lambda config: config["heads"], width=lambda config: config["vid_dim"],
     num_channels=lambda config: config["vid_out_channels"], in_channels=lambda config: config["vid_out_channels"],
     pixels=lambda config: (4, 8, 8),
-    live={"alone": 22.5, "residual": 8.4, "held": 0.4, "block": 22.1, "exchange": 34.15, "entered": 8.0, "own": 2.6},
+    activation_factors={"alone": 22.5, "residual": 8.4, "held": 0.4, "block": 22.1, "exchange": 34.15, "entered": 8.0,
+                        "own": 2.6},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", returns=("image", "text")),),
         streams={"vid": "image", "txt": "text"}, attention={"attn": ("text", "image")},
         places=("places", ("image",))),
-    tiny=Tiny(TINY, NATIVE, TINY, detected="SeedVR2",
-              drawn={"condition": lambda config, shape, tokens: (
+    test_config=Tiny(TINY, NATIVE, TINY, detected="SeedVR2",
+              input_shapes={"condition": lambda config, shape, tokens: (
                   shape[0], config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}))

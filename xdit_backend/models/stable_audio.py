@@ -6,7 +6,18 @@ from dataclasses import replace
 from .common.family import Family, Tiny
 from .common.inputs import because, blocks, config_of, has, size
 from .common.native_module import handed_on
-from .common.stable_audio import CONVERT, LATENT, LAYER, NATIVE, PLAN, ROTARY, SHARED, amend, projects_text, seconds
+from .common.stable_audio import (
+        CONVERT,
+        LATENT,
+        LAYER,
+        NATIVE,
+        PLAN,
+        ROTARY,
+        SHARED,
+        adapt_model,
+        projects_text,
+        seconds,
+)
 
 HEAD_SIZE, SECONDS = 64, (*seconds("seconds_start"), *seconds("seconds_total"))
 UNSPLIT = tuple(f"cross_attn.{name}" for name in ("to_q", "to_kv", "to_out"))  # of other numbers of heads than the rest
@@ -23,16 +34,16 @@ STABLE_AUDIO = Family(
         cond_token_dim=size("to_cond_embed.0.weight", 1), project_cond_tokens=projects_text,
         global_cond_dim=size("to_global_embed.0.weight", 1), depth=blocks("transformer.layers."),
         num_heads=size("to_timestep_embed.0.weight", 0, HEAD_SIZE)),
-    convert=CONVERT, amend=amend, latent=LATENT, time_scale=0.5, lengths={"front": lambda conditioning: 1},
+    convert=CONVERT, adapt_model=adapt_model, latent=LATENT, time_scale=0.5, lengths={"front": lambda conditioning: 1},
     values=SECONDS, needed_values=SECONDS,
     conditioning={"context": "cond_token_dim", "global_embed": "global_cond_dim"},
     arguments=handed_on(LATENT, "context", "global_embed"),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["embed_dim"],
     in_channels=lambda config: config["io_channels"], num_channels=lambda config: config["io_channels"],
     pixels=lambda config: (1, 32, 32), plan=replace(PLAN, unsplit=UNSPLIT),
-    live={"alone": 19.07, "residual": 3.46, "held": 1.43, "whole": 7.0, "block": 19.0, "exchange": 16.0,
+    activation_factors={"alone": 19.07, "residual": 3.46, "held": 1.43, "whole": 7.0, "block": 19.0, "exchange": 16.0,
           "own": 0.0, "keys": 1.93},
-    tiny=Tiny(TINY, NATIVE, TINY | {"io_channels": 64, "cond_token_dim": 768, "project_cond_tokens": True,
+    test_config=Tiny(TINY, NATIVE, TINY | {"io_channels": 64, "cond_token_dim": 768, "project_cond_tokens": True,
                                     "global_cond_dim": 1536}, detected="StableAudio",
-              drawn={"global_embed": lambda config, shape, tokens: (shape[0], config["global_cond_dim"])}),
+              input_shapes={"global_embed": lambda config, shape, tokens: (shape[0], config["global_cond_dim"])}),
 )

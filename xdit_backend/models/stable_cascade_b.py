@@ -49,8 +49,8 @@ STABLE_CASCADE_B = Family(
     conditioning={"clip": "c_clip", "effnet": None, "sca": None},
     arguments=handed_on(_latent, "sca", times="r", clip=vector("clip"),
                         effnet=_prior),
-    live={"alone": 4.48}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
+    activation_factors={"alone": 4.48}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
     num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
     pixels=lambda config: (1, 4, 4), plan=plan(),
-    tiny=Tiny(TINY, NATIVE, TINY, detected="Stable_Cascade_B",
-              drawn={"effnet": _drawn, "sca": lambda config, shape, tokens: shape[:1]}))
+    test_config=Tiny(TINY, NATIVE, TINY, detected="Stable_Cascade_B",
+              input_shapes={"effnet": _drawn, "sca": lambda config, shape, tokens: shape[:1]}))

@@ -33,10 +33,10 @@ STABLE_CASCADE_C = Family(
                   "sca": None, "crp": None},
     arguments=handed_on(LATENT, "clip_text", "clip_img", "sca", "crp", times="r",
                         clip_text_pooled=vector("clip_text_pooled")),
-    live={"alone": 18.05}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
+    activation_factors={"alone": 18.05}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
     num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
     pixels=lambda config: (1, 42, 42), plan=plan(_residual_blocks),
-    tiny=Tiny(TINY, NATIVE, TINY | {"blocks": [[1, 2], [2, 1]]}, detected="Stable_Cascade_C",
-              drawn={"clip_text": lambda config, shape, tokens: (shape[0], tokens, config["c_clip_text"]),
+    test_config=Tiny(TINY, NATIVE, TINY | {"blocks": [[1, 2], [2, 1]]}, detected="Stable_Cascade_C",
+              input_shapes={"clip_text": lambda config, shape, tokens: (shape[0], tokens, config["c_clip_text"]),
                      "clip_img": lambda config, shape, tokens: (shape[0], 1, config["c_clip_img"]),
                      **dict.fromkeys(("sca", "crp"), lambda config, shape, tokens: shape[:1])}))

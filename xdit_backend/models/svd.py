@@ -52,7 +52,8 @@ SVD = Family(
         **{name: RULES[name] for name in SAME}, num_attention_heads=RULES["attention_head_dim"],
         down_block_types=_kinds("down_block_types"), up_block_types=_kinds("up_block_types"),
         projection_class_embeddings_input_dim=lambda shapes: shapes["label_emb.0.0.weight"][1]),
-    amend=_amend, live={"alone": 27.6, "block": 28.6}, num_channels=lambda config: config["out_channels"],
+    adapt_model=_amend, activation_factors={"alone": 27.6, "block": 28.6},
+    num_channels=lambda config: config["out_channels"],
     num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
     conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim",
                   "num_video_frames": None}, counts=("num_video_frames",),
@@ -60,7 +61,7 @@ SVD = Family(
                "added_time_ids": given("y"), "num_frames": number("num_video_frames")},
     refused={"data": "the frames of a video, which are its batch, read each other"}, plan=PLAN,
     keep_in_compute_dtype=("time_mixer",),
-    tiny=Tiny(
+    test_config=Tiny(
         {"sample_size": 96, "out_channels": 4, "cross_attention_dim": 24, "in_channels": 8,
          "block_out_channels": (32, 64, 64), "layers_per_block": 1, "num_attention_heads": (1, 2, 2),
          "down_block_types": ("CrossAttnDownBlockSpatioTemporal",) * 2 + ("DownBlockSpatioTemporal",),
@@ -75,4 +76,4 @@ SVD = Family(
          "use_temporal_resblock": True, "use_temporal_attention": True, "extra_ff_mix_layer": True,
          "use_spatial_context": True, "merge_strategy": "learned_with_images", "merge_factor": 0.0,
          "video_kernel_size": [3, 1, 1], "disable_temporal_crossattention": False},
-        detected="SVD_img2vid", drawn={"num_video_frames": lambda config, shape, tokens: shape[:1]}))
+        detected="SVD_img2vid", input_shapes={"num_video_frames": lambda config, shape, tokens: shape[:1]}))

@@ -81,7 +81,7 @@ TRIPOSPLAT = Family(
         num_blocks=blocks("blocks."), num_refiner_blocks=blocks("noise_refiner."), num_head_channels=size(NORM, 1),
         cam_channels=size("cam_out_layer.weight", 0), cond2_channels=optional_size("cond_embedder2.weight", 1),
         mlp_ratio=lambda shapes: shapes["blocks.0.mlp.mlp.0.weight"][0] // shapes["input_layer.weight"][0]),
-    convert=same_names, latent=LATENT, time_scale=1000.0, amend=_amend, computes_as_made=True,
+    convert=same_names, latent=LATENT, time_scale=1000.0, adapt_model=_amend, computes_as_made=True,
     conditioning={"context": "cond_channels", "picture": None}, ignored=("latent_shapes",), unfold=unfold,
     arguments=handed_on(LATENT, "context", times="t", ref_latents=pictures),
     parts={"camera": lambda output: output}, split_parts=split_parts, first_part=first_part, call_shapes=call_shapes,
@@ -89,7 +89,7 @@ TRIPOSPLAT = Family(
     num_heads=lambda config: config["model_channels"] // config["num_head_channels"],
     width=lambda config: config["model_channels"], num_channels=lambda config: config["out_channels"],
     pixels=lambda config: (1, 1, 1),
-    live={"alone": 17.06, "residual": 7.81, "whole": 14.47, "outside": 5.65, "held": 2.42, "block": 13.81,
+    activation_factors={"alone": 17.06, "residual": 7.81, "whole": 14.47, "outside": 5.65, "held": 2.42, "block": 13.81,
           "exchange": 19.86, "own": 0.24, "keys": 1.91, "attends": 9.69, "entered": 4.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "num_refiner_blocks", streams={"x": SHAPE},
@@ -100,7 +100,7 @@ TRIPOSPLAT = Family(
         unsplit=WHOLE, unstaged_blocks=("context_refiner",),
         once_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
                       "adaLN_modulation": "step"}),
-    tiny=Tiny(TINY, NATIVE, TINY | {"in_channels": 16, "out_channels": 16, "model_channels": 256,
+    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 16, "out_channels": 16, "model_channels": 256,
                                     "num_head_channels": 64, "cond2_channels": 128}, detected="TripoSplat",
-              drawn={"picture": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}),
+              input_shapes={"picture": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}),
 )

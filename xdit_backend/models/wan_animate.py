@@ -79,7 +79,7 @@ def _thin(model):
 
 
 WAN_ANIMATE = dataclasses.replace(
-    WAN_CAMERA, name="Wan Animate", title="Wan 2.2 Animate", transformer=NATIVE, amend=_amend,
+    WAN_CAMERA, name="Wan Animate", title="Wan 2.2 Animate", transformer=NATIVE, adapt_model=_amend,
     recognise=has(HEAD, "head.modulation", "face_adapter.fuser_blocks.0.k_norm.weight"),
     refusals=(only_parts(PARTS | FACE),),
     config=config_of(**RULES, model_type="animate", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
@@ -89,13 +89,13 @@ WAN_ANIMATE = dataclasses.replace(
     arguments=handed_on(even_with(LATENT, "Wan Animate", "pose_latents", "pose"), "context",
                         "pose_latents", "face_pixel_values", timestep=frame_times,
                         clip_fea=given("clip_fea", where="_image_dim"), transformer_options=moves),
-    live={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.55, "held": 1.15, "block": 8.25,
+    activation_factors={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.55, "held": 1.15, "block": 8.25,
           "exchange": 14.05, "own": 0.0},
     plan=dataclasses.replace(
         WAN_CAMERA.plan, places=("places", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "after_patch_embedding": _pose_of_patch}),
-    tiny=Tiny(TINY | {"model_type": "animate", "num_layers": 10, "_image_dim": 1280}, NATIVE,
-              ARGUMENTS | {"model_type": "animate", "num_layers": 5}, thin=_thin, drawn={
+    test_config=Tiny(TINY | {"model_type": "animate", "num_layers": 10, "_image_dim": 1280}, NATIVE,
+              ARGUMENTS | {"model_type": "animate", "num_layers": 5}, thin=_thin, input_shapes={
                   "pose_latents": lambda config, shape, tokens: (
                       shape[0], 16, max(1, shape[2] - 1), *shape[3:]),
                   "face_pixel_values": lambda config, shape, tokens: (shape[0], 3, 4 * shape[2] - 4, 14, 14)}),

@@ -33,15 +33,15 @@ WAN_CAMERA = Family(
     num_heads=lambda config: config["num_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: config["out_dim"], in_channels=lambda config: config["in_dim"],
     pixels=lambda config: (4, 8, 8),
-    live={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.2, "held": 1.05, "block": 8.6,
+    activation_factors={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.2, "held": 1.05, "block": 8.6,
           "exchange": 14.25, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", patched="double"),), streams={"x": "image"},
         attention={"self_attn": ("image",)}, tokens={"freqs": TABLE},
         positions={"rope_encode": Cut(TABLE, whole_sizes), "control_adapter": tokens_of_patch},
         once_outside={"text_embedding": "run"}),
-    tiny=Tiny(TINY | {"model_type": "camera", "in_dim_control_adapter": 2, "_image_dim": 1280}, NATIVE,
-              ARGUMENTS | {"model_type": "camera", "in_dim": 32}, drawn={
+    test_config=Tiny(TINY | {"model_type": "camera", "in_dim_control_adapter": 2, "_image_dim": 1280}, NATIVE,
+              ARGUMENTS | {"model_type": "camera", "in_dim": 32}, input_shapes={
                   "camera_conditions": lambda config, shape, tokens: (
                       shape[0], config["in_dim_control_adapter"], shape[2], 8 * shape[3], 8 * shape[4])}),
 )

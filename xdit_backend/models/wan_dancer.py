@@ -97,7 +97,7 @@ def _with_music(self, x, e, freqs, context, context_img_len=257, transformer_opt
 
 
 WAN_DANCER = dataclasses.replace(
-    WAN_CAMERA, name="WanDancer", title="WanDancer", transformer=NATIVE, amend=_amend, convert=KEYS,
+    WAN_CAMERA, name="WanDancer", title="WanDancer", transformer=NATIVE, adapt_model=_amend, convert=KEYS,
     recognise=has(HEAD, "head.modulation", "patch_embedding_global.weight"),
     refusals=(only_parts(PARTS | MORE),),
     config=config_of(**RULES, model_type="wandancer", in_dim_ref_conv=optional_size("ref_conv.weight", 1),
@@ -112,9 +112,9 @@ WAN_DANCER = dataclasses.replace(
     plan=dataclasses.replace(
         WAN_CAMERA.plan, places=("places", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "music_encoder.1": _of_all_frames}),
-    tiny=Tiny(TINY | {"model_type": "wandancer", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
+    test_config=Tiny(TINY | {"model_type": "wandancer", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
                       "_image_dim": 1280}, NATIVE,
-              ARGUMENTS | {"model_type": "wandancer", "in_dim": 36, "num_layers": 5}, drawn={
+              ARGUMENTS | {"model_type": "wandancer", "in_dim": 36, "num_layers": 5}, input_shapes={
                   "clip_fea_ref": lambda config, shape, tokens: (shape[0], 3, 1280),
                   "audio_embed": lambda config, shape, tokens: (shape[0], 7 * shape[2], 35),
                   "frame_lasts": lambda config, shape, tokens: (2,),

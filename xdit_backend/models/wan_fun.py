@@ -49,7 +49,7 @@ def _positions(module, forward, rows, tokens, args, kwargs):
 
 WAN_FUN = dataclasses.replace(
     WAN_CAMERA, name="Wan Fun-Control", title="Wan Fun-Control (2.1 V1.1, 2.2)", transformer=NATIVE,
-    amend=WAN_SCAIL.amend,
+    adapt_model=WAN_SCAIL.adapt_model,
     recognise=lambda shapes: (has(HEAD, "head.modulation", "ref_conv.weight")(shapes)
                               and "patch_embedding_global.weight" not in shapes),
     refusals=(only_parts(PARTS | {"ref_conv"}),),
@@ -64,14 +64,15 @@ WAN_FUN = dataclasses.replace(
                         clip_fea=given("clip_fea", where="_image_dim"), reference_latent=given("reference_latent"),
                         transformer_options=moves),
     lengths={"reference": num_reference_tokens},
-    live={"alone": 8.6, "residual": 3.2, "whole": 4.97, "outside": 4.26, "held": 1.3, "block": 9.83, "exchange": 13.81,
+    activation_factors={"alone": 8.6, "residual": 3.2, "whole": 4.97, "outside": 4.26, "held": 1.3, "block": 9.83,
+                        "exchange": 13.81,
           "attends": 5.06, "early": 0.67, "cut": 1.76},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": _positions}, once_outside={"text_embedding": "run"}),
-    tiny=Tiny(TINY | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280}, NATIVE,
+    test_config=Tiny(TINY | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
-              drawn={"reference_latent": lambda config, shape, tokens: (
+              input_shapes={"reference_latent": lambda config, shape, tokens: (
                   shape[0], config["in_dim_ref_conv"], *shape[3:])}),
 )

@@ -54,7 +54,7 @@ def _of_frames(self, x, context, transformer_options={}, **others):
 
 
 WAN_HUMO = dataclasses.replace(
-    WAN_CAMERA, name="Wan HuMo", title="Wan HuMo", transformer="comfy.ldm.wan.model:HumoWanModel", amend=_amend,
+    WAN_CAMERA, name="Wan HuMo", title="Wan HuMo", transformer="comfy.ldm.wan.model:HumoWanModel", adapt_model=_amend,
     recognise=has(HEAD, "head.modulation", "audio_proj.audio_proj_glob_1.layer.weight"),
     refusals=(only_parts(PARTS | {"audio_proj"}),), config=config_of(**RULES, model_type="humo"),
     conditioning={"context": "text_dim", "rope_scales": None, "audio_embed": None, "reference_latent": None},
@@ -63,14 +63,15 @@ WAN_HUMO = dataclasses.replace(
                         audio_embed=given("audio_embed"), reference_latent=given("reference_latent"),
                         transformer_options=moves),
     lengths={"reference": num_tokens_of(LATENT, "reference_latent")},
-    live={"alone": 9.55, "residual": 4.15, "whole": 5.85, "outside": 4.5, "held": 1.2, "block": 9.85,
+    activation_factors={"alone": 9.55, "residual": 4.15, "whole": 5.85, "outside": 4.5, "held": 1.2, "block": 9.85,
           "exchange": 14.0, "own": 0.0},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL},
         tokens={"freqs": TokenArgument(1, ALL)}, positions={"rope_encode": _positions}, places=("places", ALL),
         once_outside={"text_embedding": "run"}),
-    tiny=Tiny(TINY | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel", ARGUMENTS | {"model_type": "humo"},
-              drawn={"audio_embed": lambda config, shape, tokens: (shape[0], shape[2], 8, 5, 1280),
+    test_config=Tiny(TINY | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel",
+                     ARGUMENTS | {"model_type": "humo"},
+              input_shapes={"audio_embed": lambda config, shape, tokens: (shape[0], shape[2], 8, 5, 1280),
                      "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:])}),
 )

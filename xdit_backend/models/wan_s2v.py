@@ -167,7 +167,7 @@ def _of_frames(injector, x, whole_BF1C, own_BFNC, places, frame_size):
 
 
 WAN_S2V = dataclasses.replace(
-    WAN_CAMERA, name="Wan S2V", title="Wan 2.2 S2V", transformer=NATIVE, amend=_amend,
+    WAN_CAMERA, name="Wan S2V", title="Wan 2.2 S2V", transformer=NATIVE, adapt_model=_amend,
     recognise=has(HEAD, "head.modulation", "casual_audio_encoder.encoder.final_linear.weight"),
     refusals=(only_parts(PARTS | MORE),),
     config=config_of(**RULES, model_type="s2v",
@@ -179,15 +179,16 @@ WAN_S2V = dataclasses.replace(
     arguments=handed_on(_latent, "context", "reference_latent", "reference_motion", "control_video",
                         audio_embed=_sound, transformer_options=moves) | {"timestep": _times},
     lengths={"reference": NUM_REFERENCE_TOKENS, "motion": _num_motion_tokens},
-    live={"alone": 8.53, "residual": 0.53, "whole": 6.14, "held": 1.15, "block": 16.3,
+    activation_factors={"alone": 8.53, "residual": 0.53, "whole": 6.14, "held": 1.15, "block": 16.3,
           "exchange": 26.1, "entered": 14.1, "own": 0.0},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
         places=("places", ALL), positions={"rope_encode": _positions, "cond_encoder": tokens_of_patch, "head": _last},
         once_outside={"text_embedding": "run"}),
-    tiny=Tiny(TINY | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2], "audio_dim": 8}, NATIVE,
-              ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, drawn={
+    test_config=Tiny(TINY | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2], "audio_dim": 8},
+                     NATIVE,
+              ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, input_shapes={
                   "audio_embed": lambda config, shape, tokens: (shape[0], 25, config["audio_dim"], 4 * shape[2]),
                   "control_video": lambda config, shape, tokens: (shape[0], 16, *shape[2:]),
                   "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:]),

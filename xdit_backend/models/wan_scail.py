@@ -60,7 +60,7 @@ def pose_shape(config, shape, tokens):
 
 
 WAN_SCAIL = dataclasses.replace(
-    WAN_CAMERA, name="Wan SCAIL", title="Wan SCAIL", transformer=NATIVE, amend=_amend,
+    WAN_CAMERA, name="Wan SCAIL", title="Wan SCAIL", transformer=NATIVE, adapt_model=_amend,
     recognise=lambda shapes: (has(HEAD, "head.modulation", "patch_embedding_pose.weight")(shapes)
                               and "patch_embedding_mask.weight" not in shapes),
     refusals=(only_parts(PARTS | {"patch_embedding_pose"}),),
@@ -78,7 +78,7 @@ WAN_SCAIL = dataclasses.replace(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": Cut(TokenArgument(1, ALL), _whole)}, once_outside={"text_embedding": "run"}),
-    tiny=Tiny(TINY | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
+    test_config=Tiny(TINY | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "scail", "in_dim": 20},
-              drawn={"reference_latent": reference_shape, "pose_latents": pose_shape}),
+              input_shapes={"reference_latent": reference_shape, "pose_latents": pose_shape}),
 )

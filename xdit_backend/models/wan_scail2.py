@@ -53,8 +53,8 @@ WAN_SCAIL2 = dataclasses.replace(
     arguments=WAN_SCAIL.arguments | {"x": _latent, "sam_latents": given("sam_latents"),
                                      "ref_mask_latents": _mask_of_references,
                                      "ref_mask_flag": number("ref_mask_flag")},
-    tiny=Tiny(TINY | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
-              ARGUMENTS | {"model_type": "scail2", "in_dim": 20}, drawn=WAN_SCAIL.tiny.drawn | {
+    test_config=Tiny(TINY | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
+              ARGUMENTS | {"model_type": "scail2", "in_dim": 20}, input_shapes=WAN_SCAIL.test_config.input_shapes | {
                   "ref_mask_latents": lambda config, shape, tokens: (
                       shape[0], config["mask_in_dim"], shape[2] + reference_shape(config, shape, tokens)[2],
                       *shape[3:]),

@@ -56,7 +56,7 @@ def _amend(model, config):
     """The forward is that of diffusers' Wan; hidden states are those of the video beside those of the control."""
     from diffusers import WanTransformer3DModel
     model.forward = types.MethodType(WanTransformer3DModel.forward, model)
-    WAN.amend(model, config)
+    WAN.adapt_model(model, config)
     run, strength = model.forward, ForwardValue(model)
     embed, norm, channels = model.patch_embedding.forward, model.norm_out.forward, config["in_channels"]
 
@@ -94,23 +94,25 @@ WAN_VACE = dataclasses.replace(
     refusals=(only_parts(PARTS | {"vace_patch_embedding", "vace_blocks"}),),
     config=config_of(**WAN.config.rules, vace_layers=_layers,
                      vace_in_channels=size("vace_patch_embedding.weight", 1)),
-    amend=_amend, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"), unsupported_arguments=_several,
+    adapt_model=_amend, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"),
+    unsupported_arguments=_several,
     conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None, "rope_scales": None},
     ignored=("clip_fea", "reference_latent"),
     arguments={**{name: rule for name, rule in WAN.arguments.items()
                   if name not in ("encoder_hidden_states_image", "context_latents")},
                "hidden_states": _latent, "vace_strength": _strength},
-    live={"alone": 6.65, "residual": 5.1, "whole": 6.65, "outside": 4.2, "held": 1.3, "block": 7.35, "exchange": 6.2,
+    activation_factors={"alone": 6.65, "residual": 5.1, "whole": 6.65, "outside": 4.2, "held": 1.3, "block": 7.35,
+                        "exchange": 6.2,
           "keys": 1.2, "own": 0.55},
     lengths={},
     plan=dataclasses.replace(WAN.plan, streams={"hidden_states": "image"},
                              attention={"attn1": ("image",), "vace_attn1": ("image",)},
                              tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
-                             unstaged_blocks=("vace_blocks",), unsplit=("proj_in", "proj_out"), heard=(),
+                             unstaged_blocks=("vace_blocks",), unsplit=("proj_in", "proj_out"), audio_attention=(),
                              # a block here is two of ComfyUI's
                              blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None, returns=("image",)),)),
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
-    tiny=Tiny(
+    test_config=Tiny(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4,
          "out_channels": 4,
          "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 6},

@@ -56,7 +56,7 @@ Z_IMAGE = Family(
         cap_feat_dim=size("cap_embedder.1.weight", 1),
         axes_dims=lambda shapes: [HEAD_SIZE(shapes) // 4, HEAD_SIZE(shapes) * 3 // 8, HEAD_SIZE(shapes) * 3 // 8],
         axes_lens=[8192, 4096, 4096], siglip_feat_dim=None, _time_width=size("t_embedder.mlp.0.weight", 0)),
-    convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, amend=_amend, config_from_tensors=("axes_lens",),
+    convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, adapt_model=_amend, config_from_tensors=("axes_lens",),
     multiple=GROUP,
     num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
     conditioning={"context": "cap_feat_dim", "rope_scales": None},
@@ -65,7 +65,8 @@ Z_IMAGE = Family(
     arguments={"x": lambda call: list(LATENT(call).unsqueeze(2)), "t": timestep(-1, 1),
                "cap_feats": lambda call: list(given("context")(call)), "first_row": first_row,
                "num_pads": num_pads, "rope_scales": given("rope_scales")},
-    live={"alone": 16.0, "residual": 5.4, "whole": 9.2, "outside": 6.0, "held": 2.3, "block": 14.9, "exchange": 14.3,
+    activation_factors={"alone": 16.0, "residual": 5.4, "whole": 9.2, "outside": 6.0, "held": 2.3, "block": 14.9,
+                        "exchange": 14.3,
           "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),
@@ -73,8 +74,8 @@ Z_IMAGE = Family(
                           attention={"attention": PICTURE}, tokens={"freqs_cis": TokenArgument(1, PICTURE)}),
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,), added="double_block")),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
-        once={"adaLN_modulation": "step"}, once_outside={"cap_embedder": "run", "context_refiner": "run"}),
-    tiny=Tiny(
+        cacheable={"adaLN_modulation": "step"}, once_outside={"cap_embedder": "run", "context_refiner": "run"}),
+    test_config=Tiny(
         {"in_channels": 4, "dim": 64, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 4,
          "cap_feat_dim": 24, "axes_dims": [4, 6, 6], "axes_lens": [512, 128, 128]},
         "comfy.ldm.lumina.model:NextDiT",

@@ -153,7 +153,7 @@ def _num_siglip(conditioning):
 
 
 Z_IMAGE_OMNI = dataclasses.replace(
-    Z_IMAGE, name="Z-Image-Omni", title="Z-Image-Omni", amend=_amend,
+    Z_IMAGE, name="Z-Image-Omni", title="Z-Image-Omni", adapt_model=_amend,
     recognise=lambda shapes: is_z_image(shapes) and EMBEDDER in shapes,
     config=config_of(**Z_IMAGE.config.rules | {"siglip_feat_dim": size(EMBEDDER, 1)}),
     conditioning=Z_IMAGE.conditioning | {"ref_latents": None, "ref_contexts": None, "siglip_feats": None},
@@ -161,7 +161,7 @@ Z_IMAGE_OMNI = dataclasses.replace(
     lengths={"text": _num_text, "reference": _num_references, "siglip": _num_siglip},
     arguments={"x": LATENT, "t": timestep(-1, 1), "pictures": _pictures, "contexts": _contexts, "siglip": _siglip,
                "first_row": first_row, "num_pads": num_pads, "rope_scales": given("rope_scales")},
-    live={"alone": 19.8, "residual": 9.35, "whole": 6.15, "outside": 6.4, "held": 2.65, "block": 17.65,
+    activation_factors={"alone": 19.8, "residual": 9.35, "whole": 6.15, "outside": 6.4, "held": 2.65, "block": 17.65,
           "exchange": 16.9, "own": 0.0},
     plan=dataclasses.replace(
         Z_IMAGE.plan,
@@ -172,8 +172,8 @@ Z_IMAGE_OMNI = dataclasses.replace(
         streams={"x": ALL}, attention={"attention": ALL},
         tokens=dict.fromkeys(("freqs_cis", "noise_mask"), TokenArgument(1, ALL)),
         # which its blocks ask for two times, that of the pictures given too
-        once={}, once_outside=Z_IMAGE.plan.once_outside | {"siglip_embedder": "run", "siglip_refiner": "run"},
+        cacheable={}, once_outside=Z_IMAGE.plan.once_outside | {"siglip_embedder": "run", "siglip_refiner": "run"},
         unstaged_blocks=("context_refiner", "siglip_refiner")),
-    tiny=Tiny(Z_IMAGE.tiny.config | {"siglip_feat_dim": 24}, Z_IMAGE.tiny.native,
-              Z_IMAGE.tiny.arguments | {"siglip_feat_dim": 40, "n_layers": 3}, detected="ZImage"),
+    test_config=Tiny(Z_IMAGE.test_config.config | {"siglip_feat_dim": 24}, Z_IMAGE.test_config.native,
+              Z_IMAGE.test_config.arguments | {"siglip_feat_dim": 40, "n_layers": 3}, detected="ZImage"),
 )

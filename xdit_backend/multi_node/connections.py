@@ -46,7 +46,7 @@ Content: TypeAlias = Annotated[str, Field(pattern="^[0-9]{1,19}-[0-9a-f]{64}$")]
 
 
 @message(frozen=True, config=STRICT)
-class Hello:
+class JoinRequest:
     """The first message of a connection: what it is for. "machine": it joins, and will take commands here."""
 
     purpose: Literal["machine", "replies"]
@@ -57,7 +57,7 @@ class Hello:
 
 
 @message(frozen=True, config=STRICT)
-class Welcome:
+class JoinAccepted:
     session: Token
     clock_s: float                 # the host's time.perf_counter
 
@@ -133,7 +133,7 @@ class Ended:
 
 
 BETWEEN_MACHINES = {cls.__name__: TypeAdapter(cls) for cls in (
-    Hello, Welcome, Refused, Start, Find, Found, Missing, Searching, Tensor, Piece, Ping, Ended)}
+    JoinRequest, JoinAccepted, Refused, Start, Find, Found, Missing, Searching, Tensor, Piece, Ping, Ended)}
 
 
 # --- who is let in ---

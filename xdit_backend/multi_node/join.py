@@ -28,7 +28,8 @@ from .connections import (
     Ended,
     Find,
     Found,
-    Hello,
+    JoinAccepted,
+    JoinRequest,
     Missing,
     Piece,
     Ping,
@@ -36,7 +37,6 @@ from .connections import (
     Searching,
     Start,
     Tensor,
-    Welcome,
     connect,
     is_name,
     ping,
@@ -139,9 +139,9 @@ class Joined:
         cards = {f"cuda:{index}": card_of(f"cuda:{index}")
                  for index in range(preflight.num_cuda_devices())} | {"cpu": card_of("cpu")}
         asked_s = time.perf_counter()
-        self._commands, welcome = self._connect(Hello("machine", "", self._name, versions(), cards))
+        self._commands, welcome = self._connect(JoinRequest("machine", "", self._name, versions(), cards))
         self._ahead_s = welcome.clock_s - (asked_s + time.perf_counter()) / 2
-        self.replies, _ = self._connect(Hello("replies", welcome.session))
+        self.replies, _ = self._connect(JoinRequest("replies", welcome.session))
         for link in (self._commands, self.replies):
             link.set_silence_limit(silence_s())
         threading.Thread(target=ping, args=(self.replies, self._over), daemon=True).start()
@@ -173,7 +173,7 @@ class Joined:
         if isinstance(answer, Refused):
             raise (ConfigError if hello.purpose == "machine"
                    else ChannelClosedError)(f"The host refuses this machine: {answer.reason}")
-        if not isinstance(answer, Welcome):
+        if not isinstance(answer, JoinAccepted):
             raise ChannelClosedError(f"{type(answer).__name__} is no welcome")
         return link, answer
 

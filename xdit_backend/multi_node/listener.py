@@ -19,7 +19,7 @@ from ..host import logs
 from ..host.doctor import gigabytes, package_versions
 from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError
-from .connections import PORT, Hello, Refused, Welcome, accepted, welcome
+from .connections import PORT, JoinAccepted, JoinRequest, Refused, accepted, welcome
 from .file_digest import Contents
 from .listening import Listening
 from .node_session import POLL_S, Session, wait_for
@@ -219,7 +219,7 @@ class Listener:
             session.close("it did not finish joining")
 
     def _let_in(self, link, hello):
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, JoinRequest):
             link.close()
             return
         if hello.purpose == "machine":
@@ -231,7 +231,7 @@ class Listener:
                 link.close()
                 return
             session = Session(hello.name, secrets.token_hex(16), hello.cards, link, self._note_machines)
-            link.send(Welcome(session.token, time.perf_counter()))
+            link.send(JoinAccepted(session.token, time.perf_counter()))
             with self._lock:
                 self._sessions.append(session)
             return
@@ -241,7 +241,7 @@ class Listener:
             link.send(Refused("its session has ended"))
             link.close()
             return
-        link.send(Welcome(session.token, time.perf_counter()))
+        link.send(JoinAccepted(session.token, time.perf_counter()))
         session.answer_over(link)
         self._note_machines()
         log.info("%s has joined", session.name)

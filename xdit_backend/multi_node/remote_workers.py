@@ -72,7 +72,8 @@ class Workers:
             return
         with self._lock:
             if command.request not in self._open:
-                self._open[command.request] = segment_transfer.pending_command(command, self._ranks, self._local_segment)
+                self._open[command.request] = segment_transfer.pending_command(command, self._ranks,
+                                                                               self._local_segment)
             here = segment_transfer.replaced(command, self._local_segment)
         self._channels[rank].send(here)
 

@@ -11,7 +11,7 @@ from ..distributed import custom_ops
 from ..distributed.collectives import largest
 
 
-class Agreement:
+class AmaxSync:
     """What the layers of one model that round inputs ask of the other ranks."""
 
     def __init__(self, model, splits, current):

@@ -13,14 +13,15 @@ from .parts import Parts
 from .quantised_matmul_memory import Product
 
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
-FP8_BYTES = 1 + 4 / (64 * 128)   # of a number in 8 bits, with a scale for 64 tokens of a head (distributed/fp8_communication.py)
+# of a number in 8 bits, with a scale for 64 tokens of a head (distributed/fp8_communication.py)
+FP8_BYTES = 1 + 4 / (64 * 128)
 SMALL_PACKING = 2.5            # times what packing a tensor takes that rounding it to 8 bits and back adds
 AGREED_BYTES = 4               # of a token, in float32 (docs/algorithms.md section 11)
 DEVICES_PER_NODE = 8           # a group that leaves its node goes by the network
 
 
 @dataclass(frozen=True)
-class Net:
+class ModelDims:
     """A diffusion transformer, as its config says. net_of in checkpoints/model_dims.py derives it for the families."""
 
     blocks: int
@@ -231,7 +232,7 @@ def between(measured, collective, size):
 class Run:
     """A run under a layout. All its ranks have such a device and such links."""
 
-    net: Net
+    net: ModelDims
     job: Job
     degrees: Degrees
     device: Device

@@ -7,7 +7,7 @@ from ..partition import FULL
 from ..protocol.specs import Stages
 from .descriptions import layout_words, seconds_words
 from .layout_search import Forecast
-from .planner import EVERYWHERE, WARMUP_FULL, Spread, plan_run, usual_job
+from .planner import EVERYWHERE, WARMUP_FULL, WeightPlacement, plan_run, usual_job
 
 FASTER = 1.15                              # times as fast as the best exact layout that stale keys and values must be
 # decibels of the demo model's pictures to one device's, 4 patches and a warm-up step (docs/quality.md)
@@ -18,7 +18,7 @@ class Faster(NamedTuple):
     """A Spread over stages, and Forecasts of a usual run: its own, and of the best layout whose picture is one
     device's."""
 
-    spread: Spread
+    spread: WeightPlacement
     staged: Forecast
     exact: Forecast
 
@@ -50,7 +50,7 @@ def spread_for_speed(config, net, devices, branches=(1, 2)):
     staged = {}
     for degree in devices.divisors():
         for every_block in holds_all if degree <= net.blocks else []:
-            spread = Spread(Stages(degree, count // degree, (), every_block, config.offload_keys_values,
+            spread = WeightPlacement(Stages(degree, count // degree, (), every_block, config.offload_keys_values,
                                    devices.speeds))
             made = plans(spread)
             if all(one.fits for one in made):

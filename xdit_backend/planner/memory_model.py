@@ -70,7 +70,7 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     share = _share(net, job, degrees, settings)
     weights = weight_bytes(net, degrees) + settings.added_bytes
     return Memory(weights=weights, keys_values=keys_values, host=host, activations=most_in_layers(
-        net, net.live or Live(), share * job.tokens, share * job.text if net.joint else 0.0, activations,
+        net, net.live or ActivationFootprint(), share * job.tokens, share * job.text if net.joint else 0.0, activations,
         degrees.tensor, settings.has_lora))
 
 
@@ -92,7 +92,8 @@ def _to_come(net, job, degrees, kept_bytes, share):
 def _kept(net, job, degrees, settings, num_blocks):
     """Bytes of keys and values of a rank with so many blocks: (on the device, in host memory)."""
     tokens, text, degrees = job.tokens + (job.text if net.joint else 0), 0.0, _of_attention(net, degrees)
-    a_block = ((net.live or Live()).keys * key_share(net, degrees) * degrees.batch(job) * tokens * net.width
+    a_block = ((net.live or ActivationFootprint()).keys * key_share(net,
+                                                                    degrees) * degrees.batch(job) * tokens * net.width
                * net.element_bytes / degrees.ulysses / degrees.tensor)
     if degrees.displaced > 1:
         return settings.exchanged_copies * settings.cached_steps * a_block * net.blocks, 0.0
@@ -132,7 +133,7 @@ def key_share(net, degrees):
 
 
 @dataclass(frozen=True)
-class Live:
+class ActivationFootprint:
     """What lives at once beside weights and what is kept, in hidden states of all tokens of a forward, as a count of
     the workers' own work says of a published model (dry_run/simulated_rank.py; tests hold it to 5 %).
 
@@ -186,7 +187,7 @@ ENTERED, PACKED = 3.0, 12.0
 def _live_rows(net, job, degrees, settings, blocks, is_cut=False):
     """The most that lives at once, in hidden states of all tokens of one image. blocks: of the rank's stage. is_cut:
     after its first block, where what was cut into this rank's tokens is gone."""
-    live, batch = net.live or Live(), _batch(job, degrees, net.branches_apart, settings.images_apart)
+    live, batch = net.live or ActivationFootprint(), _batch(job, degrees, net.branches_apart, settings.images_apart)
     sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
     if sequence * degrees.displaced == 1:
         most = max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))

@@ -36,14 +36,14 @@ class AttentionHeads:
     shares_tokens: bool = True
 
 
-class Spread(NamedTuple):
+class WeightPlacement(NamedTuple):
     """How the weights of a model are spread over ranks. stages: None where every rank runs every block."""
 
     stages: Stages | None = None
     tensor_degree: int = 1
 
 
-EVERYWHERE = Spread()                      # every rank has all weights
+EVERYWHERE = WeightPlacement()                      # every rank has all weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     if len(devices.memory_bytes) == 1 or devices.holds(net):
         return EVERYWHERE
     staged = _staged(config, net, devices) if has_stages else []
-    split = [Spread(None, degree) for degree in _split_degrees(net, devices) if is_splittable(degree)]
+    split = [WeightPlacement(None, degree) for degree in _split_degrees(net, devices) if is_splittable(degree)]
     fit_staged = [spread for spread in staged if _weights_fit(spread.stages, net, devices.memory_bytes)]
     fit_split = [spread for spread in split
                  if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
@@ -149,11 +149,11 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
 def _manual_spread(config, net, devices):
     tensor_degree = config.tensor_degree
     if config.pipefusion_degree == 1:
-        return Spread(None, tensor_degree)
+        return WeightPlacement(None, tensor_degree)
     rank_share = net.held_bytes / tensor_degree
     every_block = config.warmup == "sequence" or (config.warmup == "auto"
                                                   and rank_share <= WARMUP_FULL * devices.smallest)
-    return Spread(Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * tensor_degree,
+    return WeightPlacement(Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * tensor_degree,
                          config.num_stage_blocks, every_block, config.offload_keys_values, devices.speeds),
                   tensor_degree)
 
@@ -167,17 +167,18 @@ def _spread_over_machines(config, net, devices, branches):
                   inside[-1] if inside else None)
     approximate = config.may_differ
     if stages is None or not devices.holds(net) or (approximate and machine is None):
-        return Spread(stages)
+        return WeightPlacement(stages)
     if not approximate:
         return EVERYWHERE
-    whole_s, staged_s = (_usual_runs(config, net, machine, Spread(each), branches).seconds for each in (None, stages))
-    return Spread(None if whole_s <= WORTH * staged_s else stages)
+    whole_s, staged_s = (_usual_runs(config, net, machine, WeightPlacement(each), branches).seconds
+                         for each in (None, stages))
+    return WeightPlacement(None if whole_s <= WORTH * staged_s else stages)
 
 
 def _staged(config, net, devices):
     """All spreads over stages."""
     count = len(devices.memory_bytes)
-    return [Spread(Stages(degree, count // degree, offload=config.offload_keys_values, speeds=devices.speeds))
+    return [WeightPlacement(Stages(degree, count // degree, offload=config.offload_keys_values, speeds=devices.speeds))
             for degree in devices.divisors() if degree <= net.blocks]
 
 

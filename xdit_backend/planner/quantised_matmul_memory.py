@@ -51,7 +51,8 @@ def most_in_layers(net, live, tokens, text, most, tensor, has_lora):
               for product in net.rounded_products]
     for product in net.eager_products:
         narrows = product.rows <= product.columns
-        if product.format == "int8_tensorwise" and narrows and tensor > 1:     # of ranks that agree: kitchen_layers.py's own
+        # of ranks that agree: kitchen_layers.py's own
+        if product.format == "int8_tensorwise" and narrows and tensor > 1:
             continue
         inside = _in_8_bits if product.format == "int8_tensorwise" else _in_4_bits
         beside = narrow if narrows else live.residual * net.element_bytes * numbers

@@ -6,7 +6,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 MAX_RANKS, MAX_TEXT = 2 ** 16, 2 ** 20
 MAX_NAME, MAX_REASON = 2 ** 14, 2 ** 12    # characters of a name or path, and of an error on another machine
-MAX_ITEMS = 2 ** 14                        # of a list or of names; a model has at most checkpoints.header_limits.MAX_TENSORS
+# of a list or of names; a model has at most checkpoints.header_limits.MAX_TENSORS
+MAX_ITEMS = 2 ** 14
 K = TypeVar("K")
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 
 import torch.distributed as dist
 
-from ..checkpoints.offload.block_offload import Sharing
+from ..checkpoints.offload.block_offload import CooperativeLoad
 from ..distributed.collectives import start_all_gather
 from ..distributed.mesh import make_group
 from ..partition import ranks_by_part, shard_sizes
@@ -38,7 +38,7 @@ class WeightGroups:
             return None
         group, ranks = self._groups[self._key(spec)]
         own = ranks.index(dist.get_rank())
-        return Sharing(own, len(ranks), lambda rows: start_all_gather(rows, own, group, traffic)())
+        return CooperativeLoad(own, len(ranks), lambda rows: start_all_gather(rows, own, group, traffic)())
 
     def _key(self, spec):
         return str(ranks_by_part(self._world_size, spec))

@@ -146,7 +146,8 @@ class Engine:
 
     def _probe(self, command, traffic, report_phase):
         try:
-            return device_probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic,
+            return device_probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype),
+                                        traffic,
                                  report_phase, command.per_machine)
         except Exception:
             traffic.is_broken = dist.get_world_size() > 1      # ranks begin each measurement together

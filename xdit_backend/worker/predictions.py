@@ -215,7 +215,7 @@ class Predictions:
     def _latent(self, loaded, mesh, part):
         """A part's latents on the device. Of stages that use only the shape, as most after the first, zeros."""
         (branch, first, last), stage = part, mesh.ranks["pipefusion"]
-        if stage == 0 or loaded.family.plan.rereads:
+        if stage == 0 or loaded.family.plan.rereads_latent:
             return on_device(self._map(branch.latent)[first:last], self._device).to(loaded.dtype)
         return torch.zeros((last - first, *branch.latent.shape[1:]), dtype=loaded.dtype, device=self._device)
 
@@ -263,7 +263,7 @@ class Predictions:
                        "first_image": first - start, "num_images": size}
         if branch.kept is not None:
             keeping["references"] = ReferenceUse(self._references, branch.kept.rows[rows], branch.kept.fills,
-                                                 loaded.family.plan.kept)
+                                                 loaded.family.plan.cached_references)
         # one tensor for many places is one map
         maps = {segment.path: self._map(segment) for segment in branch.control.values()}
         added = {place: maps[segment.path] for place, segment in branch.control.items()}

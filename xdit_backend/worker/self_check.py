@@ -38,16 +38,16 @@ def check_pieces(family):
 
 
 def _largest_error(family):
-    generator, config = torch.Generator().manual_seed(1), family.tiny.config
+    generator, config = torch.Generator().manual_seed(1), family.test_config.config
     model = build_empty(family, config).eval()
-    family.tiny.thin(model)
+    family.test_config.thin(model)
     model.load_state_dict({name: torch.randn(parameter.shape, generator=generator)
                            * (0.3 if parameter.ndim != 2 else parameter.shape[1] ** -0.5)
                            for name, parameter in model.named_parameters()}, strict=False, assign=True)
     of_tokens = max(1, family.latent.patch[-1] // 2)           # of models of pixels, whose tokens are larger
     sides = tuple(of_tokens * length for length in SIZE)
     size = {1: (LENGTH,), 2: sides, 3: (FRAMES, *sides)}[len(family.latent.patch)]
-    size = size if family.tiny.rows is None else (family.tiny.rows, LENGTH)
+    size = size if family.test_config.rows is None else (family.test_config.rows, LENGTH)
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = {name: torch.randint(3, shape, generator=generator) if name.endswith(("_idx", "_ids"))
                     else torch.randn(shape, generator=generator)
@@ -85,7 +85,7 @@ def drawn_shapes(family, config, shape, num_tokens):
     found = {}
     for name, width in family.conditioning.items():
         with contextlib.suppress(KeyError):
-            found[name] = family.tiny.drawn[name](config, shape, num_tokens)
+            found[name] = family.test_config.input_shapes[name](config, shape, num_tokens)
         if name == "context":
             found[name] = (shape[0], num_tokens, config[width])
         elif name == "ref_latents":

@@ -31,7 +31,8 @@ KNOWN = {
                            ("nodes_hypertile.py", "HyperTile.execute.<locals>.hypertile_out"): "tiles",
                            ("nodes_tomesd.py", "TomePatchModel.execute.<locals>.tomesd_u"): "merges"},
     "output_block_patch": {("nodes_freelunch.py", f"{node}.execute.<locals>.output_block_patch"): "free_u"
-                           for node in ("FreeU", "FreeU_V2")} | {(unet_patches.FILE, unet_patches.ENLARGING): "shrinks"},
+                           for node in ("FreeU",
+                                        "FreeU_V2")} | {(unet_patches.FILE, unet_patches.ENLARGING): "shrinks"},
     **{kind: {(unet_patches.FILE, unet_patches.SHRINKING): "shrinks"} for kind in unet_patches.WAYS_DOWN},
     "attn1_patch": {("nodes_hypernetwork.py", HYPERNETWORK): "network", LLLITE_OF_ATTENTION: "follows",
                     ("nodes_flux.py", "KV_Attn_Input.__call__"): "keeps",
@@ -163,7 +164,7 @@ def keeps_references(family, transformer_options):
     left_out = _of_operation("leaves_out", transformer_options).get("post_input", [])
     if not (kept or left_out):
         return False
-    if family.takes_unet_patches or family.plan.kept is None:
+    if family.takes_unet_patches or family.plan.cached_references is None:
         raise UnsupportedError(f"Remove Flux KV Cache: it is for Flux models, and this is {family.name}.")
     if len(kept) != 1 or kept != [cell(function, CACHE).cell_contents for function in left_out]:
         raise UnsupportedError("Use Flux KV Cache once, as it is: this MODEL has parts of several, or of none.")

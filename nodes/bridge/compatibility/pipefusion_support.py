@@ -23,7 +23,8 @@ HARMLESS = {"transformer_options", "disable_cfg1_optimization", "to_load_options
 OPTIONS = {"model_function_wrapper": "a node that wraps the model's function", "context_handler": "context windows"}
 CACHE = "Flux KV Cache"
 # Of the MODEL: objects that may be replaced
-OBJECTS = {"model_sampling", "latent_format", "diffusion_model",               # the last: compiled, see proxy_modules.py
+# the last: compiled, see proxy_modules.py
+OBJECTS = {"model_sampling", "latent_format", "diffusion_model",
            "diffusion_model.params.default_ref_method"}
 # Samplers whose steps are element by element in space, by the names of their functions
 ELEMENTWISE = {f"sample_{name}" for name in (

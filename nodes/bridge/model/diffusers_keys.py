@@ -98,7 +98,8 @@ def _converted(family, config, name, num_rows):
 def _names(family, config):
     """{ComfyUI's name of each tensor of such a model, and of some that it may lack: how many dims it has}."""
     names = {name: tensor.ndim
-             for name, tensor in (_template(family.tiny) | _template(family.tiny, family.tiny.more)).items()}
+             for name, tensor in (_template(family.test_config) | _template(family.test_config,
+                                                                            family.test_config.more)).items()}
     for list_ in family.blocks:
         inside = {name.removeprefix(list_.file_prefix).partition(".")[2]: num_dims for name, num_dims in names.items()
                   if name.startswith(list_.file_prefix)}

@@ -7,9 +7,9 @@ from typing import Any
 from ....xdit_backend.checkpoints.checkpoint import Checkpoint
 from ....xdit_backend.checkpoints.model_dims import job_of
 from ....xdit_backend.config import ParallelConfig
-from ....xdit_backend.planner.cost_model import Net
+from ....xdit_backend.planner.cost_model import ModelDims
 from ....xdit_backend.planner.for_speed import has_stages_for_speed
-from ....xdit_backend.planner.planner import AttentionHeads, Spread, choose_layout
+from ....xdit_backend.planner.planner import AttentionHeads, WeightPlacement, choose_layout
 from ....xdit_backend.protocol.devices import devices_per_machine
 from ....xdit_backend.protocol.specs import ModelSpec
 
@@ -23,7 +23,7 @@ class Setup:
     latent_format: Any                     # ComfyUI's
     config: ParallelConfig
     devices: tuple
-    net: Net | None                        # what forecasts compute with; None of a U-Net
+    net: ModelDims | None                        # what forecasts compute with; None of a U-Net
     device_bytes: list                     # memory of each rank's device
 
     @property
@@ -62,7 +62,8 @@ class Setup:
                             for count in (self.family.num_heads, self.family.num_key_heads))
         return choose_layout(self.config, len(self.devices), num_branches,
                              AttentionHeads(self.family.name, heads, key_heads, self.shares_tokens),
-                             Spread(self.spec.stages, self.spec.tensor_degree), devices_per_machine(self.devices))
+                             WeightPlacement(self.spec.stages, self.spec.tensor_degree),
+                             devices_per_machine(self.devices))
 
     def job(self, latent_shape, conditioning, num_steps, num_branches):
         """The Job of a run on latents of this shape, one branch's; None of a U-Net.

@@ -44,7 +44,7 @@ def networks_of(family, config, transformer_options, x, modules):
                 name, network = "", _hypernetwork(function.hypernet)
             uses.append((specs.NetworkUse(network.name, WHERE[kind], float(function.strength), name), network))
     for patch in lllites_in(transformer_options):
-        if not family.plan.led:
+        if not family.plan.lllite_targets:
             raise UnsupportedError(f"Remove the node that adds an LLLite: it is for other models than {family.name}.")
         sigma = transformer_options["sigmas"].max().item()
         if patch.strength != 0 and patch.sigma_end <= sigma <= patch.sigma_start:
@@ -83,7 +83,7 @@ def _hearing(family, config, transformer_options, x):
     functions, masks = hearing(transformer_options)
     if not functions:
         return []
-    if family.is_unet or not family.plan.heard:
+    if family.is_unet or not family.plan.audio_attention:
         raise UnsupportedError(f"Remove WanInfiniteTalkToVideo: it is for Wan, and this is {family.name}.")
     sounds = transformer_options["audio_embeds"]               # (1, frames, T of one for all speakers, C)
     _check_hearing(family, sounds, masks, x)

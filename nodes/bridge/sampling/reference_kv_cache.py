@@ -77,7 +77,8 @@ class RunReferences:
 
 def num_kept(calls, family):
     """How many tokens of each image have keys and values that are kept."""
-    return (family.lengths[family.plan.kept](calls[0].given) if any(call.kept is not None for call in calls) else 0)
+    return (family.lengths[family.plan.cached_references](calls[0].given)
+            if any(call.kept is not None for call in calls) else 0)
 
 
 def _is_picture(name):
@@ -88,4 +89,4 @@ def _places(call, setup):
     """(T, axes): where the references' tokens are, which turns their keys."""
     family = setup.family
     places = family.argument("img_ids", call.latent, call.timestep, call.conditioning, setup.transformer_config)
-    return places[-family.lengths[family.plan.kept](call.conditioning):]
+    return places[-family.lengths[family.plan.cached_references](call.conditioning):]

@@ -194,7 +194,7 @@ class RemoteModel:
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
         from . import cfg_branches as branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
-        call_conditioning, parts = self.family.of_call(timestep, transformer_options), {}
+        call_conditioning, parts = self.family.per_call_inputs(timestep, transformer_options), {}
         if self.family.parts and isinstance(x, list):
             parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.parts, x[1:])}
             x, timestep, call_conditioning = self.family.split_parts(x, timestep, self.setup.transformer_config,

@@ -186,8 +186,8 @@ def folder_of(comfyui):
         if name not in made:
             family, path = FAMILIES[name], comfyui.base / "diffusers" / f"own {name}"
             torch.manual_seed(0)
-            module = getattr(diffusers,
-                             family.transformer)(**family.tiny.config | PIPELINES[name][1]).eval().requires_grad_(False)
+            config = family.test_config.config | PIPELINES[name][1]
+            module = getattr(diffusers, family.transformer)(**config).eval().requires_grad_(False)
             for parameter in module.parameters():
                 if parameter.ndim > 1:
                     parameter.copy_(torch.randn(parameter.shape) / math.sqrt(parameter[0].numel()))

@@ -25,7 +25,8 @@ def test_templates_come_to_what_they_come_to_on_one_gpu(names):
         pytest.skip("no ComfyUI, or no Chromium: run `python3 start.py test`")
     pytest.importorskip("playwright.sync_api")
 
-    done = subprocess.run([sys.executable, "-m", "tests.programs.stock_templates", *names], cwd=ROOT, capture_output=True,
+    done = subprocess.run([sys.executable, "-m", "tests.programs.stock_templates", *names], cwd=ROOT,
+                          capture_output=True,
                           text=True)
 
     outcomes = dict(re.findall(r"(?m)^(\S+) (\w[\w ]*): ", done.stdout))

@@ -159,8 +159,8 @@ def test_the_page_of_start_py_opens_the_demo_the_first_time(chromium, host):
     page = chromium.new_page()
     script = "/extensions/demo_page/open_demo.js"
     page.route("**/extensions", lambda route: route.fulfill(json=[*route.fetch().json(), script]))
-    page.route(f"**{script}", lambda route: route.fulfill(path=ROOT / "tests" / "support" / "demo_page" / "web" / "open_demo.js",
-                                                          content_type="text/javascript"))
+    source = ROOT / "tests" / "support" / "demo_page" / "web" / "open_demo.js"
+    page.route(f"**{script}", lambda route: route.fulfill(path=source, content_type="text/javascript"))
     page.goto(host.url)
     page.wait_for_function("() => window.app?.graph?.nodes?.some(node => node.type === 'XDiTDemoPrompt')",
                            timeout=120_000)

@@ -422,7 +422,8 @@ def test_every_node_that_takes_a_model_is_equal_or_refused_and_the_table_says_so
     outcomes = [matrix.outcome(name) for name in matrix.nodes]
 
     assert [(outcome.node, outcome.text) for outcome in outcomes if not outcome.good] == []
-    assert write_table(outcomes) == TABLE.read_text(encoding="utf-8"), "run python -m tests.programs.model_nodes --write"
+    assert write_table(outcomes) == TABLE.read_text(encoding="utf-8"), \
+        "run python -m tests.programs.model_nodes --write"
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
     stale = {}
 
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
-        beside = family.of_call(timestep, transformer_options)
+        beside = family.per_call_inputs(timestep, transformer_options)
         if isinstance(x, list):
             x, timestep, beside = family.split_parts(x, timestep, config, transformer_options)
         size = family.patch_size(config)
@@ -285,8 +285,8 @@ def test_progress_is_told_once_a_step_and_as_patches_of_long_ones_arrive(comfyui
     def sample(shown_s):
         import comfy.sample
         told = []
-        monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.sampling.patchwise_sampler"), "SHOWN_S",
-                            shown_s)
+        patchwise = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.sampling.patchwise_sampler")
+        monkeypatch.setattr(patchwise, "SHOWN_S", shown_s)
         with torch.inference_mode():
             return comfy.sample.sample(sampler.patchwise(model), noise, 5, 4.0, "euler", "simple", *prompts, noise * 0,
                                        seed=1, callback=lambda step, denoised, x, total: told.append(

@@ -387,7 +387,8 @@ def test_a_run_and_a_call_outside_of_one_leave_no_conditioning_and_no_segment(co
 
 def test_settings_that_are_not_used_are_said_on_the_node(comfyui, monkeypatch):
     texts = []
-    monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.sampling.remote_model"], "show_text", texts.append)
+    monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.sampling.remote_model"], "show_text",
+                        texts.append)
 
     for settings in ({}, {"num_patches": 8, "offload_keys_values": True}):
         comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2, warmup="auto", **settings)), "sd3", steps=1)

@@ -53,7 +53,7 @@ def test_positions_of_pixart_are_comfyuis_to_the_bit(comfyui, scale, dtype):
 
 def cases(kind):
     """Latent sizes: five sides in three shapes; of a video each with another number of frames."""
-    is_video = len(families()[kind].latent.patch) == 3 and families()[kind].tiny.frames > 1
+    is_video = len(families()[kind].latent.patch) == 3 and families()[kind].test_config.frames > 1
     for number, side in enumerate(SIDES.get(kind, SIDES.get(kind.partition("-")[0], (2, 7, 12, 16, 21)))):
         for shape in SHAPES.values():
             height, width = round(side / shape ** 0.5), round(side * shape ** 0.5)
@@ -66,8 +66,8 @@ def cases(kind):
             if len(families()[kind].latent.patch) == 1:
                 yield height * width * (1 + number),
                 continue
-            if families()[kind].tiny.rows is not None:
-                yield families()[kind].tiny.rows, height * width * (1 + number)
+            if families()[kind].test_config.rows is not None:
+                yield families()[kind].test_config.rows, height * width * (1 + number)
                 continue
             frames = (1 + number,) if is_video else (1,) * (len(families()[kind].latent.patch) - 2)
             yield *frames, height, width

@@ -23,7 +23,8 @@ class Pretended:
         self.groups = type(comfyui.groups)()
         # what is pretended is not measured
         monkeypatch.setattr(self.groups, "machine", lambda *given, **options: None)
-        for name in ("model.weight_placement", "sampling.remote_model", "model.proxy_model", "vae.vae_patcher", "vae.distributed_vae"):
+        for name in ("model.weight_placement", "sampling.remote_model", "model.proxy_model", "vae.vae_patcher",
+                     "vae.distributed_vae"):
             monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "GROUPS",
                                 self.groups)
         self.room = 20 * GB

@@ -22,7 +22,7 @@ def models(file_of, tmp_path_factory):
     file_of("hunyuandit")                                      # which makes ComfyUI importable
     import comfy.ops
     from comfy.ldm.hydit.models import HunYuanDiT
-    native = HunYuanDiT(**FAMILY.tiny.arguments, **FAMILY.tiny.more, dtype=torch.float32, device="cpu",
+    native = HunYuanDiT(**FAMILY.test_config.arguments, **FAMILY.test_config.more, dtype=torch.float32, device="cpu",
                         operations=comfy.ops.disable_weight_init)
     with torch.no_grad():
         fill(native, torch.Generator().manual_seed(3))

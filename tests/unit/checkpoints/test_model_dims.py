@@ -38,7 +38,7 @@ def test_published_sizes(name, published, sums):
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.is_unet])
 def test_every_family_has_a_net(name):
     family = FAMILIES[name]
-    net = net_of(family, build_empty(family, family.tiny.config))
+    net = net_of(family, build_empty(family, family.test_config.config))
 
     assert net.blocks > 0 and net.width > 0 and 0 < net.key_heads <= net.heads and net.elements > 1
 
@@ -49,7 +49,7 @@ def test_every_family_has_a_net(name):
 def test_tokens_of_a_models_own_are_among_those_of_a_job(name, shape, expected):
     """They pass the blocks as the sound's do; text that is read by cross-attention does not."""
     family = FAMILIES[name]
-    net = net_of(family, build_empty(family, family.tiny.config))
+    net = net_of(family, build_empty(family, family.test_config.config))
 
     job = job_of(family, net, shape, {"context": torch.empty(1, 7, 1, device="meta")}, 20)
 

@@ -49,13 +49,14 @@ def check(path, names_read, own):
         name = paired.get(name.partition(".")[0], name.partition(".")[0]) + name[len(name.partition(".")[0]):]
         list_ = next((prefix for prefix in starts if name.startswith(f"{prefix}.")), None)
         block = None if list_ is None else starts[list_] + int(name[len(list_) + 1:].partition(".")[0])
-        here = block is None or block in own or name.startswith(family.plan.outside)
+        here = block is None or block in own or name.startswith(family.plan.shared_parameters)
         assert other.is_meta != here, name
         assert not here or torch.equal(tensor, other), name
     assert len(set(names_read)) == len(names_read) < len(all_names)
     read = sum(tensor.numel() for tensor in part.parameters() if not tensor.is_meta)
     sizes = [size for size, _ in block_sizes(whole, family)]
-    beside = sum(tensor.numel() for name, tensor in whole.named_parameters() if name.startswith(family.plan.outside)
+    beside = sum(tensor.numel() for name,
+                 tensor in whole.named_parameters() if name.startswith(family.plan.shared_parameters)
                  and 0 not in own)
     assert read == sum(tensor.numel()
                        for tensor in whole.parameters()) - sum(sizes) + sum(sizes[block] for block in own) + beside

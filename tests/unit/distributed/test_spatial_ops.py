@@ -136,7 +136,8 @@ def test_convolution_test_notices_zeros_for_borrowed_rows(block_size):
 def peak_bytes_of_a_convolution(rank, world_size, block_size):
     x, weight = torch.ones(1, 16, 512, 64), torch.ones(16, 16, 3, 3)
     with LiveBytes() as live:
-        spatial_ops.conv_rows(x, spatial_ops.Convolution(weight, padding=1), split_of([512] * world_size), None, block_size)
+        spatial_ops.conv_rows(x, spatial_ops.Convolution(weight, padding=1), split_of([512] * world_size), None,
+                              block_size)
     return live.peak_bytes
 
 
@@ -159,7 +160,8 @@ def convolve_many_times(rank, world_size, num_layers, num_repeats):
     for _ in range(num_repeats):
         h = of_this_rank(x_BCHW, shard_sizes(11, world_size), rank)
         for _ in range(num_layers):
-            h = spatial_ops.conv_rows(h, spatial_ops.Convolution(weight, padding=1), split_of(shard_sizes(11, world_size)))
+            h = spatial_ops.conv_rows(h, spatial_ops.Convolution(weight, padding=1),
+                                      split_of(shard_sizes(11, world_size)))
         results.append(h)
     return results
 

@@ -201,7 +201,7 @@ def test_all_ranks_share_one_copy_of_the_file(client, tmp_path):
 
     from xdit_backend.checkpoints.checkpoint import open_checkpoint
     from xdit_backend.models import FAMILIES
-    config = {**FAMILIES["SD3"].tiny.config, "num_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
+    config = {**FAMILIES["SD3"].test_config.config, "num_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
               "caption_projection_dim": 512}
     specs = []
     for name, num_layers in (("small", 1), ("large", 4)):

@@ -294,7 +294,8 @@ def test_a_rank_that_could_not_use_its_gpu_becomes_a_program(monkeypatch, device
     started = []
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(os, "execv", lambda path, arguments: started.append(arguments) or sys.exit())
-    for module, name in ((bootstrap, "name_process"), (bootstrap, "run"), (signal, "signal"), (torch, "set_num_threads")):
+    for module, name in ((bootstrap, "name_process"), (bootstrap, "run"), (signal, "signal"),
+                         (torch, "set_num_threads")):
         monkeypatch.setattr(module, name, lambda *_: None)
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("LOCAL_RANK", "0")

@@ -22,7 +22,8 @@ from xdit_backend.multi_node.connections import (
     HEADER,
     MACHINE,
     Find,
-    Hello,
+    JoinAccepted,
+    JoinRequest,
     Link,
     Missing,
     Piece,
@@ -30,7 +31,6 @@ from xdit_backend.multi_node.connections import (
     Refused,
     Searching,
     Tensor,
-    Welcome,
     connect,
 )
 from xdit_backend.multi_node.file_digest import Contents
@@ -70,7 +70,7 @@ def pair(listener):
 def join(listener, key=None, **hello):
     """(link, answer) of who says Hello so."""
     link = connect((listener.address, listener.port), key or listener._key)
-    link.send(Hello(**{"purpose": "machine", "name": "other", "versions": versions(), "cards": CARDS} | hello))
+    link.send(JoinRequest(**{"purpose": "machine", "name": "other", "versions": versions(), "cards": CARDS} | hello))
     return link, link.receive()[1]
 
 
@@ -78,7 +78,7 @@ def test_a_machine_with_the_key_joins_and_is_known_by_its_name(listener):
     commands, welcome = join(listener)
     replies, _ = join(listener, purpose="replies", session=welcome.session)
 
-    assert isinstance(welcome, Welcome) and listener.cards("other") == CARDS and listener.joined() == ["other"]
+    assert isinstance(welcome, JoinAccepted) and listener.cards("other") == CARDS and listener.joined() == ["other"]
     session = listener.take("other")
     assert session.is_open and session.name == "other"
     session.close()
@@ -471,9 +471,11 @@ def test_commands_name_all_their_segments():
 
     assert [(segment.path[-1], is_result) for segment, is_result in segment_transfer.segments_of(command)] == [
         ("1", False), ("2", False), ("3", True), ("2", False), ("1", True), ("4", True)]
-    moved = segment_transfer.replaced(command, lambda segment: Segment("here" + segment.path, segment.dtype, segment.shape))
+    moved = segment_transfer.replaced(command,
+                                      lambda segment: Segment("here" + segment.path, segment.dtype, segment.shape))
     assert all(segment.path.startswith("here") for segment, _ in segment_transfer.segments_of(moved))
-    assert moved.branches[0].conditioning == "c" and segment_transfer.replaced(command, lambda segment: segment) is command
+    assert moved.branches[0].conditioning == "c" and segment_transfer.replaced(command,
+                                                                               lambda segment: segment) is command
     for asked in (messages.Decode(1, "v", one, two), messages.Encode(1, "v", one, two)):
         pending_command = segment_transfer.pending_command(asked, (2, 3))
         assert pending_command == segment_transfer.PendingCommand({2, 3}, {one.path: one, two.path: two}, [two.path])

@@ -109,7 +109,8 @@ def test_no_process_of_two_machines_unpickles_a_name(tmp_path):
     if not os.path.exists("/dev/net/tun") or subprocess.run(["unshare", "-n", "true"]).returncode:
         pytest.skip("this user cannot make network namespaces, or there is no /dev/net/tun")
     path = audit_pickle.install(tmp_path / "code", tmp_path / "events")
-    done = subprocess.run([sys.executable, "-m", "tests.programs.network_namespaces", "--steps", "2"], cwd=ROOT, text=True,
+    done = subprocess.run([sys.executable, "-m", "tests.programs.network_namespaces", "--steps", "2"], cwd=ROOT,
+                          text=True,
                           capture_output=True, env=os.environ | {"PYTHONPATH": path})
     recorded = audit_pickle.audited(tmp_path / "events")
 

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.unit.multi_node.test_connections import join
 from xdit_backend.multi_node import connections as links
 from xdit_backend.multi_node import pending
-from xdit_backend.multi_node.connections import Welcome
+from xdit_backend.multi_node.connections import JoinAccepted
 from xdit_backend.multi_node.listener import Listener
 from xdit_backend.multi_node.node_session import wait_for
 from xdit_backend.multi_node.pending import (
@@ -65,7 +65,7 @@ def joined_after(host):
     while time.monotonic() < began_s + 2 * PATIENCE_S:
         try:
             link, answer = join(host)
-            assert isinstance(answer, Welcome)
+            assert isinstance(answer, JoinAccepted)
             link.close()
             break
         except (ChannelClosedError, OSError):

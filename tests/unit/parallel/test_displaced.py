@@ -29,7 +29,7 @@ from xdit_backend.parallel.displaced import StaleSplit, corrected_moments, corre
 from xdit_backend.parallel.displaced_exchange import Exchange, fill_buckets
 from xdit_backend.parallel.vae_memory import LiveBytes
 from xdit_backend.partition import attended, cut_bands, halved
-from xdit_backend.planner.cost_model import Degrees, Job, Net
+from xdit_backend.planner.cost_model import Degrees, Job, ModelDims
 from xdit_backend.planner.memory_model import rank_memory
 from xdit_backend.planner.planner import memory_settings
 from xdit_backend.protocol.displaced_modes import MODES
@@ -256,7 +256,7 @@ def peak_of_first_call(rank, world_size, net, tokens, bucket_bytes, forecast):
 def test_what_a_first_call_holds_is_what_a_run_is_refused_by(layers, forecast):
     """But for a bucket and a layer that are on their way.
     What is told is not held beside the buckets that are made of it."""
-    net, degrees, config = Net(40, 64, 4, 12.0,
+    net, degrees, config = ModelDims(40, 64, 4, 12.0,
                                1e6), Degrees(displaced=2), ParallelConfig(forecast_keys_values=forecast)
     a_block = 2 * 100 * net.width * net.element_bytes
     counted = rank_memory(net, Job(100, 0, 20), degrees, memory_settings(config)).keys_values

@@ -64,7 +64,8 @@ def use(model, packed):
     for name, how in packed.items():
         linear = model.get_submodule(name.removesuffix(".weight"))
         if how.layer.how.block:
-            linear.weight_scale = kitchen_layers.in_tiles(how.layer, {"weight_scale": linear.weight_scale})["weight_scale"]
+            linear.weight_scale = kitchen_layers.in_tiles(how.layer,
+                                                          {"weight_scale": linear.weight_scale})["weight_scale"]
     unpack_at_use(model, packed, Casts())
 
 
@@ -161,7 +162,8 @@ def test_the_matrix_that_rotates_inputs_is_made_once_for_a_model(monkeypatch):
     rotation = kitchen_layers.rotation
     for rotated, count in ((16, 1), (0, 0)):
         made = []
-        monkeypatch.setattr(kitchen_layers, "rotation", lambda *given, made=made: made.append(given) or rotation(*given))
+        monkeypatch.setattr(kitchen_layers, "rotation", lambda *given,
+                            made=made: made.append(given) or rotation(*given))
         model = example("SD3", dtype=torch.float32).model
         packed = quantise(model, ("transformer_blocks",), "int8_tensorwise", rotated)
         use(model, packed)

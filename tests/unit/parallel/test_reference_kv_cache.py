@@ -21,7 +21,7 @@ from xdit_backend.planner.cost_model import Degrees, Job
 from xdit_backend.planner.memory_model import rank_memory
 
 METHOD = {"Flux.2": "index_timestep_zero"}    # of others, ComfyUI's model fails at that
-NAMES = [name for name in CONFIGS if FAMILIES[name].plan.kept]
+NAMES = [name for name in CONFIGS if FAMILIES[name].plan.cached_references]
 ROWS = ("run", 0), ("run", 1)
 
 

@@ -5,11 +5,11 @@ import re
 import pytest
 
 from xdit_backend.planner.after_out_of_memory import Measured, Method, layouts_that_fit, sizes_that_fit
-from xdit_backend.planner.cost_model import Degrees, Job, Net
+from xdit_backend.planner.cost_model import Degrees, Job, ModelDims
 from xdit_backend.planner.memory_check import Hints, Latents
 from xdit_backend.planner.memory_model import Memory, rank_memory
 
-NET = Net(60, 3072, 24, 12.0, 12e9, weight_bytes=24e9, outside_bytes=0.4e9)
+NET = ModelDims(60, 3072, 24, 12.0, 12e9, weight_bytes=24e9, outside_bytes=0.4e9)
 JOB = Job(4096, 512, 20, branches=2)
 CFG = Degrees(cfg=2)
 

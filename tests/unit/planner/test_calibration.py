@@ -9,11 +9,11 @@ from tests.support.tolerances import within
 from xdit_backend.attention.backends import KERNELS
 from xdit_backend.host import machine_profiles
 from xdit_backend.planner.calibration import MIN_FACTOR, Calibration, after, calibrated
-from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, Net
+from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, ModelDims
 from xdit_backend.planner.descriptions import plan_words
 from xdit_backend.planner.layout_search import Machine, forecast
 
-FLUX, JOB = Net(57, 3072, 24, 12.0, 11.9e9), Job(4096, 512, 20)
+FLUX, JOB = ModelDims(57, 3072, 24, 12.0, 11.9e9), Job(4096, 512, 20)
 CARD = Device(1e14, 1e14, 1e12, name="a card")
 PAIR = Machine((CARD, CARD), Links({("all_to_all", 2): 1e10, ("hop", 2): 1e10}))
 

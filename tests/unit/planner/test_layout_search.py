@@ -8,16 +8,16 @@ import pytest
 
 from tests.support.tolerances import within
 from xdit_backend.config import ParallelConfig
-from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, Net
+from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, ModelDims
 from xdit_backend.planner.for_speed import FASTER, spread_for_speed
 from xdit_backend.planner.layout_search import Machine, are_alike, candidates, choose, forecast, forecasts, is_worth_it
-from xdit_backend.planner.memory_model import Live, MemorySettings
+from xdit_backend.planner.memory_model import ActivationFootprint, MemorySettings
 from xdit_backend.planner.planner import USUAL_JOB, Devices
 from xdit_backend.planner.run_time import run_seconds
 from xdit_backend.protocol.exchanges import EXCHANGES
 
-FLUX = Net(57, 3072, 24, 12.0, 11.9e9, text_once=True)
-PIXART = Net(28, 1152, 16, 14.0, 0.61e9, joint=False, text_once=True)
+FLUX = ModelDims(57, 3072, 24, 12.0, 11.9e9, text_once=True)
+PIXART = ModelDims(28, 1152, 16, 14.0, 0.61e9, joint=False, text_once=True)
 L40 = Device(137e12, 145e12, 0.864e12)
 A100 = Device(187e12, 178e12, 1.9e12)
 GB = 1e9
@@ -158,7 +158,7 @@ def test_memory_adds_up_over_ranks():
     within(abs(4 * tensors.weights / (one.weights) - 1), 1e-12)
     within(abs(4 * four.keys_values / (8 * eight.keys_values) - 1), 1e-12)
     within(abs(4 * four.keys_values / (2 * (4096 + 512) * 3072 * 56 * 2) - 1), 1e-12)      # 2 B (S + S_t) h
-    live = Live()
+    live = ActivationFootprint()
     within(abs(shards.activations / one.activations * live.alone / (live.held + live.exchange / 4) - 1), 1e-12)
     assert forecast(FLUX, job, Degrees(pipefusion=4, warmup_by_sequence=True), EIGHT).memory.weights == one.weights
     twice, away = (forecast(net, job, Degrees(pipefusion=4), EIGHT, settings).memory

@@ -3,13 +3,13 @@
 import pytest
 
 from xdit_backend.config import ParallelConfig
-from xdit_backend.planner.cost_model import Degrees, Job, Net
+from xdit_backend.planner.cost_model import Degrees, Job, ModelDims
 from xdit_backend.planner.memory_model import rank_memory
 from xdit_backend.planner.more_devices import MOST_TOLD, spread_that_fits
 from xdit_backend.planner.planner import memory_settings
 from xdit_backend.protocol.specs import Stages
 
-NET = Net(60, 3072, 24, 12.0, 12e9, weight_bytes=24e9, outside_bytes=0.4e9)
+NET = ModelDims(60, 3072, 24, 12.0, 12e9, weight_bytes=24e9, outside_bytes=0.4e9)
 JOB = Job(4096, 512, 20)
 
 

@@ -9,12 +9,12 @@ import pytest
 from tests.unit.tools.dry_run.rows import published, spec_of
 from xdit_backend.checkpoints.model_dims import net_of
 from xdit_backend.config import ParallelConfig
-from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, Net
+from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, ModelDims
 from xdit_backend.planner.descriptions import weights_words
 from xdit_backend.planner.layout_search import Machine, forecast
 from xdit_backend.planner.memory_model import DEFAULT_SETTINGS, Memory, room_of
 from xdit_backend.planner.offload_cost import NUM_BUFFERS, num_buffers, offloaded_memory, plan_offload, step_seconds
-from xdit_backend.planner.planner import EVERYWHERE, Devices, Spread, choose_spread, plan_run, usual_job
+from xdit_backend.planner.planner import EVERYWHERE, Devices, WeightPlacement, choose_spread, plan_run, usual_job
 from xdit_backend.protocol.specs import Stages
 from xdit_backend.tools.bench.size import parse_layout
 from xdit_backend.tools.dry_run.simulated_rank import outline
@@ -105,7 +105,7 @@ def test_no_other_choice_of_blocks_is_much_faster(sizes, a_copy):
         assert step_seconds(sizes, copies, plan.blocks) <= 1.15 * best
 
 
-NET = Net(57, 3072, 24, 12.0, 11.9e9, weight_bytes=23.8e9, outside_bytes=0.4e9)              # as Flux.1 in bf16
+NET = ModelDims(57, 3072, 24, 12.0, 11.9e9, weight_bytes=23.8e9, outside_bytes=0.4e9)              # as Flux.1 in bf16
 JOB = Job(4096, 512, 20)
 CARD = Device(33e12, 28e12, 288e9, memory_bytes=16e9, host_bytes_s=12.4e9)                    # a 4060 Ti, at PCIe 4 x8
 LINKS = Links({(name, 2): 6e9 for name in ("all_to_all", "hop", "all_reduce", "gather")})
@@ -209,8 +209,8 @@ def test_auto_weighs_stages_and_shards_that_are_too_large_as_well(host_bytes_s, 
 
 
 @pytest.mark.parametrize("host_bytes_s, link_bytes_s, of_one, of_both", [
-    (12e9, 1e9, Spread(Stages(2)), EVERYWHERE), (12e9, 8e9, Spread(None, 2), EVERYWHERE),
-    (3e9, 2e9, Spread(None, 2), Spread(Stages(2)))], ids=str)
+    (12e9, 1e9, WeightPlacement(Stages(2)), EVERYWHERE), (12e9, 8e9, WeightPlacement(None, 2), EVERYWHERE),
+    (3e9, 2e9, WeightPlacement(None, 2), WeightPlacement(Stages(2)))], ids=str)
 def test_weights_are_spread_for_runs_with_and_without_guidance(host_bytes_s, link_bytes_s, of_one, of_both):
     """Two branches need no link between two cards: what is best for one is not best for the two usual runs."""
     machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, link_bytes_s)))

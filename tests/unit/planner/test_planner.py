@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from xdit_backend.config import DEGREES, ParallelConfig, validate, validate_layout, validate_stages
-from xdit_backend.planner.cost_model import Device, Job, Links, Net
+from xdit_backend.planner.cost_model import Device, Job, Links, ModelDims
 from xdit_backend.planner.layout_search import Machine, candidates, extra_candidates, forecasts
 from xdit_backend.planner.memory_model import MemorySettings, rank_memory, working_share
 from xdit_backend.planner.planner import (
     AttentionHeads,
     Devices,
-    Spread,
+    WeightPlacement,
     choose_layout,
     choose_num_patches,
     choose_spread,
@@ -32,7 +32,7 @@ OF_24_HEADS = AttentionHeads("this model", 24)
 
 
 def model_of(weight_bytes):
-    return Net(57, 3072, 24, 12.0, 11.9e9, weight_bytes=weight_bytes)
+    return ModelDims(57, 3072, 24, 12.0, 11.9e9, weight_bytes=weight_bytes)
 
 
 @pytest.mark.parametrize("num_devices, num_branches, num_heads, expected", [
@@ -55,7 +55,7 @@ def test_auto_prefers_cfg_then_ulysses_then_ring(num_devices, num_branches, num_
 @pytest.mark.parametrize("devices", [2, 3, 4, 6, 8])
 def test_every_candidate_passes_validation(devices):
     """As degrees of manual mode, which the nodes refuse where they cannot work."""
-    net = Net(28, 1536, 24, 12.0, 1e9, key_heads=8)
+    net = ModelDims(28, 1536, 24, 12.0, 1e9, key_heads=8)
     rates = {(name, 2): 1e10 for name in ("all_to_all", "hop", "all_reduce", "gather")}
     machine = Machine((Device(1e14, 1e14, 1e12),) * devices, Links(rates))
     job = Job(4096, 128, 20, branches=2, images=2)
@@ -160,7 +160,7 @@ def test_the_choice_looks_at_few_layouts_and_takes_less_than_ten_times_what_fore
 def test_bytes_of_stale_keys_and_values():
     """Two branches of one image, 100 tokens of width 64 in half precision, 5 blocks in two stages;
     forecasts need two steps'."""
-    net, job = Net(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
+    net, job = ModelDims(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
 
     def memory(offload=False, is_forecast=False, **degrees):
         return rank_memory(net, job, degrees_of(Layout(pipefusion_degree=2, **degrees), ParallelConfig()),
@@ -184,7 +184,7 @@ def test_bytes_of_stale_keys_and_values():
     ({"displaced_mode": "no_sync"}, 1)], ids=str)
 def test_bytes_that_displaced_patches_keep(settings, times):
     """Of all 5 blocks, on every rank; those of two calls where they are forecast, which what is frozen is not."""
-    net, job = Net(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
+    net, job = ModelDims(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
     config = ParallelConfig(mode="manual", displaced_degree=2, **settings)
 
     memory = rank_memory(net, job, degrees_of(config.layout, config), memory_settings(config))
@@ -209,7 +209,7 @@ def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
             (2, replace(large, outside_bytes=23 * gigabyte), 16, Stages(2)),
             (4, replace(large, outside_bytes=4 * gigabyte), 16, Stages(4))):
         assert choose_spread(ParallelConfig(), net, Devices([size * gigabyte] * devices)) == (expected, 1)
-    layout = choose_layout(ParallelConfig(), 4, 2, OF_24_HEADS, Spread(Stages(2, sequence_degree=2)))
+    layout = choose_layout(ParallelConfig(), 4, 2, OF_24_HEADS, WeightPlacement(Stages(2, sequence_degree=2)))
     assert layout == Layout(pipefusion_degree=2, ulysses_degree=2)
 
 
@@ -305,10 +305,10 @@ def test_auto_takes_an_exact_spread_that_is_forecast_to_be_as_fast(all_reduce, e
                                                 (1, Layout(ulysses_degree=3, ring_degree=2, tensor_degree=2))], ids=str)
 def test_branches_and_tokens_share_what_spread_layers_leave(branches, expected):
     """Of 18 heads a rank has 9."""
-    assert choose_layout(EXACTLY, 12, branches, AttentionHeads("this model", 18), Spread(None, 2)) == expected
+    assert choose_layout(EXACTLY, 12, branches, AttentionHeads("this model", 18), WeightPlacement(None, 2)) == expected
     rates = {(name, 2): 1e11 for name in ("all_to_all", "hop", "all_reduce")}
     machine = Machine((Device(1e14, 1e14, 1e12),) * 12, Links(rates))
-    net = Net(57, 3072, 18, 12.0, 11.9e9)
+    net = ModelDims(57, 3072, 18, 12.0, 11.9e9)
     layout = plan_run(EXACTLY, machine, net, Job(16384, 512, 20, branches), None, 2).layout
     assert layout.tensor_degree == 2 and layout.cfg_degree == branches and layout.ulysses_degree in (1, 3)
 

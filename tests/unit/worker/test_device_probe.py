@@ -16,14 +16,15 @@ from tests.support.tolerances import within
 from xdit_backend.attention import backends
 from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS
 from xdit_backend.distributed.collectives import Traffic
-from xdit_backend.planner.cost_model import Device, Job, Net
+from xdit_backend.planner.cost_model import Device, Job, ModelDims
 from xdit_backend.planner.layout_search import choose, forecasts
 from xdit_backend.planner.machine_from_probe import ACROSS_BYTES, LARGE_BYTES, SENT, SMALL_BYTES, machine_of_probe
 from xdit_backend.worker import device_probe
 
 
 def measured(rank, world_size, per_machine=0):
-    device_probe.ROUNDS, device_probe.MIN_S, device_probe.LARGE_BYTES, device_probe.ROUND_S, device_probe.SHARED_ROUNDS = 1, 0.0, 2 ** 20, 0.0, 1
+    device_probe.ROUNDS, device_probe.MIN_S, device_probe.LARGE_BYTES = 1, 0.0, 2 ** 20
+    device_probe.ROUND_S, device_probe.SHARED_ROUNDS = 0.0, 1
     said, traffic = [], Traffic()
     numbers = device_probe.measure(rank, world_size, torch.device("cpu"), torch.float32, traffic,
                             lambda *progress: said.append(progress), per_machine)
@@ -46,7 +47,7 @@ def test_workers_measure_what_a_forecast_needs(world_size, per_machine, sizes):
     assert (results[0][1][0] == ("measuring the devices", 0, len(results[0][1]))
             and results[0][1][-1][0] == "measuring the links")
     machine = machine_of_probe(numbers, ["CPU"] * world_size, [1e12] * world_size, per_machine)
-    made = forecasts(Net(8, 256, 4, 12.0, 1e7), Job(1024, 32, 10, branches=2), machine)
+    made = forecasts(ModelDims(8, 256, 4, 12.0, 1e7), Job(1024, 32, 10, branches=2), machine)
     assert all(math.isfinite(one.seconds) and one.seconds > 0 for one in made) and choose(made).fits
 
 
@@ -56,7 +57,8 @@ def copied(rank, world_size):
     device_probe.StagingBuffers = lambda device: types.SimpleNamespace(
         copy=lambda source, target: (copies.append(time.perf_counter()), time.sleep(slow)),
         copy_pageable=lambda source, target: time.sleep(slow / 2))
-    rates = device_probe.measure_host_copies(device_probe.Stopwatch(rank, world_size, torch.device("cpu"), torch.float32))
+    rates = device_probe.measure_host_copies(device_probe.Stopwatch(rank, world_size, torch.device("cpu"),
+                                                                    torch.float32))
     return rates, copies[-device_probe.ALONE:]
 
 
@@ -154,8 +156,8 @@ def test_products_with_each_format_are_timed_and_the_forecast_reads_them(monkeyp
     assert set(numbers) == {f"product {format_}" for format_ in FORMATS if format_ != "nvfp4"}
     assert numbers["product mxfp8"] < 0.5 * min(value for name, value in numbers.items() if name != "product mxfp8")
     device = Device(1e12, 1e12, 1e11, products={"mxfp8": 2.0, "int8_tensorwise": 4.0})
-    half = Net(1, 64, 1, 12, 1, formats={"mxfp8": 0.5})
-    mixed = Net(1, 64, 1, 12, 1, formats={"mxfp8": 0.5, "int8_tensorwise": 0.25, "nvfp4": 0.25})
+    half = ModelDims(1, 64, 1, 12, 1, formats={"mxfp8": 0.5})
+    mixed = ModelDims(1, 64, 1, 12, 1, formats={"mxfp8": 0.5, "int8_tensorwise": 0.25, "nvfp4": 0.25})
     within(device.product_s(half, 1e12) - 0.75, 1e-12)
     within(device.product_s(mixed, 1e12) - (0.25 + 0.0625 + 0.25), 1e-12)
 

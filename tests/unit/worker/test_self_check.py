@@ -42,7 +42,7 @@ def with_plan(name, **changed):
     pytest.param(with_plan("Wan HuMo", once_outside={"text_embedding": "run", "time_projection": "run",
                                                      "patch_embedding": "run"}), id="what stays"),
     pytest.param(with_plan("Wan SCAIL", positions={}), id="frames before"),
-    pytest.param(dataclasses.replace(with_plan("Wan Animate", places=None), amend=lambda model, config: None),
+    pytest.param(dataclasses.replace(with_plan("Wan Animate", places=None), adapt_model=lambda model, config: None),
                  id="code between blocks")])
 def test_a_class_that_differs_from_its_plan_is_refused(family):
     with pytest.raises(CheckpointError, match=f"{family.name} runs as ComfyUI's own module, and .* of ComfyUI .*cut "
@@ -59,12 +59,12 @@ def test_a_class_that_lacks_what_a_plan_names_is_refused(monkeypatch, name, part
     family, version = FAMILIES[name], comfyui_version(find_comfyui())
     cls = class_at(family.transformer)
     if part is None:
-        family = dataclasses.replace(family, amend=lambda model, config: _rename_argument(model))
+        family = dataclasses.replace(family, adapt_model=lambda model, config: _rename_argument(model))
     else:
         monkeypatch.delattr(next(each for each in cls.__mro__ if part in vars(each)), part)
 
     with pytest.raises(CheckpointError, match=f"of ComfyUI {version} {what}"):
-        build_empty(family, family.tiny.config)
+        build_empty(family, family.test_config.config)
 
 
 def _rename_argument(model):
@@ -81,11 +81,11 @@ def test_no_comfyui_is_said_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr("xdit_backend.comfyui.native_models.find_comfyui", lambda: None)
 
     with pytest.raises(CheckpointError, match="^Install ComfyUI on this machine, and name its folder in XDIT_COMFYUI"):
-        build_empty(FAMILIES["Lens"], FAMILIES["Lens"].tiny.config)
+        build_empty(FAMILIES["Lens"], FAMILIES["Lens"].test_config.config)
 
 
 def test_what_comfyui_makes_in_float32_stays_so():
-    model = build_empty(FAMILIES["Wan Camera"], FAMILIES["Wan Camera"].tiny.config)
+    model = build_empty(FAMILIES["Wan Camera"], FAMILIES["Wan Camera"].test_config.config)
 
     assert model.wide_modules == {"patch_embedding"}
     assert model.text_embedding[0].weight.dtype == torch.bfloat16

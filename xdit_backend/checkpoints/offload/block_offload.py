@@ -20,7 +20,7 @@ ALIGNMENT = 512                            # bytes; of a weight's place in a buf
 
 
 @dataclass(frozen=True)
-class Sharing:
+class CooperativeLoad:
     """This rank's place among those that hold the same blocks, of which each brings a part from host memory.
 
     exchange(rows): rows, (num_ranks, bytes) of the device, have all ranks' own when it returns; before, this rank's

@@ -78,7 +78,8 @@ def _tensors(model, family, spec):
     """[(name, number of its block, bytes)] of all weights; None: it stays on the device in any case."""
     tensors = tensor_bytes(model, family, spec)
     if not family.is_unet:
-        return [(name, None if name.startswith(family.plan.outside) else block, size) for name, block, size in tensors]
+        return [(name, None if name.startswith(family.plan.shared_parameters) else block, size) for name, block,
+                size in tensors]
     numbers = {path: number for number, path in enumerate(unet_blocks(model))}
 
     def block_of(name):

@@ -181,7 +181,9 @@ class _Products:
         return self._layer.agreed == "all" and getattr(self._module, "agree", None) is not None
 
     def _with_scale(self, tensor, beside):
-        return beside | {"input_scale": kitchen_layers.agreed_scale(tensor, self._module.agree)} if self._agrees else beside
+        if not self._agrees:
+            return beside
+        return beside | {"input_scale": kitchen_layers.agreed_scale(tensor, self._module.agree)}
 
     def _rounded(self, tensor, beside):
         """The tensor as kitchen_layers.rounded_inputs gives it, or as another layer has had it; None of no tokens."""

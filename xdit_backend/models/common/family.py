@@ -34,7 +34,7 @@ class Tiny:
     rows: int | None = None                # of a latent that has so many, whatever it is of
     # conditioning -> (config, shape of the latent, tokens of text) -> its shape, where a width in the config does not
     # say it; of a family that is ComfyUI's own module, without which that is not compared before it runs
-    drawn: dict[str, Callable] = field(default_factory=dict)
+    input_shapes: dict[str, Callable] = field(default_factory=dict)
     thin: Callable = lambda model: None    # puts something small in the place of what the class has of one size alone
     detected: str | None = None            # name in comfy.supported_models that takes published widths for granted
     more: dict = field(default_factory=dict)                   # arguments with which ComfyUI's class has more tensors
@@ -72,7 +72,7 @@ class Family:
     arguments: dict
     # argument of ComfyUI's model that is supported -> the config's argument that says how wide it is, or None
     conditioning: dict[str, str | None]
-    tiny: Tiny
+    test_config: Tiny
     # attention whose queries and keys are the image -> (CallInputs) -> (1, T of the latent or patch, 2), or None: query
     # q has a_q b_k + b_q a_k added to what key k weighs, before the softmax, for the two numbers a and b of each token
     biases: dict[str, Callable] = field(default_factory=dict)
@@ -101,11 +101,12 @@ class Family:
     branches_apart: bool = False           # ComfyUI's class gives a branch others in a batch with the other
     # Changes diffusers' model, before it has weights, where it computes otherwise than ComfyUI's. What it remembers
     # while blocks run must be in a ContextVar, since another forward may take turns with this one.
-    amend: Callable = lambda model, config: None
-    of_class: Callable = lambda config: config                 # the arguments of ComfyUI's class, of the config's
+    adapt_model: Callable = lambda model, config: None
+    # the arguments of ComfyUI's class, of the config's
+    class_arguments: Callable = lambda config: config
     computes_as_made: bool = False         # ComfyUI's class computes with its tables as it is made: not on meta
     # how the paths of linears end that amend has halved (split_linear.py): a folder has them whole
-    halved: str = ""
+    split_linears: str = ""
     # config arguments that ComfyUI reads from the tensors; config.json of a folder is not asked for them
     config_from_tensors: tuple[str, ...] = ()
     keep_in_compute_dtype: tuple[str, ...] = ()                # modules, parameters that ComfyUI does not store smaller
@@ -143,11 +144,11 @@ class Family:
     call_shapes: Callable | None = None
     options: tuple[str, ...] = ()          # keys of ComfyUI's transformer_options that split_parts reads
     # (timestep (B,), transformer_options) -> {conditioning: tensor (B, ...) of this call alone}
-    of_call: Callable = lambda timestep, options: {}
+    per_call_inputs: Callable = lambda timestep, options: {}
     # (ComfyUI's arguments) -> the same, with what is in a dict of many under names of its own
     unfold: Callable = lambda arguments: arguments
     # what lives at once of its published model, as planner.memory_model.Live has it; {}: as of most
-    live: dict[str, float] = field(default_factory=dict)
+    activation_factors: dict[str, float] = field(default_factory=dict)
     # --- sizes: functions of the config ---
     num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, which shares out no tokens
     num_key_heads: Callable = lambda config: None                          # None: as many as num_heads
@@ -158,7 +159,7 @@ class Family:
 
     def in_halves(self, tensors):
         """Tensors of a folder, {name: tensor}, with halves of what the model has in halves."""
-        return halved(tensors, self.halved)
+        return halved(tensors, self.split_linears)
 
     def taken_channels(self, config):
         """Channels of what ComfyUI hands to its model: those of the latent, and of pictures that it adds to them."""
@@ -290,7 +291,7 @@ class Family:
     @property
     def takes_controlnets(self):
         """Does ComfyUI's model add what a ControlNet gives?"""
-        return (bool(self.plan.control(self.tiny.config)) if self.is_whole
+        return (bool(self.plan.control(self.test_config.config)) if self.is_whole
                 else self.is_unet or any(list_.control for list_ in self.blocks))
 
     @property

@@ -11,10 +11,10 @@ import torch
 def attending(attend):
     """A rule for Family.amend: attn1 of each block has this forward, since diffusers' says no sums, and rounds them to
     float32."""
-    def amend(model, config):
+    def adapt_model(model, config):
         for block in model.transformer_blocks:
             block.attn1.forward = MethodType(attend, block.attn1)
-    return amend
+    return adapt_model
 
 
 def projected(attention, hidden_states):

@@ -39,7 +39,7 @@ def convert(tensors, config):
     return found
 
 
-def amend(model, config):
+def adapt_model(model, config):
     """A token of the second list is the patch's token of the first, and its pixels after that: (B, T, hidden + C * P).
     Blocks know which tokens of the whole picture they have."""
     embedder, tokens = model.pixel_embedder, []

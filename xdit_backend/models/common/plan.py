@@ -75,13 +75,13 @@ class ModelPlan:
     masks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # module whose first arguments diffusers' forward rounds to half precision -> (the forward's arguments that they
     # come from, the factor). It gets them unrounded, as in ComfyUI's models.
-    exact: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
+    full_precision_inputs: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
     # module outside the blocks that derives positions from the latent's shape -> how a patch gets its
     # (position_slicing.py)
     positions: dict[str, Callable] = field(default_factory=dict)
     # module inside a block whose input is the same for all patches -> "step" (time, pooled text) or "run" (text only).
     # PipeFusion evaluates it once in that span.
-    once: dict[str, str] = field(default_factory=dict)
+    cacheable: dict[str, str] = field(default_factory=dict)
     once_outside: dict[str, str] = field(default_factory=dict)             # such modules outside the blocks
     unstaged_blocks: tuple[str, ...] = ()  # lists of blocks that no stage passes; tensor parallelism splits them too
     unsplit: tuple[str, ...] = ()          # linears of blocks, by path, that tensor parallelism leaves whole
@@ -96,29 +96,30 @@ class ModelPlan:
     skip_name: str = "skip"                # the block argument that takes it
     # Modules inside a block that mix tokens by sums alone (linear attention). They call `total`, an argument that amend
     # has added to their forward, with the sums over this rank's tokens, to get those over all.
-    sums: tuple[str, ...] = ()
+    token_reductions: tuple[str, ...] = ()
     # Modules inside a block, (B, T, C) to the same, that choose by numbers which of their parts compute (experts).
     # A compiled block calls them as they are.
-    choosing: tuple[str, ...] = ()
+    graph_breaks: tuple[str, ...] = ()
     # linear of a block whose input networks of ComfyUI's LLLite change -> what they call it
-    led: dict[str, str] = field(default_factory=dict)
+    lllite_targets: dict[str, str] = field(default_factory=dict)
     # of a block to which ComfyUI's InfiniteTalk adds what it finds in sound: the norm that is given the hidden states
     # before attention to the text, and that attention. (): ComfyUI's model heeds none
-    heard: tuple[str, ...] = ()
+    audio_attention: tuple[str, ...] = ()
     tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
     rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
     halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own
-    rereads: bool = False                  # the forward reads the latent after or between the blocks too
+    rereads_latent: bool = False                  # the forward reads the latent after or between the blocks too
     # such a module after the blocks, of the whole picture -> its rows to a row of tokens. A patch reads what its
     # neighbours have given last.
-    edges: dict[str, int] = field(default_factory=dict)
+    boundary_halos: dict[str, int] = field(default_factory=dict)
     # (block argument, streams): it is given (places of this rank's tokens, (T,); tokens of all), counted through the
     # whole streams one after the other, for what a token does by its place, such as reading its frame's sound
     places: tuple[str, tuple[str, ...]] | None = None
     # stream of references, whose keys and values ComfyUI's Flux KV Cache keeps from a run's first call for its later
     # ones; None: its model does not heed that
-    kept: str | None = None
-    outside: tuple[str, ...] = ()          # prefixes of tensors of blocks that the forward also uses outside of blocks
+    cached_references: str | None = None
+    # prefixes of tensors of blocks that the forward also uses outside of blocks
+    shared_parameters: tuple[str, ...] = ()
 
     @property
     def lists(self):
@@ -162,6 +163,6 @@ class WholePlan:
     # large as the image where it is added
     control: Callable = lambda config: []
     takes_output_patches: bool = False     # as of ModelPlan; none of those that ComfyUI's U-Nets heed either
-    kept: str | None = None
-    led: dict[str, str] = field(default_factory=dict)
-    rereads: bool = False
+    cached_references: str | None = None
+    lllite_targets: dict[str, str] = field(default_factory=dict)
+    rereads_latent: bool = False

@@ -34,7 +34,7 @@ def projects_text(shapes):
     return width != given
 
 
-def amend(model, config):
+def adapt_model(model, config):
     """Frequencies are the file's; until it is read, the class has what memory held."""
     rotary = model.transformer.rotary_pos_emb
     steps = torch.arange(len(rotary.inv_freq), device=rotary.inv_freq.device) / len(rotary.inv_freq)
@@ -45,4 +45,4 @@ PLAN = ModelPlan(
     blocks=(BlockList("transformer.layers", "transformer.layers.", "depth", returns=(ALL,), patched="double"),),
     streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"rotary_pos_emb": (TokenArgument(0, ALL), None)},
     positions={"transformer.rotary_pos_emb.forward_from_seq_len": positions},
-    once={"cross_attn.to_kv": "run"}, once_outside={"to_cond_embed": "run", "to_global_embed": "run"})
+    cacheable={"cross_attn.to_kv": "run"}, once_outside={"to_cond_embed": "run", "to_global_embed": "run"})

@@ -71,13 +71,13 @@ class Architecture:
 def unet(name, title, architecture, tiny, refusals=(), values=()):
     """A family of U-Nets in ComfyUI's and the publisher's format. values: see Family."""
     return Family(
-        name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT,
+        name=name, title=title, transformer="UNet2DConditionModel", test_config=tiny, values=values, latent=LATENT,
         convert=convert, config_from_tensors=("sample_size",),
         recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
                                   and _context_width(shapes) in architecture.context_widths and not looks_along(shapes)
                                   and has("label_emb.weight")(shapes) == (architecture.num_classes is not None)),
-        refusals=(*refusals, EVEN), config=config_rules(architecture), amend=_amend,
-        live={"alone": architecture.alone, "block": architecture.block},
+        refusals=(*refusals, EVEN), config=config_rules(architecture), adapt_model=_amend,
+        activation_factors={"alone": architecture.alone, "block": architecture.block},
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
         conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim"},

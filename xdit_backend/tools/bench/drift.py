@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ...checkpoints.checkpoint import open_checkpoint
 from ...checkpoints.loader import load_transformer
 from ...demo_model.transformer import shifted_sigmas
-from ...hooks.function_overrides import OwnCode, functional
+from ...hooks.function_overrides import FunctionOverrides, functional
 from ...protocol.errors import ConfigError
 from .quality import DEMO, conditioning_of, load_recogniser, noise_of
 from .sampler import SAMPLERS
@@ -70,7 +70,7 @@ def seen_by_attentions(file, prompts, options):
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         return attention(query, key, value, attn_mask, scale=scale).transpose(1, 2)
 
-    own_code = OwnCode(F=functional(scaled_dot_product_attention=attention), dispatch_attention_fn=dispatched)
+    own_code = FunctionOverrides(F=functional(scaled_dot_product_attention=attention), dispatch_attention_fn=dispatched)
     for module in model.modules():
         if hasattr(module, "processor"):
             own_code.place(module)

@@ -5,7 +5,7 @@ import csv
 import math
 from dataclasses import dataclass, field, replace
 
-from ...planner.cost_model import Degrees, Job, Net
+from ...planner.cost_model import Degrees, Job, ModelDims
 from ...protocol.errors import ConfigError
 
 DEGREES = ("cfg", "ulysses", "ring", "pipefusion", "tensor", "distrifusion")           # as the tables call them
@@ -56,7 +56,7 @@ JOINT = Block()
 
 def net(blocks, width, heads, billions, block=JOINT, **more):
     """A transformer of a table, of so many blocks and billions of parameters. more: of Net."""
-    return Net(blocks, width, heads, block.elements, billions * 1e9, joint=block.joint,
+    return ModelDims(blocks, width, heads, block.elements, billions * 1e9, joint=block.joint,
                skips=(blocks - 1) // 2 if block.skips else 0, **more)
 
 

@@ -9,15 +9,15 @@ import html
 import math
 from pathlib import Path
 
-from ...planner.cost_model import DEVICES_PER_NODE, Device, Job, Links, Net
+from ...planner.cost_model import DEVICES_PER_NODE, Device, Job, Links, ModelDims
 from ...planner.descriptions import layout_words, seconds_words
 from ...planner.layout_search import Machine, forecasts
 from ...protocol.errors import ConfigError
 
 # Flux.1 dev, and Wan 2.1 14B, as net_of finds them; tokens of a megapixel, of 16 of them, and of five seconds of video
 # at 720p.
-FLUX = Net(57, 3072, 24, 12.0, 11.9e9, text_once=True, branches_apart=True)
-WAN = Net(40, 5120, 40, 13.4, 14.3e9, joint=False, text_once=True, branches_apart=True)
+FLUX = ModelDims(57, 3072, 24, 12.0, 11.9e9, text_once=True, branches_apart=True)
+WAN = ModelDims(40, 5120, 40, 13.4, 14.3e9, joint=False, text_once=True, branches_apart=True)
 JOBS = {"Flux.1 dev, 1024 px": (FLUX, Job(4096, 512, 28)), "Flux.1 dev, 4096 px": (FLUX, Job(65536, 512, 28)),
         "Wan 2.1 14B, 720p, 5 s": (WAN, Job(75600, 512, 50, branches=2, frames=21))}
 COUNTS = [2 ** power for power in range(11)]

@@ -27,7 +27,7 @@ def conditioning_shapes(family, config, shape, tokens):
         elif name in ("context", "clip_text"):
             found[name] = (batch, tokens, config[width])
         elif name in ("input_ids", "position_ids", "ref_patches"):             # of a text that the model itself reads
-            found[name] = family.tiny.drawn[name](config, shape, tokens)
+            found[name] = family.test_config.input_shapes[name](config, shape, tokens)
         elif name in family.counts:
             found[name] = (tokens,)
         elif width is not None and config.get(width) is not None and name not in ("clip_fea", "txt_byt5"):

@@ -167,7 +167,8 @@ def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
     first = []
     indices = block_indices(model, family.blocks)
     for name, tensor, dtype in held(model, family, spec):
-        index = None if family.is_unet or name.startswith(family.plan.outside) else indices.get(block_path(name))
+        is_outside = family.is_unet or name.startswith(family.plan.shared_parameters)
+        index = None if is_outside else indices.get(block_path(name))
         if here is not None and index is not None and index not in here:
             continue                                           # of another stage: it stays on the meta device
         own = splits[name].own(tensor, spec.tensor_degree, tensor_rank) if name in splits else tensor

@@ -59,7 +59,7 @@ def saved(name, folder, dtype, more):
     """A diffusers folder of a random model; float8 as files have it."""
     family = FAMILIES[name]
     torch.manual_seed(0)
-    build(family, {**family.tiny.config, **more}).save_pretrained(folder / "transformer")
+    build(family, {**family.test_config.config, **more}).save_pretrained(folder / "transformer")
     (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(name, "Pipeline")}))
     if dtype != torch.float32:
         path = next((folder / "transformer").glob("*.safetensors"))
@@ -218,7 +218,7 @@ def test_no_family_uses_a_block_s_weights_outside_of_it(name, folders):
     for share in (None, 0.0):
         loaded = loaded_of(folders(name), "float8_e4m3fn", share)
         latent, conditioning = inputs(loaded, columns=70 if name.startswith("PixArt") else 8,
-                                      frames=loaded.family.tiny.frames)
+                                      frames=loaded.family.test_config.frames)
         time_ = torch.tensor([0.7 * loaded.family.time_scale])
         outputs = [loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, time_, conditioning))[0]
                    for _ in range(2)]

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from xdit_backend.checkpoints.offload.block_offload import ALIGNMENT, OffloadedBlocks, Sharing
+from xdit_backend.checkpoints.offload.block_offload import ALIGNMENT, CooperativeLoad, OffloadedBlocks
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 4
@@ -54,7 +54,7 @@ class Ranks:
         for rank, (offloaded, weights) in enumerate(zip(self.offloaded, self.weights)):
             for number, own in enumerate(weights):
                 offloaded.add(number, own)
-            offloaded.copy_by(False, Sharing(rank, num_ranks, partial(self._wait, rank)))
+            offloaded.copy_by(False, CooperativeLoad(rank, num_ranks, partial(self._wait, rank)))
 
     def _wait(self, rank, rows):
         self.waiting[rank] = rows

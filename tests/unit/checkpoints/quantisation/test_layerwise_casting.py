@@ -40,8 +40,8 @@ def asked(family, config):
         sides = 32, 36
     if family.name == "HiDream-O1":                            # which takes whole tokens
         sides = 64, 96
-    size = (family.tiny.frames, *sides)[-len(family.latent.patch):]
-    size = size if family.tiny.rows is None else (family.tiny.rows, sides[1])
+    size = (family.test_config.frames, *sides)[-len(family.latent.patch):]
+    size = size if family.test_config.rows is None else (family.test_config.rows, sides[1])
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = conditioning_of(family, config, generator, {"context": 12}, size=size)
     if "face_pixel_values" in conditioning:                    # one picture, of the size that its network is made for

@@ -108,7 +108,8 @@ def test_the_command_prints_all_models_and_links(table, tmp_path, capsys):
         formula = 7 + rank_memory(NETS["flux.1-dev"], Job(4096, 512, 1), degrees,
                                   MemorySettings(exchanged_copies=2)).total / 1e9
         lines.append({"model": "flux.1-dev", "number": degrees.devices, "tokens": 4096, "text_tokens": 512,
-                      "cfg_branches": 1, "gb": formula, **{name: layout.get(name, 1) for name in published_runs.DEGREES}})
+                      "cfg_branches": 1, "gb": formula,
+                      **{name: layout.get(name, 1) for name in published_runs.DEGREES}})
     memory = write(tmp_path / "memory.csv", names, lines)
 
     cost_model_accuracy.print_seconds(table)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.support.tolerances import within
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
-from xdit_backend.hooks.function_overrides import OwnCode
+from xdit_backend.hooks.function_overrides import FunctionOverrides
 from xdit_backend.tools.bench.drift import errors_of, extrapolated, seen_by_attentions
 from xdit_backend.tools.bench.quality import DEMO, load_recogniser
 
@@ -37,7 +37,7 @@ def test_what_attentions_see_is_seen_without_changing_torch(monkeypatch):
     assert all(len(calls) == 2 and calls[0][1].shape[:2] == (2, 2) for calls in seen)
     assert not any(torch.equal(calls[0][1], calls[1][1]) for calls in seen)
     assert vars(F) == before
-    monkeypatch.setattr(OwnCode, "place", lambda self, module: placed.append(module))
+    monkeypatch.setattr(FunctionOverrides, "place", lambda self, module: placed.append(module))
     assert seen_by_attentions(DEMO, load_recogniser()[2][:1], options) == [] and len(placed) == len(seen)
 
 

@@ -22,7 +22,8 @@ ROW = re.compile(r"^(?P<layout>\S+) +(?P<rank>\d+) +(?P<weights>[\d.]+) +[\d.]+ 
 def short(monkeypatch):
     """Of Flux.1 dev one block of each kind."""
     flux = published_models.PUBLISHED["flux.1-dev"]
-    model = published_models.Published(flux.family, branches=1, given=flux.given | {"num_layers": 1, "num_single_layers": 1})
+    model = published_models.Published(flux.family, branches=1,
+                                       given=flux.given | {"num_layers": 1, "num_single_layers": 1})
     monkeypatch.setitem(published_models.PUBLISHED, "flux.1-dev", model)
 
 

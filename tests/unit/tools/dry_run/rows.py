@@ -65,13 +65,13 @@ def place_of(wait):
 
 def tiny(name):
     """(checkpoint, Run without branches of guidance) of a family's tiny model."""
-    family, config = FAMILIES[name], dict(FAMILIES[name].tiny.config)
+    family, config = FAMILIES[name], dict(FAMILIES[name].test_config.config)
     columns = SMALL_COLUMNS + (60 if name.startswith("PixArt") else 0)         # less has no positions there
     rows, columns = SMALL_ROWS * unit(family), columns * unit(family)
-    size = {1: (rows * columns,), 2: (rows, columns), 3: (family.tiny.frames, rows, columns)}[
+    size = {1: (rows * columns,), 2: (rows, columns), 3: (family.test_config.frames, rows, columns)}[
         len(family.patch_size(config))]
-    size = size if family.tiny.rows is None else (family.tiny.rows, rows * columns)
-    shape = (family.tiny.frames if family.has_frames_as_batch else 1, family.taken_channels(config), *size)
+    size = size if family.test_config.rows is None else (family.test_config.rows, rows * columns)
+    shape = (family.test_config.frames if family.has_frames_as_batch else 1, family.taken_channels(config), *size)
     return Unwritten(name, family, config), Run(shape, *conditioning_shapes(family, config, shape, TEXT_TOKENS))
 
 
@@ -127,7 +127,7 @@ def weights_of(row, layout_name, rank=-1, storage="bfloat16", item_bytes=0):
     in_file = model.state_dict().keys() if item_bytes else ()
     here, indices, total = own_blocks(model, family, spec, rank), block_indices(model, family.blocks), 0
     for name, tensor, dtype in held(model, family, spec):
-        is_outside = family.is_unet or name.startswith(family.plan.outside)
+        is_outside = family.is_unet or name.startswith(family.plan.shared_parameters)
         block = None if is_outside else indices.get(block_path(name))
         if block is None or block in here:
             share = splits[name].share(degree, rank % degree) if name in splits else 1

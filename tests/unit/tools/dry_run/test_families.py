@@ -46,7 +46,8 @@ def test_experts_take_as_many_tokens_each():
 
 def test_a_model_whose_shapes_depend_on_numbers_is_refused(monkeypatch):
     plain = attention_dispatch.usp_attention
-    monkeypatch.setattr(attention_dispatch, "usp_attention", lambda query, *others: plain(query * query.unique().numel(),
+    monkeypatch.setattr(attention_dispatch, "usp_attention", lambda query,
+                        *others: plain(query * query.unique().numel(),
                                                                                  *others))
     with pytest.raises(UnsupportedError, match="PixArt-Sigma cannot be counted without a device"):
         counted(tiny("PixArt-Sigma"), "ulysses2")
