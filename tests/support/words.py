@@ -164,7 +164,7 @@ def problems(stored, found, changed=frozenset()):
         for word, number in words.items():
             limit = stored.get(place, {}).get(word)
             if limit is None or number < limit:
-                messages.append("Run `python -m tests.support.words --write` and commit tests/support/word_counts.json: "
+                messages.append("Run `python -m tests.support.words --write` and commit word_counts.json: "
                                 f"\"{word}\" occurs {number} times in {place}, "
                                 + ("and no count is stored." if limit is None else f"the stored count is {limit}."))
             elif number > limit:

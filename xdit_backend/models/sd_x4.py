@@ -5,7 +5,7 @@ is told."""
 import dataclasses
 
 from .common.inputs import given
-from .common.unet import Architecture, tiny, unet
+from .common.unet import Architecture, unet, unet_test_config
 
 LEVELS = 1000                              # of noise
 UPPER = (True, True, True, False)
@@ -20,7 +20,7 @@ FAMILY = unet(
     name="SD x4 upscaler", title="SD x4 upscaler",
     architecture=Architecture((1024,), num_heads=lambda width: 8, alone=15.33, block=17.4, num_classes=LEVELS,
                               only_cross_attention=UPPER),
-    test_config=tiny(
+    test_config=unet_test_config(
         "SD_X4Upscaler",
         {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1,
          "down_block_types": ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 3,

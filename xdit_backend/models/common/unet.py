@@ -68,10 +68,10 @@ class Architecture:
     only_cross_attention: tuple[bool, ...] | bool = False
 
 
-def unet(name, title, architecture, tiny, refusals=(), values=()):
+def unet(name, title, architecture, test_config, refusals=(), values=()):
     """A family of U-Nets in ComfyUI's and the publisher's format. values: see Family."""
     return Family(
-        name=name, title=title, transformer="UNet2DConditionModel", test_config=tiny, values=values, latent=LATENT,
+        name=name, title=title, transformer="UNet2DConditionModel", test_config=test_config, values=values, latent=LATENT,
         convert=convert, config_from_tensors=("sample_size",),
         recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
                                   and _context_width(shapes) in architecture.context_widths and not looks_along(shapes)
@@ -114,7 +114,7 @@ def config_rules(architecture):
                                                               if has("label_emb.0.")(shapes) else None))
 
 
-def tiny(detected, config, arguments):
+def unet_test_config(detected, config, arguments):
     """The Tiny of such a family. config, arguments: of diffusers' class and ComfyUI's,
     where they are the family's own."""
     return Tiny(
