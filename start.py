@@ -349,10 +349,10 @@ def version_of_comfyui(folder):
 
 def versions_on_registry(python, project):
     """All versions of a package, for whatever Python; none where the registry gives no answer."""
-    asked = subprocess.run([python, "-m", "pip", "index", "versions", "--disable-pip-version-check",
+    requested = subprocess.run([python, "-m", "pip", "index", "versions", "--disable-pip-version-check",
                             "--ignore-requires-python", project],
                            stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    listed = re.search(r"(?m)^Available versions: (.+)$", asked.stdout)
+    listed = re.search(r"(?m)^Available versions: (.+)$", requested.stdout)
     return listed[1].split(", ") if listed else []
 
 

@@ -78,8 +78,8 @@ def _names(folder):
         try:
             with open(path, "rb") as file:
                 said = parse_json(file.read(MAX_BYTES + 1), MAX_BYTES, MAX_VALUES).get("id2label") or {}
-            for number, of_class in said.items():
-                for name in of_class.split(","):
+            for number, class_arguments in said.items():
+                for name in class_arguments.split(","):
                     names.setdefault(name.strip().lower(), set()).add(int(number))
         except (ValueError, AttributeError) as error:
             raise CheckpointError(f"Download {path} again, or remove it and give numbers: it does not say what "

@@ -8,7 +8,7 @@ from .bridge.compatibility.input_checks import check_links
 from .bridge.model.checkpoint_cache import fingerprint
 from .bridge.model.detection import WEIGHT_DTYPES
 from .bridge.model.model_paths import model_names, path_of
-from .bridge.model.proxy_model import load_shell
+from .bridge.model.proxy_model import load_proxy
 from .parallel_config import Parallel
 
 
@@ -43,7 +43,7 @@ class XDiTLoadModel(io.ComfyNode):
     def execute(cls, model_name, weight_dtype, parallel=None) -> io.NodeOutput:
         check_links(model_name=model_name, weight_dtype=weight_dtype, parallel=parallel)
         path = path_of(model_name)
-        return io.NodeOutput(load_shell(path, weight_dtype, parallel or ParallelConfig()))
+        return io.NodeOutput(load_proxy(path, weight_dtype, parallel or ParallelConfig()))
 
     @classmethod
     def fingerprint_inputs(cls, model_name, **others):

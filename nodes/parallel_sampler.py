@@ -8,7 +8,7 @@ from comfy_api.latest import io
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from .bridge.compatibility.input_checks import check_latent, check_links
 from .bridge.compatibility.pipefusion_support import PATCHWISE
-from .bridge.model.model_patcher import ShellPatcher
+from .bridge.model.model_patcher import ProxyPatcher
 
 
 class XDiTParallelSampler(io.ComfyNode):
@@ -62,7 +62,7 @@ def patchwise(model):
 def check(model, cfg, positive, negative, latent_image):
     """Refuse what cannot work, before anything is launched."""
     check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
-    if not isinstance(model, ShellPatcher):
+    if not isinstance(model, ProxyPatcher):
         raise ConfigError("Connect Load xDiT Model, or use KSampler: Parallel Sampler needs a MODEL from there, and "
                           "this one comes from another loader.")
     for _, options in [*positive, *negative]:

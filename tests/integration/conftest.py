@@ -68,7 +68,7 @@ class ComfyUI:
         groups = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.workers.worker_groups")
         # which take long to start: tests take turns with one, two and four workers
         self.groups, groups.MAX_SHARING = groups.GROUPS, 3
-        self.shell = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.model.proxy_model")
+        self.proxy = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.model.proxy_model")
         self.detection = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.model.detection")
         self.errors = importlib.import_module(f"{self.pack.__name__}.xdit_backend.protocol.errors")
         self._native, self._references = {}, {}
@@ -159,11 +159,11 @@ class ComfyUI:
         options |= {name: made[name] for name in (
             "lq_latent", "degrade_sigma", "camera_conditions", "audio_embed", "control_video", "reference_motion",
             "audio_inject_scale", "condition") if name in made}
-        for name, of_picture in (("reference_latent", "reference_latents"), ("pose_latents", "pose_video_latent")):
+        for name, of_image in (("reference_latent", "reference_latents"), ("pose_latents", "pose_video_latent")):
             if name in made:                                   # of SCAIL's, ComfyUI adds channels of ones
                 latent = made[name][:, :families()[kind].num_channels(self.transformer_config(kind))]
                 latent = latent if latent.ndim == 5 else latent[:, :, None]        # of Fun's, ComfyUI takes one frame
-                options[of_picture] = [latent] if name == "reference_latent" else latent
+                options[of_image] = [latent] if name == "reference_latent" else latent
         options |= {f"{of}_mask_28ch": made[name].movedim(2, 1)
                     for name, of in (("ref_mask_latents", "ref"), ("sam_latents", "driving")) if name in made}
         if "lyric_embed" in made:                              # and sound to sing like, or none
@@ -179,8 +179,8 @@ class ComfyUI:
             options["attention_mask"] = (torch.arange(tokens) < 13 - 3 * seed % 7)[None].long()
         if "clip_text" in made:                                # and of some a picture, as a vision model says it
             seen = SimpleNamespace(image_embeds=made["clip_img"][:, 0])
-            pictures = {"unclip_conditioning": [{"strength": 0.7, "clip_vision_output": seen}]} if seed % 2 else {}
-            return [[made["clip_text"], {"pooled_output": made["clip_text_pooled"]} | pictures]]
+            images = {"unclip_conditioning": [{"strength": 0.7, "clip_vision_output": seen}]} if seed % 2 else {}
+            return [[made["clip_text"], {"pooled_output": made["clip_text_pooled"]} | images]]
         if "input_ids" in made:                                # which its own model encodes
             return [[made["input_ids"][..., None].float(), {"text_input_ids": made["input_ids"]}]]
         if "effnet" in made:                                   # whose model reads no text but the pooled one
@@ -243,7 +243,7 @@ class ComfyUI:
         latent = latent or self.latent(kind)
         arguments = (model, seed, steps, cfg, sampler, scheduler, positive, negative, latent)
         with torch.inference_mode():
-            if isinstance(model, self.shell.ShellPatcher):
+            if isinstance(model, self.proxy.ProxyPatcher):
                 return self.parallel_sampler.execute(*arguments, denoise).args[0]["samples"]
             return self.nodes.KSampler().sample(*arguments, denoise)[0]["samples"]
 

@@ -22,7 +22,7 @@ from xdit_backend.partition import cut_patches, ranks_by_part, stage_blocks
 from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.shared_memory import SegmentStore, map_segment
 from xdit_backend.protocol.specs import Stages
-from xdit_backend.worker.cooperative_loading import can_share
+from xdit_backend.worker.cooperative_loading import can_cooperate
 from xdit_backend.worker.engine import Engine
 
 BLOCKS = {2: 8, 3: 12, 4: 12, 5: 10, 8: 12, 10: 15}  # of a tiny model's list of blocks -> of one here
@@ -171,7 +171,7 @@ def check(name, dtype, layouts, world_size=2):
             times = max(max(repeats) for repeats in folder.branches[0].config.get("block_repeat", ((1,),)))
             if any(came > times * steps * held + ahead for held, came, ahead in counted):
                 wrong.append(f"{name}, {layout}: a block comes more often than it runs: {counted}")
-            num_alike = len(ranks_by_part(world_size, run.spec)[0]) if can_share(run.spec, world_size) else 1
+            num_alike = len(ranks_by_part(world_size, run.spec)[0]) if can_cooperate(run.spec, world_size) else 1
             if share == "a tenth, shared" and num_alike > 1:
                 before = by_run[layout, "a tenth"]
                 if any(came > LEFT * whole / num_alike for (_, came, _), (_, whole, _) in zip(counted, before)):

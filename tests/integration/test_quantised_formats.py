@@ -38,14 +38,14 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(scope="module")
 def outcome_of(request, file_of):  # noqa: F811
     """outcome_of(cell): what came of it. All cells of a kind that are asked for run when the first is."""
-    asked = [item.callspec.params["cell"] for item in request.session.items
+    requested = [item.callspec.params["cell"] for item in request.session.items
              if item.path == request.path and hasattr(item, "callspec")]
     found = {}
 
     def outcome(cell):
         if cell not in found:
             with tempfile.TemporaryDirectory() as folder:
-                found.update(errors([each for each in asked if each[0] == cell[0]], Files(file_of, Path(folder)),
+                found.update(errors([each for each in requested if each[0] == cell[0]], Files(file_of, Path(folder)),
                                     pytest.MonkeyPatch()))
         return found[cell]
     return outcome
@@ -70,9 +70,9 @@ def test_a_step_of_two_ranks_equals_one_device(outcome_of, cell):
 
 def test_a_rank_with_other_numbers_is_seen(file_of, tmp_path):  # noqa: F811
     """The mutant, under every method."""
-    asked = [("sd3", "mxfp8", method) for method in METHODS]
+    requested = [("sd3", "mxfp8", method) for method in METHODS]
 
-    found = errors(asked, Files(file_of, tmp_path), pytest.MonkeyPatch(), execute_wrong)
+    found = errors(requested, Files(file_of, tmp_path), pytest.MonkeyPatch(), execute_wrong)
 
     assert all(error > 0.1 for error in found.values()), found
 

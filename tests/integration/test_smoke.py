@@ -30,9 +30,9 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def errors(request, tmp_path_factory):
-    asked = [item.callspec.params for item in request.session.items if item.path == request.path
+    requested = [item.callspec.params for item in request.session.items if item.path == request.path
              and hasattr(item, "callspec")]
-    return errors_of([(params["name"], params["layout"]) for params in asked if "layout" in params],
+    return errors_of([(params["name"], params["layout"]) for params in requested if "layout" in params],
                      tmp_path_factory.mktemp("smoke"), 2, seed=request.config.option.smoke_seed)
 
 
@@ -47,10 +47,10 @@ def test_a_step_of_two_ranks_equals_one_device(errors, name, layout):
 @pytest.mark.slow
 def test_a_step_whose_weights_come_from_host_memory_equals_one_device_under_every_method(tmp_path):
     """Of every family, with as few of them on the device as can be; PipeFusion's stages of two blocks keep theirs."""
-    asked = [(name, layout) for name, family in FAMILIES.items() if not family.is_unet
+    requested = [(name, layout) for name, family in FAMILIES.items() if not family.is_unet
              for layout in layouts_of(name, 1)]
     wrong = {f"{name}, {words(layout)}": error
-             for (name, layout), error in errors_of(asked, tmp_path, 2, weights_memory=1).items()
+             for (name, layout), error in errors_of(requested, tmp_path, 2, weights_memory=1).items()
              if isinstance(error, Exception) or not error <= EXACT}
 
     assert not wrong
@@ -60,9 +60,9 @@ def test_steps_under_products_of_two_methods_that_are_drawn_equal_one_device(req
     """One of two branches whose texts are unlike in length, and one of such that are alike in that alone."""
     seed = request.config.option.smoke_seed
     every = [(name, layout) for name in FAMILIES for layout in layouts_of(name, 2)]
-    asked = random.Random(seed).sample(every, NUM_PRODUCTS)
+    requested = random.Random(seed).sample(every, NUM_PRODUCTS)
     wrong = {f"{name}, {words(layout)}": error
-             for (name, layout), error in errors_of(asked, tmp_path, 4, (7, 9, 7), seed=seed).items()
+             for (name, layout), error in errors_of(requested, tmp_path, 4, (7, 9, 7), seed=seed).items()
              if isinstance(error, Exception) or not error <= EXACT}
 
     assert not wrong

@@ -34,7 +34,7 @@ def timed(comfyui, model, options):
     seconds, first = time.perf_counter() - started_s, None
     processor_s = processors.so_far_s() + time.process_time() - own_s
     run = comfyui.groups.runs.last
-    if isinstance(model, comfyui.shell.ShellPatcher) and options.steps > 2 and not model.model.remote.uses_cache:
+    if isinstance(model, comfyui.proxy.ProxyPatcher) and options.steps > 2 and not model.model.remote.uses_cache:
         ends_s = [run.began_s, *run.stepped_s]
         steps_s = [end_s - start_s for start_s, end_s in zip(ends_s, ends_s[1:])]
         first = steps_s[0] / statistics.median(steps_s[1:])

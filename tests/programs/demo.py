@@ -55,14 +55,14 @@ def run(comfyui, options):
     print("Starting ComfyUI", flush=True)
     with Host(comfyui, BASE, cpu=num_gpus == 0, port=options.port, environment=environment) as host:
         print(f"ComfyUI answers at {host.url}\nDrawing \"{options.prompt}\" on {two}", flush=True)
-        picture, picture_s = draw(host, two, options.prompt)
-        print(f"Picture       {picture}", flush=True)
+        image, image_s = draw(host, two, options.prompt)
+        print(f"Picture       {image}", flush=True)
         latent_one, one_s = measure(host, one)
         latent_two, two_s = measure(host, two)
         difference = compare(latent_one, latent_two)
         print(f"""
-Picture       {picture}
-              "{options.prompt}", drawn by two workers in {picture_s:.1f} s, their start and loading included.
+Picture       {image}
+              "{options.prompt}", drawn by two workers in {image_s:.1f} s, their start and loading included.
 One worker    {one_s:6.2f} s for {TIMED_STEPS} steps ({one}) of a larger model with random weights
 Two workers   {two_s:6.2f} s for {TIMED_STEPS} steps ({two}): {one_s / two_s:.2f} times as fast
 Same result   largest difference between the two latents: {difference:.1e} of their largest value

@@ -19,7 +19,7 @@ import xdit_backend.parallel.displaced_exchange as exchange_module
 from xdit_backend.autoencoders.vae_family import replaced
 from xdit_backend.demo_model import loop
 from xdit_backend.demo_model.pictures import BACKGROUNDS, PACKAGES, compose, draw, on_background, read_entries
-from xdit_backend.demo_model.text import WIDTH, arrange, load_text_encoder, words_of
+from xdit_backend.demo_model.text import WIDTH, arrange, load_text_encoder, tokens_of
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.hooks.forward_context import ForwardContext
 from xdit_backend.hooks.unet import UNetHooks
@@ -66,7 +66,7 @@ def train(kind, folder, share, num_entries, steps, peak):
         sigma, noise = sigmas_at(kind, torch.rand(batch, generator=generator)), torch.randn(
             clean.shape, generator=generator)
         blank = torch.rand(batch, generator=generator) < WITHOUT_TEXT
-        captions = [[] if blank[row] else words_of(prompt(entries[entry[row]], background[row]))
+        captions = [[] if blank[row] else tokens_of(prompt(entries[entry[row]], background[row]))
                     for row in range(batch)]
         context, _ = text(*arrange(captions), batch)
         scale = (sigma ** 2 + 1).rsqrt()[:, None, None, None]
@@ -192,7 +192,7 @@ def measure(options):
     entries = chosen_entries(options.share, options.entries)
     model = new(options.kind).eval()
     model.load_state_dict(torch.load(options.out / f"{options.kind}.weights.pt", weights_only=True)["model"])
-    numbers = range(options.first, options.first + options.pictures)
+    numbers = range(options.first, options.first + options.images)
     prompts = [prompt(entries[number % len(entries)], number * 5 % len(BACKGROUNDS)) for number in numbers]
     noise = torch.stack([torch.randn(CHANNELS, options.side, options.side,
                                      generator=torch.Generator().manual_seed(number))
@@ -215,8 +215,8 @@ def measure(options):
 
             def together(step, time, ranks=ranks, mode=mode, bands=bands, warmup_steps=warmup_steps, **inputs):
                 return ranks.predict(step >= max(1, warmup_steps), MODES[mode], bands, time, **inputs)
-            picture = sample(options.kind, together, noise, context, options.steps, options.guidance).clamp(-1, 1)
-            psnr = -10 * ((picture - whole) / 2).square().mean((1, 2, 3)).clamp(min=1e-10).log10()
+            image = sample(options.kind, together, noise, context, options.steps, options.guidance).clamp(-1, 1)
+            psnr = -10 * ((image - whole) / 2).square().mean((1, 2, 3)).clamp(min=1e-10).log10()
             print(f"| {num_ranks} | {options.side // num_ranks} | {mode} | {warmup_steps} | {forecast:g} | "
                   f"{psnr.mean():.1f} | {psnr.std() / len(psnr) ** 0.5:.1f} |", flush=True)
 

@@ -169,9 +169,9 @@ class Host:
                               Method(degrees, 1, patches))
             x = call.latent
             for sigma, following in zip(SIGMAS, SIGMAS[1:]):
-                asked = replace(call, latent=x, timestep=torch.full((2,), 1000.0 * sigma, dtype=x.dtype))
+                requested = replace(call, latent=x, timestep=torch.full((2,), 1000.0 * sigma, dtype=x.dtype))
                 x = x + (following - sigma) * sum(self.client.predict(spec, degrees, channels,
-                                                                          [asked, asked])).to(x.dtype)
+                                                                          [requested, requested])).to(x.dtype)
             return x
         finally:
             self.client.end_run()

@@ -42,7 +42,7 @@ def arguments(comfyui, kind, seed):
     family = families()[kind]
     size = (34, 36) if family.name.startswith("PixArt") else (8, 6)
     if family.is_unet:
-        size = (16, 18 if family.is_whole else 8)
+        size = (16, 18 if family.is_replicated else 8)
     prompts = [comfyui.conditioning(kind, number, tokens=8) for number in (2 * seed - 1, 2 * seed)]
     for ((_, options),) in prompts:
         # a thousand of it is the same in every type: else the rounding of that is most of what is seen
@@ -66,10 +66,10 @@ def errors(comfyui, kind, dtype, seeds=(1,)):
         config = comfyui.config("cpu,cpu", warmup_steps=STEPS, **{method: 2})
         models.append(computing_in(comfyui.ours(kind, config, "default", dtype=weights), dtype))
     for seed in seeds:
-        asked = arguments(comfyui, kind, seed)
-        exact = parts(comfyui.sample(native, kind, **asked))
+        requested = arguments(comfyui, kind, seed)
+        exact = parts(comfyui.sample(native, kind, **requested))
         for method, model in zip(squares, [own, *models]):
-            result = parts(comfyui.sample(model, kind, **asked))
+            result = parts(comfyui.sample(model, kind, **requested))
             squares[method].append([relative_error(*pair) ** 2 for pair in zip(result, exact, strict=True)])
     means = {method: [math.sqrt(sum(of_part) / len(seeds)) for of_part in zip(*rows)]
              for method, rows in squares.items()}

@@ -70,7 +70,8 @@ EXAMPLES = [
     messages.Heartbeat(3, 9, 41, True, {"reserved_bytes": 1024.0}),
     messages.Done(9, 0, {"sent_bytes": 1024.0}, [messages.Span("patch", 1.5, 2.5, 900.0, 8)]),
     messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback"),
-    messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback", {"asked_bytes": 2e9}, {"0,1": 3, "0>1": 1},
+    messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback", {"requested_bytes": 2e9},
+                    {"0,1": 3, "0>1": 1},
                     True, "3 of 12"),
 ]
 

@@ -148,11 +148,11 @@ def run(folder, pid, link, steps):
     joined.stdin.write(f"{listener._key.text}\n")
     joined.stdin.close()
     client = Client(("cpu", "other-pc/cpu"), listener)
-    picture, wanted = one.run(), decoded()
+    image, wanted = one.run(), decoded()
 
     def predict():
         result, = client.predict(spec, layout(pipefusion=2), 4, [call_of(one)])
-        assert (result - picture).abs().max() < 1e-5
+        assert (result - image).abs().max() < 1e-5
 
     def show():
         assert (decode(client) - wanted).abs().max() < 1e-5

@@ -31,17 +31,17 @@ def main():
         num_compared, num_wrong, largest, started_s = 0, 0, 0.0, time.monotonic()
         for first in range(0, len(options.families), TOGETHER):
             names = options.families[first:first + TOGETHER]
-            asked = [(name, layout) for name in names for layout in layouts_of(name, num_methods)]
+            requested = [(name, layout) for name in names for layout in layouts_of(name, num_methods)]
             with tempfile.TemporaryDirectory() as folder:
-                outcomes = errors_of(asked, folder, 2 ** num_methods, tuple(options.texts), options.weights_memory,
+                outcomes = errors_of(requested, folder, 2 ** num_methods, tuple(options.texts), options.weights_memory,
                                      seed=options.seed)
             wrong = {key: error for key, error in outcomes.items() if isinstance(error, Exception)
                      or not error <= EXACT}
             for (name, layout), error in wrong.items():
                 print(f"{name}, {words(layout)}: {error!r:.300}", flush=True)
-            num_compared, num_wrong = num_compared + len(asked), num_wrong + len(wrong)
+            num_compared, num_wrong = num_compared + len(requested), num_wrong + len(wrong)
             largest = max([largest, *(outcomes[key] for key in outcomes.keys() - wrong.keys())])
-            print(f"{', '.join(names)}: {len(asked)} products, {time.monotonic() - started_s:.0f} s", flush=True)
+            print(f"{', '.join(names)}: {len(requested)} products, {time.monotonic() - started_s:.0f} s", flush=True)
         print(f"products of {num_methods}: {num_compared} in {len(options.texts) - 1} steps each, {num_wrong} wrong; "
               f"the largest error of the others {largest:.1e}", flush=True)
 

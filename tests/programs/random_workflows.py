@@ -134,7 +134,7 @@ def draw(comfyui, number, layouts=None, kinds=None, products=False):
     group = pick((LAYOUTS, LAYOUTS, LAYOUTS, STALE)) if layouts is None else None
     names = layouts or [name for name in group for _ in range(1 if group[name][0] == FOUR else 2)]
     kind = pick(kinds or list(families()))
-    own = (WHOLE_LAYOUTS if families()[kind].is_whole else UNET_LAYOUTS) if families()[kind].is_unet else names
+    own = (WHOLE_LAYOUTS if families()[kind].is_replicated else UNET_LAYOUTS) if families()[kind].is_unet else names
     layout = pick([name for name in names if name in own] or own)
     drawn = {
         "number": number, "layout": layout, "kind": kind,
@@ -414,7 +414,7 @@ class Runner:
                      else self.node("DisableNoise"))
             return self.node("SamplerCustomAdvanced", noise=noise, guider=self.guider(model, drawn, positive, negative),
                              sampler=sampler, sigmas=sigmas, latent_image=latent)
-        ours = drawn["node"] == "Parallel Sampler" and isinstance(model, self.comfyui.shell.ShellPatcher)
+        ours = drawn["node"] == "Parallel Sampler" and isinstance(model, self.comfyui.proxy.ProxyPatcher)
         return self.node("XDiTParallelSampler" if ours else "KSampler", **named, seed=drawn["seed"],
                          denoise=drawn["denoise"])
 

@@ -46,9 +46,9 @@ def configure(config):
         config.stash[TURN] = Turn(*given["turn"])
         config.stash[PORTION] = Portion(*given["portion"]) if given["portion"] else None
         return
-    asked = config.option.portion
+    requested = config.option.portion
     config.stash[TURN] = turn(ROOT)
-    config.stash[PORTION] = choose_portion(asked, config.stash[TURN]) if asked else None
+    config.stash[PORTION] = choose_portion(requested, config.stash[TURN]) if requested else None
 
 
 def for_processes(config):
@@ -127,18 +127,18 @@ def turn(folder):
     return Turn(count, f"by the commit count {count}")
 
 
-def choose_portion(asked, turn):
+def choose_portion(requested, turn):
     """The Portion that --portion means: "commit", or a number and a count such as "3/32".
 
     Every other round of commits runs its portions from the end: what one round does not reach in time, the next does.
     """
-    if asked == COMMIT:
+    if requested == COMMIT:
         before, number = divmod(turn.number, NUM_PORTIONS)
         return Portion(number + 1, NUM_PORTIONS, turn.why, before % 2 == 1)
-    number, _, count = asked.partition("/")
+    number, _, count = requested.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(f'Give --portion {COMMIT}, or a number and a count such as 3/{NUM_PORTIONS}: it is '
-                                f'"{asked}".')
+                                f'"{requested}".')
     return Portion(int(number), int(count), "as --portion says")
 
 

@@ -30,13 +30,13 @@ class Way:
     num_patches: int = 1
     num_bands: int = 1
     warmup_steps: int = 1
-    forecast: float = 0.0
+    extrapolation: float = 0.0
     order: int = 1
     alternates: bool = False               # every second step begins with the last patch
     interleaves: bool = False              # a patch has every num_patches-th row
     refresh: tuple = ()
 
-    def is_whole(self, step):
+    def is_replicated(self, step):
         return step < self.warmup_steps or step in self.refresh or self.num_patches == self.num_bands == 1
 
     def patches(self, step):
@@ -50,9 +50,9 @@ class Way:
         return found[::-1] if self.alternates and step % 2 else found
 
 
-def ideas(num_patches, forecast):
+def ideas(num_patches, extrapolation):
     """{name: Way}"""
-    plain = Way(num_patches, forecast=forecast)
+    plain = Way(num_patches, extrapolation=extrapolation)
     return {"as it is": plain, "order of patches alternating": replace(plain, alternates=True),
             "rows interleaved": replace(plain, interleaves=True),
             "both": replace(plain, interleaves=True, alternates=True),
@@ -92,13 +92,13 @@ def ways(options, count):
     """{name: Way}"""
     if options.what == "displaced":
         return {f"displaced, N={count}, W={steps}, forecast {strength:g}":
-                Way(num_bands=count, warmup_steps=steps, forecast=strength)
-                for steps in options.warmup_steps for strength in options.forecast}
+                Way(num_bands=count, warmup_steps=steps, extrapolation=strength)
+                for steps in options.warmup_steps for strength in options.extrapolation}
     if options.what == "orders":
         return {f"M={count}, {('line', 'parabola')[order - 1]}, forecast {strength:g}":
-                Way(count, forecast=strength, order=order)
-                for order in (1, 2) for strength in options.forecast}
-    return {f"M={count}, forecast {strength:g}, {name}": way for strength in options.forecast
+                Way(count, extrapolation=strength, order=order)
+                for order in (1, 2) for strength in options.extrapolation}
+    return {f"M={count}, forecast {strength:g}, {name}": way for strength in options.extrapolation
             for name, way in ideas(count, strength).items()}
 
 
@@ -109,8 +109,8 @@ def print_warmup_by_drift(count, psnr, options):
     more = drift > drift.median()
     print(f"M={count}, drift from step 1 to 2: {drift.mean():.3f}, of all prompts from {drift.min():.3f} to "
           f"{drift.max():.3f}", flush=True)
-    for strength in options.forecast:
-        by_steps = {steps: psnr(Way(count, warmup_steps=steps, forecast=strength)) for steps in (2, 3, 4)}
+    for strength in options.extrapolation:
+        by_steps = {steps: psnr(Way(count, warmup_steps=steps, extrapolation=strength)) for steps in (2, 3, 4)}
         print(f"M={count}, forecast {strength:g}: "
               + ", ".join(f"W={steps} {each.mean():.2f}" for steps, each in by_steps.items())
               + f"; four where the drift is large, else two {torch.where(more, by_steps[4], by_steps[2]).mean():.2f}"
@@ -149,12 +149,12 @@ def draw(way, options):
 def predictor(example, way):
     """(predict(latent, timestep, step), changed(number of prompts))"""
     if way.num_bands > 1:
-        displaced = StaleTransformer(example, way.num_bands, way.num_bands, forecast=way.forecast)
-        return lambda x, timestep, step: displaced.predict(x, timestep, not way.is_whole(step)), lambda count: None
-    stale, last = StaleModel(example, way.forecast, way.order), {}
+        displaced = StaleTransformer(example, way.num_bands, way.num_bands, extrapolation=way.extrapolation)
+        return lambda x, timestep, step: displaced.predict(x, timestep, not way.is_replicated(step)), lambda count: None
+    stale, last = StaleModel(example, way.extrapolation, way.order), {}
 
     def predict(x, timestep, step):
-        if way.is_whole(step):
+        if way.is_replicated(step):
             last.update(stale.store)
             return stale.predict(x, timestep)
         result = torch.empty_like(x)

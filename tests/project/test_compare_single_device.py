@@ -24,8 +24,8 @@ def with_ring_exchanges(rank, world_size, runs):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_one_step_of_two_exchanges_keys_and_values_in_a_ring(tmp_path, seed):
     """What keeps them for patches gathers them instead."""
-    asked, saved_of = [("SD3", Layout(ring_degree=2))], functools.partial(as_folder, folder=tmp_path,
+    requested, saved_of = [("SD3", Layout(ring_degree=2))], functools.partial(as_folder, folder=tmp_path,
                                                                           num_text_tokens=(7, 9, 7))
-    error, = errors_of_saved(asked, saved_of, 2, execute=with_ring_exchanges, seed=seed).values()
+    error, = errors_of_saved(requested, saved_of, 2, execute=with_ring_exchanges, seed=seed).values()
 
     assert not isinstance(error, Exception) and error <= EXACT

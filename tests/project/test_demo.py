@@ -77,9 +77,9 @@ def test_it_draws_the_prompt_and_times_one_worker_and_two(small, monkeypatch, ca
     demo.run(folder, small)
 
     out = capfd.readouterr().out
-    picture = re.search(r"^Picture +(\S+\.png)$", out, re.MULTILINE)[1]
-    assert picture.startswith(str(demo.BASE)) and '"red apple on a yellow background", drawn by two workers in' in out
-    assert red_on_yellow(picture)
+    image = re.search(r"^Picture +(\S+\.png)$", out, re.MULTILINE)[1]
+    assert image.startswith(str(demo.BASE)) and '"red apple on a yellow background", drawn by two workers in' in out
+    assert red_on_yellow(image)
     assert re.search(r"^Two workers +[\d.]+ s for 2 steps \(\S+,\S+\): [\d.]+ times as fast$", out, re.MULTILINE)
     assert float(re.search(r"latents: (\S+) of", out)[1]) < demo.TOLERANCE and out.endswith("ComfyUI has ended.\n")
 

@@ -12,8 +12,8 @@ from tests.support.page_modules import evaluate
 from xdit_backend.checkpoints.detection import OTHERS, article
 from xdit_backend.config import ParallelConfig, validate
 from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, ModelDims
-from xdit_backend.planner.descriptions import plan_words
-from xdit_backend.planner.layout_search import Machine, forecast
+from xdit_backend.planner.descriptions import describe_plan
+from xdit_backend.planner.layout_search import Machine, estimate
 from xdit_backend.protocol import errors
 from xdit_backend.protocol.errors import ConfigError
 
@@ -97,9 +97,9 @@ def test_what_is_said_is_chinese_as_a_whole(node, modules):
     with pytest.raises(ConfigError) as refused:
         validate(ParallelConfig(mode="manual", ring_degree=3, devices="cpu,cpu"), 2)
     pair = Machine((Device(1e14, 1e14, 1e12, name="a card"),) * 2, Links({("all_to_all", 2): 1e10}))
-    chosen, one = (forecast(ModelDims(57, 3072, 24, 12.0, 11.9e9), Job(4096, 512, 20), degrees, pair)
+    chosen, one = (estimate(ModelDims(57, 3072, 24, 12.0, 11.9e9), Job(4096, 512, 20), degrees, pair)
                    for degrees in (Degrees(ulysses=2), Degrees(data=2)))
-    plans = [plan_words(chosen, one, [chosen, one], measured_s) for measured_s in ((None, None), (9, None), (9, 18))]
+    plans = [describe_plan(chosen, one, [chosen, one], measured_s) for measured_s in ((None, None), (9, None), (9, 18))]
     others = [f"a.safetensors is {what}." for _, what in OTHERS if ": " in what]
     texts = [str(refused.value), *(f"running on cpu, cpu: Ulysses 2. {plan}" for plan in plans), *others,
              "step 3 of 12, 0.50 s a step, 5 s left, CFG 2", "12 steps in 1.0 s, 0.09 s a step, one device",

@@ -92,7 +92,7 @@ def test_a_new_banned_word_is_reported_with_its_line_and_the_fields_word(reposit
     ("docs/guide.md", "# Guide\n\nTwo cards.\n\n```\nstart.py pictures\n```\n`drawn` [page](room.md) alike\n",
      [("pages", 3), ("pages", 8)]),
     ("web/docs/XDiTNode.md", "A picture.\n", [("pages", 1)]),
-    ("xdit_backend/planner/__init__.py", "", [("names", 1)]),
+    ("xdit_backend/vocabulary/__init__.py", "", [("names", 1)]),
     ("xdit_backend/links.py", "x = '# two cards'  # for\n# want of a GPU\n",
      [("docstrings and comments", 1), ("messages", 1)]),
     ("xdit_backend/split.py", "self.pieces = drawn = 1\nfor room in rooms:\n    use(picture, card=1)\n",

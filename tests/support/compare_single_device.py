@@ -85,7 +85,8 @@ def save(one, folder):
 
 def examples(name, num_text_tokens, more):
     """One for each number of tokens of its text. more: of the config."""
-    sizes = SIZES | ({"rows": 16, "columns": 18 if FAMILIES[name].is_whole else 12} if FAMILIES[name].is_unet else {})
+    sizes = SIZES | ({"rows": 16, "columns": 18 if FAMILIES[name].is_replicated else 12} if FAMILIES[name].is_unet
+                     else {})
     return [example(name, num_text_tokens=count, seed=seed, more=more, thin=False, **sizes)
             for seed, count in enumerate(num_text_tokens)]
 
@@ -173,7 +174,7 @@ def execute(rank, world_size, runs):
                 engine.execute(command)
 
 
-def errors_of(asked, folder, world_size, num_text_tokens=(7, 9), weights_memory=0, compile_backend="", seed=0):
+def errors_of(requested, folder, world_size, num_text_tokens=(7, 9), weights_memory=0, compile_backend="", seed=0):
     """{(family, layout): the largest error of its steps, or what was raised}, one after the other on one set of ranks.
     asked: those keys.
 
@@ -181,16 +182,16 @@ def errors_of(asked, folder, world_size, num_text_tokens=(7, 9), weights_memory=
     weights_memory: ModelSpec's; 1: of transformers, as much as can comes from host memory. compile_backend: Predict's.
     seed: Run's.
     """
-    return errors_of_saved(asked, functools.partial(as_folder, folder=folder, num_text_tokens=num_text_tokens),
+    return errors_of_saved(requested, functools.partial(as_folder, folder=folder, num_text_tokens=num_text_tokens),
                            world_size, weights_memory, compile_backend, seed=seed)
 
 
-def errors_of_saved(asked, saved_of, world_size, weights_memory=0, compile_backend="", execute=execute, seed=0):
+def errors_of_saved(requested, saved_of, world_size, weights_memory=0, compile_backend="", execute=execute, seed=0):
     """The same of what saved_of(name) gives. execute: a function of ranks, as it is above."""
     store, requests, outcomes, families, runs = SegmentStore(), itertools.count(1), {}, {}, {}
     try:
-        for name, layout in asked:
-            with kept(outcomes, (name, layout)):
+        for name, layout in requested:
+            with cached(outcomes, (name, layout)):
                 if name not in families:
                     families[name] = saved_of(name)
                 runs[name, layout] = Run(families[name], layout, store, requests, weights_memory, compile_backend,
@@ -221,13 +222,13 @@ def _in_a_row(runs):
     models = {}
     for run in runs:
         models.setdefault(run.model, []).append(run)
-    return [(run.layout, [*([run.load] if run is alike[0] else []), *run.commands,
-                          *([run.drop] if run is alike[-1] else [])])
-            for alike in models.values() for run in alike]
+    return [(run.layout, [*([run.load] if run is identical[0] else []), *run.commands,
+                          *([run.drop] if run is identical[-1] else [])])
+            for identical in models.values() for run in identical]
 
 
 @contextmanager
-def kept(outcomes, name):
+def cached(outcomes, name):
     try:
         yield
     except Exception as error:

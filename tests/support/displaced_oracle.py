@@ -20,29 +20,29 @@ plain_attention = F.scaled_dot_product_attention
 class Calls:
     """What layers saw in the last two calls that were at different times, {name: tensor}, and where that leads to."""
 
-    def __init__(self, forecast):
-        self.forecast, self.times, self.seen = forecast, [], []
+    def __init__(self, extrapolation):
+        self.extrapolation, self.times, self.seen = extrapolation, [], []
 
     def add(self, time, seen):
         same = self.times[-1:] == [time]
-        self.times, self.seen = ([*(kept[:-1] if same else kept[-1:]), new]
-                                 for kept, new in ((self.times, time), (self.seen, seen)))
+        self.times, self.seen = ([*(cached[:-1] if same else cached[-1:]), new]
+                                 for cached, new in ((self.times, time), (self.seen, seen)))
 
     def extrapolated(self, name, time):
         last = self.seen[-1][name]
-        if self.forecast == 0 or len(self.times) < 2 or time == self.times[-1]:
+        if self.extrapolation == 0 or len(self.times) < 2 or time == self.times[-1]:
             return last
         before, (then, now) = self.seen[0][name], self.times
-        return last + self.forecast * min(2.0, max(-1.0, (time - now) / (now - then))) * (last - before)
+        return last + self.extrapolation * min(2.0, max(-1.0, (time - now) / (now - then))) * (last - before)
 
 
 class StaleUNet:
     """A U-Net that remembers what its layers saw. bands: [(first row of the latent, last + 1)]. mode: the paper's name.
     forecast: how far keys and values, and what else `drifts` names, go on as they went before."""
 
-    def __init__(self, model, bands, mode, forecast=0.0, drifts=("attn1",)):
+    def __init__(self, model, bands, mode, extrapolation=0.0, drifts=("attn1",)):
         self.model, self.bands, self.mode, self.drifts = model, bands, mode, drifts
-        self.calls = Calls(0.0 if mode == "no_sync" else forecast)
+        self.calls = Calls(0.0 if mode == "no_sync" else extrapolation)
         self.now, self.band, self.time, self.is_running = {}, None, 0.0, False
         self.num_negative = 0                  # variances that the formula made negative
         attentions = attended(model)
@@ -165,13 +165,13 @@ class StaleTransformer:
     """The same for a transformer of the zoo: each rank's tokens of every stream,
     and keys and values of the others' from before."""
 
-    def __init__(self, example, num_parts, num_shards, shards=None, forecast=0.0):
+    def __init__(self, example, num_parts, num_shards, shards=None, extrapolation=0.0):
         """num_shards: that the tokens are cut into; a part is some that follow one another. shards: {stream: tokens of
         each}, where they are not as even as they can be. forecast: as StaleUNet's."""
         self.example, self.num_parts, self.num_shards, self.shards = example, num_parts, num_shards, shards or {}
         within = {(streams, streams) for list_ in example.family.plan.lists for streams in list_.attention.values()}
         self.mixed = within | set(example.family.plan.cross_attention.values())  # (streams of queries, streams of keys)
-        self.calls, self.read = Calls(forecast), {}
+        self.calls, self.read = Calls(extrapolation), {}
         modules = dict(example.model.named_modules())
         for path in example.family.plan.boundary_halos.keys() & modules.keys():
             modules[path].register_forward_pre_hook(self.read.__setitem__)

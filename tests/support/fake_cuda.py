@@ -28,7 +28,7 @@ class DeviceWork(TorchDispatchMode):
     def __init__(self, others=()):
         """others: tensors whose bytes are not counted among those held."""
         super().__init__()
-        self.kernels = self.moved_bytes = self.held_bytes = self.peak_bytes = 0
+        self.kernels = self.moved_bytes = self.resident_bytes = self.peak_bytes = 0
         self.waits, self._storages, self._others = [], collections.Counter(), {
             tensor.untyped_storage()._cdata for tensor in others}
 
@@ -58,8 +58,8 @@ class DeviceWork(TorchDispatchMode):
         if not tensor.is_cuda or key in self._others:
             return
         if not self._storages[key]:
-            self.held_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            self.resident_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
         self._storages[key] += 1
         weakref.finalize(tensor, self._let_go, key, size).atexit = False
 
@@ -67,11 +67,11 @@ class DeviceWork(TorchDispatchMode):
         self._storages[key] -= 1
         if not self._storages[key]:
             del self._storages[key]
-            self.held_bytes -= size
+            self.resident_bytes -= size
 
 
 @contextmanager
-def pretended_cuda(monkeypatch):
+def fake_cuda_device(monkeypatch):
     """A device without numbers, under no_grad. Gives a function that runs a call and returns its DeviceWork,
     without what it is given."""
     monkeypatch.setattr(FakeTensorMode, "avoid_device_init", property(lambda self: True, lambda self, value: None))
@@ -93,12 +93,12 @@ def _tensors(tree):
 def _line():
     """The innermost line of the pack, of diffusers or of ComfyUI's models."""
     frames = [frame for frame in traceback.extract_stack()
-              if any(room in frame.filename for room in ("xdit_backend", "diffusers", "comfy/ldm"))]
+              if any(free_bytes in frame.filename for free_bytes in ("xdit_backend", "diffusers", "comfy/ldm"))]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} {frames[-1].name}" if frames else "a test"
 
 
 def move(model):
-    """Have a model's parameters and buffers on the pretended device, under pretended_cuda."""
+    """Have a model's parameters and buffers on the pretended device, under fake_cuda_device."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -180,7 +180,7 @@ def attentions(net):
     return found
 
 
-def adapter_of(net, seed=1, pictures=1, tokens=4, width=24, is_xl=False, loud=1.0):
+def adapter_of(net, seed=1, images=1, tokens=4, width=24, is_xl=False, loud=1.0):
     """What the pack gives each layer of an adapter for this U-Net: {"ipadapter", "cond", "uncond"}; its layers are
     numbered in the order of the U-Net's."""
     generator = torch.Generator().manual_seed(seed)
@@ -192,7 +192,7 @@ def adapter_of(net, seed=1, pictures=1, tokens=4, width=24, is_xl=False, loud=1.
             layers[f"{2 * number + 1}_to_{kind}_ip"] = linear.requires_grad_(False)
     if is_xl:
         layers["101_to_k_ip"] = torch.nn.Linear(1, 1)
-    cond, uncond = (torch.randn(pictures, tokens, width, generator=generator) for _ in range(2))
+    cond, uncond = (torch.randn(images, tokens, width, generator=generator) for _ in range(2))
     adapter = SimpleNamespace(ip_layers=SimpleNamespace(to_kvs=layers))
     adapter.get_multigpu_clone = lambda device: adapter
     return {"ipadapter": adapter, "cond": cond, "uncond": uncond}
@@ -238,7 +238,7 @@ def places_of(model):
     return found
 
 
-def show_pictures(model, layers, tokens, weight, mask=None):
+def show_images(model, layers, tokens, weight, mask=None):
     """Have diffusers' U-Net attend to pictures, by diffusers' own IP-Adapter. layers: {place: weights of its keys and
     values}. tokens: (B, T, C). mask: (1, 1, rows, columns)."""
     for name, place in places_of(model).items():

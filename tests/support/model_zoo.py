@@ -13,7 +13,7 @@ from xdit_backend.checkpoints.loader import Transformer
 from xdit_backend.checkpoints.tensor_sharding import narrow, tensor_splits
 from xdit_backend.hooks.function_overrides import in_file, torch_with
 from xdit_backend.models import FAMILIES
-from xdit_backend.models.common.split_linear import Halves
+from xdit_backend.models.common.split_linear import SplitLinear
 from xdit_backend.worker.models import Loaded
 
 
@@ -80,7 +80,7 @@ ALIKE = ("PixArt-Alpha", "HunyuanImage", "HunyuanImage refiner", "HunyuanImage d
          "HunyuanVideo 1.5 distilled", "AnyFlow", "CogVideoX-I2V", "Z-Image-Omni", "AuraFlow", "Cosmos-Predict1",
          "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi", "HunyuanDiT", "LTX-2")
 UNETS = {name: family.test_config.config for name, family in FAMILIES.items() if family.takes_unet_patches}
-WHOLE = [name for name, family in FAMILIES.items() if family.is_whole]          # U-shaped too, but of ComfyUI's
+WHOLE = [name for name, family in FAMILIES.items() if family.is_replicated]          # U-shaped too, but of ComfyUI's
 # what references are called, of families that have some
 WITH_REFERENCES = {name: word for name in CONFIGS for word in ("ref_latents", "context_latents")
                    if word in FAMILIES[name].conditioning}
@@ -153,8 +153,8 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     if method is not None:
         conditioning[f"ref_latents_method.{method}"] = torch.zeros(1)
     if masked:
-        kept = torch.arange(num_text_tokens) < torch.arange(2, 2 + 2 * batch, 2)[:, None]
-        conditioning["attention_mask"] = kept.long()
+        cached = torch.arange(num_text_tokens) < torch.arange(2, 2 + 2 * batch, 2)[:, None]
+        conditioning["attention_mask"] = cached.long()
     times = torch.ones(batch, dtype=dtype)
     if apart and APART[name] is None:
         conditioning["guiding_frame_index"] = torch.zeros(batch)
@@ -211,18 +211,18 @@ def _widen(model):
 
 def save_as_published(model, folder, **options):
     """model.save_pretrained, with the tensors of diffusers' own class: what the model has in halves is whole."""
-    kept = []
+    cached = []
     for path, halves in [*model.named_modules()]:
-        if isinstance(halves, Halves):
+        if isinstance(halves, SplitLinear):
             first, second = halves
             whole = torch.nn.Linear(first.in_features, 2 * first.out_features, first.bias is not None)
             whole.load_state_dict({name: torch.cat([tensor, second.state_dict()[name]])
                                    for name, tensor in first.state_dict().items()}, assign=True)
             parent, _, leaf = path.rpartition(".")
-            kept.append((model.get_submodule(parent), leaf, halves))
-            setattr(*kept[-1][:2], whole)
+            cached.append((model.get_submodule(parent), leaf, halves))
+            setattr(*cached[-1][:2], whole)
     model.save_pretrained(folder, **options)
-    for parent, leaf, halves in kept:
+    for parent, leaf, halves in cached:
         setattr(parent, leaf, halves)
 
 

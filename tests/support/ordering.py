@@ -47,9 +47,10 @@ def choose_seeds(config):
 def committed(folder):
     """The day of the commit where `folder` is, or None: files differ from it, or there is no git."""
     with suppress(OSError, subprocess.CalledProcessError):
-        asked = [subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        requested = [subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True,
+                                    check=True).stdout.strip()
                  for words in (["status", "--porcelain", "--untracked-files=no"], ["log", "-1", "--format=%cs"])]
-        return None if asked[0] else asked[1]
+        return None if requested[0] else requested[1]
     return None
 
 

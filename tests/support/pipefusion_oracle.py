@@ -21,8 +21,8 @@ class StaleModel:
     through three.
     """
 
-    def __init__(self, example, forecast=0.0, order=1):
-        self.example, self.forecast, self.order = example, forecast, order
+    def __init__(self, example, extrapolation=0.0, order=1):
+        self.example, self.extrapolation, self.order = example, extrapolation, order
         # past: of each attention, [(time, keys, values)] of whole calls
         self.store, self.times, self.past = {}, {}, {}
         self.others, self.edges, self.fresh_rows = [], {}, None
@@ -66,7 +66,7 @@ class StaleModel:
                 bent = [((now - then) / (old - older) - (then - start) / (older - oldest)) / (old - oldest) * step
                         * (step + old - older)
                         for now, then, start in zip(last, before, first)]
-            self.store[name] = *(now + self.forecast * stride * (now - then) + self.forecast * more
+            self.store[name] = *(now + self.extrapolation * stride * (now - then) + self.extrapolation * more
                                  for now, then, more in zip(last, before, bent)), seen
             del past[:-2]
 
@@ -110,7 +110,7 @@ class StaleModel:
                     fresh[offset + first:offset + last] = True
             name = next(calls)
             if opens:
-                if self.forecast and name in self.store:
+                if self.extrapolation and name in self.store:
                     self.go_on(name, timestep.max().item())
                 self.times[name] = timestep.max().item()
             keys, values, seen = self.store.get(name, (torch.zeros_like(key), torch.zeros_like(value),
@@ -136,10 +136,10 @@ class StaleModel:
         return prediction
 
 
-def simulate(example, patches, warmup_steps, sigmas, dim=2, forecast=0.0):
+def simulate(example, patches, warmup_steps, sigmas, dim=2, extrapolation=0.0):
     """Sample with Euler steps, patch by patch after the warm-up. patches: [(first row, last + 1)].
     Returns the latent."""
-    model, x = StaleModel(example, forecast), example.latent
+    model, x = StaleModel(example, extrapolation), example.latent
     for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
         timestep = example.at(sigma)
         if step < warmup_steps:

@@ -90,14 +90,14 @@ def execute_wrong(rank, world_size, runs):
     execute_sharp(rank, world_size, runs)
 
 
-def errors(asked, files, patch, execute=execute_sharp):
+def errors(requested, files, patch, execute=execute_sharp):
     """{cell: the largest error of its steps, or what was raised}. asked: cells. patch: pytest's MonkeyPatch.
 
     nvfp4 without scales of inputs rounds each image by its own numbers where ranks have some (docs/algorithms.md
     section 11): there it has such scales.
     """
     keys = {((kind, how, (how, method) == ("nvfp4", "data")), layout_of(kind, method)): (kind, how, method)
-            for kind, how, method in asked}
+            for kind, how, method in requested}
     with patch.context() as patched:
         sharpen(patched.setattr)
         outcomes = errors_of_saved(keys, files.saved, 2, execute=execute)

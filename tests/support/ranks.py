@@ -58,7 +58,7 @@ def _outcome(function, world_size, case):
 def _run(function, world_size, cases, timeout_s):
     """[results of each case] by rank."""
     assert function.__qualname__.isidentifier(), f"{function.__qualname__} is not at the top level of its module"
-    context = _forkserver()
+    context = _supervisor()
     call = pickle.dumps((function.__name__, cases))
     connections, processes = [], []
     with tempfile.TemporaryDirectory(prefix="xdit-ranks-") as folder:
@@ -87,7 +87,7 @@ def _run(function, world_size, cases, timeout_s):
                 process.join()
 
 
-def _forkserver():
+def _supervisor():
     """The server that ranks are forked from, which has imported all that they need: 8 s for the first ranks, 0.2 s for
     later ones.
 
@@ -98,7 +98,7 @@ def _forkserver():
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).with_name("preload")), path]))
     try:
-        multiprocessing.forkserver.ensure_running()
+        multiprocessing.supervisor.ensure_running()
     finally:
         if path is None:
             del os.environ["PYTHONPATH"]

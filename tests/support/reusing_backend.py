@@ -17,7 +17,7 @@ def reusing(graph, inputs):
         last.update(dict.fromkeys(node.all_input_nodes, node))
 
     def run(*args):
-        kept = {_memory(each) for each in args if torch.is_tensor(each)}
+        cached = {_memory(each) for each in args if torch.is_tensor(each)}
         values = dict(zip(nodes[:given], args))
         interpreter = torch.fx.Interpreter(graph)
         interpreter.env = values
@@ -26,10 +26,10 @@ def reusing(graph, inputs):
                 return interpreter.run_node(node)
             values[node] = interpreter.run_node(node)
             if node.op == "get_attr":
-                kept.update(map(_memory, _tensors(values[node])))
+                cached.update(map(_memory, _tensors(values[node])))
             for other in [other for other in node.all_input_nodes if last[other] is node] + [node] * (node not in last):
                 ended = {_memory(each): each for each in _tensors(values.pop(other)) if each.is_floating_point()}
-                needed = kept | {_memory(each) for value in values.values() for each in _tensors(value)}
+                needed = cached | {_memory(each) for value in values.values() for each in _tensors(value)}
                 for memory in ended.keys() - needed:
                     ended[memory].untyped_storage().fill_(255)
         raise AssertionError("a graph has an output")

@@ -195,9 +195,9 @@ def decoded(kind, latent):
 
 
 @torch.no_grad()
-def encoded(kind, picture):
-    vae = tiny_vae(kind, picture.dtype)
-    return family_of(vae).encode(vae, picture)
+def encoded(kind, image):
+    vae = tiny_vae(kind, image.dtype)
+    return family_of(vae).encode(vae, image)
 
 
 def latent(kind, batch, height, width, dtype=torch.float64):
@@ -205,7 +205,7 @@ def latent(kind, batch, height, width, dtype=torch.float64):
     return _random((batch, KINDS[kind].channels, *frames, height, width), dtype)
 
 
-def picture(kind, batch, height, width, dtype=torch.float64):
+def image(kind, batch, height, width, dtype=torch.float64):
     """The picture or video of a latent of this size."""
     frames = (KINDS[kind].pixel_frames,) if KINDS[kind].pixel_frames else ()
     return _random((batch, 3, *frames, height * KINDS[kind].scale, width * KINDS[kind].scale), dtype)

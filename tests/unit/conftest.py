@@ -21,9 +21,10 @@ def on_shared_ranks(request, known_outcomes):
     def run(function, num_ranks, case):
         test, count = request.node.originalname, num_ranks(**request.node.callspec.params)
         if (test, count) not in known_outcomes:
-            asked = {item.nodeid: item.callspec.params for item in request.session.items
+            requested = {item.nodeid: item.callspec.params for item in request.session.items
                      if item.path == request.node.path and item.originalname == test}
-            cases = {node: case(**parameters) for node, parameters in asked.items() if num_ranks(**parameters) == count}
+            cases = {node: case(**parameters) for node,
+                     parameters in requested.items() if num_ranks(**parameters) == count}
             known_outcomes[test, count] = dict(zip(cases, run_cases(function, count, list(cases.values()))))
         outcome = known_outcomes[test, count][request.node.nodeid]
         if isinstance(outcome, Exception):

@@ -87,9 +87,9 @@ def test_stages_respect_what_a_device_can_hold():
 @pytest.mark.parametrize("shape, patch_size",
                          [((1, 16, 80, 64), (2, 2)), ((2, 4, 15, 9), (2, 2)), ((1, 16, 1, 12, 8), (1, 2, 2)),
                           ((1, 16, 21, 12, 8), (1, 2, 2))], ids=str)
-@pytest.mark.parametrize("asked", range(1, 12))
-def test_patches_tile_the_latent_in_whole_token_rows(shape, patch_size, asked):
-    patches = cut_patches(shape, patch_size, choose_num_patches(asked, 2, shape, patch_size))
+@pytest.mark.parametrize("requested", range(1, 12))
+def test_patches_tile_the_latent_in_whole_token_rows(shape, patch_size, requested):
+    patches = cut_patches(shape, patch_size, choose_num_patches(requested, 2, shape, patch_size))
     dim = patches[0][0].dim
     unit = patch_size[dim - 2]
 

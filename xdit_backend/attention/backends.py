@@ -26,7 +26,7 @@ REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
-class AttentionKernel:
+class AttentionBackend:
     """What a package's attention takes. call(module, q, k, v, bias, scale, with_lse), tensors (B, T, N, H), returns
     (out, lse (B, N, T) or None); bias: (B, N, T, T) or None."""
 
@@ -44,7 +44,7 @@ class AttentionKernel:
 
 
 @dataclass
-class KernelUse:
+class BackendUse:
     """Which kernel the attentions of a forward are to run by, and how many have by which."""
 
     name: str = SDPA                       # or a key of KERNELS
@@ -60,8 +60,8 @@ def _takes(function, argument):
 
 def _flash(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
     """FlashAttention 2 and 3 (github.com/Dao-AILab/flash-attention); the first releases of 3 always give both."""
-    asked = {"return_attn_probs": True} if with_lse and _takes(module.flash_attn_func, "return_attn_probs") else {}
-    made = module.flash_attn_func(q_BTNH, k_BTNH, v_BTNH, softmax_scale=scale, causal=False, **asked)
+    requested = {"return_attn_probs": True} if with_lse and _takes(module.flash_attn_func, "return_attn_probs") else {}
+    made = module.flash_attn_func(q_BTNH, k_BTNH, v_BTNH, softmax_scale=scale, causal=False, **requested)
     return made[:2] if isinstance(made, tuple) else (made, None)
 
 
@@ -81,22 +81,23 @@ def _xformers(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
 
 
 KERNELS = {
-    "flash": AttentionKernel("FlashAttention 2", "flash_attn", "flash-attn", _flash),
-    "flash3": AttentionKernel("FlashAttention 3", "flash_attn_interface", "flash-attn-3", _flash, (9, 0), only_major=9),
-    "sage": AttentionKernel("SageAttention", "sageattention", "sageattention", _sage, head_sizes=(64, 128),
+    "flash": AttentionBackend("FlashAttention 2", "flash_attn", "flash-attn", _flash),
+    "flash3": AttentionBackend("FlashAttention 3", "flash_attn_interface", "flash-attn-3", _flash, (9, 0),
+                               only_major=9),
+    "sage": AttentionBackend("SageAttention", "sageattention", "sageattention", _sage, head_sizes=(64, 128),
                             gives_lse=lambda module: _takes(module.sageattn, "return_lse")),
-    "xformers": AttentionKernel("xFormers", "xformers.ops", "xformers", _xformers, (6, 0),
+    "xformers": AttentionBackend("xFormers", "xformers.ops", "xformers", _xformers, (6, 0),
                                 dtypes=(*HALF, torch.float32), takes_groups=False, takes_masks=True),
 }
 
 
 def unusable(device):
     """{kernel: why it cannot run on this device, ""}. Imports nothing."""
-    return {name: _why_absent(kernel) or _why_not_on(kernel, device) for name, kernel in KERNELS.items()}
+    return {name: _why_absent(backend) or _why_not_on(backend, device) for name, backend in KERNELS.items()}
 
 
 def attend(q_BNTH, k_BNTH, v_BNTH, use, mask=None, is_causal=False, scale=None):
-    """Attention as torch's scaled_dot_product_attention, by the kernel of a KernelUse where it fits. k and v may have
+    """Attention as torch's scaled_dot_product_attention, by the kernel of a BackendUse where it fits. k and v may have
     fewer heads. Raises UnsupportedError where it is required and does not fit; masks are torch's own kernel's then."""
     if q_BNTH.dim() != 4:                                      # no heads: torch's own
         return F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, mask, 0.0, is_causal, scale=scale)
@@ -125,84 +126,84 @@ def _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, with_lse):
     if use.name == SDPA:
         use.counts[SDPA] += 1
         return False
-    kernel, brief = KERNELS[use.name], ""
-    if is_causal or (mask is not None and not kernel.takes_masks):
+    backend, brief = KERNELS[use.name], ""
+    if is_causal or (mask is not None and not backend.takes_masks):
         brief = "masks"
     elif not (q_BNTH.shape[2] and k_BNTH.shape[2]):
         brief = "no tokens"
     else:
-        brief, reason = _misfit(kernel, q_BNTH, v_BNTH, use, with_lse)
+        brief, reason = _misfit(backend, q_BNTH, v_BNTH, use, with_lse)
         if brief and use.is_required:
-            raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {kernel.title} {reason}.")
+            raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.title} {reason}.")
     use.counts[f"{SDPA} ({brief})" if brief else use.name] += 1
     return not brief
 
 
-def _misfit(kernel, q_BNTH, v_BNTH, use, with_lse):
+def _misfit(backend, q_BNTH, v_BNTH, use, with_lse):
     """(why it does not take these tensors, in a word or two; the same as a sentence); two times "" where it does."""
-    module, head_size = _module(kernel, use), q_BNTH.shape[3]
+    module, head_size = _module(backend, use), q_BNTH.shape[3]
     if isinstance(module, str):
         return f"no {use.name}", module
-    why = _why_not_on(kernel, q_BNTH.device)
+    why = _why_not_on(backend, q_BNTH.device)
     if why:
         return "this device", why
-    if q_BNTH.dtype not in kernel.dtypes:
+    if q_BNTH.dtype not in backend.dtypes:
         given = _name(q_BNTH.dtype)
-        return given, f"takes {', '.join(map(_name, kernel.dtypes))}, and this model computes in {given}"
-    if head_size > kernel.head_sizes[-1] or v_BNTH.shape[3] != head_size:
-        return f"heads of {head_size}", (f"takes heads of at most {kernel.head_sizes[-1]} numbers, alike for queries "
+        return given, f"takes {', '.join(map(_name, backend.dtypes))}, and this model computes in {given}"
+    if head_size > backend.head_sizes[-1] or v_BNTH.shape[3] != head_size:
+        return f"heads of {head_size}", (f"takes heads of at most {backend.head_sizes[-1]} numbers, alike for queries "
                                          f"and values, and this model has some of {head_size}")
-    if with_lse and not kernel.gives_lse(module):
+    if with_lse and not backend.gives_lse(module):
         return "Ring", (f"gives no log-sum-exp in the version that is installed, which ring_degree needs: install "
-                        f"{kernel.package} 2 or use ulysses_degree")
+                        f"{backend.package} 2 or use ulysses_degree")
     return "", ""
 
 
 def _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
     """(out, like q; lse or None) by the package. Heads are padded with zeros, which change no product."""
-    kernel, head_size, num_queries = KERNELS[use.name], q_BNTH.shape[3], q_BNTH.shape[2]
+    backend, head_size, num_queries = KERNELS[use.name], q_BNTH.shape[3], q_BNTH.shape[2]
     scale = head_size ** -0.5 if scale is None else scale
-    if not kernel.takes_groups:
+    if not backend.takes_groups:
         k_BNTH, v_BNTH = repeat_heads(q_BNTH, k_BNTH, v_BNTH)
     bias = mask
     if mask is not None:
         bias = aligned(as_bias(mask, q_BNTH.dtype) if mask.dtype == torch.bool else mask.to(q_BNTH.dtype), q_BNTH)
-    missing = next(size for size in kernel.head_sizes if size >= head_size) - head_size
+    missing = next(size for size in backend.head_sizes if size >= head_size) - head_size
     given = (F.pad(each, (0, missing)) if missing else each for each in (q_BNTH, k_BNTH, v_BNTH))
     # BNTH -> BTNH; the kernels want a head's numbers in one piece
     given = (each if each.stride(3) == 1 else each.contiguous() for each in given)
     try:
-        out, lse = kernel.call(use.modules[use.name], *(each.transpose(1, 2) for each in given), bias, scale, with_lse)
+        out, lse = backend.call(use.modules[use.name], *(each.transpose(1, 2) for each in given), bias, scale, with_lse)
     except REFUSALS as error:
-        raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {kernel.title} refuses queries of "
+        raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.title} refuses queries of "
                                f"shape {tuple(q_BNTH.shape)} and type {_name(q_BNTH.dtype)} "
                                f"({type(error).__name__}: {str(error)[:200]}).") from error
     out = out.transpose(1, 2)[..., :head_size]
     return out, None if lse is None else lse[..., :num_queries, None]
 
 
-def _module(kernel, use):
+def _module(backend, use):
     """The imported package; a text, why it cannot be used."""
     if use.name not in use.modules:
-        why = _why_absent(kernel)
+        why = _why_absent(backend)
         try:
-            use.modules[use.name] = why or importlib.import_module(kernel.module)
+            use.modules[use.name] = why or importlib.import_module(backend.module)
         except Exception as error:                             # a package built for another torch, and the like
             use.modules[use.name] = (f"cannot be imported ({type(error).__name__}: {str(error)[:200]}): reinstall "
-                                     f"{kernel.package} for PyTorch {torch.__version__}")
+                                     f"{backend.package} for PyTorch {torch.__version__}")
     return use.modules[use.name]
 
 
-def _why_absent(kernel):
-    found = importlib.util.find_spec(kernel.module.partition(".")[0])
-    return "" if found is not None and found.origin else f"is not installed (package {kernel.package})"
+def _why_absent(backend):
+    found = importlib.util.find_spec(backend.module.partition(".")[0])
+    return "" if found is not None and found.origin else f"is not installed (package {backend.package})"
 
 
-def _why_not_on(kernel, device):
-    needed = ".".join(map(str, kernel.capability))
-    which = f"{kernel.only_major}.x" if kernel.only_major else f"{needed} and above"
+def _why_not_on(backend, device):
+    needed = ".".join(map(str, backend.capability))
+    which = f"{backend.only_major}.x" if backend.only_major else f"{needed} and above"
     capability = capability_of(device)
-    if capability is None or capability < kernel.capability or kernel.only_major not in (0, capability[0]):
+    if capability is None or capability < backend.capability or backend.only_major not in (0, capability[0]):
         has = "is none" if capability is None else f"has {'.'.join(map(str, capability))}"
         return f"runs on CUDA devices of compute capability {which}, and {device} {has}"
     return ""

@@ -26,7 +26,7 @@ class Kernel:
     head_multiple: int = 1         # it takes head sizes that are a multiple of this
 
 
-def choose_kernel(dtype, head_size, num_keys, capability=None, has_cudnn=False, masked=False):
+def choose_backend(dtype, head_size, num_keys, capability=None, has_cudnn=False, masked=False):
     """The fastest operator that returns a log-sum-exp for these tensors. capability: of the CUDA device; None: it is a
     CPU.
 
@@ -71,11 +71,11 @@ def attention_with_lse(q_BNTH, k_BNTH, v_BNTH, scale=None, mask=None):
     """
     capability = torch.cuda.get_device_capability(q_BNTH.device) if q_BNTH.is_cuda else None
     has_cudnn = capability is not None and torch.version.hip is None and torch.backends.cudnn.is_available()
-    kernel = choose_kernel(q_BNTH.dtype, q_BNTH.shape[-1], k_BNTH.shape[2], capability, has_cudnn, mask is not None)
-    return run_kernel(kernel, q_BNTH, k_BNTH, v_BNTH, scale, mask)
+    kernel = choose_backend(q_BNTH.dtype, q_BNTH.shape[-1], k_BNTH.shape[2], capability, has_cudnn, mask is not None)
+    return run_backend(kernel, q_BNTH, k_BNTH, v_BNTH, scale, mask)
 
 
-def run_kernel(kernel, q_BNTH, k_BNTH, v_BNTH, scale=None, mask=None):
+def run_backend(kernel, q_BNTH, k_BNTH, v_BNTH, scale=None, mask=None):
     """attention_with_lse by this kernel. Heads are padded to what it takes, with zeros, which change no product."""
     head_size, num_queries, dtype = q_BNTH.shape[-1], q_BNTH.shape[2], q_BNTH.dtype
     scale = head_size ** -0.5 if scale is None else scale

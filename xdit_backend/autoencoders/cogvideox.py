@@ -60,10 +60,10 @@ def _repeated_to(num_frames, latent):
     return torch.cat([latent[:, :, :first], latent[:, :, first:].repeat_interleave(times, 2)], 2)
 
 
-def _encode(vae, picture):
+def _encode(vae, image):
     from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXCausalConv3d
-    num_left_over = picture.shape[2] % FRAMES
-    first, further = picture[:, :, :num_left_over], picture[:, :, num_left_over:]
+    num_left_over = image.shape[2] % FRAMES
+    first, further = image[:, :, :num_left_over], image[:, :, num_left_over:]
     pieces, kept = [], None
     with ExitStack() as hooks:
         for module in vae.encoder.modules():

@@ -6,7 +6,7 @@ import re
 import torch
 
 from ..protocol.errors import CheckpointError
-from .vae_family import VaeFamily, count_layers, encode_whole, replaced, size_of, torchs_own
+from .vae_family import VaeFamily, count_layers, encode_full, replaced, size_of, torchs_own
 
 # pixels and frames along a side of what wavelets make one of
 PATCH = 4
@@ -62,16 +62,16 @@ def _finish(vae, settings):
         wavelets.wavelets, wavelets._arange = torch.tensor([0.5 ** 0.5] * 2), torch.arange(2)
 
 
-def _encode(vae, picture):
+def _encode(vae, image):
     """Sides are of whole patches, so that wavelets read neither what diffusers pads them by nor other rows than a
     rank's own."""
-    embed = vae.encoder.patch_embed.to(picture.device)
+    embed = vae.encoder.patch_embed.to(image.device)
 
     def of_own_rows(video):
         with torchs_own("conv3d", "pad"):
             return type(embed).forward(embed, video)
     with replaced(embed, forward=of_own_rows):
-        return encode_whole(vae, picture)
+        return encode_full(vae, image)
 
 
 COSMOS = VaeFamily(

@@ -57,21 +57,21 @@ def _decode(vae, latent):
                                hidden.split(LATENT_FRAMES, 2))
 
 
-def _encode(vae, picture):
+def _encode(vae, image):
     """Frames beyond 1 + a multiple of the compression are left out."""
     encoder, frame_cache = vae.encoder, FrameCache()
     with frame_cache.used_by(encoder):
         hidden = frame_cache.through([encoder.conv_in, *encoder.down_blocks],
-                                 pieces_of(picture, vae.temporal_compression_ratio))
+                                 pieces_of(image, vae.temporal_compression_ratio))
         frame_cache.forget()
         hidden = encoder.conv_act(encoder.conv_norm_out(encoder.mid_block(hidden)))
         return vae.quant_conv(encoder.conv_out(hidden)).chunk(2, 1)[0]
 
 
-def pieces_of(picture, compression):
+def pieces_of(image, compression):
     """The pieces of frames that ComfyUI encodes: the first frame, and then FRAMES at a time."""
-    num_further = (picture.shape[2] - 1) // compression * compression
-    return [picture[:, :, :1], *(picture[:, :, 1:1 + num_further].split(FRAMES, 2) if num_further else ())]
+    num_further = (image.shape[2] - 1) // compression * compression
+    return [image[:, :, :1], *(image[:, :, 1:1 + num_further].split(FRAMES, 2) if num_further else ())]
 
 
 class FrameCache:

@@ -69,12 +69,12 @@ def _decode(vae, latent):
                                hidden.split(LATENT_FRAMES, 2))
 
 
-def _encode(vae, picture):
+def _encode(vae, image):
     """Frames beyond 1 + a multiple of the compression are left out."""
     encoder, frame_cache = vae.encoder, FrameCache()
     with _in_pieces(frame_cache, encoder):
         hidden = frame_cache.through([encoder.conv_in, *encoder.down_blocks],
-                                 pieces_of(picture, vae.temporal_compression_ratio))
+                                 pieces_of(image, vae.temporal_compression_ratio))
         frame_cache.forget()
         hidden = encoder.mid_block(hidden)
         out = encoder.conv_out(encoder.conv_act(encoder.norm_out(hidden)))

@@ -124,8 +124,8 @@ def _decode(vae, latent):
     return decoder.proj_out(hidden.movedim(1, -1)).movedim(-1, 1)
 
 
-def _encode(vae, picture):
-    return vae.encoder(picture)[0].chunk(2, 1)[0]
+def _encode(vae, image):
+    return vae.encoder(image)[0].chunk(2, 1)[0]
 
 
 MOCHI = VaeFamily(

@@ -20,8 +20,8 @@ def _decode(vae, latent):
         return vae.decode(latent)
 
 
-def _pixels(vae, picture):
-    return signed_pixels(vae, picture) if vae.latent_channels == SIGNED else picture.float()
+def _pixels(vae, image):
+    return signed_pixels(vae, image) if vae.latent_channels == SIGNED else image.float()
 
 
 TAEHV = VaeFamily(

@@ -43,5 +43,5 @@ FLUX2_TINY = VaeFamily(
     config=lambda shapes, settings: {"latent_channels": 128},
     finish=_without_scale,
     decode=lambda vae, latent: vae.taesd_decoder(latent).sub(0.5).mul(2),
-    encode=lambda vae, picture: vae.taesd_encoder(picture * 0.5 + 0.5),
+    encode=lambda vae, image: vae.taesd_encoder(image * 0.5 + 0.5),
 )

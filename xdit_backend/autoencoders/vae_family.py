@@ -19,20 +19,20 @@ from torch.overrides import TorchFunctionMode
 from ..protocol.errors import CheckpointError
 
 
-def decode_whole(vae, latent):
+def decode_full(vae, latent):
     """What vae.decode gives: (B, 3, H, W), or (B, 3, F, H, W) of a video."""
     return vae.decode(latent, return_dict=False)[0]
 
 
-def encode_whole(vae, picture):
+def encode_full(vae, image):
     """The mean that vae.encode gives."""
-    latent = vae.encode(picture, return_dict=False)[0]
+    latent = vae.encode(image, return_dict=False)[0]
     return latent if isinstance(latent, torch.Tensor) else latent.mode()
 
 
-def signed_pixels(vae, picture):
+def signed_pixels(vae, image):
     """float32 in [0, 1], of a picture in [-1, 1]."""
-    return picture.float().add_(1).div_(2).clamp_(0, 1)
+    return image.float().add_(1).div_(2).clamp_(0, 1)
 
 
 class OfComfyUI(torch.nn.Module):
@@ -81,8 +81,8 @@ class VaeFamily:
     config: Callable | None = None
     convert: Callable = lambda tensors, arguments: tensors
     finish: Callable = lambda vae, settings: None
-    decode: Callable = decode_whole
-    encode: Callable = encode_whole
+    decode: Callable = decode_full
+    encode: Callable = encode_full
     pixels: Callable = signed_pixels
     over_frames: Callable = lambda module: False
     by_frames: bool = False

@@ -114,7 +114,7 @@ class Checkpoint:
         """{name in diffusers' model: tensor} of {name here: tensor}. Some may be on the meta device."""
         if self.folder_config is None:
             return self.family.convert(tensors, self.config)
-        tensors = self.family.in_halves(tensors)
+        tensors = self.family.with_split_linears(tensors)
         further = {name: tensor for name, tensor in tensors.items() if name.startswith(self.family.text_prefixes)}
         rest = {name: tensor for name, tensor in tensors.items() if name not in further}
         return rest | self.family.convert(further, self.config) if further else rest

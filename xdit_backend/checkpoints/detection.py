@@ -86,14 +86,14 @@ def _family_of_folder(name, folder):
     """The family of the class in config.json. Several families may share a class, and differ in their fixed settings:
     the one that config.json contradicts least, then the one that it agrees with most."""
     config = folder.config
-    of_class = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
+    class_arguments = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
     of_files = [family.name for family in FAMILIES.values() if family.transformer.endswith(f":{class_name(config)}")]
     if of_files:
         raise CheckpointError(f"Load a file of {of_files[0]} in ComfyUI's format: {name} is a folder of it, and xDiT "
                               "runs it as ComfyUI's own module, which takes files.")
-    if not of_class:
+    if not class_arguments:
         raise CheckpointError(f"{name} is {_describe_class(class_name(config))}. {LISTED}")
-    return max(of_class, key=lambda family: _agreement(family, folder))
+    return max(class_arguments, key=lambda family: _agreement(family, folder))
 
 
 def _agreement(family, folder):

@@ -21,7 +21,7 @@ from .quantisation import kitchen_layers
 from .quantisation.layerwise_casting import Casts, cast_at_use, unpack_at_use
 from .quantisation.quantise_on_load import quantised
 from .quantisation.quantised_weights import packed_weights, set_packed_parameters
-from .tensor_reader import read_beside, read_file, read_plain
+from .tensor_reader import read_auxiliary, read_file, read_plain
 from .tensor_sharding import held, narrow, splits_of
 
 
@@ -164,11 +164,11 @@ def _converted(tensors, checkpoint, packed):
     packed = {name: how for name, how in packed.items() if how.is_in_file}
     converted = checkpoint.under_diffusers_names(
         read_plain(checkpoint, tensors, {how.source for how in packed.values()}))
-    beside = read_beside(checkpoint, tensors)
+    auxiliary = read_auxiliary(checkpoint, tensors)
     for name, how in packed.items():
         converted[name] = how.take(tensors[how.source])
         converted |= {f"{name.removesuffix('weight')}{what}": tensor
-                      for what, tensor in how.take_beside(beside.get(how.source)).items()}
+                      for what, tensor in how.take_auxiliary(auxiliary.get(how.source)).items()}
     return converted
 
 

@@ -15,24 +15,24 @@ from ..planner.quantised_matmul_memory import Product
 from .quantisation import kitchen_layers
 from .quantisation.layer_formats import FORMATS
 from .quantisation.quantised_weights import WITH_LORA
-from .tensor_sharding import block_bytes, block_sizes, held_bytes, possible_splits
+from .tensor_sharding import block_bytes, block_sizes, possible_splits, resident_bytes
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
 EAGER = "int8_tensorwise", "convrot_w4a4"                      # which comfy-kitchen has kernels of its own for, or not
 USUAL_TEXT = 77                                                # tokens of a prompt, of U-Nets
 
 
-def net_of(family: Family, model, spec=None, capabilities=(None,)):
+def dims_of(family: Family, model, spec=None, capabilities=(None,)):
     """The Net of a family's model, which may be on the meta device. spec: how its weights are held; None: in 16
     bits. capabilities: of the devices, as kitchen_layers.products_on's."""
-    blocks = [(list_.image_share, block_copies) for list_ in family.blocks
+    blocks = [(list_.image_fraction, block_copies) for list_ in family.blocks
               for block_copies in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)
     elements = sum(share * _matrix_elements(block, family.plan.cacheable) for share, block_copies in blocks
                    for block in block_copies) / num_blocks
     heads = family.num_heads(model.config)
     joint = any("text" in streams for streams in family.plan.attention.values())
-    net = ModelDims(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
+    dims = ModelDims(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
               key_heads=family.num_key_heads(model.config) or heads, skips=len(family.plan.skips(num_blocks)),
               whole_attention=any(path.startswith((f"{name}.to_q", f"{name}.qkv")) for path in family.plan.unsplit
@@ -41,13 +41,13 @@ def net_of(family: Family, model, spec=None, capabilities=(None,)):
               agreed=_sums(model, family.plan, joint, num_blocks, True),
               formats=_formats(blocks, family.plan.cacheable),
               usual_tokens=usual_tokens(family, model.config),
-              live=ActivationFootprint(**family.activation_factors) if family.activation_factors else None)
+              footprint=ActivationFootprint(**family.activation_factors) if family.activation_factors else None)
     if spec is None:
-        return net
-    weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
+        return dims
+    weights, of_blocks = resident_bytes(model, family, spec), block_bytes(model, family, spec)
     unpack_bytes = functools.partial(_unpack_bytes, blocks, family.plan.cacheable, spec, capabilities)
     products = _products(blocks, family.plan.cacheable, capabilities)
-    return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize,
+    return replace(dims, element_bytes=getattr(torch, spec.compute_dtype).itemsize,
                    unpack_bytes=unpack_bytes(), lora_unpack_bytes=(unpack_bytes(True), unpack_bytes(True, False)),
                    rounded_bytes=max((product.input_bytes for product in products if product.format not in EAGER),
                                      default=0.0),
@@ -67,7 +67,7 @@ def usual_tokens(family, config):
     return (-(-size[0] // patch[0]) * -(-size[1] // (rows * patch[1])) * -(-size[2] // (columns * patch[2])))
 
 
-def job_of(family, net, shape, conditioning, steps, branches=1):
+def job_of(family, dims, shape, conditioning, steps, branches=1):
     """The Job of a run. shape: of the latents of one branch;
     conditioning: {name: tensor} of the whole forward, as workers get it."""
     counts = family.token_counts(shape, conditioning)
@@ -75,7 +75,7 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     if "data" in family.refused:                               # nobody shares out what is together then
         images, sequences = 1, images * sequences
     tokens, text = counts.pop("image") * sequences, sum(counts.values())
-    if not net.joint:
+    if not dims.joint:
         tokens += sum(count for stream, count in counts.items() if stream != "text")           # of the model's own
         text = family.lengths["text"](conditioning) if "text" in family.lengths else conditioning["context"].shape[1]
     a_row = family.tokens_a_row(shape)
@@ -84,19 +84,19 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
                sequences=sequences, rows=rows)
 
 
-def unet_run_memory(family, model, sizes, batch, degrees, dtype, **kept):
+def unet_run_memory(family, model, sizes, batch, degrees, dtype, **cached):
     """forecast.Memory of a rank of a U-Net beside weights, in a run on latents of these rows and columns. batch:
-    (images, branches of guidance). kept: cached_steps and num_tokens of kept_bytes."""
+    (images, branches of guidance). kept: cached_steps and num_tokens of cached_bytes."""
     images, branches = batch
     own = -(-images // degrees.data) * -(-branches // degrees.cfg)
     hidden_bytes = math.prod(sizes) * family.width(model.config) * dtype.itemsize
-    kept_in_all = kept_bytes(model, sizes, degrees.displaced, dtype, own, **kept)
+    cached_in_all = cached_bytes(model, sizes, degrees.displaced, dtype, own, **cached)
     if family.has_frames_as_batch:                             # which go through it together
         own, hidden_bytes = own // images, images * hidden_bytes
-    return unet_memory(ActivationFootprint(**family.activation_factors), hidden_bytes, own, kept_in_all, degrees)
+    return unet_memory(ActivationFootprint(**family.activation_factors), hidden_bytes, own, cached_in_all, degrees)
 
 
-def kept_bytes(model, shape, num_ranks, dtype, batch=1, cached_steps=1, num_tokens=USUAL_TEXT):
+def cached_bytes(model, shape, num_ranks, dtype, batch=1, cached_steps=1, num_tokens=USUAL_TEXT):
     """Bytes that a rank of a U-Net keeps under displaced patches: what all ranks have told, of so many steps, and keys
     and values of the text, of so many tokens. 0 of one rank. Others: as of exchanged_bytes."""
     if num_ranks == 1:

@@ -28,13 +28,13 @@ def read_file(checkpoint, wanted):
     return tensors
 
 
-def read_beside(checkpoint, tensors):
+def read_auxiliary(checkpoint, tensors):
     """{name of a weight of ComfyUI's quantised layers: {what it is: tensor} of what stands beside it, as held of all
     its rows}. Nothing of weights that are on the meta device."""
     if not checkpoint.layers:
         return {}
     mapped = map_tensors(checkpoint.files[0])
-    return {name: layer.by_rows({what: mapped[checkpoint.prefix + there]() for what, there in layer.beside.items()})
+    return {name: layer.by_rows({what: mapped[checkpoint.prefix + there]() for what, there in layer.auxiliary.items()})
             for name, layer in checkpoint.layers.items() if not tensors[name].is_meta}
 
 
@@ -42,15 +42,16 @@ def read_plain(checkpoint, tensors, without=()):
     """These tensors of a file as plain numbers, but for those of the names `without`, which are on the meta device."""
     unpacking = {name: tensor for name, tensor in tensors.items()
                  if name in checkpoint.quantised and name not in without and not tensor.is_meta}
-    beside, plain = read_beside(checkpoint, {**dict.fromkeys(checkpoint.layers, META), **unpacking}), dict(tensors)
+    auxiliary = read_auxiliary(checkpoint, {**dict.fromkeys(checkpoint.layers, META), **unpacking})
+    plain = dict(tensors)
     for name in checkpoint.quantised | set(without):
         if name not in unpacking:
             plain[name] = torch.empty(checkpoint.shapes[name], device="meta")
-        elif name in beside and checkpoint.layers[name].type not in SCALED:
+        elif name in auxiliary and checkpoint.layers[name].type not in SCALED:
             layer = checkpoint.layers[name]
-            plain[name] = kitchen_layers.unpacked(layer, tensors[name], kitchen_layers.in_tiles(layer, beside[name]),
+            plain[name] = kitchen_layers.unpacked(layer, tensors[name], kitchen_layers.in_tiles(layer, auxiliary[name]),
                                                   torch.float32)
         else:
-            plain[name] = unpacked(tensors[name], checkpoint.dtypes[name], beside.get(name, {}).get("weight_scale"),
+            plain[name] = unpacked(tensors[name], checkpoint.dtypes[name], auxiliary.get(name, {}).get("weight_scale"),
                                    torch.float32).view(checkpoint.shapes[name])
     return plain

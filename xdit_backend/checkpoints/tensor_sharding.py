@@ -160,7 +160,7 @@ def _block_splits(block, plan):
         if isinstance(module, torch.nn.Linear) and path not in plan.unsplit:
             how, parts = _how(block, path), _parts(block, path, module)
             splits[f"{path}.weight"] = Split(how, int(how == "rows"), parts, getattr(module, "weight_block", (1, 1)))
-            splits |= {f"{path}.{name}": split for name, split in _beside(module, how, parts).items()}
+            splits |= {f"{path}.{name}": split for name, split in _auxiliary(module, how, parts).items()}
             if module.bias is not None:
                 splits[f"{path}.bias"] = Split("first") if how == "rows" else Split(how, 0, parts)
         elif is_attention(module):
@@ -176,7 +176,7 @@ def _block_splits(block, plan):
     return splits
 
 
-def _beside(linear, how, parts):
+def _auxiliary(linear, how, parts):
     """{buffer: Split} of what a quantised layer holds beside its weight. What all rows share is whole on each rank."""
     scale, splits = getattr(linear, "weight_scale", None), {}
     if scale is not None and len(scale) > 1 and how != "rows":                 # of each row, or of the blocks of each
@@ -286,7 +286,7 @@ def tensor_bytes(model, family, spec):
             for name, tensor, dtype in held(model, family, spec)]
 
 
-def held_bytes(model, family, spec):
+def resident_bytes(model, family, spec):
     """Bytes that a rank with all blocks holds."""
     return sum(size for _, _, size in tensor_bytes(model, family, spec))
 
@@ -306,7 +306,7 @@ def block_sizes(model, family):
         packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
                      if type(module) is torch.nn.Linear)
         return sum(parameter.numel() for parameter in block.parameters()) + packed
-    return [(sum(map(size, block_copies)), list_.image_share) for list_ in family.blocks
+    return [(sum(map(size, block_copies)), list_.image_fraction) for list_ in family.blocks
             for block_copies in zip(*map(model.get_submodule, list_.names))]
 
 
@@ -325,7 +325,7 @@ def held(model, family, spec):
     exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
     wide = getattr(model, "wide_modules", ())                  # of ComfyUI's classes: float32, whatever the rest is
     own = getattr(model, "own_buffers", ())                    # of those too
-    beside = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in BESIDE}
+    auxiliary = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in BESIDE}
     linears = _of_linears(model) if storage.itemsize == 1 else ()
     # which the model makes, and no file holds
     tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
@@ -338,7 +338,7 @@ def held(model, family, spec):
         if not tensor.is_floating_point() or (parts & {"freqs_cos", "freqs_sin", "inv_freq"}
                                               and (name in tables or tensor.dtype == torch.float32)):
             return tensor.dtype
-        if name in beside or f"{name}_scale" in beside:        # as the file has it
+        if name in auxiliary or f"{name}_scale" in auxiliary:        # as the file has it
             return tensor.dtype
         if name.rpartition(".")[0] in wide:
             return torch.promote_types(compute, torch.float32)

@@ -32,13 +32,14 @@ def moved(family, what):
 
 def _missing(model, family):
     plan = family.plan
-    methods = [getattr(type(model), name, None) for name in (*FORWARDS, *(() if family.is_whole else plan.positions))]
+    methods = [getattr(type(model), name, None) for name in (*FORWARDS,
+                                                             *(() if family.is_replicated else plan.positions))]
     parameters = [inspect.signature(method).parameters for method in methods if method is not None]
     # of some, a list of the module names times that the forward takes beside
     accepted = {name for own in parameters for name in own} | {*getattr(model, "t_conds", ())}
     accepted |= {name for method in methods if method is not None for name in _looked_up(method)}
     yield from (f"argument {name}" for name in family.arguments if name not in accepted)
-    if family.is_whole:
+    if family.is_replicated:
         yield from (f"list {name} of lists of blocks" for name in ("down_blocks", "up_blocks")
                     if not all(isinstance(blocks, torch.nn.ModuleList) for blocks in getattr(model, name, [None])))
         return
@@ -56,7 +57,7 @@ def _missing(model, family):
         for name in (*list_.attention, *plan.cross_attention, *plan.cacheable):
             if not any(_has(block, name) for each in plan.lists for block in _at(model, each.name) or ()):
                 yield f"module {name} in the blocks"
-    yield from (f"module or method {path}" for path in (*plan.positions, *plan.once_outside, *plan.unstaged_blocks)
+    yield from (f"module or method {path}" for path in (*plan.positions, *plan.cacheable_outside, *plan.unstaged_blocks)
                 if not _has(model, path))
 
 

@@ -17,9 +17,9 @@ from . import operations
 from .install_location import comfyui_version, find_comfyui
 
 
-def build_module(path, config, of_class=lambda config: config):
-    """The module at "package.module:Class" of ComfyUI, whose forward returns as diffusers' do: a tuple. of_class: of
-    its Family.
+def build_module(path, config, class_arguments=lambda config: config):
+    """The module at "package.module:Class" of ComfyUI, whose forward returns as diffusers' do: a tuple.
+    class_arguments: of its Family.
 
     Its layers are torch's own (operations.py), so that weights are cast, unpacked and shared out as those of diffusers'
     classes are. Its `wide_modules` are those that compute in float32, whatever the model's type; its `own_buffers`
@@ -27,7 +27,7 @@ def build_module(path, config, of_class=lambda config: config):
     machine has no ComfyUI, or one without the class.
     """
     cls = class_at(path)
-    arguments = {key: value for key, value in of_class(config).items() if not key.startswith("_")}
+    arguments = {key: value for key, value in class_arguments(config).items() if not key.startswith("_")}
     with able_to_compute():
         model = cls(**arguments, dtype=torch.bfloat16, operations=operations)
     model.wide_modules = {name.rpartition(".")[0] for name, parameter in model.named_parameters()

@@ -23,7 +23,7 @@ NUM_BUCKETS = 8192
 MIN_PIECE, MAX_PIECE = 3, 5
 
 
-def words_of(prompt):
+def tokens_of(prompt):
     """The words of a prompt, in lower case; punctuation only separates."""
     return re.findall(r"[^\W_]+", prompt.lower())
 
@@ -57,7 +57,7 @@ class TextEncoder(nn.Module):
     @torch.no_grad()
     def encode(self, prompts):
         """Context [B, 24, 128] and pooled [B, 128] of B prompts. Raises ConfigError for one of more than 24 words."""
-        lists = [words_of(prompt) for prompt in prompts]
+        lists = [tokens_of(prompt) for prompt in prompts]
         for words in lists:
             if len(words) > MAX_WORDS:
                 raise ConfigError(f"Shorten the prompt: it has {len(words)} words, and the demo model reads "

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from . import loop
 from .autoencoder import CHANNELS, SIDE
 from .pictures import BACKGROUNDS, caption
-from .text import MAX_WORDS, WIDTH, TextEncoder, arrange, words_of
+from .text import MAX_WORDS, WIDTH, TextEncoder, arrange, tokens_of
 
 DEPTH = 4              # ComfyUI reads the width of an SD3 model as 64 x depth
 HEAD_SIZE = 64
@@ -73,7 +73,7 @@ def rounded(transformer):
 def captions_of(entries, chosen, backgrounds, randomness):
     names = list(BACKGROUNDS)
     texts = [caption(entries[entry], names[background], randomness) for entry, background in zip(chosen, backgrounds)]
-    return [[] if randomness.random() < WITHOUT_TEXT else words_of(text)[:MAX_WORDS] for text in texts]
+    return [[] if randomness.random() < WITHOUT_TEXT else tokens_of(text)[:MAX_WORDS] for text in texts]
 
 
 def batch_of(generator, dataset):

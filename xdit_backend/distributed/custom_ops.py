@@ -53,7 +53,7 @@ def _(query_BNTH, key_BNTH, value_BNTH, mask, name, is_causal, scale):
 @operator
 def chosen_output(tensor: Tensor, name: str) -> Tensor:
     """The output, like the tensor, of a module that chooses what to compute. name: of it in the block that runs."""
-    return RUNNING.get().context().choosing[name](tensor).contiguous()
+    return RUNNING.get().context().graph_breaks[name](tensor).contiguous()
 
 
 @chosen_output.register_fake

@@ -65,7 +65,7 @@ class AttentionFunctions:
         self._running, self._needs_text = running, needs_text
         # of the attention whose graph is being made, and whether that has attended
         self._traced_name, self._is_traced = "", False
-        self.own_code = FunctionOverrides(dict.fromkeys(ROTATIONS, in_real_numbers) | {
+        self.function_overrides = FunctionOverrides(dict.fromkeys(ROTATIONS, in_real_numbers) | {
                                     "attention": self._within, "optimized_var_attention": self._in_groups},
                                 {"view_as_complex": in_pairs},
                                 F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
@@ -81,7 +81,7 @@ class AttentionFunctions:
         if context is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if context.attention is None:
-            return attend_here(query, key, value, context.kernel, attn_mask, is_causal, options.get("scale"))
+            return attend_here(query, key, value, context.backend, attn_mask, is_causal, options.get("scale"))
         if (attn_mask is not None or is_causal) and context.attention.reach is None:
             raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
                                    "sequence parallelism and PipeFusion do not support yet.")
@@ -96,9 +96,9 @@ class AttentionFunctions:
         context = self._running()
         backend = options.get("backend") or _AttentionBackendRegistry.get_active_backend()[0]
         is_native = AttentionBackendName(backend) == AttentionBackendName.NATIVE
-        if context is None or (context.attention is None and (not is_native or context.kernel.name == SDPA)):
+        if context is None or (context.attention is None and (not is_native or context.backend.name == SDPA)):
             if context is not None:
-                context.kernel.counts[SDPA] += 1
+                context.backend.counts[SDPA] += 1
             return dispatch_attention_fn(query, key, value, **options)
         if not is_native and context.attention is not None:
             context.attention.refuse_uncalled()
@@ -130,7 +130,7 @@ class AttentionFunctions:
     def _in_groups(self, function):
         """ComfyUI's attention of tokens in groups, in its file: these are here."""
         def attend_in_group(query, key, value, heads, **options):
-            return attend_here(query, key, value, self._running().kernel)
+            return attend_here(query, key, value, self._running().backend)
         return in_file(function, {"_attention": SimpleNamespace(optimized_attention=attend_in_group)})
 
     def traced(self, name, forward, args, kwargs):
@@ -156,8 +156,8 @@ class AttentionFunctions:
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
         """As scaled_dot_product_attention, for the operator. name: of the attention in the block that runs."""
         context = self._running()
-        if not name or not context.shares_attention:
-            return attend_here(query, key, value, context.kernel, mask, is_causal, scale)
+        if not name or not context.shards_attention:
+            return attend_here(query, key, value, context.backend, mask, is_causal, scale)
         context.attention = context.attentions[name]
         try:
             return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
@@ -213,11 +213,11 @@ def attend(query, key, value, context, layer, scale):
     window = None if layer.reach is None else window_of(layer, sizes, context)
     # what no later patch brings anew, the first attends to alone
     if context.key_values is not None and "image" in (*streams, *key_streams):
-        unmasked = Attention(sizes, key_sizes, None, scale, context.kernel,
+        unmasked = Attention(sizes, key_sizes, None, scale, context.backend,
                              context.attention_exchange, window)
         return patch_attention(query, key, value, unmasked, context, layer)
     mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
-    whole = Attention(sizes, key_sizes, mask, scale, context.kernel, context.attention_exchange, window)
+    whole = Attention(sizes, key_sizes, mask, scale, context.backend, context.attention_exchange, window)
     if context.references is not None:
         return attention_with_references(query, key, value, whole, context, layer)
     if context.exchange is not None:

@@ -34,7 +34,7 @@ class CompiledBlock:
 
     forwards: dict[str, Any] = field(default_factory=dict)     # backend -> of torch.compile
     attentions: dict = field(default_factory=dict)             # name -> what RunningAttention is told
-    choosing: dict = field(default_factory=dict)               # path -> forward, see ModelPlan.choosing
+    graph_breaks: dict = field(default_factory=dict)               # path -> forward, see ModelPlan.choosing
     once: dict = field(default_factory=dict)                   # path -> (module, span), see ModelPlan.once
 
 
@@ -63,7 +63,7 @@ class CompiledBlocks:
             value.foresee()
         known = self._find_once(index, block, context, arguments)
         context.attentions = {name: RunningAttention(*given) for name, given in block.attentions.items()}
-        context.choosing = block.choosing
+        context.graph_breaks = block.graph_breaks
         arguments = {name: plainly_strided(value) if torch.is_tensor(value) else value
                      for name, value in arguments.items()}
         if OPTIONS in arguments:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..attention.backends import KernelUse
+from ..attention.backends import BackendUse
 from ..distributed.collectives import Traffic
 from ..distributed.mesh import Mesh
 from ..distributed.token_shards import Tokens
@@ -49,18 +49,18 @@ class ForwardContext:
     key_values: KeyValues | None = None    # None: nothing is kept, attention is over this forward's tokens
     cached_blocks: range = range(0)
     step: tuple = ()                       # what identifies this step of the run: its timesteps
-    forecast: float = 0.0                  # how far stale keys and values go on as they went before; 0: not at all
+    extrapolation: float = 0.0                  # how far stale keys and values go on as they went before; 0: not at all
     first_image: int = 0                   # of the batch that key_values holds
     num_images: int = 1
     references: ReferenceUse | None = None                     # None: nothing of them is kept
     compile_backend: str = ""              # of torch.compile, as whose graphs blocks run; "": as they are
-    kernel: KernelUse = field(default_factory=KernelUse)       # by which attention runs
+    backend: BackendUse = field(default_factory=BackendUse)       # by which attention runs
     attention_exchange: str = WHOLE        # in which form attention's tensors travel, of exchanges.EXCHANGES
     exchange: Exchange | None = None       # with displaced_degree: what other ranks have sent
     # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
     bands: tuple[int, ...] | None = None
     yield_turn: Callable = lambda: None    # called while this forward's sums travel: another's turn
-    weights_come: bool = False             # those of some blocks, for each block; none computes with another's
+    weights_streamed: bool = False             # those of some blocks, for each block; none computes with another's
     end_block: Callable = lambda block: None           # called after each block, for others' turns with its weights
     # tensor_parallel.py's: what was made for layers that have not asked yet
     precomputed: dict = field(default_factory=dict)
@@ -70,7 +70,7 @@ class ForwardContext:
     # hooks.attention_dispatch.RunningAttention, while in an attention that ranks share
     attention: Any = None
     attentions: dict = field(default_factory=dict)     # name -> those of the block that runs, where it is compiled
-    choosing: dict = field(default_factory=dict)       # name -> forward, likewise, see ModelPlan.choosing
+    graph_breaks: dict = field(default_factory=dict)       # name -> forward, likewise, see ModelPlan.choosing
     block: str = ""                        # path of the block of a U-Net that runs, likewise
     # stream -> (B, T), which tokens may be attended to; hooks fill it
     masks: dict = field(default_factory=dict)
@@ -95,7 +95,7 @@ class ForwardContext:
                 and not self.guided and not self.networks and not self.biases and self.references is None)
 
     @property
-    def shares_attention(self):
+    def shards_attention(self):
         """Is attention anything but torch's own, over this rank's tokens?"""
         return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.masks)
                 or bool(self.guided) or bool(self.biases) or self.references is not None

@@ -52,10 +52,10 @@ class FunctionOverrides:
     def _renamed(self, function):
         """The same code in a file of these names."""
         if function not in self._functions:
-            self._functions[function] = self._made_anew(function)
+            self._functions[function] = self._made_again(function)
         return self._functions[function]
 
-    def _made_anew(self, function):
+    def _made_again(self, function):
         names = {name: ours for name, ours in self._names.items() if name in function.__code__.co_names}
         names |= {name: ours(function.__globals__[name]) for name, ours in self._around.items()
                   if name in function.__code__.co_names and name in function.__globals__}

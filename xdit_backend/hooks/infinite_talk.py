@@ -25,7 +25,7 @@ def tell_apart(context, query_BNTH, key_BNTH):
             context.cuts["speakers"] = _places(_likeness(context, query_BNTH, key_BNTH, masks), context)
 
 
-def sound_places(num_tokens, device):
+def audio_places(num_tokens, device):
     """The places of the tokens of a frame's sound, (num_tokens,): the first half is the first speaker's."""
     return torch.cat([torch.full((num_tokens // len(RANGES),), sum(each) / 2, device=device) for each in RANGES])
 

@@ -43,41 +43,41 @@ class Network:
     def linear(self, name, tensor):
         return F.linear(tensor, *(self.weight(f"{name}.{kind}", tensor.dtype) for kind in ("weight", "bias")))
 
-    def of_block(self, number, image_BTC, picture_BTC):
-        """What a block-wise ControlNet of Qwen-Image adds to the image after a block. picture: what it is to follow,
-        the same tokens."""
+    def of_block(self, number, image_BTC, hint_BTC):
+        """What a block-wise ControlNet of Qwen-Image adds to the image after a block. control_image: what it is to
+        follow, the same tokens."""
         name, (width,) = f"{number}.", image_BTC.shape[2:]
-        image, picture = (F.rms_norm(tokens, (width,), self.weight(f"{name}{norm}.weight", tokens.dtype), EPSILON)
-                          for tokens, norm in ((image_BTC, "x_rms"), (picture_BTC, "y_rms")))
-        return self.linear(f"{name}output_proj", F.gelu(self.linear(f"{name}input_proj", image + picture)))
+        image, control_image = (F.rms_norm(tokens, (width,), self.weight(f"{name}{norm}.weight", tokens.dtype), EPSILON)
+                          for tokens, norm in ((image_BTC, "x_rms"), (hint_BTC, "y_rms")))
+        return self.linear(f"{name}output_proj", F.gelu(self.linear(f"{name}input_proj", image + control_image)))
 
-    def of_layer(self, name, given_BTC, picture_BTC):
-        """What an LLLite adds to what goes into a layer; None where it has nothing for it. picture: what it is to
+    def of_layer(self, name, given_BTC, hint_BTC):
+        """What an LLLite adds to what goes into a layer; None where it has nothing for it. control_image: what it is to
         follow, (B or 1, T, C), the same tokens."""
         if f"{name}.down.weight" not in self._weights:
             return None
-        picture = picture_BTC + self.weight(f"{name}.depth_embed", given_BTC.dtype)
-        scale, shift = self.linear(f"{name}.cond_to_film", picture).chunk(2, -1)
+        control_image = hint_BTC + self.weight(f"{name}.depth_embed", given_BTC.dtype)
+        scale, shift = self.linear(f"{name}.cond_to_film", control_image).chunk(2, -1)
         hidden = F.silu(self.linear(f"{name}.down", given_BTC))
-        hidden = self.linear(f"{name}.mid", torch.cat([picture.expand(len(hidden), -1, -1), hidden], -1))
+        hidden = self.linear(f"{name}.mid", torch.cat([control_image.expand(len(hidden), -1, -1), hidden], -1))
         return self.linear(f"{name}.up", F.silu(hidden * (1 + scale) + shift))
 
-    def of_sound(self, number, tokens_BTC, frames, places=None):
+    def of_audio(self, number, tokens_BTC, frames, places=None):
         """What InfiniteTalk (MultiTalk, Kong et al. 2025, arXiv 2505.22647) adds to a block's tokens after attention to
         the text: what each finds in the sound of its frame. frames: of the tokens, (T,). places: of tell_apart, (B, T).
         The network's tensors: "sound", (frames, T of one, C), and of two speakers "masks", (2, T of a frame)."""
         name, dtype = f"{number}.", tokens_BTC.dtype
         heads = lambda tensor: tensor.unflatten(2, (int(self._spec.settings["heads"]), -1)).transpose(1, 2)  # noqa: E731
-        sound = self.weight("sound", dtype)
+        audio = self.weight("audio", dtype)
         normed = F.layer_norm(tokens_BTC, tokens_BTC.shape[2:], *(
             self.weight(f"{name}norm_x.{kind}", dtype) for kind in ("weight", "bias")))
         query = heads(self.linear(f"{name}audio_cross_attn.q_linear", normed))
         key, value = (heads(part).expand(len(query), -1, -1, -1) for part in self.linear(
-            f"{name}audio_cross_attn.kv_linear", sound.flatten(0, 1)[None]).chunk(2, -1))
+            f"{name}audio_cross_attn.kv_linear", audio.flatten(0, 1)[None]).chunk(2, -1))
         if self.tells_apart:
-            of_keys = infinite_talk.sound_places(sound.shape[1], frames.device).repeat(len(sound))
+            of_keys = infinite_talk.audio_places(audio.shape[1], frames.device).repeat(len(audio))
             query, key = infinite_talk.turned(query, places), infinite_talk.turned(key, of_keys[None])
-        of_keys = torch.arange(len(sound), device=frames.device).repeat_interleave(sound.shape[1])
+        of_keys = torch.arange(len(audio), device=frames.device).repeat_interleave(audio.shape[1])
         found = F.scaled_dot_product_attention(query, key, value, frames[:, None] == of_keys)
         return self.linear(f"{name}audio_cross_attn.proj", found.transpose(1, 2).flatten(2))
 
@@ -88,7 +88,7 @@ class Network:
 
     def num_frames(self):
         """Of the sound."""
-        return self._weights["sound"].shape[0]
+        return self._weights["audio"].shape[0]
 
     def of_values(self, which, given_BTC):
         """What a hypernetwork adds to what keys ("0") or values ("1") are made of; None where it has nothing for this
@@ -108,7 +108,7 @@ class Network:
                 tensor = getattr(F, layer)(tensor)
         return tensor
 
-    def of_pictures(self, place, rows, query_BNTH):
+    def of_images(self, place, rows, query_BNTH):
         """Of the adapters at a place ("input.4.0"), one after the other: (key, value, mask, first). Key and value:
         (B, N, T, H) of the pictures, for each image of the call. mask: (B, T of the whole image), or None. first: of
         pulid.across, None where all that is found is added.
@@ -146,13 +146,13 @@ def add_to_blocks(context, place, outputs):
         streams = next(streams for streams in outputs if "image" in streams)
         start, size = sum(tokens.own((name,)) for name in streams[:streams.index("image")]), tokens.own(("image",))
         image = outputs[streams][:, start:start + size]
-        image += network.of_block(place.number, image, _picture(context, number, use, image)) * use.strength
+        image += network.of_block(place.number, image, _image(context, number, use, image)) * use.strength
 
 
-def _picture(context, number, use, tokens):
+def _image(context, number, use, tokens):
     """What a network is to follow, of this rank's image tokens."""
     if ("network", number) not in context.cuts:
-        context.cuts["network", number] = context.control.take(use.picture)
+        context.cuts["network", number] = context.control.take(use.control_image)
     return context.cuts["network", number].to(tokens.dtype)
 
 
@@ -169,7 +169,7 @@ def _led(forward, name, current):
     def led(given):
         context = None if torch.compiler.is_compiling() else current()
         for number, (use, network) in enumerate(context.networks if context is not None else ()):
-            added = (network.of_layer(name, given, _picture(context, number, use, given)) if use.where == "layers"
+            added = (network.of_layer(name, given, _image(context, number, use, given)) if use.where == "layers"
                      else None)
             if added is not None:
                 given = given + added * use.strength
@@ -185,7 +185,7 @@ def hear(block, number, heard, current):
 
     def running():
         context = None if torch.compiler.is_compiling() else current()
-        return None if context is None or not any(use.where == "sound" for use, _ in context.networks) else context
+        return None if context is None or not any(use.where == "audio" for use, _ in context.networks) else context
 
     @functools.wraps(normalise)
     def normalised(tokens):
@@ -199,8 +199,8 @@ def hear(block, number, heard, current):
         if context := running():
             before = context.cuts["heard"].to(found.dtype)
             for use, network in context.networks:
-                if use.where == "sound":
-                    found = found + network.of_sound(number, before + found, _frames(context, network, found),
+                if use.where == "audio":
+                    found = found + network.of_audio(number, before + found, _frames(context, network, found),
                                                      context.cuts.get("speakers")) * use.strength
         return found
     norm.forward, attention.forward = normalised, attended
@@ -220,7 +220,7 @@ def _frames(context, network, tokens_BTC):
 
 def lead_layers(context):
     """Does a network change what layers inside of blocks take or give? No graph knows of such."""
-    return any(use.where in ("layers", "sound") for use, _ in context.networks)
+    return any(use.where in ("layers", "audio") for use, _ in context.networks)
 
 
 def with_networks(context, where, which, given_BTC):
@@ -232,7 +232,7 @@ def with_networks(context, where, which, given_BTC):
     return given_BTC
 
 
-def with_pictures(context, place, query_BNTH, out_BNTH, attend):
+def with_images(context, place, query_BNTH, out_BNTH, attend):
     """What attention to the text gives, with what the networks of a forward find in pictures: IP-Adapters (Ye et al.
     2023, arXiv 2308.06721) and others like it. place: of text_places. attend(query, key, value) -> like query. Every
     rank that has rows of the image calls it."""
@@ -241,7 +241,7 @@ def with_pictures(context, place, query_BNTH, out_BNTH, attend):
     for use, network in context.networks:
         if use.where != "text":
             continue
-        for key, value, mask, first in network.of_pictures(name, use.rows, query_BNTH):
+        for key, value, mask, first in network.of_images(name, use.rows, query_BNTH):
             found = attend(query_BNTH, key, value)
             if first is not None:
                 found = across(found, out_BNTH, query_BNTH, key, first, functools.partial(_add_up, context))
@@ -283,5 +283,5 @@ def text_places(model, num_levels):
 def control_names(context, places):
     """What of a call's `control` this rank's blocks take, in their order: what ControlNets and the like add, and the
     pictures that networks follow. places: of all blocks."""
-    return [*(use.picture for use, _ in context.networks if use.picture),
+    return [*(use.control_image for use, _ in context.networks if use.control_image),
             *(name for place in places if place.index in context.blocks for name in place.control)]

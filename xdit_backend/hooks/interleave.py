@@ -7,7 +7,7 @@ import math
 from greenlet import getcurrent, greenlet
 
 
-def take_turns(forwards, contexts, serving, by_block):
+def interleave(forwards, contexts, serving, by_block):
     """What these forwards return; each goes on until its context's yield_turn is called.
 
     serving(context): Hooks.serving. by_block: all run a block before one runs the next.

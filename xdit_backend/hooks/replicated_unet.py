@@ -1,7 +1,7 @@
 """Hooks on a U-shaped network that every rank runs whole: attention by the kernel that was asked for, blocks that are
 compiled or whose weights come from host memory, and what ControlNets give.
 
-As unet.py for U-Nets whose rows can be shared out. Installed once on a loaded model of a WholePlan.
+As unet.py for U-Nets whose rows can be shared out. Installed once on a loaded model of a ReplicatedPlan.
 """
 
 import functools
@@ -12,10 +12,10 @@ from ..distributed.custom_ops import running
 from ..partition import unet_blocks
 from .attention_dispatch import COMFYUIS, AttentionFunctions
 from .compiled_blocks import CompiledBlocks
-from .interleave import take_turns
+from .interleave import interleave
 
 
-class WholeHooks:
+class ReplicatedHooks:
     """The hooks of one such model on this rank, and the forward they serve now."""
 
     num_blocks = 0
@@ -30,7 +30,7 @@ class WholeHooks:
         self._num_places = len(plan.control(model.config))
         self._attention = AttentionFunctions(lambda: self._context, False)
         for module in model.modules():
-            self._attention.own_code.place_in(module, COMFYUIS)
+            self._attention.function_overrides.place_in(module, COMFYUIS)
         blocks = list(map(model.get_submodule, unet_blocks(model)))
         self._compiled = CompiledBlocks(model, len(blocks), on_compile)
         for number, block in enumerate(blocks):
@@ -47,7 +47,7 @@ class WholeHooks:
         from host memory."""
         self._begin_blocks(len(contexts))
         forwards = [functools.partial(self._forward, context) for context in contexts]
-        return [(output, None) for output in take_turns(forwards, contexts, self._serving, True)]
+        return [(output, None) for output in interleave(forwards, contexts, self._serving, True)]
 
     def own_control(self, control, context):
         """Of what a ControlNet gives, what this rank adds: all."""

@@ -20,7 +20,7 @@ from . import injected_networks, token_shards_io
 from .attention_dispatch import COMFYUIS, AttentionFunctions, RunningAttention
 from .block_hooks import BlockPosition, StageEnd, _inside, _transposed, place_edges, places_of, summed, with_halos
 from .compiled_blocks import CompiledBlocks, outside_graphs
-from .interleave import take_turns
+from .interleave import interleave
 
 
 class Hooks:
@@ -40,9 +40,9 @@ class Hooks:
             # some attentions are no modules of the block that runs them
             listed = {_inside(block, name) for name in list_.attention | plan.cross_attention} - {None}
             for module in listed | {module for module in block.modules() if hasattr(module, "processor")}:
-                self._attention.own_code.place(module)
+                self._attention.function_overrides.place(module)
             for module in block.modules():                     # of ComfyUI's blocks, any may attend
-                self._attention.own_code.place_in(module, COMFYUIS)
+                self._attention.function_overrides.place_in(module, COMFYUIS)
         if splits:
             install_tensor_hooks(model, plan, splits, self._running)
         self._agreement = AmaxSync(model, splits, lambda: self._context)
@@ -82,7 +82,7 @@ class Hooks:
         for path in plan.graph_breaks:
             module = _inside(block, path)
             if module is not None:
-                self._compiled.blocks[place.index].choosing[path] = module.forward
+                self._compiled.blocks[place.index].graph_breaks[path] = module.forward
                 module.forward = outside_graphs(module.forward, path)
         for paths, hooked in ((plan.token_reductions, summed), (plan.halos, with_halos)):
             for module in map(block.get_submodule, paths):
@@ -90,7 +90,7 @@ class Hooks:
 
     def _install_outside(self):
         plan, model = self.plan, self._model
-        for path, span in plan.once_outside.items():
+        for path, span in plan.cacheable_outside.items():
             module = _inside(model, path)
             for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module]
                                          if module is not None else []):
@@ -125,7 +125,7 @@ class Hooks:
         blocks come from host memory, all run a block before one runs the next."""
         self._begin_blocks(contexts)
         forwards = [functools.partial(self._forward, context) for context in contexts]
-        return take_turns(forwards, contexts, self.serving, self._offloaded is not None)
+        return interleave(forwards, contexts, self.serving, self._offloaded is not None)
 
     def _forward(self, context):
         with running(self._attention):
@@ -137,7 +137,7 @@ class Hooks:
     def _begin_blocks(self, contexts):
         if self._offloaded is not None:
             for context in contexts:
-                context.weights_come = True
+                context.weights_streamed = True
             self._offloaded.begin(contexts[0].blocks, len(contexts))
 
     def own_control(self, control, context):
@@ -335,7 +335,7 @@ class Hooks:
             if torch.compiler.is_compiling():
                 return self._attention.traced(name, forward, args, kwargs)
             context = self._context
-            if context is None or not context.shares_attention:
+            if context is None or not context.shards_attention:
                 return forward(*args, **kwargs)
             context.attention = running = RunningAttention(module, place, name, *streams)
             output = forward(*args, **kwargs)

@@ -26,13 +26,13 @@ from ..protocol.specs import Shrink
 from .compiled_blocks import CompiledBlocks
 from .free_u import free_u
 from .function_overrides import FunctionOverrides, functional, torch_with
-from .injected_networks import text_places, with_networks, with_pictures
-from .interleave import take_turns
+from .injected_networks import text_places, with_images, with_networks
+from .interleave import interleave
 from .nag import apply_nag
 from .tiles import attend_in_tiles
 from .unet_compiled import GraphRows
-from .unet_control import ControlPlaces
-from .unet_shrink import ShrinkPlaces, as_large
+from .unet_control import ControlBlocks
+from .unet_shrink import ShrinkBlocks, as_large
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,13 @@ class UNetHooks:
         # of the forward that runs, where blocks are compiled; of an attention in a graph that is being made
         self._graph_rows, self._graph_attention = None, ""
         self._text_places = text_places(model, self.num_levels)
-        own_code = FunctionOverrides(F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
+        function_overrides = FunctionOverrides(
+            F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
         for name, module in model.named_modules():
             index, inner = in_block(name, paths)
             level = level_of(name, self.num_levels)
             if hasattr(module, "processor"):
-                own_code.place(module)
+                function_overrides.place(module)
             if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
                 self._place_convolution(name, module, level, inner)
             elif isinstance(module, torch.nn.GroupNorm):
@@ -80,8 +81,8 @@ class UNetHooks:
             joins.place(block)
         for index, (block, path) in enumerate(zip(self._blocks, paths)):
             block.forward = self._hook_compiled(block.forward, index, path)
-        self._control = ControlPlaces(model, plan.skips(model.config), lambda: self._context)
-        ShrinkPlaces(model, lambda: self._context)
+        self._control = ControlBlocks(model, plan.skips(model.config), lambda: self._context)
+        ShrinkBlocks(model, lambda: self._context)
         if offloaded is not None:                              # around what is compiled
             for number, block in enumerate(self._blocks):
                 block.forward = self._hook_block(block.forward, number)
@@ -104,7 +105,7 @@ class UNetHooks:
         from host memory."""
         self._begin_blocks(len(contexts))
         forwards = [functools.partial(self._forward, context) for context in contexts]
-        return [(output, None) for output in take_turns(forwards, contexts, self._serving, True)]
+        return [(output, None) for output in interleave(forwards, contexts, self._serving, True)]
 
     @contextmanager
     def _serving(self, context):
@@ -194,7 +195,7 @@ class UNetHooks:
         return layers[name]
 
     def own_control(self, control, context):
-        """As ControlPlaces.own."""
+        """As ControlBlocks.own."""
         return self._control.own(control, context)
 
     def _hook_norm(self, module, forward, name, level, inner):
@@ -279,17 +280,17 @@ class UNetHooks:
             self._write_scores(query, key)
         if str(query.shape[2]) in self._context.tiles:
             return attend_in_tiles(self._context.tiles[str(query.shape[2])], query, key, value, lambda *each: attend(
-                *each, self._context.kernel, attn_mask, is_causal, scale))
-        return attend(query, key, value, self._context.kernel, attn_mask, is_causal, scale)
+                *each, self._context.backend, attn_mask, is_causal, scale))
+        return attend(query, key, value, self._context.backend, attn_mask, is_causal, scale)
 
     def _attend(self, name, *arguments):
         """As attend. name: of an attention to the text, where networks may add to what that gives."""
         query, key, value, mask, is_causal, scale = arguments
-        out = attend(query, key, value, self._context.kernel, mask, is_causal, scale)
+        out = attend(query, key, value, self._context.backend, mask, is_causal, scale)
         if name not in self._text_places or not self._context.networks:
             return out
-        return with_pictures(self._context, self._text_places[name], query, out,
-                             lambda *each: attend(*each, self._context.kernel, None, False, scale))
+        return with_images(self._context, self._text_places[name], query, out,
+                             lambda *each: attend(*each, self._context.backend, None, False, scale))
 
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
         """As _scaled_dot_product_attention, for the operator. name: of an attention to the text, or a self-attention of
@@ -336,8 +337,8 @@ class UNetHooks:
 
     def _first_convolution(self, split, input, convolution):
         """Of the latent, which every rank has whole."""
-        kernel, _, padding = convolution.reach(-2)
-        above, low, high, below = input_rows(split.start, split.start + split.size, split.num_rows, kernel, 1, padding)
+        backend, _, padding = convolution.reach(-2)
+        above, low, high, below = input_rows(split.start, split.start + split.size, split.num_rows, backend, 1, padding)
         return convolution.run(F.pad(input[:, :, low:high], (0, 0, above, below)), {-2: 0})
 
     def _convolution(self, split, input, convolution):

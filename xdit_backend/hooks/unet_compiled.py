@@ -32,8 +32,8 @@ class GraphRows:
 
     def convolve(self, module, name, level, input_BCHW, weight, bias):
         """This rank's rows of what a Conv2d gives. name: of the module in its block."""
-        (kernel, _), (stride, _), (padding, across) = module.kernel_size, module.stride, module.padding
-        rows = rows_around(input_BCHW, name, self.starts[level], self.rank, kernel, stride, padding)
+        (backend, _), (stride, _), (padding, across) = module.kernel_size, module.stride, module.padding
+        rows = rows_around(input_BCHW, name, self.starts[level], self.rank, backend, stride, padding)
         return F.conv2d(rows, weight, bias, module.stride, (0, across), module.dilation, module.groups)
 
     def norm(self, module, name, level, input_BCHW):

@@ -7,7 +7,7 @@ import functools
 from ..partition import halved
 
 
-class ControlPlaces:
+class ControlBlocks:
     """The places of one U-Net, which it has hooks at. running() -> the ForwardContext that runs, if any."""
 
     def __init__(self, model, skips, running):

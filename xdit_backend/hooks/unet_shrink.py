@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ..protocol.specs import Shrink
 
 
-class ShrinkPlaces:
+class ShrinkBlocks:
     """The places of one U-Net, which it has hooks at. running() -> the ForwardContext that runs, if any."""
 
     def __init__(self, model, running):

@@ -34,7 +34,7 @@ class Autoencoders:
         """The VAEs the running group holds."""
         return self.loaded.names
 
-    def decode(self, vae, latent, picture_shape, measure_memory=False, num_ranks=0, first_rank=0):
+    def decode(self, vae, latent, image_shape, measure_memory=False, num_ranks=0, first_rank=0):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
 
         vae: an Autoencoder, or what has its fields. picture_shape: (B, H', W', 3) or (B, F', H', W', 3).
@@ -42,13 +42,13 @@ class Autoencoders:
         which share it while the others rest; 0: all.
         """
         self.load(vae)
-        return self._transform(messages.Decode, vae.name, latent, picture_shape, measure_memory=measure_memory,
+        return self._transform(messages.Decode, vae.name, latent, image_shape, measure_memory=measure_memory,
                                num_ranks=num_ranks, first_rank=first_rank)
 
-    def encode(self, vae, picture, latent_shape, num_ranks=0, first_rank=0):
+    def encode(self, vae, image, latent_shape, num_ranks=0, first_rank=0):
         """Encode pictures (B, 3, H, W) or videos (B, 3, F, H, W) in [-1, 1] to latents of this shape, float32."""
         self.load(vae)
-        return self._transform(messages.Encode, vae.name, picture, latent_shape, num_ranks=num_ranks,
+        return self._transform(messages.Encode, vae.name, image, latent_shape, num_ranks=num_ranks,
                                first_rank=first_rank)
 
     def load(self, vae):

@@ -32,10 +32,10 @@ class Call:
     # predictions for the latent's other parts, to be filled
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     # keys and values of references that workers keep for later calls, or have kept: specs.Branch
-    kept: specs.KeptReferences | None = None
+    cached: specs.CachedReferences | None = None
     left_out: dict[str, torch.Tensor] = field(default_factory=dict)        # of the conditioning, since those are kept
     compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
-    kernel: specs.KernelChoice = field(default_factory=specs.KernelChoice)  # of attention
+    backend: specs.BackendChoice = field(default_factory=specs.BackendChoice)  # of attention
     exchange: str = exchanges.WHOLE        # in which form attention's tensors travel, one of exchanges.EXCHANGES
     copies: specs.WeightCopies = field(default_factory=specs.WeightCopies)  # of weights that come from host memory
 
@@ -64,7 +64,7 @@ class ForwardPass:
     # calls of the same conditioning will follow that need this one's keys and values, or what ranks tell
     keep: bool = False
     by_image: bool = False                 # the images of a batch go through the stages one after the other
-    forecast: float = 0.0                  # docs/algorithms.md section 2.9; the same for all calls of a run
+    extrapolation: float = 0.0                  # docs/algorithms.md section 2.9; the same for all calls of a run
     stale: bool = False                    # displaced patches: use what the last call left of other ranks
     displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
 
@@ -108,16 +108,17 @@ def share_call(call, name, num_channels, store, segments):
     scores, call_conditioning = filled.pop("scores", None), {key: share(tensor) for key,
                                                              tensor in call.call_conditioning.items()}
     branch = specs.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided,
-                          call.free_u, call.tiles, tuple(use for use, _ in call.networks), call_conditioning, call.kept,
+                          call.free_u, call.tiles, tuple(use for use, _ in call.networks), call_conditioning,
+                          call.cached,
                           filled)
     return branch, view, extra_outputs
 
 
-def refuse_unusable(kernel, unusable, devices):
-    """Refuse a KernelChoice that some worker cannot carry out. unusable: {rank: what its Ready says}. Raises
+def refuse_unusable(backend, unusable, devices):
+    """Refuse a BackendChoice that some worker cannot carry out. unusable: {rank: what its Ready says}. Raises
     UnsupportedError, before anything is sent."""
-    if kernel.is_required:
-        for rank, why in sorted((rank, whys.get(kernel.name, "")) for rank, whys in unusable.items()):
+    if backend.is_required:
+        for rank, why in sorted((rank, whys.get(backend.name, "")) for rank, whys in unusable.items()):
             if why:
-                raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {kernel.name} on "
+                raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.name} on "
                                        f"{devices[rank]} {why}.")

@@ -24,11 +24,11 @@ from .workers import Workers
 class Client:
     """A worker group and what it holds. Starts the group when it is first needed, and again after it died."""
 
-    def __init__(self, devices, machines=None, forkserver=None, on_phase=lambda phase: None, check=lambda: None):
+    def __init__(self, devices, machines=None, supervisor=None, on_phase=lambda phase: None, check=lambda: None):
         """machines, forkserver, on_phase, check: WorkerGroup's."""
         # whose conditioning -> Conditionings; named since the start
         self._runs, self._num_conditionings = {}, 0
-        self.workers = Workers(devices, machines, forkserver, on_phase, check)
+        self.workers = Workers(devices, machines, supervisor, on_phase, check)
         self.models, self.autoencoders = Models(self.workers, self._runs), Autoencoders(self.workers)
         self.networks = Networks(self.workers)
         self._step = ""                                        # see begin_step
@@ -87,15 +87,15 @@ class Client:
         a patch or a name needs what a group kept that has ended since.
         """
         if forward.patch is not None or forward.stale or any(call.name or call.left_out for call in calls):
-            self._check_kept(run)
+            self._check_cached(run)
         self.models.load(spec)
         for _, network in (pair for call in calls for pair in call.networks):
             self.networks.load(network)
         group = self.workers.holding
-        refuse_unusable(calls[0].kernel, group.unusable_kernels, self.devices)
+        refuse_unusable(calls[0].backend, group.unusable_backends, self.devices)
         names = [call.name or self._name(call.conditioning, run, group) for call in calls]
-        self._runs[run].keep_beside({name for call in calls if call.kept and call.kept.fills
-                                     for name, _ in call.kept.rows})
+        self._runs[run].keep_alongside({name for call in calls if call.cached and call.cached.fills
+                                     for name, _ in call.cached.rows})
         branches, predictions, extra_outputs = [], [], []
         with group.segments.removed_on_failure() as segments:
             for call, name in zip(calls, names):
@@ -108,7 +108,7 @@ class Client:
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
                                              speeds=self.workers.speeds, compile_backend=calls[0].compile_backend,
-                                             kernel=calls[0].kernel, exchange=calls[0].exchange,
+                                             backend=calls[0].backend, exchange=calls[0].exchange,
                                              copies=calls[0].copies),
             segments, answering, self._step)
         return CallHandle(group, request, tuple(predictions), tuple(extra_outputs))
@@ -129,7 +129,7 @@ class Client:
         run: whose they are (hashable). Runs share nothing: the workers keep stale keys and values by this name. Raises
         WorkerDiedError where the group has ended that kept them.
         """
-        self._check_kept(run)
+        self._check_cached(run)
         return self._name(tensors, run, self.group)
 
     def _name(self, tensors, run, group):
@@ -147,7 +147,7 @@ class Client:
             self._forget(group, conditionings.drop_surplus())
         return name
 
-    def _check_kept(self, run):
+    def _check_cached(self, run):
         if run in self._runs and not self._runs[run].group.alive:
             raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to "
                                   "start a new group.")
@@ -194,7 +194,7 @@ class Client:
         return {rank: dict(numbers) for rank, numbers in self.group.totals.items()}
 
     @property
-    def kernel_counts(self):
+    def backend_counts(self):
         """A Counter: attentions that the running group's ranks have computed since it started, by the kernel, with the
         reason where it is another than was asked for: "sage", "sdpa (masks)". Available also while it works."""
         counts: collections.Counter = collections.Counter()
@@ -231,8 +231,8 @@ class Client:
 
         try:
             group = self.group
-            asked = group.post(lambda request: messages.ReportMemory(request, since_s))
-            return group.wait([asked], self.workers.on_phase, check)[1]
+            requested = group.post(lambda request: messages.ReportMemory(request, since_s))
+            return group.wait([requested], self.workers.on_phase, check)[1]
         except (TimeoutError, WorkerDiedError):
             # what was asked for is done: who needs the workers next starts new ones
             return {}

@@ -25,7 +25,7 @@ class Conditionings:
     def keep(self, name, tensors):
         self._held[name] = {key: tensor.clone() for key, tensor in tensors.items()}
 
-    def keep_beside(self, names):
+    def keep_alongside(self, names):
         """The workers keep something else under these names until the run ends."""
         self._with_run += names
 

@@ -6,7 +6,7 @@ from . import logs
 from .torchrun import read_text
 
 
-class Traces:
+class ExitReport:
     """Of one group. sessions: {name of another machine: its Session}. folder: with its workers' output."""
 
     def __init__(self, devices, sessions, folder):
@@ -35,8 +35,8 @@ class Traces:
 
     def where(self):
         """Where all output is, a sentence with a space after it; "" where it is not kept."""
-        is_kept = self.folder.parent == logs.place()
-        return f"All output of the workers is in {self.folder}. " if is_kept else ""
+        is_cached = self.folder.parent == logs.place()
+        return f"All output of the workers is in {self.folder}. " if is_cached else ""
 
     def last_lines(self, rank=None, num_lines=15):
         """The end of what the workers, or one of them, printed."""

@@ -15,7 +15,7 @@ from typing import IO
 from ..protocol import timeouts
 from ..protocol.errors import WorkerStartError
 from . import logs, torchrun
-from .startup_watchdog import HELP, StartMonitor, exit_words
+from .startup_watchdog import HELP, StartMonitor, describe_exit
 
 POLL_S = 0.02
 TIMEOUT_S = 10                             # for it to end what it has started, and itself
@@ -54,7 +54,7 @@ class _Server:
             if body := self.channel.recv(MAX_BYTES):
                 return json.loads(body)
         code = self.process.wait(TIMEOUT_S)
-        raise WorkerStartError(f"{who} ended while loading its libraries{exit_words(code)}. "
+        raise WorkerStartError(f"{who} ended while loading its libraries{describe_exit(code)}. "
                                f"{what_next}\n{self._last_lines()}")
 
     def _last_lines(self):

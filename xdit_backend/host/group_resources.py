@@ -20,9 +20,9 @@ from ..protocol.messages import Phase, Stop
 from ..protocol.open_files import out_of_files
 from ..protocol.shared_memory import SegmentStore, folders_of
 from . import logs, preflight, torchrun
-from .exit_report import Traces
+from .exit_report import ExitReport
 from .handshake import GroupStart
-from .startup_watchdog import HELP, exit_words
+from .startup_watchdog import HELP, describe_exit
 from .supervisor import LocalRanks
 
 
@@ -38,7 +38,7 @@ class GroupResources:
         self.segments = SegmentStore()
         self._finalizer = weakref.finalize(self, self.segments.close)
         folder = logs.make(self.segments.folder.name, self.segments.overflow_folder / "logs")
-        self.traces = Traces(devices, self.sessions, folder)
+        self.exit_report = ExitReport(devices, self.sessions, folder)
 
     @property
     def is_whole(self):
@@ -65,14 +65,15 @@ class GroupResources:
         silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
         self.channel_listener = ChannelListener(self.segments.folder, silence_s)
         ranks = LocalRanks(self.devices, own[0], len(own), self.segments.folder, self.segments.overflow_folder,
-                           self.traces.folder)
+                           self.exit_report.folder)
         environment = torchrun.environment_of(self.devices, len(own), interface) | variables
-        self.processes = self.traces.processes = supervisor.start(ranks, environment, check)
+        self.processes = self.exit_report.processes = supervisor.start(ranks, environment, check)
         self.why_not_forked = self.processes.why_not_forked
         at_once = []
         for session in self.sessions.values():
             at_once += session.start(self.devices, self.segments.folder / STORE_FILE, variables).values()
-        return GroupStart(self.devices, own, self.processes, self.channel_listener, at_once, self.sessions, self.traces,
+        return GroupStart(self.devices, own, self.processes, self.channel_listener, at_once, self.sessions,
+                          self.exit_report,
                           has_fallbacks)
 
     def warnings(self):
@@ -100,11 +101,11 @@ class GroupResources:
     def lost(self, rank, activity):
         """(rank, what became of it) where a worker's connection is gone.
         activity: (rank) -> what it is at, for a sentence."""
-        session = self.traces.session_of(rank)
+        session = self.exit_report.session_of(rank)
         if session is not None:
             name, ended = session.name, session.ended or "it closed the connection"
             ranks = ", ".join(str(other) for other, device in enumerate(self.devices) if machine_of(device) == name)
-            return self.traces.rank_of(name), (f"was lost with its machine, {name} (all of rank {ranks})"
+            return self.exit_report.rank_of(name), (f"was lost with its machine, {name} (all of rank {ranks})"
                                                f"{activity(rank)}: {ended.rstrip('. ')}. {name} joins again by itself "
                                                f"when it can")
         worker = self.workers.get(rank)
@@ -117,8 +118,8 @@ class GroupResources:
             if worker is not None and worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
                 return rank, f"takes or sends half a message{activity(rank)}: it was stopped, or hung, and is ended"
         # torchrun has ended the others then, whose connections may close before
-        rank, code = self.traces.first_ended() or (rank, None)
-        return rank, f"died{exit_words(code)}{activity(rank)}"
+        rank, code = self.exit_report.first_ended() or (rank, None)
+        return rank, f"died{describe_exit(code)}{activity(rank)}"
 
 
 def refused_by_the_system(error):

@@ -13,8 +13,8 @@ import psutil
 from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
 from ..protocol.messages import JOINING, TRYING_LINKS, Phase, Ready, StartFailed
-from .exit_report import Traces
-from .startup_watchdog import HELP, TORCHRUN, StartMonitor, exit_words
+from .exit_report import ExitReport
+from .startup_watchdog import HELP, TORCHRUN, StartMonitor, describe_exit
 from .supervisor import WorkerProcesses
 
 # of workers that get on, however slowly; who does not is noticed sooner
@@ -38,18 +38,18 @@ class GroupStart:
     channel_listener: object                                   # where workers of this machine come in
     at_once: list                                  # Channels to ranks of other machines, which come to no door here
     sessions: dict                                 # name of another machine -> its Session
-    traces: Traces
+    exit_report: ExitReport
     has_fallbacks: bool                              # is there another way to join them?
 
 
-class Greeting:
+class Handshake:
     """Waits for the workers of a GroupStart, and has the Channel of each that is ready in `channels`,
     its process in `workers`."""
 
     def __init__(self, group_start, channels, workers, on_phase, check):
         self._group_start, self._channels, self._workers, self._on_phase, self._check = (
             group_start, channels, workers, on_phase, check)
-        self._unusable_kernels = {}                            # rank -> what its Ready says of attention's kernels
+        self._unusable_backends = {}                            # rank -> what its Ready says of attention's kernels
         self._greeted = [*group_start.at_once]
         self._begun = {JOINING: {}, TRYING_LINKS: {}}          # what ranks do to reach each other -> rank -> since when
         self._failures, self._silent = [], []  # StartFailed of ranks; channels that nothing more comes from
@@ -74,23 +74,23 @@ class Greeting:
             self._listen()
             if self._silent or has_ended:
                 self._check_failed(has_ended)
-        return self._unusable_kernels
+        return self._unusable_backends
 
     def _check_machines(self):
-        traces = self._group_start.traces
+        exit_report = self._group_start.exit_report
         for name, session in self._group_start.sessions.items():
             if not session.is_open:
-                rank = traces.rank_of(name)
-                raise WorkerStartError(f"Worker {traces.name_of(rank)}: {name} was lost while the workers started: "
-                                       f"{session.ended}\n{traces.last_lines(rank)}".rstrip())
+                rank = exit_report.rank_of(name)
+                raise WorkerStartError(f"Worker {exit_report.name_of(rank)}: {name} was lost while the workers "
+                                       f"started: {session.ended}\n{exit_report.last_lines(rank)}".rstrip())
 
     def _check_time(self):
-        devices, traces = self._group_start.devices, self._group_start.traces
+        devices, exit_report = self._group_start.devices, self._group_start.exit_report
         late = [rank for rank in range(len(devices)) if rank not in self._channels]
-        late_words = ", ".join(map(traces.name_of, late))
+        late_words = ", ".join(map(exit_report.name_of, late))
         if time.monotonic() > self._deadline_s:
-            raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. {HELP} {traces.where()}Their "
-                                   f"last lines:\n{traces.last_lines()}")
+            raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. {HELP} {exit_report.where()}"
+                                   f"Their last lines:\n{exit_report.last_lines()}")
         over = [activity for activity, limit_s in ((JOINING, JOIN_TIMEOUT_S), (TRYING_LINKS, LINK_TIMEOUT_S))
                 if len(self._begun[activity]) == len(devices)
                 and time.monotonic() - max(self._begun[activity].values()) > limit_s]
@@ -100,10 +100,10 @@ class Greeting:
         # they wait to be ended who have said that they cannot start
         if found is not None and not self._silent:
             rank, what = found
-            who = "torchrun, which starts the workers," if rank == TORCHRUN else f"Worker {traces.name_of(rank)}"
-            lines = traces.last_lines(None if rank == TORCHRUN else rank)
-            raise WorkerStartError(f"{who} {what}. Queue the prompt again to start a new group. {HELP} {traces.where()}"
-                                   f"Its last lines:\n{lines or '(none)'}")
+            who = "torchrun, which starts the workers," if rank == TORCHRUN else f"Worker {exit_report.name_of(rank)}"
+            lines = exit_report.last_lines(None if rank == TORCHRUN else rank)
+            raise WorkerStartError(f"{who} {what}. Queue the prompt again to start a new group. {HELP} "
+                                   f"{exit_report.where()}Its last lines:\n{lines or '(none)'}")
         if has_tried:
             what = (f"a transfer between them was not over after {LINK_TIMEOUT_S}" if self._begun[TRYING_LINKS] else
                     f"they had not joined after {JOIN_TIMEOUT_S}")
@@ -128,7 +128,7 @@ class Greeting:
             self._on_phase(message)
         if isinstance(message, Ready):
             self._channels[message.rank] = channel
-            self._unusable_kernels[message.rank] = message.unusable_kernels
+            self._unusable_backends[message.rank] = message.unusable_backends
             if message.rank in self._group_start.own:          # another machine's number would be another process here
                 with suppress(psutil.NoSuchProcess):
                     self._workers[message.rank] = psutil.Process(message.pid)
@@ -140,7 +140,7 @@ class Greeting:
         ready = self._channels.values()
         others = [channel for channel in self._greeted if channel not in self._silent and channel not in ready]
         all_came = len(self._greeted) == len(self._group_start.devices)
-        all_failed = len(self._silent) == len(self._failures) or self._group_start.traces.first_ended()
+        all_failed = len(self._silent) == len(self._failures) or self._group_start.exit_report.first_ended()
         is_known = has_ended or (all_came and all_failed)
         is_over = time.monotonic() - self._failed_s > FAILURES_S
         if (is_known and not others) or any(not message.by_links for message in self._failures) or is_over:
@@ -148,17 +148,17 @@ class Greeting:
 
     def _why(self):
         """What to raise where workers have said that they cannot start, or have ended without a word."""
-        devices, traces = self._group_start.devices, self._group_start.traces
-        rank, code = traces.first_ended() or (None, None)
+        devices, exit_report = self._group_start.devices, self._group_start.exit_report
+        rank, code = exit_report.first_ended() or (None, None)
         cause = cause_of(self._failures, code)
         if cause is not None:
             return (LinkError if cause.by_links else WorkerStartError)(f"{cause.message}.".replace("..", "."))
-        lines = traces.last_lines()
+        lines = exit_report.last_lines()
         if len(self._begun[JOINING]) == len(devices) and self._group_start.has_fallbacks:
             return LinkError(f"a worker ended in a transfer between them, with these last lines of output:\n{lines}\n")
-        which = f"A worker for {', '.join(devices)}" if rank is None else f"Worker {traces.name_of(rank)}"
-        return WorkerStartError(f"{which} ended while starting{exit_words(code)}. {HELP} {traces.where()}Its last "
-                                f"lines:\n{lines}")
+        which = f"A worker for {', '.join(devices)}" if rank is None else f"Worker {exit_report.name_of(rank)}"
+        return WorkerStartError(f"{which} ended while starting{describe_exit(code)}. {HELP} {exit_report.where()}"
+                                f"Its last lines:\n{lines}")
 
 
 def cause_of(failures, exit_code):

@@ -8,7 +8,7 @@ from ..protocol.messages import Phase
 AWAY_S = 5.0                                       # for so long nobody listened, or this process itself was stopped
 
 
-class Watch:
+class HangWatchdog:
     """Signs of life of the ranks of a running group. requests: its Requests, which say what each rank does."""
 
     def __init__(self, requests):

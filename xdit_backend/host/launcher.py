@@ -21,8 +21,8 @@ from ..protocol.messages import Abort, Done, Heartbeat, Phase
 from . import preflight
 from .forkserver import Forkserver
 from .group_resources import GroupResources, closing, refused_by_the_system
-from .handshake import Greeting
-from .hang_watchdog import Watch
+from .handshake import Handshake
+from .hang_watchdog import HangWatchdog
 from .pending_requests import Requests
 from .startup_watchdog import HELP
 
@@ -53,17 +53,17 @@ class WorkerGroup:
     """
 
     def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_fallbacks=0, machines=None,
-                 forkserver=None):
+                 supervisor=None):
         if sys.platform == "win32":
             raise WorkerStartError(f"Start ComfyUI inside WSL2: workers run on Linux, and this is Windows. {HELP}")
         timeouts.check()
         self.devices = tuple(devices)
-        self._forkserver = forkserver or Forkserver()
-        self._owns_forkserver = forkserver is None
+        self._supervisor = supervisor or Forkserver()
+        self._owns_supervisor = supervisor is None
         self._machines, self._lock, self._requests = machines, threading.RLock(), Requests()
-        self._watch = Watch(self._requests)
+        self._watch = HangWatchdog(self._requests)
         # rank -> by name: sums of the measurements in its answers, what it last said of its memory, its Ready's kernels
-        self.totals, self.memory, self.unusable_kernels = {}, {}, {}
+        self.totals, self.memory, self.unusable_backends = {}, {}, {}
         self._resources = None
         # when it was last given or did work, other than reporting its memory
         self._used_s = time.monotonic()
@@ -86,7 +86,7 @@ class WorkerGroup:
 
     @property
     def is_probing(self):
-        return self._requests.are_kept_unanswered
+        return self._requests.are_cached_unanswered
 
     @property
     def idle_s(self):
@@ -122,7 +122,7 @@ class WorkerGroup:
             try:
                 session.find(path, content, check, report(f" on {name}"))
             except ChannelClosedError:
-                self._lost(self._resources.traces.rank_of(name), f" while looking for {os.path.basename(path)}")
+                self._lost(self._resources.exit_report.rank_of(name), f" while looking for {os.path.basename(path)}")
 
     # --- ask, and wait ---
 
@@ -210,8 +210,8 @@ class WorkerGroup:
         for number in numbers:
             request = self._requests[number]
             if request.failed and (not request.unanswered or not self._resources.channels):
-                traces, is_ended = self._resources.traces, not self._resources.channels
-                traces.note(error := request.raised(len(self.devices), traces.where(), is_ended))
+                exit_report, is_ended = self._resources.exit_report, not self._resources.channels
+                exit_report.note(error := request.raised(len(self.devices), exit_report.where(), is_ended))
                 raise error
         # also where answers are there: they may come of a broken exchange
         if not self._resources.channels:
@@ -271,12 +271,12 @@ class WorkerGroup:
                 self._try_to_start(*ways[number], failed, on_phase, check)
                 return
             except LinkError as error:
-                self._resources.traces.note(error)
+                self._resources.exit_report.note(error)
                 self.close()
                 failed.append(str(error))
             except BaseException as error:
                 if isinstance(error, XDiTError) and self._resources is not None:
-                    self._resources.traces.note(error)
+                    self._resources.exit_report.note(error)
                 # those here wait for it
                 self.close(is_broken=self._resources is not None and not self._resources.has_all_machines)
                 if isinstance(error, OSError) and not isinstance(error, XDiTError):
@@ -297,10 +297,10 @@ class WorkerGroup:
         """Start torchrun here and on other machines; returns the GroupStart whose workers come up."""
         self.warnings += self._resources.warnings()
         interface = self._machines.interface if self._resources.sessions else ""
-        return self._resources.launch(self._forkserver, interface, variables, self._has_fallbacks, check)
+        return self._resources.launch(self._supervisor, interface, variables, self._has_fallbacks, check)
 
     def _greet(self, group_start, on_phase, check):
-        self.unusable_kernels = Greeting(group_start, self._resources.channels, self._resources.workers, on_phase,
+        self.unusable_backends = Handshake(group_start, self._resources.channels, self._resources.workers, on_phase,
                                          check).run()
 
     # --- end ---
@@ -314,8 +314,8 @@ class WorkerGroup:
         atexit.unregister(self._close_at_exit)
         if self._resources is not None:
             self._resources.close(is_broken)
-        if self._owns_forkserver:
-            self._forkserver.close()
+        if self._owns_supervisor:
+            self._supervisor.close()
 
     def _end_if_failed(self):
         """End the group where a failed command, whoever waits for it, leaves ranks in an exchange without an end."""
@@ -331,7 +331,7 @@ class WorkerGroup:
     def _end_if_hung(self):
         """End the group where a rank is silent, or where all wait for each other."""
         limit_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
-        ranks, called = list(self._resources.channels), self._resources.traces.name_of
+        ranks, called = list(self._resources.channels), self._resources.exit_report.name_of
         found = self._watch.silent(ranks, limit_s) or self._watch.stuck(ranks, limit_s, called)
         if found is not None:
             self._give_up(*found)
@@ -342,10 +342,10 @@ class WorkerGroup:
 
     def _give_up(self, rank, what):
         """End the group for what became of a rank."""
-        traces = self._resources.traces
-        lines = traces.last_lines(rank)
+        exit_report = self._resources.exit_report
+        lines = exit_report.last_lines(rank)
         self.close(is_broken=True)
-        error = WorkerDiedError(f"Worker {traces.name_of(rank)} {what}. Queue the prompt again to start a new group. "
-                                f"{HELP} {traces.where()}Its last lines:\n{lines or '(none)'}")
-        traces.note(error)
+        error = WorkerDiedError(f"Worker {exit_report.name_of(rank)} {what}. Queue the prompt again to start a new "
+                                f"group. {HELP} {exit_report.where()}Its last lines:\n{lines or '(none)'}")
+        exit_report.note(error)
         raise error

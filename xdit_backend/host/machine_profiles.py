@@ -31,7 +31,7 @@ RUNS = "runs.json"             # one factor a family and card
 log = logging.getLogger(__name__)
 
 
-def card_of(device):
+def gpu_of(device):
     """(name, bytes of memory) of a device of this machine. Of a CPU worker, the machine's, or its container's."""
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(torch.device(device))
@@ -49,17 +49,17 @@ def capability_of(device):
     return properties.major, properties.minor
 
 
-def measure(client, dtype, card=card_of):
+def measure(client, dtype, gpu=gpu_of):
     """The Machine of a Client's devices, measured now; a few seconds. dtype: that models compute in.
-    card(device): as card_of."""
-    numbers, cards = client.probe(dtype), list(map(card, client.devices))
-    return machine_of_probe([numbers[rank] for rank in sorted(numbers)], [name for name, _ in cards],
-                            [size for _, size in cards], devices_per_machine(client.devices))
+    card(device): as gpu_of."""
+    numbers, gpus = client.probe(dtype), list(map(gpu, client.devices))
+    return machine_of_probe([numbers[rank] for rank in sorted(numbers)], [name for name, _ in gpus],
+                            [size for _, size in gpus], devices_per_machine(client.devices))
 
 
-def stored_machine(folder, devices, dtype, card=card_of) -> Machine | None:
+def stored_machine(folder, devices, dtype, gpu=gpu_of) -> Machine | None:
     """The Machine that was measured of these devices; None where none is stored, or it cannot be read."""
-    path = _path(folder, devices, dtype, card)
+    path = _path(folder, devices, dtype, gpu)
     if not path.is_file():
         return None
     try:
@@ -69,9 +69,9 @@ def stored_machine(folder, devices, dtype, card=card_of) -> Machine | None:
         return None
 
 
-def store_machine(folder, devices, dtype, machine, card=card_of):
+def store_machine(folder, devices, dtype, machine, gpu=gpu_of):
     """Write a Machine where `kept` finds it. A folder that cannot be written to costs a measurement, and no more."""
-    _write(_path(folder, devices, dtype, card), to_json(machine, topology(devices, dtype, card)))
+    _write(_path(folder, devices, dtype, gpu), to_json(machine, topology(devices, dtype, gpu)))
 
 
 def calibrations(folder):
@@ -90,19 +90,19 @@ def calibrations(folder):
             and each.count > 0}
 
 
-def record_run(folder, family, card, ratio):
+def record_run(folder, family, gpu, ratio):
     """Record that a run of one device took `ratio` times the forecast without calibration. Returns the Calibration."""
     known = calibrations(folder)
-    known[family, card] = after(known.get((family, card)), ratio)
+    known[family, gpu] = after(known.get((family, gpu)), ratio)
     _write(Path(folder) / RUNS, {" | ".join(key): [each.factor, each.count] for key, each in known.items()})
-    return known[family, card]
+    return known[family, gpu]
 
 
-def topology(devices, dtype, card):
+def topology(devices, dtype, gpu):
     """What a measurement is of. Makes no CUDA context."""
     cuda = [torch.device(device) for device in devices if device.startswith("cuda")]
     reach = [[one == other or torch.cuda.can_device_access_peer(one, other) for other in cuda] for one in cuda]
-    return {"devices": list(devices), "cards": [card(device)[0] for device in devices], "direct": reach,
+    return {"devices": list(devices), "cards": [gpu(device)[0] for device in devices], "direct": reach,
             "torch": torch.__version__, "driver": torch._C._cuda_getDriverVersion() if cuda else 0, "dtype": dtype,
             "threads": os.environ.get("OMP_NUM_THREADS", ""), "packages": _versions()}
 
@@ -128,6 +128,6 @@ def _write(path, stored):
         log.warning("what was measured cannot be kept in %s: %s", path.parent, error)
 
 
-def _path(folder, devices, dtype, card):
-    digest = hashlib.sha256(json.dumps(topology(devices, dtype, card), sort_keys=True).encode()).hexdigest()[:12]
+def _path(folder, devices, dtype, gpu):
+    digest = hashlib.sha256(json.dumps(topology(devices, dtype, gpu), sort_keys=True).encode()).hexdigest()[:12]
     return Path(folder) / f"devices-{digest}.json"

@@ -99,7 +99,7 @@ class Models:
         done = self._workers.request(lambda request: messages.ReturnWeights(request, spec.name, version, left),
                                      group=self._workers.holding)
         self.loaded.by_name[spec.name] = ModelMemory.from_answers(spec, done)
-        return all(each.numbers["kept"] for each in done.values())
+        return all(each.numbers["cached"] for each in done.values())
 
     def _send_changes(self, spec, batch, version, begins):
         def share(tensor):

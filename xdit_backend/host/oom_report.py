@@ -17,14 +17,14 @@ OF_WEIGHTS = ("LoadModel", "RestoreModel", "ChangeWeights", "ReturnWeights", "Lo
 OF_A_VAE = ("Decode", "Encode")
 
 
-def shortage_words(numbers):
+def describe_out_of_memory(numbers):
     """A sentence or two about a failed rank's memory. numbers: of its messages.Failed; see Engine.shortage."""
-    asked, free = numbers.get("asked_bytes", 0), numbers.get("free_bytes", 0)
+    requested, free = numbers.get("requested_bytes", 0), numbers.get("free_bytes", 0)
     held = ", ".join(f"{name} {gigabytes(numbers[key])}" for key, name in HOLDERS.items()
                      if numbers.get(key, 0) >= MIN_BYTES)
     of = f" of {gigabytes(numbers['total_bytes'])}" if "total_bytes" in numbers else ""
-    lacking = f": {gigabytes(asked - free)} are lacking" if asked > free else ""
-    text = (f"{f'{gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and "
+    lacking = f": {gigabytes(requested - free)} are lacking" if requested > free else ""
+    text = (f"{f'{gigabytes(requested)} more were asked for' if requested else 'it asked for more'}, and "
             f"{gigabytes(free)}{of} are free{lacking}.")
     return f"{text} Held by: {held}." if held else text
 
@@ -32,7 +32,7 @@ def shortage_words(numbers):
 def run_bytes(numbers):
     """(bytes that a rank had beside weights and had asked for, those that it could have had)."""
     taken = sum(numbers.get(key, 0) for key in OF_A_RUN)
-    return taken + numbers.get("asked_bytes", 0), taken + numbers.get("free_bytes", 0)
+    return taken + numbers.get("requested_bytes", 0), taken + numbers.get("free_bytes", 0)
 
 
 def remedies(numbers, num_ranks, command="Predict", device="cuda:0"):
@@ -52,7 +52,7 @@ def remedies(numbers, num_ranks, command="Predict", device="cuda:0"):
 def _of_sizes(numbers, num_ranks, is_of_vae):
     (needed, available), name = run_bytes(numbers), "image" if is_of_vae else "latent"
     method = "for Distributed VAE Decode or Encode" if is_of_vae else "with ulysses_degree or ring_degree"
-    if needed - numbers.get("asked_bytes", 0) < MIN_BYTES or available >= needed:
+    if needed - numbers.get("requested_bytes", 0) < MIN_BYTES or available >= needed:
         return [f"a smaller {name}", "more devices"]
     share, devices = available / needed, max(num_ranks + 1, math.ceil(num_ranks * needed / available))
     return [f"a smaller {name} or batch: at most {share:.0%} of these pixels (each side times "
@@ -60,13 +60,13 @@ def _of_sizes(numbers, num_ranks, is_of_vae):
 
 
 def _of_weights(numbers, can_stream, is_load):
-    weights, lacking = numbers.get("weight_bytes", 0), numbers.get("asked_bytes", 0) - numbers.get("free_bytes", 0)
+    weights, lacking = numbers.get("weight_bytes", 0), numbers.get("requested_bytes", 0) - numbers.get("free_bytes", 0)
     hints = []
     if can_stream and is_load:
         hints.append('weights_memory "auto", or fewer GB than now, with which weights are streamed from system RAM')
     elif can_stream and 0 < lacking < weights - MIN_BYTES:
-        kept = math.floor((weights - lacking) / 1e7) / 100
-        hints.append(f'weights_memory "{kept:g}", with which the other weights are streamed from system RAM')
+        cached = math.floor((weights - lacking) / 1e7) / 100
+        hints.append(f'weights_memory "{cached:g}", with which the other weights are streamed from system RAM')
     if weights >= MIN_BYTES:
         types = [f"{name} ({gigabytes(weights * share)})" for name, share in OF_16_BITS.items()
                  if weights * (1 - share) >= lacking]

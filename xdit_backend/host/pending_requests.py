@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ..protocol import errors
 from ..protocol.errors import WorkerFailedError, WorkerOutOfMemoryError
 from ..protocol.messages import Decode, Done, Encode, LoadModel, Probe
-from .oom_report import remedies, shortage_words
+from .oom_report import describe_out_of_memory, remedies
 from .startup_watchdog import HELP
 from .unmatched_collectives import is_unmatched, lost_device
 
@@ -34,7 +34,7 @@ class Request:
     command: str = ""                              # the name of its message
     can_stop: bool = False                         # do ranks leave it when nobody waits for it any more?
     activity: str = ""                             # with a space before it, for a sentence
-    kept: bool = False                             # do its answers stay for who waits again?
+    cached: bool = False                             # do its answers stay for who waits again?
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
     failed_s: float = 0.0
@@ -64,7 +64,7 @@ class Request:
     def raised(self, num_ranks, where, is_ended):
         """The exception that stands on the host for the first failure. where: all output is, a sentence. is_ended: has
         the group ended?"""
-        failure, self.kept = self.first_failure, False
+        failure, self.cached = self.first_failure, False
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
             return kind(failure.message)
@@ -73,8 +73,8 @@ class Request:
         if not failure.numbers:
             return WorkerFailedError(f"{who}: {failure.message.rstrip('. ')}. {where}".rstrip())
         # torch's own words, which say less, are in the log
-        facts = (f"{who}: memory ran out: {shortage_words(failure.numbers)} {ENDED if is_ended else GOES_ON} {HELP} "
-                 f"{where}".rstrip())
+        facts = (f"{who}: memory ran out: {describe_out_of_memory(failure.numbers)} {ENDED if is_ended else GOES_ON} "
+                 f"{HELP} {where}".rstrip())
         first = remedies(failure.numbers, num_ranks, self.command, failure.device)
         return WorkerOutOfMemoryError(f"{first} {facts}", failure.rank, failure.device, failure.numbers, self.command,
                                       facts)
@@ -104,7 +104,7 @@ class Requests:
                                      command=type(command).__name__,
                                      can_stop=isinstance(command, (LoadModel, Decode, Encode)),
                                      activity=f" while {activity}" if activity else "",
-                                     kept=isinstance(command, Probe))
+                                     cached=isinstance(command, Probe))
         return self._open[number]
 
     def answer(self, rank, message):
@@ -136,9 +136,9 @@ class Requests:
         return any(request.unanswered for request in self)
 
     @property
-    def are_kept_unanswered(self):
+    def are_cached_unanswered(self):
         """Does any rank owe an answer that stays for who waits again?"""
-        return any(request.kept and request.unanswered for request in self)
+        return any(request.cached and request.unanswered for request in self)
 
     @property
     def are_claimed(self):
@@ -152,7 +152,7 @@ class Requests:
 
     def take(self, number):
         """{rank: Done} of a complete request. It stays no longer."""
-        self._open[number].kept = False
+        self._open[number].cached = False
         return self._open[number].done
 
     def remove_answered(self, store):
@@ -161,5 +161,5 @@ class Requests:
             if not request.unanswered:
                 while request.segments:
                     store.remove(request.segments.pop())
-                if request.claimed and not request.kept:
+                if request.claimed and not request.cached:
                     del self._open[number]

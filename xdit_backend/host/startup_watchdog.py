@@ -79,7 +79,7 @@ class StartMonitor:
                 self._counts[whose], self._since_s[whose] = counts, time.monotonic()
 
 
-def exit_words(code):
+def describe_exit(code):
     """" (exit code -9, killed)", or "" where it is not known. SIGBUS is of memory whose file lacks it."""
     if code is None:
         return ""

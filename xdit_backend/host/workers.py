@@ -15,8 +15,8 @@ class Workers:
     on_phase(Phase) and check() are WorkerGroup's too, of all that the workers are asked.
     """
 
-    def __init__(self, devices, machines=None, forkserver=None, on_phase=lambda phase: None, check=lambda: None):
-        self.devices, self._machines, self._forkserver = tuple(devices), machines, forkserver
+    def __init__(self, devices, machines=None, supervisor=None, on_phase=lambda phase: None, check=lambda: None):
+        self.devices, self._machines, self._supervisor = tuple(devices), machines, supervisor
         self.on_phase, self.check = on_phase, check
         self.speeds: tuple[float, ...] = ()                    # see divide_by
         self.current = None                                    # the last group that was started, and not closed since
@@ -32,7 +32,7 @@ class Workers:
                 self._is_starting = True
                 try:
                     self.current = WorkerGroup(self.devices, self.on_phase, self.check, self._num_fallbacks,
-                                               self._machines, self._forkserver)
+                                               self._machines, self._supervisor)
                     self._num_fallbacks = self.current.num_fallbacks
                 finally:
                     self._is_starting = False

@@ -24,7 +24,7 @@ class CopyThread:
         self._device, self._staging = device, staging
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._place = partial(stay_near, pci_address(device)) if device.type == "cuda" else lambda: None
-        self._asked: queue.SimpleQueue = queue.SimpleQueue()
+        self._requested: queue.SimpleQueue = queue.SimpleQueue()
         self._thread, self.is_pageable = None, False
 
     def start(self, pairs):
@@ -32,13 +32,13 @@ class CopyThread:
         now. Returns what `wait` takes."""
         if self._thread is None:
             self._thread = threading.Thread(target=_copy_all, name="xdit-copies", daemon=True,
-                                            args=(self._asked, self._staging, self._stream, self._place))
+                                            args=(self._requested, self._staging, self._stream, self._place))
             self._thread.start()
             # Also when the process ends: a copy in a thread that outlives the interpreter would abort it.
-            weakref.finalize(self, _end, self._asked, self._thread)
+            weakref.finalize(self, _end, self._requested, self._thread)
         computed = torch.cuda.current_stream(self._device).record_event() if self._stream is not None else None
         copied: Future = Future()
-        self._asked.put((pairs, self.is_pageable, computed, copied))
+        self._requested.put((pairs, self.is_pageable, computed, copied))
         return copied
 
     def wait(self, copied):
@@ -55,17 +55,17 @@ class CopyThread:
                 self._stream.synchronize()
 
 
-def _end(asked, thread):
-    asked.put(None)
+def _end(requested, thread):
+    requested.put(None)
     if thread is not threading.current_thread():               # in which garbage may be collected too
         thread.join()
 
 
-def _copy_all(asked, staging, stream, place):
+def _copy_all(requested, staging, stream, place):
     """The thread. It refers to nothing that has to end before it does. place(): have it run where it should."""
     place()
     with torch.inference_mode():                               # a thread's own, as the current stream is
-        while (job := asked.get()) is not None:
+        while (job := requested.get()) is not None:
             pairs, is_pageable, computed, copied = job
             try:
                 with torch.cuda.stream(stream):                # without one it does nothing

@@ -15,10 +15,10 @@ SYSFS = "/sys"
 
 def pci_address(device):
     """Of a CUDA device, as sysfs names it: "0000:3b:00.0"; "" where torch does not tell it, as older ones do not."""
-    card = torch.cuda.get_device_properties(device)
-    if not hasattr(card, "pci_bus_id"):
+    gpu = torch.cuda.get_device_properties(device)
+    if not hasattr(gpu, "pci_bus_id"):
         return ""
-    return f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def stay_near(address, sysfs=SYSFS):

@@ -39,10 +39,10 @@ def available_memory(cgroups=CGROUPS):
 def pages_of(files, available=available_memory):
     """(bytes of these files that host memory has room for, bytes a second at which the others come from the disk);
     AMPLE where it has room for all of them."""
-    room = available()[0]
-    if sum(map(os.path.getsize, files)) <= room:
+    free_bytes = available()[0]
+    if sum(map(os.path.getsize, files)) <= free_bytes:
         return AMPLE
-    return room, disk_bytes_s(max(files, key=os.path.getsize))
+    return free_bytes, disk_bytes_s(max(files, key=os.path.getsize))
 
 
 def disk_bytes_s(path, read_bytes=READ_BYTES):

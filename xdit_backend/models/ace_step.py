@@ -45,7 +45,7 @@ def _attend(self, hidden_states, rotary_freqs_cis, total=lambda part: part, **ot
     return self.to_out[0](out).clip(-LARGEST, LARGEST), None
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """ComfyUI's attention does not say its sums, and turns queries and keys in float32 whatever they are; its encoder
     of lyrics is of one size."""
     encoder = model.lyric_encoder
@@ -80,7 +80,7 @@ def _widths(shapes):
     return [shapes[f"projectors.{number}.4.weight"][0] for number in range(blocks("projectors.")(shapes))]
 
 
-def _of_sound(call):
+def _of_audio(call):
     """ComfyUI's forward fails at other latents."""
     rows = call.latent.shape[-2]
     if rows % ROWS:
@@ -109,11 +109,11 @@ ACE_STEP = Family(
         lyric_hidden_size=size("lyric_embs.weight", 1), patch_size=[ROWS, 1],
         _lyric_heads=size(f"{LYRICS}0.self_attn.pos_bias_u", 0), _lyric_blocks=blocks(LYRICS),
         _lyric_units=size(f"{LYRICS}0.feed_forward.w_1.weight", 0)),
-    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_amend,
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
     computes_as_made=True, unfold=_in_pieces,
     conditioning={"context": "text_embedding_dim", "speaker_embeds": "speaker_embedding_dim", "lyric_token_idx": None,
                   "lyrics_strength": None},
-    arguments=handed_on(_of_sound, "context", "speaker_embeds", "lyric_token_idx", lyrics_strength=_strength),
+    arguments=handed_on(_of_audio, "context", "speaker_embeds", "lyric_token_idx", lyrics_strength=_strength),
     refused={"pipefusion": SUMS, "displaced": SUMS},
     num_heads=lambda config: config["num_attention_heads"], width=lambda config: config["inner_dim"],
     num_channels=lambda config: config["out_channels"], pixels=lambda config: (1, 64, 1),

@@ -20,7 +20,7 @@ def _whole_length(rows, args, kwargs):
     return args, kwargs | {"seq_len": rows.num_tokens}
 
 
-def _whole_sound(module, forward, rows, tokens, args, kwargs):
+def _whole_audio(module, forward, rows, tokens, args, kwargs):
     """What the model reads beside the latent, channels at the times of a patch: made of the whole sound, of which
     ComfyUI's forward takes the length alone."""
     *others, latent, masks, is_cover = args
@@ -29,7 +29,7 @@ def _whole_sound(module, forward, rows, tokens, args, kwargs):
     return text, mask, channels.narrow(1, rows.patch.start, latent.shape[1])
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Tables of positions and of codes are made in float32, and rounded as the latent is; the class makes them in the
     type that it is made in."""
     for module in model.modules():
@@ -83,7 +83,7 @@ ACE_STEP15 = Family(
         encoder_intermediate_size=size(f"{LYRICS}0.mlp.gate_proj.weight", 0),
         encoder_num_heads=_heads(f"{LYRICS}0.self_attn.q_proj"),
         audio_acoustic_hidden_dim=size("decoder.proj_out.1.weight", 1)),
-    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_amend,
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
     computes_as_made=True,
     conditioning={"context": "text_hidden_dim", "lyric_embed": "text_hidden_dim", "refer_audio": None,
                   "audio_codes": None, "is_covers": None, "replace_with_null_embeds": None},
@@ -102,9 +102,10 @@ ACE_STEP15 = Family(
         tokens={"position_embeddings": TokenArgument(0, IMAGE)},
         window=lambda attention: (attention.sliding_window,) * 2 if attention.sliding_window else None,
         positions={"decoder.rotary_emb": Cut(TokenArgument(0, IMAGE), _whole_length),
-                   "prepare_condition": _whole_sound},
+                   "prepare_condition": _whole_audio},
         cacheable={"cross_attn.k_proj": "run", "cross_attn.v_proj": "run"},
-        once_outside={"decoder.condition_embedder": "run", "encoder": "run", "tokenizer": "run", "detokenizer": "run"}),
+        cacheable_outside={"decoder.condition_embedder": "run", "encoder": "run", "tokenizer": "run",
+                           "detokenizer": "run"}),
     test_config=Tiny(TINY, NATIVE, TINY | {"sliding_window": 128}, detected="ACEStep15",
               input_shapes={"lyric_embed": lambda config, shape,
                             tokens: (shape[0], tokens + 2, config["text_hidden_dim"]),

@@ -32,7 +32,7 @@ def _convert(tensors, config):
                        config) | KEYS(own, config)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """The network is a part of the model, as in the file. What has no ids of T5 is text that is ready."""
     from diffusers import AnimaTextConditioner
     COSMOS.adapt_model(model, config)
@@ -56,11 +56,11 @@ ANIMA = dataclasses.replace(
     COSMOS, name="Anima", title="Anima", recognise=lambda shapes: is_cosmos(shapes) and has(ADAPTER)(shapes),
     refusals=(because("it adds learned positions in every block", has("extra_pos_embedder.")), needs_diffusers("0.39")),
     config=config_of(**COSMOS.config.rules, _conditioner=_conditioner),
-    convert=_convert, adapt_model=_amend, text_prefixes=(ADAPTER,),
+    convert=_convert, adapt_model=_adapt, text_prefixes=(ADAPTER,),
     config_from_tensors=(*COSMOS.config_from_tensors, "_conditioner"),
     extra_parts={"text_conditioner": lambda name: ADAPTER + name},
     conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},
     arguments=COSMOS.arguments | {"ids": given("t5xxl_ids"), "weights": given("t5xxl_weights")},
-    plan=dataclasses.replace(COSMOS.plan, once_outside={"text_conditioner": "run"}),
+    plan=dataclasses.replace(COSMOS.plan, cacheable_outside={"text_conditioner": "run"}),
     test_config=Tiny(TINY.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", TINY.arguments,
                      detected="Anima"))

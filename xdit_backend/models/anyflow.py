@@ -7,7 +7,16 @@ import torch.nn.functional as F
 
 from .common.family import Family, Sampled, Tiny
 from .common.frames import frames_first
-from .common.inputs import Unpacked, config_of, folder_alone, given, has, in_config_json, type_held, type_of_arithmetic
+from .common.inputs import (
+    Unpacked,
+    config_of,
+    folder_alone,
+    given,
+    has,
+    in_config_json,
+    stored_dtype,
+    type_of_arithmetic,
+)
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.schedule import sigma_after
@@ -45,7 +54,7 @@ def _embed_times(embedder, dtype):
     """The class's forward_timestep, which rounds sines and the gate to the type of the weights: where these are float8,
     in which nothing is computed, to the type of the arithmetic. dtype: () -> that."""
     def embedded(timestep, delta_timestep, encoder_hidden_states, token_per_frame):
-        stored = type_held(embedder.time_embedder.linear_1, dtype())
+        stored = stored_dtype(embedder.time_embedder.linear_1, dtype())
         time, delta = (embed(embedder.timesteps_proj(times.flatten()).to(stored)).type_as(encoder_hidden_states)
                        for embed, times in ((embedder.time_embedder, timestep),
                                             (embedder.delta_embedder, delta_timestep)))
@@ -57,7 +66,7 @@ def _embed_times(embedder, dtype):
     return embedded
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Times are of a video, not of each token; places are real numbers."""
     frames_first(model, config)
     embedder, rope = model.condition_embedder, model.rope
@@ -84,7 +93,7 @@ ANYFLOW = Family(
         in_channels=in_config_json, out_channels=in_config_json, text_dim=in_config_json, freq_dim=in_config_json,
         ffn_dim=in_config_json, num_layers=in_config_json, cross_attn_norm=in_config_json, eps=in_config_json,
         rope_max_seq_len=in_config_json, gate_value=in_config_json, deltatime_type=in_config_json),
-    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_amend, pixels=lambda config: (4, 8, 8),
+    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_adapt, pixels=lambda config: (4, 8, 8),
     sampled=Sampled("FLOW", {"shift": 5.0, "multiplier": 1000.0}, "Wan21", memory=0.9), per_call_inputs=sigma_after,
     conditioning={"context": "text_dim", "sigma_after": None},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"),
@@ -94,7 +103,8 @@ ANYFLOW = Family(
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
         tokens={"rotary_emb": TABLE}, positions={"rope": Cut(TABLE, _whole_sizes)},
-        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"condition_embedder.text_embedder": "run"}),
+        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
+        cacheable_outside={"condition_embedder.text_embedder": "run"}),
     test_config=Tiny({"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 16,
                "out_channels": 16, "text_dim": 24, "freq_dim": 32, "ffn_dim": 32, "num_layers": 4},
               input_shapes={"sigma_after": lambda config, shape, tokens: (1,)}),

@@ -29,7 +29,7 @@ KEYS = table(
     (r"^single_layers\.", "single_transformer_blocks."))
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Positions are the middle of the table, which is made larger where a latent is;
     the time's sines are not rounded as weights are."""
     embed, sines = model.pos_embed, []
@@ -67,7 +67,7 @@ AURAFLOW = Family(
         attention_head_dim=size("init_x_linear.weight", 0, NUM_HEADS), num_attention_heads=NUM_HEADS,
         joint_attention_dim=size("cond_seq_linear.weight", 1), caption_projection_dim=size("cond_seq_linear.weight", 0),
         pos_embed_max_size=size("positional_encoding", 1)),
-    convert=KEYS, latent=LATENT, time_scale=1.0, adapt_model=_amend, config_from_tensors=("sample_size",),
+    convert=KEYS, latent=LATENT, time_scale=1.0, adapt_model=_adapt, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim"}, ignored=("y",),
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep()},
@@ -76,13 +76,14 @@ AURAFLOW = Family(
           "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("joint_transformer_blocks", "double_layers.", "num_mmdit_layers", returns=BOTH,
-                          image_share=0.5, patched="double",
+                          image_fraction=0.5, patched="double",
                           streams={"hidden_states": "image", "encoder_hidden_states": "text"}),
                 BlockList("single_transformer_blocks", "single_layers.", "num_single_dit_layers", returns=(BOTH,),
                           patched="single")),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, needs_text=True,
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)},
-        cacheable={"norm1.linear": "step", "norm1_context.linear": "step"}, once_outside={"context_embedder": "run"}),
+        cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
+        cacheable_outside={"context_embedder": "run"}),
     test_config=Tiny(
         {"sample_size": 64, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_mmdit_layers": 2,
          "num_single_dit_layers": 2,

@@ -31,14 +31,14 @@ BOOGU = dataclasses.replace(
     plan=ModelPlan(
         blocks=(REFINED,
                 BlockList("double_stream_layers", "double_stream_layers.", "num_double_stream_layers",
-                          returns=(PICTURES, "text"), image_share=0.6,
+                          returns=(PICTURES, "text"), image_fraction=0.6,
                           streams={"img_hidden_states": PICTURES, "instruct_hidden_states": "text"},
                           attention={"img_instruct_attn": ALL, "img_self_attn": PICTURES},
                           tokens={"joint_rotary_emb": TokenArgument(1, ALL),
                                   "img_rotary_emb": TokenArgument(1, PICTURES)}),
                 BlockList("single_stream_layers", "single_stream_layers.", returns=(ALL,))),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
-        positions=POSITIONS, once_outside=OMNIGEN2.plan.once_outside, unsplit=("img_instruct_attn.to_out.0",),
+        positions=POSITIONS, cacheable_outside=OMNIGEN2.plan.cacheable_outside, unsplit=("img_instruct_attn.to_out.0",),
         unstaged_blocks=OMNIGEN2.plan.unstaged_blocks),
     test_config=Tiny(TINY, NATIVE, TINY | WIDE, detected="Boogu", input_shapes=OMNIGEN2.test_config.input_shapes),
 )

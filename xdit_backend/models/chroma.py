@@ -18,7 +18,7 @@ TENSORS = has("distilled_guidance_layer.in_proj.weight", "double_blocks.0.img_at
 KEYS = table((r"^(distilled_guidance_layer\.norms\.\d+)\.scale$", r"\1.weight"))
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """As in ComfyUI, guidance counts, times are not rounded,
     and there are as many modulations as published models have blocks for."""
     from diffusers.models.embeddings import get_timestep_embedding
@@ -54,7 +54,7 @@ CHROMA = Family(
         axes_dims_rope=(16, 56, 56), approximator_num_channels=size("distilled_guidance_layer.in_proj.weight", 1),
         approximator_hidden_dim=size("distilled_guidance_layer.in_proj.weight", 0),
         approximator_layers=blocks("distilled_guidance_layer.norms.")),
-    convert=lambda tensors, config: FLUX_KEYS(KEYS(tensors, config), config), latent=LATENT, adapt_model=_amend,
+    convert=lambda tensors, config: FLUX_KEYS(KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
     time_scale=1.0, num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "guidance": None},
     ignored=("y", "ref_latents", "ref_latents_method"),
@@ -65,12 +65,12 @@ CHROMA = Family(
           "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input",
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
                           patched="double", streams={"hidden_states": "image", "encoder_hidden_states": "text"}),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=(BOTH,),
                           control="output", patched="single")),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, tokens={"image_rotary_emb": TokenArgument(0, BOTH)},
-        once_outside={"context_embedder": "run", "distilled_guidance_layer": "step"}),
+        cacheable_outside={"context_embedder": "run", "distilled_guidance_layer": "step"}),
     test_config=Tiny(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
          "num_attention_heads": 4,

@@ -20,7 +20,7 @@ KEYS = table((r"^img_in_patch\.", "x_embedder."), (r"^(nerf_\S*norm)\.scale$", r
              (r"^__(x0|sequential)__$", None))
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Tokens are made of pixels, and the networks draw pixels in the place of Chroma's last layer."""
     CHROMA.adapt_model(model, config)
     width, count = config["_pixel_width"], config["_pixel_layers"]
@@ -41,8 +41,8 @@ def _amend(model, config):
         drawn = drawn_patches(model.nerf_image_embedder, model.nerf_blocks,
                               pixels.flatten(0, 1).unflatten(1, (CHANNELS, -1)).transpose(1, 2), tokens.flatten(0, 1))
         drawn = drawn.transpose(1, 2).flatten(1).unflatten(0, pixels.shape[:2])
-        picture = last(TOKENS.unpack(drawn, hidden_states[:, :1].expand(-1, width, -1, -1)))
-        return ((hidden_states - picture) / timestep.view(-1, 1, 1, 1) if config["_x0"] else picture),
+        image = last(TOKENS.unpack(drawn, hidden_states[:, :1].expand(-1, width, -1, -1)))
+        return ((hidden_states - image) / timestep.view(-1, 1, 1, 1) if config["_x0"] else image),
     model.forward = on_pixels
 
 
@@ -80,7 +80,7 @@ CHROMA_RADIANCE = dataclasses.replace(
         "_ratio": lambda shapes: shapes[GENERATOR][0] // (
             3 * shapes["nerf_image_embedder.embedder.0.weight"][0] ** 2),
         "_convolution": has("nerf_final_layer_conv."), "_x0": has("__x0__"), "_sequential": has("__sequential__")}),
-    convert=lambda tensors, config: CHROMA.convert(KEYS(tensors, config), config), latent=LATENT, adapt_model=_amend,
+    convert=lambda tensors, config: CHROMA.convert(KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     arguments=CHROMA.arguments | {"hidden_states": _pixels, "img_ids": TOKENS.positions, "txt_ids": _text_positions},
     activation_factors={"alone": 16.87, "residual": 6.1, "whole": 16.04, "outside": 16.29, "held": 2.43, "block": 23.79,

@@ -62,7 +62,7 @@ COGVIDEOX = Family(
         blocks=(BlockList("transformer_blocks", "blocks.", returns=("image", "text")),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn1": ("text", "image")},
         tokens={"image_rotary_emb": TABLE}, cacheable={"norm1.linear": "step", "norm2.linear": "step"},
-        once_outside={"patch_embed.text_proj": "run"}),
+        cacheable_outside={"patch_embed.text_proj": "run"}),
     test_config=Tiny(
         {"patch_size": 2, "in_channels": 6, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16,
          "num_layers": 4,

@@ -20,7 +20,7 @@ def _latent(call):
     return LATENT(call)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """ComfyUI's model takes the table's rows in order, for a latent of any size; diffusers' takes latents of one size,
     and rotates too."""
     frames_first(model, config)
@@ -46,7 +46,7 @@ def _places_of_patch(module, forward, rows, tokens, args, kwargs):
 COGVIDEOX_I2V = dataclasses.replace(
     COGVIDEOX, name="CogVideoX-I2V", title="CogVideoX-5b-I2V",
     recognise=lambda shapes: is_cogvideox(shapes, 4) and has(LEARNED)(shapes), refusals=(),
-    config=config_of(**COGVIDEOX.config.rules | {"use_learned_positional_embeddings": True}), adapt_model=_amend,
+    config=config_of(**COGVIDEOX.config.rules | {"use_learned_positional_embeddings": True}), adapt_model=_adapt,
     arguments={name: rule for name, rule in COGVIDEOX.arguments.items() if name != "image_rotary_emb"}
     | {"hidden_states": _latent},
     activation_factors={"alone": 12.07, "residual": 4.07, "whole": 7.05, "outside": 2.57, "held": 1.07, "block": 11.0,

@@ -44,7 +44,7 @@ def _times(call):
     return times if times.ndim == 1 else times[:, None, :, None, None]
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Queries and keys are normalised with ComfyUI's epsilon."""
     for block in model.transformer_blocks:
         for norm in (block.attn1.norm_q, block.attn1.norm_k, block.attn2.norm_q, block.attn2.norm_k):
@@ -63,7 +63,7 @@ COSMOS = Family(
         num_layers=blocks("blocks."), text_embed_dim=size("blocks.0.cross_attn.k_proj.weight", 1),
         adaln_lora_dim=size("blocks.0.adaln_modulation_mlp.1.weight", 0),
         max_size=(SIDE, SIDE, SIDE), rope_scale=_scale, concat_padding_mask=True, extra_pos_embed_type=None),
-    convert=KEYS, latent=LATENT, time_scale=1.0, adapt_model=_amend, config_from_tensors=("max_size",),
+    convert=KEYS, latent=LATENT, time_scale=1.0, adapt_model=_adapt, config_from_tensors=("max_size",),
     pixels=lambda config: (4, 8, 8),
     # ComfyUI then keeps hidden states in float32, diffusers' forward does not
     unsupported_dtypes=("float16",),

@@ -50,7 +50,7 @@ def _frame_rate(call):
     return None if rate is None else rate.flatten()[0].float()
 
 
-def _amend(model, config):
+def _adapt(model, config):
     COSMOS.adapt_model(model, config)
     model.learnable_pos_embed.forward = MethodType(_places, model.learnable_pos_embed)
 
@@ -87,7 +87,7 @@ COSMOS1 = dataclasses.replace(
         "mlp_ratio": 4.0, "max_size": _max_size, "extra_pos_embed_type": "learnable",
         "rope_scale": lambda shapes: (2.0, 1.0, 1.0) if shapes["x_embedder.proj.1.weight"][0] == 4096
         else (2.0, 2.0, 2.0)}),
-    convert=KEYS, adapt_model=_amend, config_from_tensors=(), unsupported_dtypes=(), pixels=lambda config: (8, 8, 8),
+    convert=KEYS, adapt_model=_adapt, config_from_tensors=(), unsupported_dtypes=(), pixels=lambda config: (8, 8, 8),
     conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "fps": _frame_rate, "padding_mask": COSMOS.arguments["padding_mask"]},

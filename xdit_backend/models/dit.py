@@ -25,7 +25,7 @@ def _mixed(arguments):
     return None if is_class else "a text or a mix of classes (a prompt is one class here, from xDiT Class Label)"
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """diffusers' forward takes the tokens for those of a square."""
     def forward(latent, timestep, classes, return_dict):
         hidden = model.pos_embed(latent)
@@ -51,7 +51,7 @@ DIT = Family(
         in_channels=in_config_json, out_channels=in_config_json, num_embeds_ada_norm=in_config_json,
         norm_num_groups=in_config_json, attention_bias=in_config_json,
         norm_eps=in_config_json),
-    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_amend, unsupported_arguments=_mixed,
+    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_adapt, unsupported_arguments=_mixed,
     sampled=Sampled(
         "EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", memory=0.5,
         labels="num_embeds_ada_norm"),

@@ -14,7 +14,7 @@ from .common.rope_scaling import with_rotations
 LATENT, BOTH = Unpacked((1, 1)), ("image", "text")
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """All tokens have one modulation, which diffusers' forward repeats for each of them:
     blocks read it once, as ComfyUI's do."""
     def once(forward, x, rotary_pos_emb, temb, attention_mask=None):
@@ -25,9 +25,9 @@ def _amend(model, config):
 
     def rotations(ids, scales):
         """Of moved places, which are the picture's: text stands in its first row and column, before its frame."""
-        is_picture = ids[..., :1] == ids[:, :1, :1]
+        is_image = ids[..., :1] == ids[:, :1, :1]
         scale, shift = scales.float().T
-        return make(torch.where(is_picture, ids * torch.cat([scale.new_ones(1), scale[1:]]) + shift, ids))
+        return make(torch.where(is_image, ids * torch.cat([scale.new_ones(1), scale[1:]]) + shift, ids))
     model.forward = with_rotations(model, model.forward, model.pos_embed, "forward", rotations)
 
 
@@ -53,7 +53,7 @@ ERNIE = Family(
         num_layers=blocks("layers."), ffn_hidden_size=size("layers.0.mlp.linear_fc2.weight", 1), rope_theta=256,
         eps=1e-6, out_channels=size("final_linear.weight", 0), text_in_dim=size("text_proj.weight", 1),
         rope_axes_dim=(32, 48, 48)),
-    convert=table(), latent=LATENT, adapt_model=_amend, width=lambda config: config["hidden_size"],
+    convert=table(), latent=LATENT, adapt_model=_adapt, width=lambda config: config["hidden_size"],
     pixels=lambda config: (1, 16, 16), conditioning={"context": "text_in_dim", "rope_scales": None},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "text_bth": given("context"),
                "text_lens": _text_lengths, "rope_scales": given("rope_scales")},
@@ -63,7 +63,7 @@ ERNIE = Family(
         blocks=(BlockList("layers", "layers.", returns=(BOTH,)),), streams={"x": BOTH}, tokens_first=True,
         attention={"self_attention": BOTH}, masks={"attention_mask": ()}, positions={"pos_embed": _of_patch},
         tokens={"rotary_pos_emb": TokenArgument(1, BOTH)},
-        once_outside={"text_proj": "run", "adaLN_modulation": "step"}),
+        cacheable_outside={"text_proj": "run", "adaLN_modulation": "step"}),
     test_config=Tiny(
         {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 4, "ffn_hidden_size": 96, "in_channels": 4,
          "out_channels": 4, "text_in_dim": 24, "rope_axes_dim": (4, 4, 8)},

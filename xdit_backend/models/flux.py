@@ -38,7 +38,7 @@ def _head_size(shapes):
     return next(shapes[NORM + leaf][0] for leaf in ("scale", "weight") if NORM + leaf in shapes)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """A model that takes guidance does without where a workflow disables it, as ComfyUI's does. Tokens of a style stand
     before the text's."""
     embed, styles = model.time_text_embed, ForwardValue(model)
@@ -85,7 +85,7 @@ FLUX = Family(
         num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // _head_size(shapes),
         joint_attention_dim=size("txt_in.weight", 1), pooled_projection_dim=size("vector_in.in_layer.weight", 1),
         guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(16, 56, 56)),
-    convert=KEYS, latent=LATENT, adapt_model=_amend, time_scale=1.0,
+    convert=KEYS, latent=LATENT, adapt_model=_adapt, time_scale=1.0,
     num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None, "ref_latents": None,
                   "ref_latents_method": None, "style": None, "rope_scales": None},
@@ -99,7 +99,7 @@ FLUX = Family(
           "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, cached_references="reference",
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5,
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_fraction=0.5,
                           control="input", patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=("text", IMAGE),
                           control="output", patched="single")),
@@ -107,7 +107,7 @@ FLUX = Family(
         tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         full_precision_inputs={"time_text_embed": (("timestep", "guidance"), 1000.0)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
-        once_outside={"context_embedder": "run"}),
+        cacheable_outside={"context_embedder": "run"}),
     test_config=Tiny(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
          "num_attention_heads": 4,

@@ -36,7 +36,7 @@ KEYS = table(
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Times are embedded unrounded, as in ComfyUI; references are at the time of the latent, or at time zero."""
     embed, forward, now, num_images = model.time_guidance_embed, model.forward, [], ForwardValue(model)
 
@@ -98,7 +98,7 @@ FLUX2 = Family(
         num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=128,
         num_attention_heads=size("img_in.weight", 0, 128), joint_attention_dim=size("txt_in.weight", 1), mlp_ratio=3.0,
         rope_theta=2000, guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(32, 32, 32, 32)),
-    convert=KEYS, latent=LATENT, adapt_model=_amend, time_scale=1.0,
+    convert=KEYS, latent=LATENT, adapt_model=_adapt, time_scale=1.0,
     pixels=lambda config: (1, 16, 16),
     conditioning={"context": "joint_attention_dim", "guidance": None, "ref_latents": None, "ref_latents_method": None,
                   "rope_scales": None},
@@ -113,13 +113,13 @@ FLUX2 = Family(
           "held": 1.55, "block": 20.0, "exchange": 22.2, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, cached_references="reference",
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5,
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_fraction=0.5,
                           control="input", patched="double",
                           streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=(ALL,),
                           control="output", patched="single")),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
-        once_outside={"context_embedder": "run"} | dict.fromkeys(
+        cacheable_outside={"context_embedder": "run"} | dict.fromkeys(
             ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"), "step")),
     test_config=Tiny(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,

@@ -16,7 +16,7 @@ BOTH = (*IMAGE, "text")
 LAYER_WIDTH = size("caption_projection.0.linear.weight", 1)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """diffusers pads pictures that are not square, and attends to the padding; ComfyUI does not. A block's own text is
     cut as the first text is.
     """
@@ -114,7 +114,7 @@ HIDREAM = Family(
         text_emb_dim=size("p_embedder.pooled_embedder.linear_1.weight", 1), llama_layers=_layer_texts,
         num_routed_experts=blocks("double_stream_blocks.0.block.ff_i.experts."), _text_width=_text_width,
         _layer_width=LAYER_WIDTH),
-    convert=lambda tensors, config: tensors, latent=LATENT, sign=-1.0, adapt_model=_amend,
+    convert=lambda tensors, config: tensors, latent=LATENT, sign=-1.0, adapt_model=_adapt,
     config_from_tensors=("_text_width", "_layer_width", "llama_layers", "max_resolution"),
     conditioning={"context": "_text_width", "y": "text_emb_dim", LAYERS: "_layer_width", PICTURE: None},
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + conditioning[LAYERS].shape[2],
@@ -125,14 +125,14 @@ HIDREAM = Family(
     activation_factors={"alone": 23.3, "residual": 6.3, "whole": 13.2, "held": 4.95, "block": 18.7, "exchange": 17.95,
           "given": 1.5, "own": 0.0},
     plan=ModelPlan(                                            # of four experts, a token meets two
-        blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=(IMAGE, "text"), image_share=0.38,
+        blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=(IMAGE, "text"), image_fraction=0.38,
                           streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}),
                 BlockList("single_stream_blocks", "single_stream_blocks.", "num_single_layers", returns=(BOTH,),
-                          image_share=0.52)),
+                          image_fraction=0.52)),
         streams={"hidden_states": BOTH}, attention={"block.attn1": (*IMAGE, "more", "text")}, needs_text=True,
         tokens={"image_rotary_emb": TokenArgument(1, IMAGE), "more": TokenArgument(1, ("more",))},
         graph_breaks=("block.ff_i",),
-        cacheable={"block.adaLN_modulation": "step"}, once_outside={"caption_projection": "run"}),
+        cacheable={"block.adaLN_modulation": "step"}, cacheable_outside={"caption_projection": "run"}),
     test_config=Tiny(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
          "attention_head_dim": 16,

@@ -23,7 +23,7 @@ NATIVE, LAYERS = "comfy.ldm.hidream_o1.model:HiDreamO1Transformer", "language_mo
 ATTENTION, VISION, SEEING = f"{LAYERS}0.self_attn.", "visual.blocks.0.mlp.linear_fc1.weight", "vision_"
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """A layer learns from a fourth table beside those of its rotations, without numbers, how many tokens of text it
     has. Pictures that the class has seen are not kept from call to call."""
     num_text, forward, tables = ForwardValue(model), model.forward, model.language_model.compute_freqs_cis
@@ -125,7 +125,7 @@ HIDREAM_O1 = Family(
         num_key_value_heads=_heads("k_proj"), vision_hidden_size=size(VISION, 1), vision_depth=blocks("visual.blocks."),
         vision_intermediate_size=size(VISION, 0), vision_num_position_embeddings=size("visual.pos_embed.weight", 0)),
     # whose parts ComfyUI drops
-    convert=table((r"^visual\.deepstack_merger_list\.", None)), latent=LATENT, adapt_model=_amend,
+    convert=table((r"^visual\.deepstack_merger_list\.", None)), latent=LATENT, adapt_model=_adapt,
     class_arguments=_of_class,
     unsupported_dtypes=("float16",), ignored=("context", "token_types", "vinput_mask"),
     conditioning=dict.fromkeys(("input_ids", "position_ids", "ar_len", "ref_pixel_values", "ref_image_grid_thw",
@@ -149,7 +149,7 @@ HIDREAM_O1 = Family(
         cross_attention={"self_attn.full": (ALL[1:], ALL)},
         tokens={"freqs_cis": (*[TokenArgument(1, ALL)] * 3, TokenArgument(1, TEXT))},
         window=lambda attention: (inf, 0) if attention.is_causal else None, rereads_latent=True,
-        once_outside={"visual": "run"}),
+        cacheable_outside={"visual": "run"}),
     test_config=Tiny(TINY, NATIVE, _of_class(TINY), detected="HiDreamO1", input_shapes={
         "input_ids": lambda config, shape, tokens: (shape[0], tokens + 1), "position_ids": _num_places,
         "ar_len": lambda config, shape, tokens: (tokens,),

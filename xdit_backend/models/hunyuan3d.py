@@ -35,7 +35,7 @@ HUNYUAN3D = Family(
     activation_factors={"alone": 13.82, "residual": 1.81, "whole": 5.3, "outside": 5.58, "held": 1.7, "block": 14.33,
           "exchange": 19.27, "entered": 1.0, "own": 0.0, "keys": 2.03, "once": 0.29},
     plan=ModelPlan(
-        blocks=(BlockList("double_blocks", "double_blocks.", "depth", returns=("image", "text"), image_share=0.5,
+        blocks=(BlockList("double_blocks", "double_blocks.", "depth", returns=("image", "text"), image_fraction=0.5,
                           patched="double"),
                 BlockList("single_blocks", "single_blocks.", "depth_single_blocks", returns=(BOTH,),
                           streams={"x": BOTH}, patched="single")),

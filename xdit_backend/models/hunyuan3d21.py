@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from .common.family import Family, Tiny
-from .common.inputs import Whole, blocks, config_of, has, size, type_held, type_of_arithmetic
+from .common.inputs import Whole, blocks, config_of, has, size, stored_dtype, type_of_arithmetic
 from .common.native_module import handed_on, same_names
 from .common.plan import BlockList, ModelPlan
 
@@ -14,15 +14,15 @@ LATENT, ALL = Whole((1,)), ("time", "image")
 NATIVE, NORM = "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain", "blocks.0.attn1.q_norm.weight"
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """ComfyUI's forward swaps the halves of a batch's conditioning, and those of its output, where these are guidance's
     branches of the same latents. Here each of a batch has its own conditioning, and blocks have the batch in its
     order, by which keys and values are kept. And it asks layers in which type they compute by that of their weights,
     which packed ones do not have."""
     forward, dtype, embedder = model.forward, type_of_arithmetic(model), model.t_embedder
     for layer in (model.x_embedder, *(block.attn2.to_k for block in model.blocks)):
-        layer.parameters = lambda recurse=True, layer=layer: iter([torch.empty(0, dtype=type_held(layer, dtype()))])
-    embedder.time_embed.forward = _typed(embedder.time_embed.forward, lambda: type_held(embedder.mlp[0], dtype()))
+        layer.parameters = lambda recurse=True, layer=layer: iter([torch.empty(0, dtype=stored_dtype(layer, dtype()))])
+    embedder.time_embed.forward = _typed(embedder.time_embed.forward, lambda: stored_dtype(embedder.mlp[0], dtype()))
 
     def each_its_own(x, t, context, **options):
         if len(x) == 1:
@@ -37,7 +37,7 @@ def _typed(forward, dtype):
     """A forward whose output, in whatever type it is asked for, is in this."""
     def typed(times):
         output = forward(times)
-        return SimpleNamespace(type=lambda asked: output.to(dtype()))
+        return SimpleNamespace(type=lambda requested: output.to(dtype()))
     return typed
 
 
@@ -61,7 +61,7 @@ HUNYUAN3D21 = Family(
         context_dim=size("blocks.0.attn2.to_k.weight", 1), depth=blocks("blocks."),
         num_heads=lambda shapes: shapes["x_embedder.weight"][0] // shapes[NORM][0], qkv_bias=False,
         num_moe_layers=_num_moe_layers, guidance_cond_proj_dim=None, num_experts=_num_experts, moe_top_k=2),
-    convert=same_names, latent=LATENT, time_scale=1.0, adapt_model=_amend, ignored=("guidance",),
+    convert=same_names, latent=LATENT, time_scale=1.0, adapt_model=_adapt, ignored=("guidance",),
     conditioning={"context": "context_dim"}, arguments=handed_on(LATENT, "context", times="t"),
     lengths={"time": lambda conditioning: 1},
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],

@@ -79,7 +79,7 @@ def _rotary(call):
     return own.cos().to(call.latent), own.sin().to(call.latent)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """ComfyUI takes texts of any length, and norms tokens and turns heads in the type it computes in.
     diffusers pools past its linears."""
     for module in model.modules():
@@ -155,7 +155,7 @@ HUNYUAN_DIT = Family(
         use_style_cond_and_image_meta_size=has("style_embedder.weight"),
         text_len=lambda shapes: shapes["text_embedding_padding"][0] - shapes["pooler.positional_embedding"][0] + 1,
         text_len_t5=lambda shapes: shapes["pooler.positional_embedding"][0] - 1),
-    convert=KEYS, latent=LATENT, adapt_model=_amend, config_from_tensors=("sample_size",),
+    convert=KEYS, latent=LATENT, adapt_model=_adapt, config_from_tensors=("sample_size",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "cross_attention_dim", "text_embedding_mask": None,
                   "encoder_hidden_states_t5": "cross_attention_dim_t5",
@@ -169,7 +169,7 @@ HUNYUAN_DIT = Family(
         streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TokenArgument(0, ("image",))},
         unsplit=("skip_linear",), cacheable={"norm1.linear": "step", "attn2.to_k": "run", "attn2.to_v": "run"},
-        once_outside={"text_embedder": "run", "time_extra_emb.pooler": "run"},
+        cacheable_outside={"text_embedder": "run", "time_extra_emb.pooler": "run"},
         skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
     test_config=Tiny(
         {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16,

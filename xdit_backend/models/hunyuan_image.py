@@ -59,7 +59,7 @@ def _num_text_tokens(conditioning):
     return sum(conditioning[name].shape[1] for name in ("context", "txt_byt5") if name in conditioning)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """The sines of the times and of guidance are of the type of the arithmetic; diffusers leaves them as the time is.
     A model that takes guidance does without where a workflow disables it."""
     embed, dtype = model.time_guidance_embed, type_of_arithmetic(model)
@@ -85,7 +85,7 @@ HUNYUAN_IMAGE = Family(
         num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."), guidance_embeds=False,
         text_embed_dim=size("txt_in.input_embedder.weight", 1),
         text_embed_2_dim=optional_size("byt5_in.fc1.weight", 1), rope_axes_dim=(64, 64), use_meanflow=False),
-    convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_amend,
+    convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim"}, ignored=("y", "guidance"),
     lengths={"text": _num_text_tokens}, pixels=lambda config: (1, 32, 32),
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
@@ -95,14 +95,14 @@ HUNYUAN_IMAGE = Family(
                         "exchange": 20.0,
           "own": 0.0},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input",
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
                           patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,
                           control="output", patched="single")),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"image_rotary_emb": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
-        once_outside={"context_embedder": "step", "context_embedder_2": "run"}, takes_output_patches=True),
+        cacheable_outside={"context_embedder": "step", "context_embedder_2": "run"}, takes_output_patches=True),
     test_config=Tiny(
         {"patch_size": (1, 1), "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
          "num_attention_heads": 4,

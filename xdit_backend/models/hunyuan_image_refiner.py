@@ -32,7 +32,7 @@ HUNYUAN_IMAGE_REFINER = dataclasses.replace(
     arguments={**{name: rule for name, rule in HUNYUAN_IMAGE.arguments.items() if not name.endswith("_2")},
                "hidden_states": LATENT, "guidance": given("guidance", times=1000, where="guidance_embeds")},
     activation_factors=HUNYUAN_IMAGE.activation_factors | {"alone": 18.0},
-    plan=dataclasses.replace(HUNYUAN_IMAGE.plan, once_outside={"context_embedder": "step"}),
+    plan=dataclasses.replace(HUNYUAN_IMAGE.plan, cacheable_outside={"context_embedder": "step"}),
     test_config=Tiny(
         HUNYUAN_IMAGE.test_config.config | {"patch_size": (1, 1, 1), "in_channels": 8, "text_embed_2_dim": None,
                                      "rope_axes_dim": (4, 6, 6), "guidance_embeds": True, "use_meanflow": True},

@@ -44,7 +44,7 @@ def _given_tokens(call):
     return 0 if after_it else LATENT.num_tokens((1, 1, 1, *call.latent.shape[3:]))
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """A model that takes guidance does without where a workflow disables it, as ComfyUI's does;
     a given frame is another time's."""
     embed = model.time_text_embed
@@ -71,7 +71,7 @@ HUNYUAN_VIDEO = Family(
         rope_axes_dim=(16, 56, 56),
         pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight",
                                                         shapes.get("vector_in.mlp.0.weight"))[1]),
-    convert=KEYS, latent=LATENT, adapt_model=_amend,
+    convert=KEYS, latent=LATENT, adapt_model=_adapt,
     pixels=lambda config: (4, 8, 8),
     conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None,
                   "guiding_frame_index": None},
@@ -85,7 +85,7 @@ HUNYUAN_VIDEO = Family(
           "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input",
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
                           patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,
                           control="output", patched="single")),
@@ -93,7 +93,7 @@ HUNYUAN_VIDEO = Family(
         tokens={"image_rotary_emb": TABLES, "freqs_cis": TABLES}, masks={"attention_mask": ()},
         positions={"rope": Cut(TABLES)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
-        once_outside={"context_embedder": "step"}),
+        cacheable_outside={"context_embedder": "step"}),
     test_config=Tiny(
         {"patch_size": 2, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 2,
          "num_single_layers": 2,

@@ -53,7 +53,7 @@ def _num_text_tokens(conditioning):
     return sum(conditioning[name].shape[1] for name in ("context", "txt_byt5", "clip_fea") if name in conditioning)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """diffusers rounds the time's sines as the time is, and masks attention by a square of all tokens,
     though none is masked here."""
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
@@ -85,7 +85,7 @@ HUNYUAN_VIDEO15 = Family(
         text_embed_dim=size("txt_in.input_embedder.weight", 1),
         text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0),
         rope_axes_dim=(16, 56, 56), use_meanflow=False),
-    convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_amend,
+    convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
     keep_in_compute_dtype=("cond_type_embed",),                # of torch's own, which ComfyUI rounds to no type
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"},
     ignored=("y", "guidance"), lengths={"text": _num_text_tokens}, pixels=lambda config: (4, 16, 16),
@@ -98,12 +98,12 @@ HUNYUAN_VIDEO15 = Family(
           "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5,
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5,
                           control="input", patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"freqs_cis": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
-        once_outside={"context_embedder": "step", "context_embedder_2": "run", "image_embedder": "run"}),
+        cacheable_outside={"context_embedder": "step", "context_embedder_2": "run", "image_embedder": "run"}),
     test_config=Tiny(
         {"patch_size": 1, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 4,
          "num_attention_heads": 4,

@@ -41,12 +41,12 @@ JOYIMAGE = Family(
     num_channels=lambda config: config["in_channels"], width=lambda config: config["hidden_size"],
     activation_factors={"alone": 15.65, "residual": 8.1, "held": 1.75, "exchange": 19.8, "entered": 3.9, "own": 0.88},
     plan=ModelPlan(
-        blocks=(BlockList("double_blocks", "double_blocks.", returns=(PICTURES, "text"), image_share=0.5,
+        blocks=(BlockList("double_blocks", "double_blocks.", returns=(PICTURES, "text"), image_fraction=0.5,
                           patched="double"),),
         streams={"hidden_states": PICTURES, "encoder_hidden_states": "text"}, attention={"attn": (*PICTURES, "text")},
         tokens={"image_rotary_emb": TokenArgument(1, PICTURES)},
         positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, PICTURES), _whole_sizes)},
-        once_outside={"condition_embedder.text_embedder": "run"}),
+        cacheable_outside={"condition_embedder.text_embedder": "run"}),
     test_config=Tiny(TINY, NATIVE, TINY | {
         "in_channels": 16, "hidden_size": 384, "rope_dim_list": (32, 32, 32)}, detected="JoyImage"),
 )

@@ -100,7 +100,7 @@ def _rotate_exactly(attention):
     rotated(attention.key_norm)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Rotations, positions without end, the type of the time's sines, and that of weights are ComfyUI's;
     so are channels before frames."""
     axes, forward, dtype = config["axes_dims"], model.forward, type_of_arithmetic(model)
@@ -134,7 +134,7 @@ KANDINSKY5 = Family(
         patch_size=(1, 2, 2), model_dim=size(PIXELS, 0), axes_dims=_head_axes,
         ff_dim=size("visual_transformer_blocks.0.feed_forward.in_layer.weight", 0),
         num_text_blocks=blocks("text_transformer_blocks."), num_visual_blocks=blocks("visual_transformer_blocks.")),
-    convert=lambda tensors, config: dict(tensors), latent=LATENT, adapt_model=_amend, pixels=lambda config: (4, 8, 8),
+    convert=lambda tensors, config: dict(tensors), latent=LATENT, adapt_model=_adapt, pixels=lambda config: (4, 8, 8),
     conditioning={"context": "in_text_dim", "y": "in_text_dim2", "time_dim_replace": None,
                   "rope_scales": None},
     ignored=("attention_mask", "denoise_mask"),
@@ -146,7 +146,8 @@ KANDINSKY5 = Family(
         blocks=(BlockList("visual_transformer_blocks", "visual_transformer_blocks.", "num_visual_blocks"),),
         streams={"visual_embed": "image"}, attention={"self_attention": ("image",)}, tokens={"rope": TABLE},
         cacheable={"visual_modulation": "step", "cross_attention.to_key": "step", "cross_attention.to_value": "step"},
-        once_outside={"text_embeddings": "run", "pooled_text_embeddings": "run", "text_transformer_blocks": "step"}),
+        cacheable_outside={"text_embeddings": "run", "pooled_text_embeddings": "run",
+                           "text_transformer_blocks": "step"}),
     num_heads=lambda config: config["model_dim"] // sum(config["axes_dims"]), width=lambda config: config["model_dim"],
     num_channels=lambda config: config["out_visual_dim"],
     in_channels=lambda config: config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"],

@@ -19,7 +19,7 @@ def _places(call):
     return moved([rows.new_zeros(1), rows + (call.patch.start // 2 if call.patch is not None else 0), columns], call)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     KANDINSKY5.adapt_model(model, config)
     forward = model.forward
     model.forward = lambda *, hidden_states, **inputs: (
@@ -33,7 +33,7 @@ KANDINSKY5_IMAGE = dataclasses.replace(
     recognise=lambda shapes: has(KEY, PIXELS)(shapes) and shapes[PIXELS][1] == 64,
     config=config_of(**KANDINSKY5.config.rules | {
         "in_visual_dim": size(PIXELS, 1, 4), "visual_cond": False}),
-    latent=LATENT, adapt_model=_amend, pixels=lambda config: (1, 8, 8),
+    latent=LATENT, adapt_model=_adapt, pixels=lambda config: (1, 8, 8),
     conditioning={"context": "in_text_dim", "y": "in_text_dim2", "rope_scales": None},
     arguments=KANDINSKY5.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT), "visual_rope_pos": _places},
     test_config=Tiny(TINY.config | {"visual_cond": False}, TINY.native,

@@ -37,7 +37,7 @@ def _convert(tensors, config):
             for name, tensor in KEYS(tensors, config).items()}
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Norms add one to their weights in float32, in whichever type these are held, as ComfyUI's do; references are at
     the time of the latent, or at time zero.
     """
@@ -86,7 +86,7 @@ def _text_width(shapes):
     return shapes[f"{fusion}.projector.weight"][1] * shapes[norm][0]
 
 
-def _picture(call):
+def _image(call):
     frames = whole_shape(call)[2]
     if frames > 1:
         raise ConfigError("Use an empty latent of a picture, with batch_size for several: Krea 2 draws pictures, and "
@@ -126,21 +126,21 @@ KREA2 = Family(
         num_layerwise_text_blocks=blocks("txtfusion.layerwise_blocks."),
         num_refiner_text_blocks=blocks("txtfusion.refiner_blocks."),
         axes_dims_rope=_axes, rope_theta=1000.0, norm_eps=1e-5, _text_width=_text_width),
-    convert=_convert, adapt_model=_amend, config_from_tensors=("_text_width",),
+    convert=_convert, adapt_model=_adapt, config_from_tensors=("_text_width",),
     num_channels=lambda config: config["in_channels"] // 4,
     num_key_heads=lambda config: config["num_key_value_heads"],
     conditioning={"context": "_text_width", "ref_latents": None, "ref_latents_method": None},
     unsupported_arguments=_beyond,
     only_with={"ref_latents": "ref_latents_method"}, lengths={"reference": LATENT.num_reference_tokens},
     choices={"ref_latents_method": dict.fromkeys(("index", "offset", "uxo"), "index") | {AT_ZERO: AT_ZERO}},
-    arguments={"hidden_states": _picture, "timestep": timestep(), "encoder_hidden_states": _text,
+    arguments={"hidden_states": _image, "timestep": timestep(), "encoder_hidden_states": _text,
                "position_ids": _positions, "at_zero": _at_zero},
     activation_factors={"alone": 12.75, "residual": 4.75, "whole": 7.75, "outside": 6.75, "held": 1.6, "block": 12.55,
           "exchange": 12.4, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
-        once_outside={"text_fusion": "run", "txt_in": "run", "time_mod_proj": "step"}),
+        cacheable_outside={"text_fusion": "run", "txt_in": "run", "time_mod_proj": "step"}),
     test_config=Tiny(
         {"in_channels": 16, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
          "num_key_value_heads": 2,

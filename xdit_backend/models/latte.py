@@ -19,7 +19,7 @@ def _latent(call):
     return LATENT(call)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """A block over places calls the one over frames that comes after it, so that hidden states between blocks are
     always (B * F, T, C).
 
@@ -64,7 +64,7 @@ LATTE = Family(
         attention_type=in_config_json, caption_channels=in_config_json, cross_attention_dim=in_config_json,
         norm_eps=in_config_json, norm_num_groups=in_config_json,
         num_embeds_ada_norm=in_config_json, video_length=in_config_json, dropout=in_config_json),
-    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_amend,
+    convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_adapt,
     sampled=Sampled("EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", {
         "latent_dimensions": 3}, memory=0.5),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
@@ -75,7 +75,7 @@ LATTE = Family(
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", paired="temporal_transformer_blocks"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)}, positions={"pos_embed": embedded},
-        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
+        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, cacheable_outside={"caption_projection": "run"}),
     test_config=Tiny({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
                       "num_layers": 4,
                "patch_size": 2,

@@ -31,7 +31,7 @@ def _mask(call):
     return call.latent.new_zeros(len(call.latent), 0, dtype=torch.bool) if mask is None else mask
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Blocks are told which tokens of the text are real, and make ComfyUI's bias of it: only so it can be cut."""
     bias = model._build_joint_attention_mask
     model._build_joint_attention_mask = lambda text, num_image_tokens: text if text.shape[1] else None
@@ -68,19 +68,19 @@ LENS = Family(
         multi_layer_encoder_feature=lambda shapes: _text_norms(shapes) > 0,
         selected_layer_index=lambda shapes: tuple(range(_text_norms(shapes) or 1)),
         _text_width=size("txt_in.weight", 1)),
-    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_amend,
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
     conditioning={"context": "_text_width", "attention_mask": None},
     arguments=handed_on(LATENT, "context", attention_mask=_mask),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 11.1, "residual": 5.95, "whole": 7.95, "outside": 5.5, "held": 1.35, "block": 10.6,
           "exchange": 15.55, "own": 0.55},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_share=0.5,
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_fraction=0.5,
                           patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": ALL},
         tokens={"freqs_cis": TokenArgument(2, ALL)}, masks={"attention_mask": ("text",)},
         positions={"pos_embed": _positions}, cacheable={"img_mod.1": "step", "txt_mod.1": "step"},
-        once_outside={"txt_in": "run"}),
+        cacheable_outside={"txt_in": "run"}),
     test_config=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")}
               | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96, "axes_dims_rope": (32, 32, 32)},
               detected="Lens"),

@@ -62,7 +62,7 @@ LTX = Family(
         streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TABLE, "temb": TABLE},
         of_heads=("image_rotary_emb",),
-        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
+        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, cacheable_outside={"caption_projection": "run"}),
     test_config=Tiny(
         {"in_channels": 8, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
          "cross_attention_dim": 32, "num_layers": 4, "caption_channels": 24, "_causal_temporal_positioning": True},

@@ -23,11 +23,11 @@ from .ltx2_audio import (
     TOKENS,
     VIDEO,
     call_shapes,
-    num_sounds,
+    num_audio,
     places_after_reference,
     split_parts,
     unfold,
-    unpack_sound,
+    unpack_audio,
 )
 from .ltx2_folder import CONNECTORS
 
@@ -43,7 +43,7 @@ KEYS = table(
     (r"\.([qk])_norm\.", r".norm_\1."))
 
 
-def _lacks_sound(shapes):
+def _lacks_audio(shapes):
     return not has("transformer_blocks.0.audio_to_video_attn.to_k.weight", "audio_patchify_proj.weight",
                    "audio_proj_out.weight")(shapes)
 
@@ -71,7 +71,7 @@ def _coordinates(call):
     return bounds(call).expand(len(call.latent), -1, -1, -1)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """As in ComfyUI, attention's norms have its epsilon, rotary tables are those that the file's metadata says, and
     each stream's gate is of the other's latest time.
     """
@@ -91,10 +91,10 @@ def _amend(model, config):
         now[:] = [most_times]
         if not num_references:
             return (forward(**inputs),)
-        sounds = inputs["audio_hidden_states"]
-        places = places_after_reference(model.audio_rope, num_references, sounds.shape[1], len(sounds), sounds.device)
-        video, sound = forward(**inputs, audio_coords=places)
-        return ((video, sound[:, num_references:]),)
+        audio = inputs["audio_hidden_states"]
+        places = places_after_reference(model.audio_rope, num_references, audio.shape[1], len(audio), audio.device)
+        video, audio = forward(**inputs, audio_coords=places)
+        return ((video, audio[:, num_references:]),)
     model.forward = forward_at
 
     def gate(module, which):
@@ -116,17 +116,17 @@ def _amend(model, config):
 LTX2 = dataclasses.replace(
     LTX, name="LTX-2", title="LTX-2 video and sound", transformer="LTX2VideoTransformer3DModel",
     recognise=lambda shapes: IS_LTX(shapes) and has("audio_adaln_single.linear.weight")(shapes),
-    refusals=(because("it lacks the attentions between video and sound", _lacks_sound),
+    refusals=(because("it lacks the attentions between video and sound", _lacks_audio),
               because("it projects its text by one layer before the connectors", _projects_early)),
     config=config_of(
         **{name: rule for name, rule in LTX.config.rules.items()
            if name != "caption_channels"},
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
-    settings=LTX.settings | SETTINGS, convert=KEYS, adapt_model=_amend, config_from_tensors=("_text_width",),
+    settings=LTX.settings | SETTINGS, convert=KEYS, adapt_model=_adapt, config_from_tensors=("_text_width",),
     **CONNECTORS,
     conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None},
     unfold=lambda conditioning: unfold(LTX.unfold(conditioning)), ignored=(*LTX.ignored, "audio_denoise_mask"),
-    parts={"audio": unpack_sound}, split_parts=split_parts, call_shapes=call_shapes, lengths={"audio": num_sounds},
+    parts={"audio": unpack_audio}, split_parts=split_parts, call_shapes=call_shapes, lengths={"audio": num_audio},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],
@@ -134,14 +134,14 @@ LTX2 = dataclasses.replace(
     activation_factors={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4,
           "held": 7.45, "block": 13.7, "exchange": 12.7, "keys": 3.0},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_share=0.78,
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_fraction=0.78,
                           patched="double"),),
         streams={"hidden_states": "image", "audio_hidden_states": "audio"}, outputs=("image", "audio"), needs_text=True,
         attention={"attn1": VIDEO, "audio_attn1": AUDIO},
         cross_attention={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
         of_heads=("query_rotary_emb", "key_rotary_emb"),
         cacheable={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
-        once_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
+        cacheable_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
     test_config=Tiny(
         LTX.test_config.config | {f"_{name}": value
                            for name, value in ({name: values[0] for name, values in SETTINGS.items()} | SAYS).items()}

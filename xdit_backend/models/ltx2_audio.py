@@ -42,16 +42,16 @@ RULES = {
 
 def split_parts(latents, times, config, options):
     """The video, its timestep, and of this call: the sound, (B, C, T, F), its times, and the latest time of each."""
-    video, *sounds = latents
+    video, *audio = latents
     times = times if isinstance(times, tuple) else (times, times)
     channels = config["audio_in_channels"] // FREQUENCIES
-    if (len(sounds) > 1 or any(sound.ndim != 4 or sound.shape[1::2] != (channels, FREQUENCIES) or 0 in sound.shape
-                               for sound in sounds)):
+    if (len(audio) > 1 or any(audio.ndim != 4 or audio.shape[1::2] != (channels, FREQUENCIES) or 0 in audio.shape
+                               for audio in audio)):
         raise ConfigError("Make them with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the "
                           f"latent has parts of the shapes {', '.join(str(tuple(part.shape)) for part in latents)}, "
                           f"and LTX-2 works on a video and a sound of (batch, {channels}, length, {FREQUENCIES}).")
     most = torch.stack([part.max() for part in times])[None]
-    return video, times[0], dict(zip(("audio",), sounds)) | {"audio_times": times[1], "most_times": most}
+    return video, times[0], dict(zip(("audio",), audio)) | {"audio_times": times[1], "most_times": most}
 
 
 def call_shapes(config, shape, length=None):
@@ -59,8 +59,8 @@ def call_shapes(config, shape, length=None):
     video; 0: there is none."""
     if length is None:
         length = round(shape[2] * FRAMES_A_TOKEN * SOUNDS_A_FRAME)
-    sound = {"audio": (shape[0], config["audio_in_channels"] // FREQUENCIES, length, FREQUENCIES)} if length else {}
-    return sound | {"audio_times": (shape[0],), "most_times": (1, 2)}
+    audio = {"audio": (shape[0], config["audio_in_channels"] // FREQUENCIES, length, FREQUENCIES)} if length else {}
+    return audio | {"audio_times": (shape[0],), "most_times": (1, 2)}
 
 
 def unfold(conditioning):
@@ -74,13 +74,13 @@ def num_references(conditioning):
     return conditioning["ref_audio"].shape[1] if "ref_audio" in conditioning else 0
 
 
-def num_sounds(conditioning):
+def num_audio(conditioning):
     """Tokens of sound, with those of the reference; where there are none, one that nothing reads."""
     own = conditioning["audio"].shape[2] if "audio" in conditioning else 0
     return own + num_references(conditioning) or 1
 
 
-def unpack_sound(tokens):
+def unpack_audio(tokens):
     return tokens.unflatten(2, (-1, FREQUENCIES)).transpose(1, 2)
 
 
@@ -106,7 +106,7 @@ def _times(call):
     times, count = call.conditioning["audio_times"], num_references(call.conditioning)
     if not count:
         return times
-    own = times.reshape(len(times), -1).expand(-1, num_sounds(call.conditioning) - count)
+    own = times.reshape(len(times), -1).expand(-1, num_audio(call.conditioning) - count)
     return torch.cat([own.new_zeros(len(own), count), own], 1)
 
 
@@ -133,7 +133,7 @@ def _latest(times):
 ARGUMENTS = {
     "audio_hidden_states": _tokens, "audio_timestep": lambda call: 1000 * _times(call),
     "num_references": lambda call: num_references(call.conditioning),
-    "audio_num_frames": lambda call: num_sounds(call.conditioning),
+    "audio_num_frames": lambda call: num_audio(call.conditioning),
     "isolate_modalities": _is_silent,
     "audio_encoder_attention_mask": text_mask, "most_times": _most_times,
     "sigma": lambda call: _latest(call.timestep),

@@ -31,15 +31,15 @@ def _num_heads(shapes):
     return shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Where places are moved, those of the picture are, whose tokens come after the text's: they alone have the
     highest frame."""
     rope = model.rope_embedder
 
     def rotations(ids, scales):
-        places, is_picture = ids.double(), ids[..., :1] == ids[..., :1].amax(1, keepdim=True)
+        places, is_image = ids.double(), ids[..., :1] == ids[..., :1].amax(1, keepdim=True)
         moved = torch.cat([places[..., :1], places[..., 1:] * scales[1:, 0] + scales[1:, 1]], -1)
-        return complex_rotations(torch.where(is_picture, moved, places), rope.axes_dim, rope.theta)
+        return complex_rotations(torch.where(is_image, moved, places), rope.axes_dim, rope.theta)
     model.forward = with_rotations(model, model.forward, rope, "_get_freqs_cis", rotations)
 
 
@@ -55,7 +55,7 @@ LUMINA2 = Family(
                                      - _num_heads(shapes)) // 2,
         num_layers=blocks("layers."), num_refiner_layers=blocks("noise_refiner."),
         axes_dim_rope=lambda shapes: (HEAD_SIZE(shapes) // 3,) * 3),
-    convert=KEYS, latent=LATENT, adapt_model=_amend, time_scale=1.0, sign=-1.0,
+    convert=KEYS, latent=LATENT, adapt_model=_adapt, time_scale=1.0, sign=-1.0,
     width=lambda config: config["hidden_size"],
     num_key_heads=lambda config: config["num_kv_heads"],
     conditioning={"context": "cap_feat_dim", "rope_scales": None},
@@ -72,7 +72,7 @@ LUMINA2 = Family(
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, tokens={"image_rotary_emb": SEQUENCE},
         positions={"rope_embedder": Cut((None, None, PICTURE, SEQUENCE, None, None))},
         cacheable={"norm1.linear": "step"},
-        once_outside={"time_caption_embed.caption_embedder": "run", "context_refiner": "run"}),
+        cacheable_outside={"time_caption_embed.caption_embedder": "run", "context_refiner": "run"}),
     test_config=Tiny(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "hidden_size": 48, "num_layers": 2,
          "num_refiner_layers": 2,

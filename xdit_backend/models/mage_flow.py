@@ -37,7 +37,7 @@ def _positions(module, forward, rows, tokens, args, kwargs):
     return tokens_of_it, ids, sizes
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """A block whose text is a stand-in has a row of positions for it."""
     for block in model.transformer_blocks:
         block.forward = MethodType(_with_stand_in, block)
@@ -64,7 +64,7 @@ MAGE_FLOW = Family(
         num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // shapes[NORM][0],
         joint_attention_dim=size("txt_in.weight", 1),
         axes_dims_rope=_axes),
-    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_amend,
+    convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
     conditioning={"context": "joint_attention_dim", "ref_latents": None},
     lengths={"reference": num_reference_tokens(LATENT)}, ignored=("ref_latents_method",),
     arguments=handed_on(LATENT, "context", ref_latents=whole_references),
@@ -72,11 +72,11 @@ MAGE_FLOW = Family(
     activation_factors={"alone": 11.3, "residual": 3.37, "whole": 5.0, "outside": 2.6, "held": 1.33, "block": 10.67,
           "exchange": 15.87, "attends": 7.96, "entered": 1.08},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", PICTURES), image_share=0.5,
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", PICTURES), image_fraction=0.5,
                           control="input", patched="double"),),
         streams={"hidden_states": PICTURES, "encoder_hidden_states": "text"}, attention={"attn": ALL},
         needs_text=True, tokens={"image_rotary_emb": TokenArgument(2, ALL)}, positions={"process_img": _positions},
-        cacheable={"img_mod.1": "step", "txt_mod.1": "step"}, once_outside={"txt_in": "run"}),
+        cacheable={"img_mod.1": "step", "txt_mod.1": "step"}, cacheable_outside={"txt_in": "run"}),
     test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 128, "out_channels": 128, "joint_attention_dim": 2560},
               detected="MageFlow"),
 )

@@ -62,7 +62,7 @@ def _last_norm(self, hidden_states, temb, timestep_indices):
     return self.norm(hidden_states) * (1 + scale[timestep_indices]) + shift[timestep_indices]
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Tables of positions are the file's; what is gated and its gate are two layers; the time is rounded as in
     ComfyUI, or is a curve's; of the sound, what is predicted of it alone is taken, by the slope of its schedule."""
     halve(model, GATED)
@@ -113,7 +113,7 @@ MINIMAX_H3 = Family(
         time_embed_dim=size("blocks.0.adaln_proj.linear.weight", 1), rope_freq_dim=size("rope.inv_freq", 0),
         _has_frequencies=has("rope.inv_freq"), _curve_points=optional_size(CURVE, 0)),
     convert=KEYS, split_linears=GATED, marker_tensors={"rope_freq_dim": "rope.inv_freq"},
-    latent=LATENT, sign=-1.0, adapt_model=_amend, unsupported_dtypes=("float16",),
+    latent=LATENT, sign=-1.0, adapt_model=_adapt, unsupported_dtypes=("float16",),
     conditioning={"context": "text_dim", **dict.fromkeys(("token_tags", "first_frame", "last_frame", "ref_videos",
                                                           "ref_sounds"))},
     unfold=unfold, split_parts=split_parts, call_shapes=call_shapes, options=tuple(SHIFTS),
@@ -134,7 +134,7 @@ MINIMAX_H3 = Family(
         blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,), patched="double"),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, outputs=("image", "audio"), needs_text=True,
         tokens={"adaln_indices": TokenArgument(0, ALL), "rotary_emb": TokenArgument(0, ALL)},
-        cacheable={"adaln_proj": "step"}, once_outside={"context_embedder": "run", "token_refiner": "run"}),
+        cacheable={"adaln_proj": "step"}, cacheable_outside={"context_embedder": "run", "token_refiner": "run"}),
     test_config=Tiny(TINY, "comfy.ldm.minimax.model:MiniMaxH3Model",
               {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1, "num_attention_heads": 8,
                "attention_head_dim": 16, "ffn_hidden_size": 256, "text_dim": 24, "timestep_input_dim": 16,

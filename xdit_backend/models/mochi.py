@@ -73,7 +73,7 @@ def _whole_counts(rows, args, kwargs):
     return [frequencies, *counts], kwargs
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """ComfyUI turns heads and norms tokens in the type it computes in;
     diffusers attends to each image's text by itself."""
     norms = {"MochiRMSNorm": _norm, "MochiModulatedRMSNorm": _scaled_norm, "MochiRMSNormZero": _first_norm}
@@ -132,7 +132,7 @@ MOCHI = Family(
         attention_head_dim=lambda shapes: 2 * shapes["pos_frequencies"][2], num_layers=blocks("blocks."),
         pooled_projection_dim=size("t5_yproj.weight", 0), text_embed_dim=size("t5_yproj.weight", 1),
         time_embed_dim=size("t_embedder.mlp.0.weight", 1)),
-    convert=_convert, latent=LATENT, adapt_model=_amend, sign=-1.0, time_scale=1.0, pixels=lambda config: (6, 8, 8),
+    convert=_convert, latent=LATENT, adapt_model=_adapt, sign=-1.0, time_scale=1.0, pixels=lambda config: (6, 8, 8),
     conditioning={"context": "text_embed_dim", "attention_mask": None, "num_tokens": None},
     lengths={"text": _num_text_tokens}, stream_widths={"text": "pooled_projection_dim"},
     arguments={"hidden_states": even_sides("Mochi", LATENT), "encoder_hidden_states": _text,
@@ -141,12 +141,12 @@ MOCHI = Family(
                         "exchange": 13.0,
           "own": 0.0},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "blocks.", returns=BOTH, image_share=0.7, patched="double"),),
+        blocks=(BlockList("transformer_blocks", "blocks.", returns=BOTH, image_fraction=0.7, patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn1": BOTH},
         tokens={"image_rotary_emb": TABLE}, masks={"encoder_attention_mask": ()}, of_heads=("image_rotary_emb",),
         positions={"rope": Cut(TABLE, _whole_counts)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
-        once_outside={"time_embed.pooler": "run", "time_embed.caption_proj": "run"}),
+        cacheable_outside={"time_embed.pooler": "run", "time_embed.caption_proj": "run"}),
     test_config=Tiny(
         {"patch_size": 2, "in_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
          "pooled_projection_dim": 32, "text_embed_dim": 24, "time_embed_dim": 16},

@@ -60,7 +60,7 @@ NEWBIE = Family(
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"embed_all": _of_patch}, unstaged_blocks=("context_refiner",),
         cacheable={"adaLN_modulation": "step"},
-        once_outside={"cap_embedder": "run", "context_refiner": "run", "clip_text_pooled_proj": "run",
+        cacheable_outside={"cap_embedder": "run", "context_refiner": "run", "clip_text_pooled_proj": "run",
                       "time_text_embed": "step"}),
     test_config=Tiny(TINY, NATIVE, TINY | WIDE, detected="Lumina2",
               input_shapes={"clip_text_pooled": lambda config, shape, tokens: (shape[0], config["clip_text_dim"])}),

@@ -70,7 +70,7 @@ OMNIGEN2 = Family(
     plan=ModelPlan(
         blocks=(REFINED, BlockList("layers", "layers.", returns=(ALL,))),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
-        positions=POSITIONS, once_outside={"context_refiner": "run", "ref_image_refiner": "step"},
+        positions=POSITIONS, cacheable_outside={"context_refiner": "run", "ref_image_refiner": "step"},
         unstaged_blocks=("context_refiner", "ref_image_refiner")),
     test_config=Tiny(TINY, NATIVE, TINY | WIDE, detected="Omnigen2",
               input_shapes={"num_tokens": lambda config, shape, tokens: (tokens,)}),

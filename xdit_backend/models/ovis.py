@@ -17,7 +17,7 @@ KEYS = table((r"^time_in\.", "timestep_embedder."), (r"^txt_norm\.(?:scale|weigh
              (r"\.linear1\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v.", ".proj_mlp."), (1, 1, 1, 8)))
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """ComfyUI's norm of the text has the smallest number of its type, where diffusers' has 1e-6. What is gated and its
     gate are two layers there, which a file may hold in formats of their own."""
     model.context_embedder_norm.eps = None
@@ -29,13 +29,13 @@ OVIS = dataclasses.replace(
     recognise=lambda shapes: BLOCKS(shapes) and has("txt_norm.", "double_blocks.0.img_mlp.gate_proj.weight")(shapes),
     config=config_of(**LONGCAT.config.rules | {
         "out_channels": size("final_layer.linear.weight", 0)}),
-    convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), adapt_model=_amend,
+    convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), adapt_model=_adapt,
     split_linears=GATED,
     rope_options=FLUX.rope_options, ignored=("y", "guidance"),
     num_channels=FLUX.num_channels, arguments=LONGCAT.arguments | {"img_ids": LATENT.positions},
     activation_factors=FLUX.activation_factors | {"alone": 25.3, "residual": 3.3, "whole": 9.75, "held": 0.25,
                                                   "block": 25.1, "exchange": 27.2},
     plan=dataclasses.replace(FLUX.plan, full_precision_inputs={"time_proj": (("timestep",), 1000.0)},
-                             once_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
+                             cacheable_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
     test_config=Tiny(LONGCAT.test_config.config, FLUX.test_config.native,
               LONGCAT.test_config.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))

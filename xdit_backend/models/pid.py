@@ -20,7 +20,7 @@ PER_TOKEN, IS_NEWER = "lq_proj.gate_modules.0.content_proj.weight", has("lq_proj
 PIXELS = 32                                # of the picture, for each of the latent that is drawn, where that has 8
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """What ComfyUI's forward does before a block is done in it, where a rank has some of the tokens."""
     said, gates = ForwardValue(model), model.lq_proj.gate_modules
 
@@ -94,7 +94,7 @@ OWN = {"lq_latent_channels": 4, "lq_hidden_dim": 32, "lq_num_res_blocks": 2, "lq
        "latent_spatial_down_factor": 8, "lq_latent_unpatchify_factor": 1}
 
 PID = dataclasses.replace(
-    PIXELDIT, name="PiD", title="PiD, PiD 1.5 (pixels of a latent)", transformer=NATIVE, adapt_model=_amend,
+    PIXELDIT, name="PiD", title="PiD, PiD 1.5 (pixels of a latent)", transformer=NATIVE, adapt_model=_adapt,
     recognise=has(LQ, "pixel_embedder.proj.weight", "patch_blocks.0.attn.qkv_x.weight"),
     config=config_of(
         **RULES, lq_latent_channels=_channels, lq_hidden_dim=size(LQ, 0), lq_interval=_interval,
@@ -115,7 +115,7 @@ PID = dataclasses.replace(
         PIXELDIT.plan, blocks=tuple(
             dataclasses.replace(list_, file_prefix=f"{list_.name}.") for list_ in PIXELDIT.plan.blocks),
         positions=PIXELDIT.plan.positions | {"lq_proj": _for_whole},
-        once_outside=PIXELDIT.plan.once_outside | {"lq_proj.latent_proj": "run"}),
+        cacheable_outside=PIXELDIT.plan.cacheable_outside | {"lq_proj.latent_proj": "run"}),
     test_config=Tiny(TINY | OWN | NEWER, NATIVE,
                      PIXELDIT.test_config.arguments | OWN | NEWER | {"lq_latent_channels": 16},
               detected="PiD", input_shapes={"lq_latent": _of_latent,

@@ -41,7 +41,7 @@ def _latent(call):
     return call.latent
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Positions as ComfyUI's model computes them: scaled by the latent's size, in the precision of the latent."""
     embed = model.pos_embed
     embed.pos_embed = None                                     # diffusers' forward then embeds alone
@@ -89,7 +89,7 @@ PIXART = Family(
         cross_attention_dim=size("x_embedder.proj.weight", 0), caption_channels=size("y_embedder.y_proj.fc1.weight", 1),
         attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_single",
         norm_elementwise_affine=False, norm_eps=1e-6, use_additional_conditions=False),
-    convert=KEYS, latent=LATENT, adapt_model=_amend, config_from_tensors=("interpolation_scale", "sample_size"),
+    convert=KEYS, latent=LATENT, adapt_model=_adapt, config_from_tensors=("interpolation_scale", "sample_size"),
     keep_in_compute_dtype=("scale_shift_table",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
@@ -101,7 +101,7 @@ PIXART = Family(
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},
-        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"},
+        cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, cacheable_outside={"caption_projection": "run"},
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)}),
     test_config=Tiny(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,

@@ -56,7 +56,7 @@ PIXELDIT = Family(
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     plan=ModelPlan(
         blocks=(BlockList("patch_blocks", f"{PREFIX}patch_blocks.", "patch_depth", returns=("image", "text"),
-                          image_share=0.5),
+                          image_fraction=0.5),
                 BlockList("pixel_blocks", f"{PREFIX}pixel_blocks.", "pixel_depth", streams={"x": "image"}, tokens={},
                           attention={"attn": IMAGE}, width="_drawn_width")),
         streams={"x": "image", "y": "text"}, attention={"attn": BOTH}, needs_text=True, rereads_latent=True,
@@ -66,7 +66,8 @@ PIXELDIT = Family(
         # of which the most are numbers for each pixel
         unsplit=("adaLN_modulation_msa", "adaLN_modulation_mlp", "compress_to_attn", "expand_from_attn", "mlp.fc1",
                  "mlp.fc2"),
-        cacheable={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"}, once_outside={"y_embedder": "run"}),
+        cacheable={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"},
+        cacheable_outside={"y_embedder": "run"}),
     test_config=Tiny(TINY, NATIVE, {name: size for name, size in TINY.items() if not name.startswith("_")} | {
         "hidden_size": 256, "pixel_attn_hidden_size": 256, "txt_embed_dim": 48}, detected="PixelDiTT2I"),
 )

@@ -20,7 +20,7 @@ NAMES = has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight")
 HEAD_SIZE = size("transformer_blocks.0.attn.norm_q.weight", 0)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """What ComfyUI does otherwise: it counts rows and columns from the middle with odd sizes rounded down, places
     references as a workflow says, and takes them at the time of the latent or at time zero.
     """
@@ -84,7 +84,7 @@ QWEN_IMAGE = Family(
                                        HEAD_SIZE(shapes) * 7 // 16),
         zero_cond_t=has("__index_timestep_zero__"), use_additional_t_cond=has(LAYERED),
         use_layer3d_rope=has(LAYERED)),
-    convert=table((r"^__index_timestep_zero__$", None)), adapt_model=_amend,
+    convert=table((r"^__index_timestep_zero__$", None)), adapt_model=_adapt,
     marker_tensors={"zero_cond_t": "__index_timestep_zero__"},
     conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None,
                   "ref_latents_method": None},
@@ -96,14 +96,14 @@ QWEN_IMAGE = Family(
                         "exchange": 16.9,
           "own": 0.75},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5,
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_fraction=0.5,
                           control="input", patched="double", added="double_block"),),
         streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ("text", *IMAGE)},
         needs_text=True, tokens={"image_rotary_emb": (TABLE, TEXT), "modulate_index": TokenArgument(1, IMAGE)},
         masks={"encoder_hidden_states_mask": ("text",)}, positions={"pos_embed": Cut((TABLE, TEXT), whole_shapes)},
         full_precision_inputs={"time_text_embed": (("timestep",), 1.0)},
         cacheable={"img_mod": "step", "txt_mod": "step"},
-        once_outside={"txt_in": "run"}),
+        cacheable_outside={"txt_in": "run"}),
     test_config=Tiny(
         {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16,
          "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6), "zero_cond_t": False,

@@ -36,7 +36,7 @@ def _latent(call):
     return LATENT(call)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Positions are added in float32, whatever type they are held in. Layers for the text come before all else."""
     from diffusers.models.attention import BasicTransformerBlock
     embed, width = model.pos_embed, config["joint_attention_dim"]
@@ -74,19 +74,19 @@ SD3 = Family(
         dual_attention_layers=lambda shapes: tuple(sorted(
             int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight"))),
         _context_layers=blocks("context_processor.layers.")),
-    convert=_convert, latent=LATENT, adapt_model=_amend, config_from_tensors=("sample_size",),
+    convert=_convert, latent=LATENT, adapt_model=_adapt, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},
     activation_factors={"alone": 12.35, "narrowing": 0.754, "residual": 4.9, "whole": 7.6, "outside": 5.65, "held": 1.2,
           "block": 10.0, "exchange": 13.2, "once": 1.85},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5,
+        blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_fraction=0.5,
                           control="output", patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         attention={"attn": ("image", "text"), "attn2": ("image",)}, positions={"pos_embed": embedded},
-        once_outside={"context_embedder": "run", "context_processor": "run"}),
+        cacheable_outside={"context_embedder": "run", "context_processor": "run"}),
     test_config=Tiny(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4,
          "attention_head_dim": 8,

@@ -71,7 +71,7 @@ class _Windows(nn.Module):
     proj_out = proj_qkv
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Blocks have the batch as a dim of its own, which ComfyUI's forward joins with the tokens, and attend to windows
     of all tokens where a rank has some of them."""
     model.why_uncompiled = "its blocks ask the device for the sizes of their windows"
@@ -159,7 +159,7 @@ SEEDVR2 = Family(
         mm_layers=_num_unshared, expand_ratio=4, rope_dim=_rope_dim,
         rope_type=lambda shapes: "mmrope3d" if "vid_out_norm.weight" in shapes else "rope3d",
         vid_out_norm=lambda shapes: "vid_out_norm.weight" in shapes or None),
-    convert=same_names, latent=LATENT, adapt_model=_amend, read_by_nodes=CONDITIONINGS,
+    convert=same_names, latent=LATENT, adapt_model=_adapt, read_by_nodes=CONDITIONINGS,
     conditioning={"context": "txt_in_dim", "condition": None},
     # a call is of one branch, so that ComfyUI's forward swaps none
     arguments=handed_on(LATENT, "context", condition=_condition) | {

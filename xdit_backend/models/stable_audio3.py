@@ -48,7 +48,7 @@ STABLE_AUDIO3 = replace(
     activation_factors={"alone": 21.94, "residual": 2.84, "whole": 7.9, "held": 1.39, "block": 22.0, "exchange": 22.08,
           "entered": 3.0, "own": 0.0, "keys": 4.14},
     plan=replace(PLAN, unsplit=(), tokens=PLAN.tokens | {"local_add_cond": TokenArgument(1, ("image",))},
-                 once_outside=PLAN.once_outside | {"transformer.global_cond_embedder": "step"}),
+                 cacheable_outside=PLAN.cacheable_outside | {"transformer.global_cond_embedder": "step"}),
     test_config=Tiny(TINY3, NATIVE, TINY3 | {"io_channels": 256, "cond_token_dim": 768, "global_cond_dim": 768,
                                       "local_add_cond_dim": 257}, detected="StableAudio3",
               input_shapes=STABLE_AUDIO.test_config.input_shapes | {"local_add_cond": lambda config, shape, tokens: (

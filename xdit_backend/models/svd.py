@@ -18,7 +18,7 @@ SAME = ("sample_size", "in_channels", "out_channels", "block_out_channels", "lay
 EPS = 1e-5                                 # of ComfyUI's norms in residual blocks; diffusers has less in some
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Each frame is handed to diffusers' forward as a video of one, so that it has a time and a vector of its own; the
     blocks are told which of them are one video. The vector is ComfyUI's, ready made."""
     one_video, forward = ForwardValue(model), model.forward
@@ -52,7 +52,7 @@ SVD = Family(
         **{name: RULES[name] for name in SAME}, num_attention_heads=RULES["attention_head_dim"],
         down_block_types=_kinds("down_block_types"), up_block_types=_kinds("up_block_types"),
         projection_class_embeddings_input_dim=lambda shapes: shapes["label_emb.0.0.weight"][1]),
-    adapt_model=_amend, activation_factors={"alone": 27.6, "block": 28.6},
+    adapt_model=_adapt, activation_factors={"alone": 27.6, "block": 28.6},
     num_channels=lambda config: config["out_channels"],
     num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
     conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim",

@@ -6,7 +6,7 @@ from types import MethodType
 from torch import nn
 
 from .common.family import Family, Tiny
-from .common.inputs import blocks, config_of, has, optional_size, size, type_held, type_of_arithmetic
+from .common.inputs import blocks, config_of, has, optional_size, size, stored_dtype, type_of_arithmetic
 from .common.native_module import handed_on, same_names
 from .common.plan import BlockList, ModelPlan
 from .triposplat_latents import Row, call_shapes, first_part, pictures, split_parts, unfold
@@ -28,7 +28,7 @@ class _Anchors(nn.Module):
         return self.table[:, :tokens.shape[1]].to(tokens)
 
 
-class _Asked:
+class _Requested:
     """In the place of the class's table."""
 
     def __init__(self, anchors):
@@ -40,14 +40,14 @@ def _of_patch(module, forward, rows, tokens, args, kwargs):
     return module.table[:, rows.first_token:rows.first_token + args[0].shape[1]].to(args[0])
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Blocks make the places of their own tokens, which the class's forward does between them; what it calls there
     does nothing. The time's sines are made on its device, and are of the weights' type."""
     embedder, dtype = model.t_embedder, type_of_arithmetic(model)
-    embedder.forward = lambda times: embedder.mlp(_sines(embedder, times).to(type_held(embedder.mlp[0], dtype())))
+    embedder.forward = lambda times: embedder.mlp(_sines(embedder, times).to(stored_dtype(embedder.mlp[0], dtype())))
     model.anchors = _Anchors(model.pos_emb)
     del model.pos_emb
-    model.pos_emb = _Asked(model.anchors)
+    model.pos_emb = _Requested(model.anchors)
     for name, tables in (("noise_refiner", model.noise_repo_layers), ("blocks", model.repo_layers)):
         for block, table in zip(model.get_submodule(name), tables, strict=True):
             block.of_tokens, table.forward = (table,), _nothing                # no module of the block's own
@@ -81,7 +81,7 @@ TRIPOSPLAT = Family(
         num_blocks=blocks("blocks."), num_refiner_blocks=blocks("noise_refiner."), num_head_channels=size(NORM, 1),
         cam_channels=size("cam_out_layer.weight", 0), cond2_channels=optional_size("cond_embedder2.weight", 1),
         mlp_ratio=lambda shapes: shapes["blocks.0.mlp.mlp.0.weight"][0] // shapes["input_layer.weight"][0]),
-    convert=same_names, latent=LATENT, time_scale=1000.0, adapt_model=_amend, computes_as_made=True,
+    convert=same_names, latent=LATENT, time_scale=1000.0, adapt_model=_adapt, computes_as_made=True,
     conditioning={"context": "cond_channels", "picture": None}, ignored=("latent_shapes",), unfold=unfold,
     arguments=handed_on(LATENT, "context", times="t", ref_latents=pictures),
     parts={"camera": lambda output: output}, split_parts=split_parts, first_part=first_part, call_shapes=call_shapes,
@@ -98,7 +98,7 @@ TRIPOSPLAT = Family(
         streams={"x": ALL}, attention={"attn": ALL}, outputs=("image", "camera"), positions={"anchors": _of_patch},
         # whose places are of each head
         unsplit=WHOLE, unstaged_blocks=("context_refiner",),
-        once_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
+        cacheable_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
                       "adaLN_modulation": "step"}),
     test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 16, "out_channels": 16, "model_channels": 256,
                                     "num_head_channels": 64, "cond2_channels": 128}, detected="TripoSplat",

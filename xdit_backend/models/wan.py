@@ -56,7 +56,7 @@ def _convert(tensors, config):
                     for name, tensor in tensors.items()}, config)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """What diffusers computes otherwise: times are rounded to the type of the weights and embedded for each token, text
     is taken to have 512 tokens.
     """
@@ -130,7 +130,7 @@ WAN = Family(
         pos_embed_seq_len=optional_size("img_emb.emb_pos", 1)),
     convert=_convert, latent=LATENT,
     pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8),
-    adapt_model=_amend, keep_in_compute_dtype=("patch_embedding",),
+    adapt_model=_adapt, keep_in_compute_dtype=("patch_embedding",),
     conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None, "context_latents": None},
     lengths={"reference": num_context_tokens(LATENT)},
     ignored=("reference_latent", "denoise_mask"),
@@ -143,7 +143,7 @@ WAN = Family(
         blocks=(BlockList("blocks", "blocks.", patched="double", added="double_block", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn1": ALL},
         tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
-        once_outside={"condition_embedder.text_embedder": "run"}, audio_attention=("norm2", "attn2")),
+        cacheable_outside={"condition_embedder.text_embedder": "run"}, audio_attention=("norm2", "attn2")),
     test_config=Tiny(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7,
          "out_channels": 4,

@@ -29,7 +29,7 @@ def _pose_of_patch(module, forward, rows, tokens, args, kwargs):
                                patch.shape[axis]), motion
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """What ComfyUI's forward does after some blocks is done in these: a stage does so after its own."""
     embed, motions = model.after_patch_embedding, ForwardValue(model)
 
@@ -79,7 +79,7 @@ def _thin(model):
 
 
 WAN_ANIMATE = dataclasses.replace(
-    WAN_CAMERA, name="Wan Animate", title="Wan 2.2 Animate", transformer=NATIVE, adapt_model=_amend,
+    WAN_CAMERA, name="Wan Animate", title="Wan 2.2 Animate", transformer=NATIVE, adapt_model=_adapt,
     recognise=has(HEAD, "head.modulation", "face_adapter.fuser_blocks.0.k_norm.weight"),
     refusals=(only_parts(PARTS | FACE),),
     config=config_of(**RULES, model_type="animate", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),

@@ -39,7 +39,7 @@ WAN_CAMERA = Family(
         blocks=(BlockList("blocks", "blocks.", patched="double"),), streams={"x": "image"},
         attention={"self_attn": ("image",)}, tokens={"freqs": TABLE},
         positions={"rope_encode": Cut(TABLE, whole_sizes), "control_adapter": tokens_of_patch},
-        once_outside={"text_embedding": "run"}),
+        cacheable_outside={"text_embedding": "run"}),
     test_config=Tiny(TINY | {"model_type": "camera", "in_dim_control_adapter": 2, "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "camera", "in_dim": 32}, input_shapes={
                   "camera_conditions": lambda config, shape, tokens: (

@@ -45,7 +45,7 @@ def _scale(call):
     return 1.0 if scale is None else scale.view(-1, 1, 1)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """What ComfyUI's forward does after some blocks is done in these. A token reads one moment alone, whatever it asks:
     attention to one key gives its value."""
     music = ForwardValue(model)
@@ -97,7 +97,7 @@ def _with_music(self, x, e, freqs, context, context_img_len=257, transformer_opt
 
 
 WAN_DANCER = dataclasses.replace(
-    WAN_CAMERA, name="WanDancer", title="WanDancer", transformer=NATIVE, adapt_model=_amend, convert=KEYS,
+    WAN_CAMERA, name="WanDancer", title="WanDancer", transformer=NATIVE, adapt_model=_adapt, convert=KEYS,
     recognise=has(HEAD, "head.modulation", "patch_embedding_global.weight"),
     refusals=(only_parts(PARTS | MORE),),
     config=config_of(**RULES, model_type="wandancer", in_dim_ref_conv=optional_size("ref_conv.weight", 1),

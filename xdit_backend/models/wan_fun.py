@@ -70,7 +70,7 @@ WAN_FUN = dataclasses.replace(
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
-        positions={"rope_encode": _positions}, once_outside={"text_embedding": "run"}),
+        positions={"rope_encode": _positions}, cacheable_outside={"text_embedding": "run"}),
     test_config=Tiny(TINY | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
               input_shapes={"reference_latent": lambda config, shape, tokens: (

@@ -26,7 +26,7 @@ def _positions(module, forward, rows, tokens, args, kwargs):
     return forward(*args, **kwargs | ({"t_start": rows.whole_rows} if rows.axis == 0 else {}))
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Tokens that are not all of a frame read the sound of theirs."""
     for block in model.blocks:
         attention = block.audio_cross_attn_wrapper.audio_cross_attn
@@ -54,7 +54,7 @@ def _of_frames(self, x, context, transformer_options={}, **others):
 
 
 WAN_HUMO = dataclasses.replace(
-    WAN_CAMERA, name="Wan HuMo", title="Wan HuMo", transformer="comfy.ldm.wan.model:HumoWanModel", adapt_model=_amend,
+    WAN_CAMERA, name="Wan HuMo", title="Wan HuMo", transformer="comfy.ldm.wan.model:HumoWanModel", adapt_model=_adapt,
     recognise=has(HEAD, "head.modulation", "audio_proj.audio_proj_glob_1.layer.weight"),
     refusals=(only_parts(PARTS | {"audio_proj"}),), config=config_of(**RULES, model_type="humo"),
     conditioning={"context": "text_dim", "rope_scales": None, "audio_embed": None, "reference_latent": None},
@@ -69,7 +69,7 @@ WAN_HUMO = dataclasses.replace(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL},
         tokens={"freqs": TokenArgument(1, ALL)}, positions={"rope_encode": _positions}, places=("places", ALL),
-        once_outside={"text_embedding": "run"}),
+        cacheable_outside={"text_embedding": "run"}),
     test_config=Tiny(TINY | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel",
                      ARGUMENTS | {"model_type": "humo"},
               input_shapes={"audio_embed": lambda config, shape, tokens: (shape[0], shape[2], 8, 5, 1280),

@@ -45,10 +45,10 @@ def _times(call):
     return call.timestep[:, None].expand(-1, whole_shape(call)[2])
 
 
-def _sound(call):
+def _audio(call):
     """(B, layers, C, 1, 4 a frame of the whole latent); ComfyUI's forward cuts what comes fourth to a patch's frames"""
-    sound = given("audio_embed")(call)
-    return None if sound is None else sound[..., :4 * whole_shape(call)[2]].unsqueeze(3)
+    audio = given("audio_embed")(call)
+    return None if audio is None else audio[..., :4 * whole_shape(call)[2]].unsqueeze(3)
 
 
 def _positions(module, forward, rows, tokens, args, kwargs):
@@ -80,7 +80,7 @@ def _num_motion_tokens(conditioning):
     return sum(frames * (rows // side) * (columns // side) for frames, side in ((1, 2), (1, 4), (4, 8)))
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """What ComfyUI's forward does after some blocks is done in these; tokens that are not all of the sequence have the
     time of theirs, and read the sound of their frame."""
     given_to_blocks = ForwardValue(model)
@@ -96,7 +96,7 @@ def _amend(model, config):
             block = model.blocks[layer]
             # which are no modules of the block in files
             vars(block).update(injector=_of_one_block(model.audio_injector, number), given_to_blocks=given_to_blocks)
-            block.forward = MethodType(_with_sound, block)
+            block.forward = MethodType(_with_audio, block)
     model.audio_injector.forward = lambda x, *others: x
 
 
@@ -139,7 +139,7 @@ def _with_times(self, x, e, freqs, context, context_img_len=257, transformer_opt
     return type(self).forward(self, x, e, freqs, context, context_img_len, transformer_options)
 
 
-def _with_sound(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+def _with_audio(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
     x = _with_times(self, x, e, freqs, context, context_img_len, transformer_options, places)
     num_others, whole, own = self.given_to_blocks.get()
     if own is None:
@@ -159,15 +159,15 @@ def _of_frames(injector, x, whole_BF1C, own_BFNC, places, frame_size):
     norm, attention = injector.injector_adain_layers[0], injector.injector[0]
     heads, frames = (attention.num_heads, attention.head_dim), (places // frame_size).clamp(max=own_BFNC.shape[1] - 1)
     shift, scale = (each[:, frames] for each in norm.linear(norm.silu(whole_BF1C[:, :, 0])).chunk(2, 2))
-    x, sound = norm.norm(x) * (1 + scale) + shift, own_BFNC.flatten(1, 2)
+    x, audio = norm.norm(x) * (1 + scale) + shift, own_BFNC.flatten(1, 2)
     query, key, value = (each.unflatten(2, heads).transpose(1, 2) for each in (
-        attention.norm_q(attention.q(x)), attention.norm_k(attention.k(sound)), attention.v(sound)))
+        attention.norm_q(attention.q(x)), attention.norm_k(attention.k(audio)), attention.v(audio)))
     read = read_own_frame(query, key, value, frames, own_BFNC.shape[2])
     return attention.o(read.transpose(1, 2).flatten(2))
 
 
 WAN_S2V = dataclasses.replace(
-    WAN_CAMERA, name="Wan S2V", title="Wan 2.2 S2V", transformer=NATIVE, adapt_model=_amend,
+    WAN_CAMERA, name="Wan S2V", title="Wan 2.2 S2V", transformer=NATIVE, adapt_model=_adapt,
     recognise=has(HEAD, "head.modulation", "casual_audio_encoder.encoder.final_linear.weight"),
     refusals=(only_parts(PARTS | MORE),),
     config=config_of(**RULES, model_type="s2v",
@@ -177,7 +177,7 @@ WAN_S2V = dataclasses.replace(
                                                           "reference_motion", "control_video"))},
     ignored=("clip_fea", "denoise_mask"),
     arguments=handed_on(_latent, "context", "reference_latent", "reference_motion", "control_video",
-                        audio_embed=_sound, transformer_options=moves) | {"timestep": _times},
+                        audio_embed=_audio, transformer_options=moves) | {"timestep": _times},
     lengths={"reference": NUM_REFERENCE_TOKENS, "motion": _num_motion_tokens},
     activation_factors={"alone": 8.53, "residual": 0.53, "whole": 6.14, "held": 1.15, "block": 16.3,
           "exchange": 26.1, "entered": 14.1, "own": 0.0},
@@ -185,7 +185,7 @@ WAN_S2V = dataclasses.replace(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
         places=("places", ALL), positions={"rope_encode": _positions, "cond_encoder": tokens_of_patch, "head": _last},
-        once_outside={"text_embedding": "run"}),
+        cacheable_outside={"text_embedding": "run"}),
     test_config=Tiny(TINY | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2], "audio_dim": 8},
                      NATIVE,
               ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, input_shapes={

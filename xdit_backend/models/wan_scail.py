@@ -42,7 +42,7 @@ def _whole(rows, args, kwargs):
     return [*sizes, *args[3:]], kwargs
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """ComfyUI's forward takes a reference that is None for one."""
     model._forward = MethodType(_of_what_is_given, model)
 
@@ -60,7 +60,7 @@ def pose_shape(config, shape, tokens):
 
 
 WAN_SCAIL = dataclasses.replace(
-    WAN_CAMERA, name="Wan SCAIL", title="Wan SCAIL", transformer=NATIVE, adapt_model=_amend,
+    WAN_CAMERA, name="Wan SCAIL", title="Wan SCAIL", transformer=NATIVE, adapt_model=_adapt,
     recognise=lambda shapes: (has(HEAD, "head.modulation", "patch_embedding_pose.weight")(shapes)
                               and "patch_embedding_mask.weight" not in shapes),
     refusals=(only_parts(PARTS | {"patch_embedding_pose"}),),
@@ -77,7 +77,7 @@ WAN_SCAIL = dataclasses.replace(
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
-        positions={"rope_encode": Cut(TokenArgument(1, ALL), _whole)}, once_outside={"text_embedding": "run"}),
+        positions={"rope_encode": Cut(TokenArgument(1, ALL), _whole)}, cacheable_outside={"text_embedding": "run"}),
     test_config=Tiny(TINY | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "scail", "in_dim": 20},
               input_shapes={"reference_latent": reference_shape, "pose_latents": pose_shape}),

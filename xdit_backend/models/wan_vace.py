@@ -52,7 +52,7 @@ def _several(arguments):
     return "several control videos" if control is not None and control.shape[1] > 1 else None
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """The forward is that of diffusers' Wan; hidden states are those of the video beside those of the control."""
     from diffusers import WanTransformer3DModel
     model.forward = types.MethodType(WanTransformer3DModel.forward, model)
@@ -94,7 +94,7 @@ WAN_VACE = dataclasses.replace(
     refusals=(only_parts(PARTS | {"vace_patch_embedding", "vace_blocks"}),),
     config=config_of(**WAN.config.rules, vace_layers=_layers,
                      vace_in_channels=size("vace_patch_embedding.weight", 1)),
-    adapt_model=_amend, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"),
+    adapt_model=_adapt, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"),
     unsupported_arguments=_several,
     conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None, "rope_scales": None},
     ignored=("clip_fea", "reference_latent"),

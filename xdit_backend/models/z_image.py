@@ -20,7 +20,7 @@ KEYS = table(
     (r"\.attention\.out\.", ".attention.to_out.0."))
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """A patch has its rows' positions, and the whole latent's padding."""
     forward, pad, place = model.forward, model._pad_with_ids, []
     embed_times(model, config)
@@ -56,7 +56,7 @@ Z_IMAGE = Family(
         cap_feat_dim=size("cap_embedder.1.weight", 1),
         axes_dims=lambda shapes: [HEAD_SIZE(shapes) // 4, HEAD_SIZE(shapes) * 3 // 8, HEAD_SIZE(shapes) * 3 // 8],
         axes_lens=[8192, 4096, 4096], siglip_feat_dim=None, _time_width=size("t_embedder.mlp.0.weight", 0)),
-    convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, adapt_model=_amend, config_from_tensors=("axes_lens",),
+    convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, adapt_model=_adapt, config_from_tensors=("axes_lens",),
     multiple=GROUP,
     num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
     conditioning={"context": "cap_feat_dim", "rope_scales": None},
@@ -74,7 +74,7 @@ Z_IMAGE = Family(
                           attention={"attention": PICTURE}, tokens={"freqs_cis": TokenArgument(1, PICTURE)}),
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,), added="double_block")),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
-        cacheable={"adaLN_modulation": "step"}, once_outside={"cap_embedder": "run", "context_refiner": "run"}),
+        cacheable={"adaLN_modulation": "step"}, cacheable_outside={"cap_embedder": "run", "context_refiner": "run"}),
     test_config=Tiny(
         {"in_channels": 4, "dim": 64, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 4,
          "cap_feat_dim": 24, "axes_dims": [4, 6, 6], "axes_lens": [512, 128, 128]},

@@ -19,7 +19,7 @@ PICTURES = ("reference", "image", "pad")
 ALL = ("text", *PICTURES, "siglip")
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """Places and padding are ComfyUI's; a patch has its rows' places, and the whole latent's padding."""
     forward, rotations = model.forward, rotations_of(model)
     embed_times(model, config)
@@ -153,7 +153,7 @@ def _num_siglip(conditioning):
 
 
 Z_IMAGE_OMNI = dataclasses.replace(
-    Z_IMAGE, name="Z-Image-Omni", title="Z-Image-Omni", adapt_model=_amend,
+    Z_IMAGE, name="Z-Image-Omni", title="Z-Image-Omni", adapt_model=_adapt,
     recognise=lambda shapes: is_z_image(shapes) and EMBEDDER in shapes,
     config=config_of(**Z_IMAGE.config.rules | {"siglip_feat_dim": size(EMBEDDER, 1)}),
     conditioning=Z_IMAGE.conditioning | {"ref_latents": None, "ref_contexts": None, "siglip_feats": None},
@@ -172,7 +172,8 @@ Z_IMAGE_OMNI = dataclasses.replace(
         streams={"x": ALL}, attention={"attention": ALL},
         tokens=dict.fromkeys(("freqs_cis", "noise_mask"), TokenArgument(1, ALL)),
         # which its blocks ask for two times, that of the pictures given too
-        cacheable={}, once_outside=Z_IMAGE.plan.once_outside | {"siglip_embedder": "run", "siglip_refiner": "run"},
+        cacheable={}, cacheable_outside=Z_IMAGE.plan.cacheable_outside | {"siglip_embedder": "run",
+                                                                          "siglip_refiner": "run"},
         unstaged_blocks=("context_refiner", "siglip_refiner")),
     test_config=Tiny(Z_IMAGE.test_config.config | {"siglip_feat_dim": 24}, Z_IMAGE.test_config.native,
               Z_IMAGE.test_config.arguments | {"siglip_feat_dim": 40, "n_layers": 3}, detected="ZImage"),

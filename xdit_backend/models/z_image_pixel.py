@@ -7,7 +7,7 @@ from types import MethodType
 import torch
 
 from .common.family import Family, Tiny
-from .common.inputs import Unpacked, because, blocks, config_of, has, size, type_held
+from .common.inputs import Unpacked, because, blocks, config_of, has, size, stored_dtype
 from .common.key_mapping import table
 from .common.native_module import handed_on
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -26,13 +26,13 @@ def _of_patch(module, forward, rows, tokens, args, kwargs):
     options = with_first_row(kwargs["transformer_options"], rows.patch.start // module.patch_size)
     embeds, positions, length = forward(*args, **kwargs | {"transformer_options": options})
     count, num_pads = tokens.counts["image"], -rows.num_tokens % module.pad_tokens_multiple
-    picture, places = embeds[-1][:, :count], positions[-1][:, :count]
-    pads = module.x_pad_token.to(picture).expand(len(picture), num_pads, -1)
-    nowhere = module.rope_embedder(torch.zeros(1, num_pads, 3, device=picture.device)).movedim(1, 2)
-    return ((*embeds[:-1], torch.cat([picture, pads], 1)), (*positions[:-1], torch.cat([places, nowhere], 1)), length)
+    image, places = embeds[-1][:, :count], positions[-1][:, :count]
+    pads = module.x_pad_token.to(image).expand(len(image), num_pads, -1)
+    nowhere = module.rope_embedder(torch.zeros(1, num_pads, 3, device=image.device)).movedim(1, 2)
+    return ((*embeds[:-1], torch.cat([image, pads], 1)), (*positions[:-1], torch.cat([places, nowhere], 1)), length)
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """The decoder and its embedder compute in the types that their first layers are held in, and ask them for no
     other: files may hold these in fewer bits. Its places of pixels are made anew: the class keeps those of the last
     models, and the models with them."""
@@ -44,7 +44,7 @@ def _amend(model, config):
 
 
 def _as_held(first, module, args):
-    module.dtype = type_held(first, args[0].dtype)
+    module.dtype = stored_dtype(first, args[0].dtype)
 
 
 def _num_heads(shapes):
@@ -72,7 +72,7 @@ Z_IMAGE_PIXEL = Family(
         decoder_num_res_blocks=blocks("dec_net.res_blocks."),
         decoder_max_freqs=lambda shapes: round((shapes[EMBEDDER][1] - shapes[DRAWN][0]) ** 0.5)),
     convert=table((r"^__x0__$", None), (r"^dec_net\.cond_embed\.([wb])", r"dec_net.cond_embed.0.\1")), latent=LATENT,
-    time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_amend, multiple=GROUP,
+    time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt, multiple=GROUP,
     conditioning={"context": "cap_feat_dim", "rope_scales": None},
     ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     lengths={"text": lambda conditioning: -(-conditioning["context"].shape[1] // GROUP) * GROUP},
@@ -88,6 +88,6 @@ Z_IMAGE_PIXEL = Family(
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,))),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"embed_all": _of_patch}, rereads_latent=True, unstaged_blocks=("context_refiner",),
-        cacheable={"adaLN_modulation": "step"}, once_outside={"cap_embedder": "run", "context_refiner": "run"}),
+        cacheable={"adaLN_modulation": "step"}, cacheable_outside={"cap_embedder": "run", "context_refiner": "run"}),
     test_config=Tiny(TINY, NATIVE, TINY | {"dim": 512, "axes_dims": (32, 48, 48)}, detected="ZImagePixelSpace"),
 )

@@ -53,7 +53,7 @@ class JoinRequest:
     session: Token = ""            # of Welcome, for the others
     name: Name = "machine"
     versions: ByName[str, str] = field(default_factory=dict)
-    cards: ByName[str, tuple[str, float]] = field(default_factory=dict)  # device -> (what it is, bytes of memory)
+    gpus: ByName[str, tuple[str, float]] = field(default_factory=dict)  # device -> (what it is, bytes of memory)
 
 
 @message(frozen=True, config=STRICT)

@@ -18,7 +18,7 @@ from pathlib import Path
 from ..checkpoints.checkpoint import open_checkpoint, state_of
 from ..host import preflight
 from ..host.forkserver import Forkserver
-from ..host.machine_profiles import card_of
+from ..host.machine_profiles import gpu_of
 from ..host.torchrun import ROOT
 from ..protocol import messages, timeouts
 from ..protocol.devices import machine_of, own_name
@@ -74,20 +74,20 @@ def main(options):
                           "Say where the model files are on this machine: add --models and their folder to the "
                           "command.")
     preflight.check_versions()
-    key = read_key(_asked_key() if options.key is None else options.key)
+    key = read_key(_requested_key() if options.key is None else options.key)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
-    sessions, forkserver = [], Forkserver()
+    sessions, supervisor = [], Forkserver()
     try:
-        _keep_joining(address, key, options.name, folders, sessions, forkserver)
+        _keep_joining(address, key, options.name, folders, sessions, supervisor)
     except KeyboardInterrupt:
         say("stopped.")
     finally:
         for session in sessions:
             session.close()
-        forkserver.close()
+        supervisor.close()
 
 
-def _asked_key():
+def _requested_key():
     if not sys.stdin.isatty():
         return sys.stdin.readline().strip()
     try:
@@ -96,34 +96,34 @@ def _asked_key():
         return ""
 
 
-def _keep_joining(address, key, name, folders, sessions, forkserver):
+def _keep_joining(address, key, name, folders, sessions, supervisor):
     """Join, and join again. sessions: where those are put that may have something to end."""
-    contents, last_words = Contents(), ""
+    contents, last_output = Contents(), ""
     while True:
-        session = Joined(address, key, name, folders, contents, forkserver)
+        session = Joined(address, key, name, folders, contents, supervisor)
         sessions[:] = [*(each for each in sessions if not each.is_over), session]
         try:
             session.join()
             say(f"{name} has joined {address[0]}:{address[1]}, and waits for work. Keep this running.")
-            last_words = ""
+            last_output = ""
             # and then joins once more: another group may want devices here too
             session.wait_until_used()
         except (OSError, ChannelClosedError) as error:
             session.close()
             words = (f"{address[0]}:{address[1]} cannot be reached ({error}). Is ComfyUI running there? Trying again "
                      f"until it can.")
-            if words != last_words:
+            if words != last_output:
                 say(words)
-            last_words = words
+            last_output = words
             time.sleep(RETRY_S)
 
 
 class Joined:
     """This machine's end of one session: from joining until the host is gone, or its group has ended."""
 
-    def __init__(self, address, key, name, folders, contents, forkserver):
+    def __init__(self, address, key, name, folders, contents, supervisor):
         self._address, self._key, self._name, self._folders, self._contents = address, key, name, folders, contents
-        self.forkserver = forkserver
+        self.supervisor = supervisor
         self._links, self._over, self._used = [], threading.Event(), threading.Event()
         self._found = {}                                       # path on the host -> (path here, state of its files)
         self._ahead_s = 0.0                                    # the host's clock before this machine's
@@ -136,11 +136,11 @@ class Joined:
 
     def join(self):
         """Connect. Raises OSError or ChannelClosedError where nobody answers, ConfigError where the host refuses."""
-        cards = {f"cuda:{index}": card_of(f"cuda:{index}")
-                 for index in range(preflight.num_cuda_devices())} | {"cpu": card_of("cpu")}
-        asked_s = time.perf_counter()
-        self._commands, welcome = self._connect(JoinRequest("machine", "", self._name, versions(), cards))
-        self._ahead_s = welcome.clock_s - (asked_s + time.perf_counter()) / 2
+        gpus = {f"cuda:{index}": gpu_of(f"cuda:{index}")
+                 for index in range(preflight.num_cuda_devices())} | {"cpu": gpu_of("cpu")}
+        requested_s = time.perf_counter()
+        self._commands, welcome = self._connect(JoinRequest("machine", "", self._name, versions(), gpus))
+        self._ahead_s = welcome.clock_s - (requested_s + time.perf_counter()) / 2
         self.replies, _ = self._connect(JoinRequest("replies", welcome.session))
         for link in (self._commands, self.replies):
             link.set_silence_limit(silence_s())

@@ -78,9 +78,9 @@ class Listener:
         """The network interface over which the machines exchange tensors."""
         return interface_of(self.address)
 
-    def cards(self, name, on_phase=lambda text: None, check=lambda: None):
+    def gpus(self, name, on_phase=lambda text: None, check=lambda: None):
         """{device: (what it is, bytes of memory)} of a machine, waiting until it joins. Raises as `take`."""
-        return self._wait(name, on_phase, check, False).cards
+        return self._wait(name, on_phase, check, False).gpus
 
     def take(self, name, on_phase=lambda text: None, check=lambda: None):
         """The Session of a machine that is not in use, waiting until it joins; from now on it is in use. on_phase(text)
@@ -114,10 +114,10 @@ class Listener:
             lines_of = dict(self._absent)
             for session in self._sessions:
                 if session.is_open:                            # a machine in use waits beside it for another group
-                    cards = "; ".join(f"{device} {card}, {gigabytes(num_bytes)}"
-                                      for device, (card, num_bytes) in session.cards.items())
+                    gpus = "; ".join(f"{device} {gpu}, {gigabytes(num_bytes)}"
+                                      for device, (gpu, num_bytes) in session.gpus.items())
                     is_used = session.is_used or lines_of.get(session.name, "").startswith("in use")
-                    lines_of[session.name] = f"{'in use' if is_used else 'joined'}: {cards}"
+                    lines_of[session.name] = f"{'in use' if is_used else 'joined'}: {gpus}"
                     self._absent.pop(session.name, None)
             logs.note_machines([f"{name} {words}" for name, words in sorted(lines_of.items())])
 
@@ -230,7 +230,7 @@ class Listener:
                 link.send(Refused(reason))
                 link.close()
                 return
-            session = Session(hello.name, secrets.token_hex(16), hello.cards, link, self._note_machines)
+            session = Session(hello.name, secrets.token_hex(16), hello.gpus, link, self._note_machines)
             link.send(JoinAccepted(session.token, time.perf_counter()))
             with self._lock:
                 self._sessions.append(session)

@@ -43,8 +43,8 @@ class Session:
     ended.
     """
 
-    def __init__(self, name, token, cards, commands, on_end=lambda: None):
-        self.name, self.token, self.cards = name, token, cards
+    def __init__(self, name, token, gpus, commands, on_end=lambda: None):
+        self.name, self.token, self.gpus = name, token, gpus
         self.is_used = False                                   # a group has reserved it
         self._store: StoreAccess | None = None                 # of that group, once it starts
         self.address = commands.raw.getsockname()[0]           # of the host, as that machine reaches it
@@ -168,7 +168,7 @@ class Session:
                     raise XDiTError(f"{type(message).__name__} came of rank {rank}, which is not there")
                 elif isinstance(message, StoreRequest):
                     self._commands.send(self._store.answer(message), rank)
-                elif not isinstance(message, Heartbeat) or self._inner[rank].has_room:
+                elif not isinstance(message, Heartbeat) or self._inner[rank].has_capacity:
                     # heartbeats that nobody reads would fill the channel, and this thread would stop reading the link
                     self._inner[rank].send(message)
                     if isinstance(message, (Done, Failed)):

@@ -5,7 +5,7 @@ import threading
 import time
 
 from ..host import logs, preflight, torchrun
-from ..host.startup_watchdog import TORCHRUN, StartMonitor, exit_words
+from ..host.startup_watchdog import TORCHRUN, StartMonitor, describe_exit
 from ..host.supervisor import LocalRanks
 from ..protocol import messages, timeouts
 from ..protocol.channel import ChannelListener
@@ -46,7 +46,7 @@ class Workers:
             local = LocalRanks(start.devices, ranks[0], len(ranks), self.segments.folder, self.segments.overflow_folder,
                                self._log_folder)
             environment = torchrun.environment_of(start.devices, len(ranks), session.interface())
-            self._processes = session.forkserver.start(local, environment | start.variables)
+            self._processes = session.supervisor.start(local, environment | start.variables)
             threading.Thread(target=self._watch, daemon=True).start()
         except BaseException:
             self.close()
@@ -119,7 +119,7 @@ class Workers:
         if self._is_stopping:
             return
         rank, code = self._processes.first_failure() or (rank, None)
-        self._session.report_end(rank, f"the worker of rank {rank} ended there{exit_words(code)}",
+        self._session.report_end(rank, f"the worker of rank {rank} ended there{describe_exit(code)}",
                                  self._last_lines(rank))
 
     def _last_lines(self, rank):

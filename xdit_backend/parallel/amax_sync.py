@@ -38,8 +38,8 @@ class AmaxSync:
             latent = next(value for value in context.inputs.values() if torch.is_tensor(value))
             told = largest(latent.new_full((1,), float(unpacks), dtype=torch.float32), group, context.traffic)
             self._all_multiply[group] = bool((1 - told).item())
-        self._axes = tuple(axis for axis, asked in (("tensor", mesh.tensor_group is not None),
-                                                    ("sequence", self._all_multiply.get(group, False))) if asked)
+        self._axes = tuple(axis for axis, requested in (("tensor", mesh.tensor_group is not None),
+                                                    ("sequence", self._all_multiply.get(group, False))) if requested)
 
     def suits_graphs(self, tokens, held):
         """May a block's graph ask the others, in a forward of these Tokens? held: the streams of each of its tensors.

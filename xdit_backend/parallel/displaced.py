@@ -29,14 +29,14 @@ class StaleSplit(RowSplit):
     def rank(self):
         return self.exchange.rank
 
-    def around(self, x, kernel, stride, padding):
+    def around(self, x, backend, stride, padding):
         """The rows that this rank's part of a convolution reads, with zeros for its Padding beyond the image, in one
         copy.
 
         x: (B, C, H, W), this rank's rows. A rank sends all others the rows that any of them reads.
         """
         if not self._read:
-            self._read.append(self._reading(x, kernel, stride, padding))
+            self._read.append(self._reading(x, backend, stride, padding))
         runs, shapes, pieces = self._read[0]
         sent = torch.cat([x[:, :, first:end] for first, end in runs], 2)
         known = self.exchange.share(self.key, sent, shapes)
@@ -44,15 +44,15 @@ class StaleSplit(RowSplit):
         return torch.cat([zeros if rank is None else known[rank][:, :, first:end]
                           for rank, first, end, zeros in pieces], 2)
 
-    def _reading(self, x, kernel, stride, padding):
+    def _reading(self, x, backend, stride, padding):
         """(runs of this rank's rows that others read, shapes of what each rank sends, pieces of what this rank reads).
 
         A piece: (rank, first and end of the rows of what it sends; of x for this rank, None), or (None, 0, 0, rows of
         zeros).
         """
         held, own = list(zip(self.starts, self.starts[1:])), self.rank
-        firsts = output_starts(self.starts, kernel, stride, padding)
-        reads = [input_rows(first, end, self.num_rows, kernel, stride, padding)
+        firsts = output_starts(self.starts, backend, stride, padding)
+        reads = [input_rows(first, end, self.num_rows, backend, stride, padding)
                  for first, end in zip(firsts, firsts[1:])]
         sent = [sorted({row for other, (_, low, high, _) in enumerate(reads) if other != rank
                         for row in range(*overlap(low, high, *rows))})

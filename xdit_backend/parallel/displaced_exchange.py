@@ -18,7 +18,7 @@ BUCKET_BYTES = 2 ** 21
 MAX_STRIDE = 2.0               # a step is forecast as at most so many times as long as the one before it
 
 
-def forecast_weight(strength, time, last, before):
+def extrapolation_weight(strength, time, last, before):
     """The weight w with which x_before + w (x_last - x_before) is the forecast for `time`,
     by what was at the other two times."""
     return 1.0 + strength * min(max((time - last) / (last - before), -1.0), MAX_STRIDE)
@@ -47,8 +47,8 @@ class Exchange:
     overwritten with what both lead to, and read; when the bucket's layers have run, what this call sends arrives there.
     """
 
-    def __init__(self, group, num_ranks, rank, bucket_bytes=BUCKET_BYTES, forecast=0.0):
-        self.group, self.num_ranks, self.rank, self._forecast = group, num_ranks, rank, forecast
+    def __init__(self, group, num_ranks, rank, bucket_bytes=BUCKET_BYTES, extrapolation=0.0):
+        self.group, self.num_ranks, self.rank, self._extrapolation = group, num_ranks, rank, extrapolation
         self.once = {}                         # layer -> (which images, output), of layers that read the text alone
         self.layers, self.shares = {}, {}      # layer -> displaced.StaleSplit, and what those share
         self.derived = {}                      # by them in this call, of what the last one sent
@@ -91,9 +91,10 @@ class Exchange:
         self.is_stale, self.norms, self._publishes = is_stale, norms, publishes
         self._traffic, self.derived = traffic, {}
         self._first_call = {} if publishes and not self.is_filled else None
-        turns = publishes and self._forecast > 0 and time not in self._times[:1]
+        turns = publishes and self._extrapolation > 0 and time not in self._times[:1]
         self._next = 1 - self._last if turns and self.is_filled else self._last
-        self._weight = forecast_weight(self._forecast, time, *self._times) if turns and len(self._times) == 2 else 1.0
+        has_two = turns and len(self._times) == 2
+        self._weight = extrapolation_weight(self._extrapolation, time, *self._times) if has_two else 1.0
         try:
             yield self
             self._leave()
@@ -193,7 +194,7 @@ class Exchange:
                                                   self._bucket_bytes)):
             bucket, start = first_call[keys[0]][0] if len(keys) == 1 else torch.cat([first_call[key][0]
                                                                                      for key in keys], 1), 0
-            sides = (bucket, torch.empty_like(bucket)) if self._forecast else (bucket,)
+            sides = (bucket, torch.empty_like(bucket)) if self._extrapolation else (bucket,)
             for key in keys:
                 rows, shapes, dtype = first_call.pop(key)
                 slots[key] = Slot(index, tuple(tuple(_as_tensor(row[start:], shape, dtype)

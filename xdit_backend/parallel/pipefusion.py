@@ -115,7 +115,7 @@ class Link:
 
     def let_go(self):
         """Keep no message that has arrived."""
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        self._sent = [(work, cached) for work, cached in self._sent if not work.is_completed()]
 
     def _wait(self, work, otherwise):
         # the stream waits; with a time-out this process would, and poll

@@ -16,26 +16,26 @@ from .sequence_parallel import gather_heads, ring_attention, scatter_heads
 class References:
     """What this rank has kept of all runs: after Ulysses' exchange its heads of its ring rank's tokens."""
 
-    # of the images of a call, as specs.KeptReferences names them -> {attention: (K, B, N, T, H)}
-    kept: dict[tuple, dict] = field(default_factory=dict)
+    # of the images of a call, as specs.CachedReferences names them -> {attention: (K, B, N, T, H)}
+    cached: dict[tuple, dict] = field(default_factory=dict)
     sizes: dict[tuple, list[int]] = field(default_factory=dict)            # the same -> T of every sequence rank
 
     @property
     def num_bytes(self):
-        return sum(both.nbytes for kept in self.kept.values() for both in kept.values())
+        return sum(both.nbytes for cached in self.cached.values() for both in cached.values())
 
     def drop(self, names):
         """Forget what is kept under these names."""
-        for rows in [rows for rows in self.kept if rows[0][0] in names]:
-            del self.kept[rows], self.sizes[rows]
+        for rows in [rows for rows in self.cached if rows[0][0] in names]:
+            del self.cached[rows], self.sizes[rows]
 
     def of(self, rows, key):
         """(keys and values of an attention (K, B, N, T, H), T of every sequence rank), of these images."""
-        if rows in self.kept:
-            return self.kept[rows][key], self.sizes[rows]
-        places = {row: (kept, index) for kept in self.kept for index, row in enumerate(kept)}
+        if rows in self.cached:
+            return self.cached[rows][key], self.sizes[rows]
+        places = {row: (cached, index) for cached in self.cached for index, row in enumerate(cached)}
         assert all(row in places for row in rows), f"other ranks keep the references of some of the images {rows}"
-        pieces = [self.kept[places[row][0]][key][:, places[row][1]] for row in rows]
+        pieces = [self.cached[places[row][0]][key][:, places[row][1]] for row in rows]
         return torch.stack(pieces, 1), self.sizes[places[rows[0]][0]]
 
 
@@ -53,11 +53,11 @@ class ReferenceUse:
         """(keys, values, Attention): what queries attend to. k, v: of scatter_heads; streams: whose they are."""
         if not self.fills:
             (more_keys, more_values), sizes = self.references.of(self.rows, key)
-            both = [own + kept for own, kept in zip(attention.sizes, sizes)]
+            both = [own + cached for own, cached in zip(attention.sizes, sizes)]
             return (torch.cat([k_BNTH, more_keys], 2), torch.cat([v_BNTH, more_values], 2),
                     dataclasses.replace(attention, key_sizes=both))
         pieces = [torch.stack([k_BNTH[:, :, slot], v_BNTH[:, :, slot]]) for slot in self._slots(context, streams)]
-        self.references.kept.setdefault(self.rows, {})[key] = torch.cat(pieces, 3)
+        self.references.cached.setdefault(self.rows, {})[key] = torch.cat(pieces, 3)
         self.references.sizes[self.rows] = context.tokens.shards(self.stream)
         return k_BNTH, v_BNTH, attention
 

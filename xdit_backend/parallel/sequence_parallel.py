@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..attention.backends import KernelUse, attend, attend_with_lse
+from ..attention.backends import BackendUse, attend, attend_with_lse
 from ..attention.log_sum_exp import merge_attention
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.fp8_communication import all_gather_small, all_to_all_small, num_bytes, pack, unpack
@@ -43,7 +43,7 @@ class Attention:
     # (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank; None: all
     mask: torch.Tensor | None = None
     scale: float | None = None             # of queries times keys; None: torch's
-    kernel: KernelUse = field(default_factory=KernelUse)
+    backend: BackendUse = field(default_factory=BackendUse)
     exchange: str = WHOLE                  # in which form tensors travel, of exchanges.EXCHANGES
     window: Window | None = None           # None: queries attend to all keys that the mask lets them
     # (q, k, v of all tokens, rank after rank, of some heads) -> like q, in the place of attention. None: plain
@@ -54,7 +54,7 @@ class Attention:
         if self.within is not None:
             return self.within(q_BNTH, k_BNTH, v_BNTH)
         mask = self.near(q_BNTH, k_BNTH.shape[2], mask)
-        return attend(q_BNTH, k_BNTH, v_BNTH, self.kernel, mask, scale=self.scale)
+        return attend(q_BNTH, k_BNTH, v_BNTH, self.backend, mask, scale=self.scale)
 
     def near(self, q_BNTH, num_keys, mask):
         """The mask of keys, of those of the window alone. q: as scatter_heads gives them."""
@@ -117,7 +117,7 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
             exchange = RingExchange(travels, (num_bytes([shape], [True], q_BNTH.dtype),) if is_small else shape,
                                     mesh.ring_group, traffic)
         if q_BNTH.shape[2] and key_value.shape[3]:
-            block_out, block_lse = attend_with_lse(q_BNTH, key_value[0], key_value[1], attention.kernel,
+            block_out, block_lse = attend_with_lse(q_BNTH, key_value[0], key_value[1], attention.backend,
                                                    masks[(rank - step) % degree], attention.scale)
             if out is None:
                 out, lse = block_out.to(torch.promote_types(block_out.dtype, torch.float32)), block_lse
@@ -129,7 +129,7 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     return q_BNTH if out is None else out.to(q_BNTH.dtype)
 
 
-def head_shares(num_heads, num_key_heads, mesh):
+def head_shards(num_heads, num_key_heads, mesh):
     """[(query heads, key heads)] of each Ulysses rank, and how often each key head has to be repeated for that.
 
     Heads are shared out by the ranks' speeds. Where there are fewer key heads than query heads, each goes with its
@@ -165,7 +165,7 @@ def scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
         return (q_BNTH, k_BNTH, v_BNTH), None
     start = mesh.ranks["ring"] * degree
     sizes, key_sizes = (each and each[start:][:degree] for each in (attention.sizes, attention.key_sizes))
-    shares, repeats = head_shares(q_BNTH.shape[1], k_BNTH.shape[1], mesh)
+    shares, repeats = head_shards(q_BNTH.shape[1], k_BNTH.shape[1], mesh)
     if repeats > 1:
         k_BNTH, v_BNTH = k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)
     of_queries, of_keys = zip(*shares)

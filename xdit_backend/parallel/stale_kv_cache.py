@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .displaced_exchange import forecast_weight
+from .displaced_exchange import extrapolation_weight
 
 # (K, B, N, T, H) -> (B, T, K, N, H), and back
 TO_TOKEN_MAJOR, FROM_TOKEN_MAJOR = (1, 3, 0, 2, 4), (2, 0, 3, 1, 4)
@@ -50,7 +50,7 @@ class KeyValueEntry:
         if self.before_KBNTH is None:
             self.before_KBNTH = allocate(self.both_KBNTH.shape, self.both_KBNTH)
         else:
-            weight = forecast_weight(strength, time, self.time, self.time_before)
+            weight = extrapolation_weight(strength, time, self.time, self.time_before)
         self.both_KBNTH, self.before_KBNTH = self.before_KBNTH, self.both_KBNTH
         self.time, self.time_before = time, self.time
         return weight
@@ -137,7 +137,7 @@ class Offload:
         self._wait_for_copies()
         return self._next_buffer(entry)
 
-    def forecast(self, entry, here, weight):
+    def extrapolation(self, entry, here, weight):
         """`here`, what the attention last saw, becomes what it is to see now. entry: as KeyValueEntry.turn leaves
         it."""
         if weight != 1.0:
@@ -195,7 +195,7 @@ class KeyValues:
     """What the attentions of one conditioning last saw, on this rank. Belongs to a run and is dropped with it."""
 
     offload: Offload | None = None
-    kept: dict = field(default_factory=dict)           # (block, attention, number of the call) -> KeyValueEntry
+    cached: dict = field(default_factory=dict)           # (block, attention, number of the call) -> KeyValueEntry
     # outputs that are the same for all patches of a step, or of the run
     once: dict = field(default_factory=dict)
     edges: dict = field(default_factory=dict)  # module -> (images, C, token rows, 2, columns): see `neighbours`
@@ -204,7 +204,7 @@ class KeyValues:
     def num_bytes(self):
         """Bytes on the device."""
         edges = sum(edges.nbytes for edges in self.edges.values())
-        return edges + (sum(entry.num_bytes for entry in self.kept.values()) if self.offload is None
+        return edges + (sum(entry.num_bytes for entry in self.cached.values()) if self.offload is None
                         else self.offload.num_bytes)
 
     def neighbours(self, name, image_BCHW, side, context):
@@ -228,7 +228,7 @@ class KeyValues:
         keys, values: (batch of the forward, N, its tokens by sequence rank, H). Tokens that no step has seen yet
         (warmup_steps = 0) are left out, not zero.
         """
-        entry = self.kept.get(key) or self._begin(key, keys_BNTH, context, streams)
+        entry = self.cached.get(key) or self._begin(key, keys_BNTH, context, streams)
         rows, slots = slice(context.first_image,
                             context.first_image + keys_BNTH.shape[0]), _slots(entry, context, streams)
         here, has_turned = self._ready(key, entry, context, rows, slots)
@@ -254,7 +254,7 @@ class KeyValues:
         whole = context.patch is None
         if self.offload is not None:
             here = self.offload.buffer(entry) if whole else self.offload.take(entry, self._following(key))
-        weight = (entry.turn(max(context.step), context.forecast, self._buffer_for) if context.forecast
+        weight = (entry.turn(max(context.step), context.extrapolation, self._buffer_for) if context.extrapolation
                   and context.opens
                   else None)
         if self.offload is None:
@@ -262,14 +262,14 @@ class KeyValues:
         if weight is not None and not whole:
             # a step's first patch brings the text and the first rows
             brings_all = rows.stop - rows.start == here.shape[1]
-            self._forecast(entry, here, weight, max(slot.stop for slot in slots) if brings_all else 0)
+            self._extrapolated(entry, here, weight, max(slot.stop for slot in slots) if brings_all else 0)
         return here, weight is not None
 
-    def _forecast(self, entry, here, weight, start):
+    def _extrapolated(self, entry, here, weight, start):
         """Fill an entry that has turned for a call's patches:
         what no patch has brought yet goes on as it went before. start: the first token of that."""
         if self.offload is not None:
-            self.offload.forecast(entry, here, weight)
+            self.offload.extrapolation(entry, here, weight)
             return
         stale, before = here[:, :, :, start:], entry.before_KBNTH[:, :, :, start:]
         if weight == 1.0:
@@ -282,8 +282,8 @@ class KeyValues:
         num_text = sum(context.tokens.counts[stream] for stream in streams if stream != "image")
         num_image = context.num_image_tokens if "image" in streams else 0
         shape = (2, context.num_images, keys_BNTH.shape[1], num_text + num_image, keys_BNTH.shape[3])
-        self.kept[key] = KeyValueEntry(self._buffer_for(shape, keys_BNTH), num_text)
-        return self.kept[key]
+        self.cached[key] = KeyValueEntry(self._buffer_for(shape, keys_BNTH), num_text)
+        return self.cached[key]
 
     def close(self):
         """Called before they are dropped."""
@@ -295,8 +295,8 @@ class KeyValues:
 
     def _following(self, key):
         """The entry that the next attention of this or the next forward will ask for."""
-        keys = list(self.kept)
-        return self.kept[keys[(keys.index(key) + 1) % len(keys)]]
+        keys = list(self.cached)
+        return self.cached[keys[(keys.index(key) + 1) % len(keys)]]
 
 
 def _slots(entry, context, streams):

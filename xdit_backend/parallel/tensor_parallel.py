@@ -97,7 +97,7 @@ def _install_gathered(model, plan, splits, current):
 
     def is_here(other, path, context):
         block = block_of(other, context)
-        return block == block_of(path, context) if context.weights_come else block in context.blocks
+        return block == block_of(path, context) if context.weights_streamed else block in context.blocks
 
     def outputs(paths, tensor, context):
         degree = context.mesh.degrees["tensor"]
@@ -108,7 +108,7 @@ def _install_gathered(model, plan, splits, current):
         pieces = joined.split([size for of_rank in zip(*sizes) for size in of_rank], -1)
         return [torch.cat(pieces[index::len(paths)], -1) for index in range(len(paths))]
 
-    def asked(path, tensor):
+    def requested(path, tensor):
         context = current()
         given, output = context.precomputed.get(path, (None, None))
         if given is tensor and output is not None:
@@ -126,19 +126,19 @@ def _install_gathered(model, plan, splits, current):
         return own
 
     for path, linear in linears.items():
-        linear.forward = _gathered(forwards[path], functools.partial(asked, path), splits[path].sizes, current)
+        linear.forward = _gathered(forwards[path], functools.partial(requested, path), splits[path].sizes, current)
         for module in model.get_submodule(path.rpartition(".")[0]).children():
             if type(module) is torch.nn.SiLU and not module.inplace:
                 module.forward = _activated(module.forward, current)
 
 
-def _gathered(forward, asked, sizes, current):
+def _gathered(forward, requested, sizes, current):
     """The forward of such a layer. A graph is of every block's: it knows of no others, and gathers one by itself.
     sizes: (degree) -> of each rank."""
     def gathered(tensor):
         if torch.compiler.is_compiling():
             return custom_ops.tensor_gathered(forward(tensor), sizes(current().mesh.degrees["tensor"]))
-        return asked(tensor)
+        return requested(tensor)
     return gathered
 
 

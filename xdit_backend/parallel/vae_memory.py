@@ -1,6 +1,6 @@
 """How much memory a decode or encode by rows takes, found on the meta device before it starts, and how to fit it.
 
-The engine asks RowPlanner. bench/vae.py compares its estimates with LiveBytes.
+The engine asks RowPlanner. bench/vae.py compares its estimates with ActivationBytes.
 """
 
 import copy
@@ -26,7 +26,7 @@ MIN_ROWS = 2                   # of the latent: an image of one row cannot be pa
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
 
 
-class LiveBytes(TorchDispatchMode):
+class ActivationBytes(TorchDispatchMode):
     """While active, counts the memory of the tensors that torch's operators give out, until nothing refers to them.
 
     What existed before is not counted, nor what an operator uses inside. Works on the meta device too, where a whole
@@ -37,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, row_dim=-2):
         super().__init__()
         self.row_dim = row_dim
-        self.live_bytes = self.peak_bytes = 0
+        self.activation_bytes = self.peak_bytes = 0
         self.largest_row_bytes = self.num_convolutions = 0
         self._references = {}              # address of a storage -> number of live tensors that use it
 
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor, args)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.activation_bytes)
         if function.overloadpacket in CONVOLUTIONS:
             self._note_convolution(args[0], outputs)
         return outputs
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
             if key in inputs:                                  # a view of what existed before
                 return
             self._references[key] = 0
-            self.live_bytes += num_bytes
+            self.activation_bytes += num_bytes
         self._references[key] += 1
         weakref.finalize(tensor, self._forget, key, num_bytes).atexit = False
 
@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
         self._references[key] -= 1
         if not self._references[key]:
             del self._references[key]
-            self.live_bytes -= num_bytes
+            self.activation_bytes -= num_bytes
 
     def _note_convolution(self, given, output):
         self.num_convolutions += 1
@@ -140,12 +140,13 @@ def need_of(meta_vae, shape, scale, num_ranks, whole=False, speeds=()):
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []
     pieces = Pieces() if whole else Pieces(dim, block_size=num_rows, on_convolution=convolutions.append)
-    with LiveBytes(dim) as live:
+    with ActivationBytes(dim) as footprint:
         if scale == 1:
             decode_rows(meta_vae, given, pieces=pieces)
         else:
             encode_rows(meta_vae, given, scale, pieces=pieces)
-    return Need(live.peak_bytes, live.largest_row_bytes, live.num_convolutions if whole else len(convolutions))
+    return Need(footprint.peak_bytes, footprint.largest_row_bytes,
+                footprint.num_convolutions if whole else len(convolutions))
 
 
 class RowPlanner:

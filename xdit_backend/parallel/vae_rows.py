@@ -104,19 +104,19 @@ def decode_rows(vae, latent, ranks=None, traffic=None, pieces=Pieces()):
 
 
 @torch.inference_mode()
-def encode_rows(vae, picture, scale, ranks=None, traffic=None, pieces=Pieces()):
+def encode_rows(vae, image, scale, ranks=None, traffic=None, pieces=Pieces()):
     """Encode this rank's rows of a picture, like decode_rows: the other way round, from the same whole picture.
 
     picture: (B, C, H, W) or (B, C, F, H, W) on any device, of which a rank's rows alone are copied to its own; H and W
     are multiples of `scale`, the pixels along one side of a latent row. Returns the rank's Share of the mean that
     vae.encode gives.
     """
-    assert all(size % scale == 0 for size in picture.shape[-2:]), f"{tuple(picture.shape)} is no multiple of {scale}"
+    assert all(size % scale == 0 for size in image.shape[-2:]), f"{tuple(image.shape)} is no multiple of {scale}"
 
     def encode(rows):
         return _family(vae).encode(vae, rows.to(vae.device, vae.dtype))
 
-    return _in_parts(vae, encode, picture, scale, ranks, traffic, pieces)
+    return _in_parts(vae, encode, image, scale, ranks, traffic, pieces)
 
 
 def split_dim(vae, shape, scale):

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..autoencoders import family_of
 from ..protocol.errors import ConfigError
-from .vae_memory import HEADROOM, MARGIN, LiveBytes, MemoryTraffic, RowPlanner, least_free, meta_copy
+from .vae_memory import HEADROOM, MARGIN, ActivationBytes, MemoryTraffic, RowPlanner, least_free, meta_copy
 from .vae_rows import decode_rows, encode_rows
 from .vae_tiles import num_rounds, with_tiles
 
@@ -41,23 +41,23 @@ def tiles_of(meta_vae, shape, scale):
         peak_bytes, own_work = of_shapes[tile.shape]
         num_tiles += 1
         work = {name: value + own_work[name] for name, value in work.items()}
-        live.peak_bytes = max(live.peak_bytes, live.live_bytes + peak_bytes)
+        footprint.peak_bytes = max(footprint.peak_bytes, footprint.activation_bytes + peak_bytes)
         return tile.new_empty(shape_of(tile.shape))
 
-    with LiveBytes() as live, with_tiles(meta_vae, family_of(meta_vae).tiles, one):
+    with ActivationBytes() as footprint, with_tiles(meta_vae, family_of(meta_vae).tiles, one):
         given = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
         if scale == 1:
             decode_rows(meta_vae, given)
         else:
             encode_rows(meta_vae, given, scale)
-    return Tiles(live.peak_bytes, num_tiles, work)
+    return Tiles(footprint.peak_bytes, num_tiles, work)
 
 
 def _one_tile(compute, tile):
     """(bytes, {field of planner.vae_cost.Work: number}). Half of the tiles travel between two ranks."""
-    with LiveBytes() as live, FlopCounterMode(display=False) as flops, MemoryTraffic() as moved:
+    with ActivationBytes() as footprint, FlopCounterMode(display=False) as flops, MemoryTraffic() as moved:
         made = compute(tile)
-    return int(HEADROOM * live.peak_bytes), {
+    return int(HEADROOM * footprint.peak_bytes), {
         "flops": float(flops.get_total_flops()), "moved_bytes": float(moved.moved_bytes), "exchanges": 1.0,
         "halo_bytes": made.nbytes / 2}
 

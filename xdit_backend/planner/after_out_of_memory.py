@@ -55,18 +55,18 @@ class Method:
         return not same and not used & refused and (self.may_differ or other.pipefusion == 1)
 
 
-def layouts_that_fit(measured, net, job, method, settings=DEFAULT_SETTINGS, has_all_weights=True):
+def layouts_that_fit(measured, dims, job, method, settings=DEFAULT_SETTINGS, has_all_weights=True):
     """[text] of the other layout of the same devices that takes least memory, an exact one where there is such; []
     where none fits. has_all_weights: were all weights of the rank on its device?"""
-    num_devices, current = method.degrees.devices, rank_memory(net, job, method.degrees, settings)
+    num_devices, current = method.degrees.devices, rank_memory(dims, job, method.degrees, settings)
     factor = measured.factor(current)
     of_weights = measured.weights / current.weights if has_all_weights and current.weights else 1.0
 
     def total(degrees):
-        needed = rank_memory(net, job, degrees, settings)
+        needed = rank_memory(dims, job, degrees, settings)
         return needed.weights * of_weights + factor * (needed.keys_values + needed.activations)
-    others = [*candidates(net, job, num_devices),
-              *(Degrees(tensor=degree) for degree in tensor_degrees(net) if degree == num_devices)]
+    others = [*candidates(dims, job, num_devices),
+              *(Degrees(tensor=degree) for degree in tensor_degrees(dims) if degree == num_devices)]
     fitting = [(degrees.pipefusion > 1, total(degrees), degrees) for degrees in others if method.allows(degrees)]
     fitting = [each for each in fitting if each[1] <= measured.total]
     if not fitting:

@@ -22,7 +22,7 @@ DEVICES_PER_NODE = 8           # a group that leaves its node goes by the networ
 
 @dataclass(frozen=True)
 class ModelDims:
-    """A diffusion transformer, as its config says. net_of in checkpoints/model_dims.py derives it for the families."""
+    """A diffusion transformer, as its config says. dims_of in checkpoints/model_dims.py derives it for the families."""
 
     blocks: int
     width: int
@@ -54,15 +54,15 @@ class ModelDims:
     rounded_products: tuple[Product, ...] = ()
     eager_products: tuple[Product, ...] = ()
     usual_tokens: int = 4096               # of a picture or video, before a run is known
-    live: Any = None                       # memory_model.Live of its activations; None: the usual
+    footprint: Any = None                       # memory_model.ActivationFootprint of its activations; None: the usual
 
     @property
-    def held_bytes(self):
+    def resident_bytes(self):
         """Bytes of all weights."""
         return self.weight_bytes or self.element_bytes * self.parameters
 
     @property
-    def key_share(self):
+    def key_fraction(self):
         """Size of keys, or of values, to that of queries."""
         return (self.key_heads or self.heads) / self.heads
 
@@ -77,7 +77,7 @@ class Job:
     compiled: bool = False                 # by torch.compile
     fixed_s: float = 0.0                   # outside the transformer
     images: int = 1                        # of a batch
-    kept: int = 0                          # of text: references, whose keys and values the run keeps
+    cached: int = 0                          # of text: references, whose keys and values the run keeps
     sequences: int = 1                     # that an image's tokens are in, of which each reads the text by itself
     rows: int | None = None                # of tokens, of which a rank has whole ones; None: of single tokens
 
@@ -131,7 +131,7 @@ class Device:
     memory_bytes: float = math.inf
     busy_ring: float = 0.1                 # by how much attention is slower while a hop runs beside it
     convolution_flops_s: float = 0.0       # of a decoder's convolutions; 0: as matrix multiplications
-    narrow_share: float = 1.0              # of the attention's rate, with heads of 64 instead of 128
+    narrow_fraction: float = 1.0              # of the attention's rate, with heads of 64 instead of 128
     # of launching, what can pass beside computing: nothing where the host is the device
     launch_hidden: float = 1.0
     # of copies from host memory, while all devices of the machine copy; 0: not measured, or it is the host itself
@@ -144,22 +144,22 @@ class Device:
     # products with weights in a format of ComfyUI's, rounding or unpacking included: times as fast as in its own type
     products: dict[str, float] = field(default_factory=dict, hash=False)
 
-    def product_s(self, net, flops):
+    def product_s(self, dims, flops):
         """Seconds of so many operations of matrix multiplications with a Net's weights, with many rows."""
-        slowed = 1 + sum(share * (1 / self.products.get(format_, 1.0) - 1) for format_, share in net.formats.items())
+        slowed = 1 + sum(share * (1 / self.products.get(format_, 1.0) - 1) for format_, share in dims.formats.items())
         return flops / self.matrix_flops_s * slowed
 
-    def by_kernel(self, name):
+    def by_backend(self, name):
         """The device whose attention runs by this kernel, where that was measured."""
         wide, narrow = (self.kernels.get(f"{name} {head}", 1.0) for head in (128, 64))
         return replace(self, attention_flops_s=self.attention_flops_s * wide,
-                       narrow_share=self.narrow_share * narrow / wide)
+                       narrow_fraction=self.narrow_fraction * narrow / wide)
 
     def attention_rate(self, head_size):
         """Operations a second of attention with heads of this size:
         that of 64 and less, of 128 and more, or in between."""
         part = min(1.0, max(0.0, math.log2(head_size / 64)))
-        return self.attention_flops_s * self.narrow_share ** (1 - part)
+        return self.attention_flops_s * self.narrow_fraction ** (1 - part)
 
     def slower(self, factor):
         """A device that takes so many times as long for everything."""
@@ -191,10 +191,10 @@ class Links:
     per_machine: int = 0
     exchange: str = WHOLE
 
-    def sent_bytes(self, net, of_keys):
+    def sent_bytes(self, dims, of_keys):
         """Bytes of a number of attention's keys and values, or of its queries and results, as it travels."""
         is_small = self.exchange == ALL or (self.exchange == KEYS and of_keys)
-        return FP8_BYTES if is_small else net.element_bytes
+        return FP8_BYTES if is_small else dims.element_bytes
 
     def crosses(self, size):
         """Do some groups of so many neighbours leave their machine?"""
@@ -213,8 +213,9 @@ class Links:
         return self._between(self.latencies, collective, size) if known else self.latency_s
 
     def _between(self, measured, collective, size):
-        alike = {(name, of): value for (name, of), value in measured.items() if self.crosses(of) == self.crosses(size)}
-        return between(alike if any(name == collective for name, _ in alike) else measured, collective, size)
+        identical = {(name, of): value for (name, of),
+                     value in measured.items() if self.crosses(of) == self.crosses(size)}
+        return between(identical if any(name == collective for name, _ in identical) else measured, collective, size)
 
 
 def between(measured, collective, size):
@@ -232,7 +233,7 @@ def between(measured, collective, size):
 class Run:
     """A run under a layout. All its ranks have such a device and such links."""
 
-    net: ModelDims
+    dims: ModelDims
     job: Job
     degrees: Degrees
     device: Device
@@ -241,7 +242,7 @@ class Run:
     @property
     def text(self):
         """Tokens of the text that run through the blocks."""
-        return self.job.text if self.net.joint else 0
+        return self.job.text if self.dims.joint else 0
 
     @property
     def keys(self):
@@ -265,7 +266,7 @@ class Tokens:
 def block_parts(run, tokens):
     """Parts of one block on one rank, which has these Tokens."""
     degrees, device = run.degrees, run.device
-    parts = Parts(_matrices_s(run, tokens), 0.0, device.block_launch_s * run.net.kernels)
+    parts = Parts(_matrices_s(run, tokens), 0.0, device.block_launch_s * run.dims.kernels)
     if degrees.ulysses > 1:
         parts = parts.plus(_exchange_parts(run, tokens))
     attend_s = _attention_s(run, tokens)
@@ -278,70 +279,70 @@ def block_parts(run, tokens):
 
 def _matrices_s(run, tokens):
     """Of matrix multiplications and of small kernels."""
-    net, device, tensor, rows = run.net, run.device, run.degrees.tensor, tokens.rows
-    flops = 2 * net.elements * net.width ** 2 * rows / tensor
-    if not net.joint:                                          # keys and values of the text
-        flops += 4 * net.width ** 2 * tokens.batch * run.job.text / tensor
-    return (device.product_s(net, flops) * (1 + device.half_rows / rows)
-            + device.kernel_bytes * rows * net.width * net.element_bytes / device.memory_bytes_s)
+    dims, device, tensor, rows = run.dims, run.device, run.degrees.tensor, tokens.rows
+    flops = 2 * dims.elements * dims.width ** 2 * rows / tensor
+    if not dims.joint:                                          # keys and values of the text
+        flops += 4 * dims.width ** 2 * tokens.batch * run.job.text / tensor
+    return (device.product_s(dims, flops) * (1 + device.half_rows / rows)
+            + device.kernel_bytes * rows * dims.width * dims.element_bytes / device.memory_bytes_s)
 
 
 def _attention_s(run, tokens):
     """Of attention, where its keys are all there."""
-    net, device, tensor = run.net, run.device, run.degrees.tensor
-    scores = 4 * tokens.rows * net.width / tensor * seen_keys(net, run.job, run.keys)
-    if not net.joint:                                          # attention to the text
-        scores += 4 * tokens.batch * tokens.image * run.job.text * net.width / tensor
-    head = net.width / net.heads
+    dims, device, tensor = run.dims, run.device, run.degrees.tensor
+    scores = 4 * tokens.rows * dims.width / tensor * seen_keys(dims, run.job, run.keys)
+    if not dims.joint:                                          # attention to the text
+        scores += 4 * tokens.batch * tokens.image * run.job.text * dims.width / tensor
+    head = dims.width / dims.heads
     scores *= HEAD_MULTIPLE * math.ceil(head / HEAD_MULTIPLE) / head
     attend_s = scores / device.attention_rate(head)
-    if net.attention == "all":
+    if dims.attention == "all":
         attend_s *= 1 + device.half_keys / (run.keys / run.degrees.ring)
     return attend_s
 
 
-def seen_keys(net, job, keys):
-    if net.attention == "linear":
-        return 2 * net.width / net.heads
-    return keys / job.frames if net.attention == "frame" else keys
+def seen_keys(dims, job, keys):
+    if dims.attention == "linear":
+        return 2 * dims.width / dims.heads
+    return keys / job.frames if dims.attention == "frame" else keys
 
 
 def _exchange_parts(run, tokens):
     """Of Ulysses' all-to-alls of four tensors, which are not hidden, and of packing these."""
-    net, degrees, device, links = run.net, run.degrees, run.device, run.links
+    dims, degrees, device, links = run.dims, run.degrees, run.device, run.links
     # bytes of queries and results, of keys and values
-    others, keys = 2 * links.sent_bytes(net, False), 2 * net.key_share * links.sent_bytes(net, True)
-    own_share = (degrees.ulysses - 1) / degrees.ulysses
-    size = ((others + keys) * tokens.image + (others + keys if net.shards_text else others)
-            * tokens.text) * tokens.batch * net.width * own_share
+    others, keys = 2 * links.sent_bytes(dims, False), 2 * dims.key_fraction * links.sent_bytes(dims, True)
+    own_shard = (degrees.ulysses - 1) / degrees.ulysses
+    size = ((others + keys) * tokens.image + (others + keys if dims.shards_text else others)
+            * tokens.text) * tokens.batch * dims.width * own_shard
     group = wide(degrees.ulysses * degrees.tensor, degrees)
     packed = 4 + SMALL_PACKING * (2 * (links.exchange == ALL) + 2 * (links.exchange != WHOLE))
-    packed *= tokens.rows * net.width * net.element_bytes
-    packing_s = net.shared * device.pack_bytes * packed / device.memory_bytes_s
+    packed *= tokens.rows * dims.width * dims.element_bytes
+    packing_s = dims.shared * device.pack_bytes * packed / device.memory_bytes_s
     return Parts(packing_s,
-                 net.shared * (size / links.rate("all_to_all", group) + 4 * links.latency("all_to_all", group)),
+                 dims.shared * (size / links.rate("all_to_all", group) + 4 * links.latency("all_to_all", group)),
                  4 * device.collective_launch_s)
 
 
 def _ring_parts(run, tokens, attend_s):
     """Of attention that takes so long with all keys, and whose keys go round."""
-    net, degrees, device, links, ring = run.net, run.degrees, run.device, run.links, run.degrees.ring
-    sent = tokens.image + (tokens.text if net.shards_text else 0)
-    piece = 2 * net.key_share * tokens.batch * sent * net.width * links.sent_bytes(net, True)
+    dims, degrees, device, links, ring = run.dims, run.degrees, run.device, run.links, run.degrees.ring
+    sent = tokens.image + (tokens.text if dims.shards_text else 0)
+    piece = 2 * dims.key_fraction * tokens.batch * sent * dims.width * links.sent_bytes(dims, True)
     group = wide(degrees.sequence * degrees.tensor, degrees)
     hop = piece / links.rate("hop", group) + links.latency("hop", group)
-    merge_s = device.merge_bytes * tokens.rows * net.width * 4 / device.memory_bytes_s
+    merge_s = device.merge_bytes * tokens.rows * dims.width * 4 / device.memory_bytes_s
     turn = attend_s / ring * (1 + device.busy_ring) + merge_s
     waits = (ring - 1) * (max(turn, hop) + (1 - links.hidden) * min(turn, hop) - turn)
-    return Parts(net.shared * ring * turn + (1 - net.shared) * attend_s, net.shared * waits,
+    return Parts(dims.shared * ring * turn + (1 - dims.shared) * attend_s, dims.shared * waits,
                  ring * device.round_launch_s)
 
 
 def _sum_parts(run, tokens):
     """Of what tensor ranks add up, and agree on before that, by all-reduces, which are not hidden."""
-    net, tensor = run.net, run.degrees.tensor
-    a_token = net.sums * net.width * net.element_bytes + net.agreed * AGREED_BYTES
-    size, count = 2 * tokens.rows * a_token * (tensor - 1) / tensor, net.sums + net.agreed
+    dims, tensor = run.dims, run.degrees.tensor
+    a_token = dims.sums * dims.width * dims.element_bytes + dims.agreed * AGREED_BYTES
+    size, count = 2 * tokens.rows * a_token * (tensor - 1) / tensor, dims.sums + dims.agreed
     link_s = size / run.links.rate("all_reduce", tensor) + count * run.links.latency("all_reduce", tensor)
     return Parts(0.0, link_s, count * run.device.collective_launch_s)
 

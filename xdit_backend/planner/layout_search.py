@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..partition import shard_sizes
 from .cost_model import Degrees, Device, Links, Run, Tokens, block_parts
-from .memory_model import DEFAULT_SETTINGS, Memory, fits_stages, rank_memory, room_of
+from .memory_model import DEFAULT_SETTINGS, Memory, fits_stages, memory_budget, rank_memory
 from .offload_cost import offloaded_memory
 from .run_time import run_seconds
 
@@ -49,7 +49,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Estimate:
     """What a run will take under a layout. causes: {what its seconds are spent on: seconds}, see run_seconds."""
 
     degrees: Degrees
@@ -58,9 +58,9 @@ class Forecast:
     fits: bool
     working: int                           # devices that have something to do
     # seconds of a step by patches (else of one) in which weights come from host memory, beside computing
-    come_s: float = 0.0
+    streaming_s: float = 0.0
     # does each device bring a part of those that all hold, and send it to the others?
-    shares_weights: bool = False
+    shards_weights: bool = False
 
     @property
     def seconds(self):
@@ -84,39 +84,39 @@ class Forecast:
         return worst if waits[worst] > LIMITS * self.seconds else "compute"
 
 
-def forecast(net, job, degrees, machine, settings=DEFAULT_SETTINGS):
+def estimate(dims, job, degrees, machine, settings=DEFAULT_SETTINGS):
     """The Forecast of one layout of the machine's first devices, as many as it needs.
 
     Tokens, blocks and images are shared out by speed; else all wait for the slowest device that works. A rank that has
     no image of the batch rests.
     """
-    group = busiest(net, job, degrees, machine)
+    group = busiest(dims, job, degrees, machine)
     device, equivalent_devices = group.device, group.equivalent_devices
     if group.working == 1:
         device, equivalent_devices = device.slower(1 / machine.alone), 0.0
-    needed = rank_memory(net, job, degrees, settings)
-    seconds = run_seconds(net, replace(job, images=group.images * degrees.data), degrees, device, machine.links,
+    needed = rank_memory(dims, job, degrees, settings)
+    seconds = run_seconds(dims, replace(job, images=group.images * degrees.data), degrees, device, machine.links,
                           equivalent_devices)
-    fits = fits_stages(net, degrees, needed, group.memory_bytes)
+    fits = fits_stages(dims, degrees, needed, group.memory_bytes)
     if (settings.weights_memory and device.host_bytes_s and not degrees.warmup_by_sequence
             and (degrees.pipefusion == 1 or not fits)):
-        offloaded = offloaded_memory(net, needed, room_of(min(group.memory_bytes)), settings.weights_memory,
+        offloaded = offloaded_memory(dims, needed, memory_budget(min(group.memory_bytes)), settings.weights_memory,
                                      degrees.pipefusion)
         needed, fits = (needed, fits) if offloaded is None else (offloaded, True)
-    if not needed.come:
-        return Forecast(degrees, seconds, needed, fits, group.working)
+    if not needed.streamed:
+        return Estimate(degrees, seconds, needed, fits, group.working)
     num_patches = 1 if degrees.pipefusion == 1 else degrees.num_patches or degrees.pipefusion
     warmup_steps = min(job.steps, degrees.warmup_steps)
     times = warmup_steps + (job.steps - warmup_steps) * num_patches
 
     def made(num_sharing):
-        once_s, waits = _come_seconds(needed.come, num_sharing, degrees, machine, group), seconds
+        once_s, waits = _streaming_seconds(needed.streamed, num_sharing, degrees, machine, group), seconds
         if num_sharing > 1:                                    # nothing runs beside an exchange, perhaps no copy either
-            exchange_s = needed.come * (num_sharing - 1) / num_sharing / machine.links.rate("gather", num_sharing)
+            exchange_s = needed.streamed * (num_sharing - 1) / num_sharing / machine.links.rate("gather", num_sharing)
             once_s, waits = once_s + exchange_s, seconds | {"link": seconds["link"] + times * exchange_s}
         # what copying takes longer than all else does
         waits = waits | {"weights": max(0.0, times * once_s - sum(waits.values()))}
-        return Forecast(degrees, waits, needed, fits, group.working, num_patches * once_s, num_sharing > 1)
+        return Estimate(degrees, waits, needed, fits, group.working, num_patches * once_s, num_sharing > 1)
     alone, shared = made(1), made(_num_sharing(job, degrees, machine, group))
     return shared if SHARING_WORTH * shared.seconds < alone.seconds else alone
 
@@ -134,12 +134,12 @@ def _num_sharing(job, degrees, machine, group):
     return num_sharing if is_fast else 1
 
 
-def _come_seconds(come_bytes, num_sharing, degrees, machine, group):
+def _streaming_seconds(streamed_bytes, num_sharing, degrees, machine, group):
     """Seconds in which so many bytes of weights come to each rank, of which each of so many ranks copies a part: from
     host memory, or, where that has no room for those of all stages and shards, from the disk. Ranks with the same
     weights read them once."""
-    device, of_all = group.device, come_bytes * degrees.pipefusion * degrees.tensor
-    copies_s = come_bytes / num_sharing / (group.working == 1 and device.host_alone_bytes_s or device.host_bytes_s)
+    device, of_all = group.device, streamed_bytes * degrees.pipefusion * degrees.tensor
+    copies_s = streamed_bytes / num_sharing / (group.working == 1 and device.host_alone_bytes_s or device.host_bytes_s)
     from_disk = of_all > machine.page_bytes and machine.disk_bytes_s
     return max(copies_s, of_all / machine.disk_bytes_s) if from_disk else copies_s
 
@@ -160,7 +160,7 @@ class Group:
     memory_bytes: tuple[float, ...]
 
 
-def busiest(net, job, degrees, machine):
+def busiest(dims, job, degrees, machine):
     """The Group that takes longest, where the ranks' shares are as distributed.mesh.with_speeds has them."""
     of_replica, stages, tensor = degrees.devices // degrees.data, degrees.pipefusion, degrees.tensor
     if machine.is_uniform:
@@ -168,7 +168,7 @@ def busiest(net, job, degrees, machine):
         return Group(device, 0.0, images, of_replica * min(degrees.data, job.images), (device.memory_bytes,) * stages)
     used, shared_speeds = machine.devices[:degrees.devices], speeds_of(machine.devices[:degrees.devices]) or (
         1,) * degrees.devices
-    speeds = [1 / seconds_per_block(net, job, device) for device in used]
+    speeds = [1 / seconds_per_block(dims, job, device) for device in used]
     sequence = of_replica // degrees.cfg // stages // tensor
 
     def of_ranks(values, first):
@@ -208,34 +208,34 @@ def speeds_of(devices):
     return () if max(rates) <= ALIKE * min(rates) else tuple(max(1, round(100 * rate / max(rates))) for rate in rates)
 
 
-def seconds_per_block(net, job, device):
+def seconds_per_block(dims, job, device):
     """Seconds that a device takes for a block of one image, alone."""
-    run = Run(net, job, Degrees(), device, Links())
+    run = Run(dims, job, Degrees(), device, Links())
     return block_parts(run, Tokens(1, job.tokens, run.text)).seconds
 
 
-def are_alike(net, job, devices):
+def are_identical(dims, job, devices):
     """Are these devices about as fast as each other?"""
-    speeds = [1 / seconds_per_block(net, job, device) for device in set(devices)]
+    speeds = [1 / seconds_per_block(dims, job, device) for device in set(devices)]
     return max(speeds) <= ALIKE * min(speeds)
 
 
-def forecasts(net, job, machine, layouts=None, settings=DEFAULT_SETTINGS):
+def estimates(dims, job, machine, layouts=None, settings=DEFAULT_SETTINGS):
     """A Forecast of each of these layouts (None: all that the devices can have): those that fit first, the fastest of
     them foremost."""
-    layouts = layouts or candidates(net, job, len(machine.devices), machine.links.per_machine)
-    every = [forecast(net, job, degrees, machine, settings) for degrees in layouts]
+    layouts = layouts or candidates(dims, job, len(machine.devices), machine.links.per_machine)
+    every = [estimate(dims, job, degrees, machine, settings) for degrees in layouts]
     return sorted(every, key=lambda one: (not one.fits, one.seconds))
 
 
-def choose(ordered, alike=True):
+def choose(ordered, identical=True):
     """Of forecasts(...), which layout to take: the fastest that fits. Of those nearly as fast, an exact one; of these
     one device alone, where it is among them, else that with least memory. Devices that are alike first share out the
     branches of guidance: that sends least.
     """
     fitting = [one for one in ordered if one.fits] or ordered
     near = [one for one in fitting if one.seconds <= WORTH * fitting[0].seconds]
-    if alike and not any(one.working == 1 for one in near):
+    if identical and not any(one.working == 1 for one in near):
         by_branches = [one for one in fitting if one.degrees.cfg > 1 and one.is_exact >= fitting[0].is_exact]
         near = [one for one in by_branches if one.seconds <= WORTH * by_branches[0].seconds] or near
     return min(near, key=lambda one: (not one.is_exact, one.working > 1,
@@ -247,7 +247,7 @@ def is_worth_it(chosen, one):
     return one.seconds >= WORTH * chosen.seconds and one.seconds - chosen.seconds >= WORTH_S
 
 
-def extra_candidates(net, job, machine):
+def extra_candidates(dims, job, machine):
     """Layouts by tensor parallelism and by DistriFusion, which auto takes none of,
     where their collectives were measured."""
     devices = len(machine.devices)
@@ -256,13 +256,13 @@ def extra_candidates(net, job, machine):
         if rest or each == 1:
             continue
         known = {name for name, _ in machine.links.rates}
-        if "all_reduce" in known and net.heads % each == (net.key_heads or net.heads) % each == 0:
+        if "all_reduce" in known and dims.heads % each == (dims.key_heads or dims.heads) % each == 0:
             yield Degrees(cfg=cfg, tensor=each)
         if "gather" in known and each <= job.tokens:
             yield Degrees(cfg=cfg, displaced=each)
 
 
-def candidates(net, job, devices, per_machine=0):
+def candidates(dims, job, devices, per_machine=0):
     """The layouts of so many devices by CFG, data, Ulysses, Ring and PipeFusion; with one image, data parallelism is
     one device alone.
 
@@ -273,8 +273,8 @@ def candidates(net, job, devices, per_machine=0):
     for cfg, data, ulysses, ring in itertools.product(divisors, repeat=4):
         stages, rest = divmod(devices, cfg * data * ulysses * ring)
         shares = data <= job.images or (data in alone and job.images == 1)
-        works = (not rest and stages and cfg <= job.branches and shares and net.heads % ulysses == 0
+        works = (not rest and stages and cfg <= job.branches and shares and dims.heads % ulysses == 0
                  and ulysses * ring <= (job.rows or job.tokens))
-        if works and stages <= net.blocks and (stages == 1 or job.steps > 2):
+        if works and stages <= dims.blocks and (stages == 1 or job.steps > 2):
             for num_patches in (stages, 2 * stages) if stages > 1 else (0,):
                 yield Degrees(cfg, ulysses, ring, stages, data=data, num_patches=num_patches)

@@ -7,7 +7,7 @@ from .layout_search import Machine
 
 SMALL_BYTES, LARGE_BYTES, ACROSS_BYTES = 2 ** 16, 2 ** 24, 2 ** 20        # as in worker/device_probe.py
 PAGEABLE_WORTH = 1.1           # times as fast that copies by the driver must be, on each device: it may wait meanwhile
-KERNEL, PRODUCT = "kernel ", "product "        # begin names of measure_kernels and measure_products
+KERNEL, PRODUCT = "kernel ", "product "        # begin names of measure_backends and measure_products
 # What a rank sends in a collective of a group: of the message's bytes, so much
 SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0,
         "all_reduce": lambda size: 2 * (size - 1) / size, "gather": lambda size: (size - 1) / size}
@@ -71,7 +71,8 @@ def _device(numbers, name, memory_bytes):
                   host_alone_bytes_s=numbers.get("host_alone_bytes_s", 0.0),
                   host_pageable=numbers.get("host_pageable", 0.0),
                   half_rows=half_rows, half_keys=half_keys,
-                  block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0,
+                  block_launch_s=numbers["block_launch_s"], narrow_fraction=min(1.5, wide_s / narrow_s / 2),
+                  busy_ring=0.0,
                   name=name, memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches,
                   kernels=_named(numbers, KERNEL), products=_named(numbers, PRODUCT),
                   capability=numbers.get("capability", 0.0))

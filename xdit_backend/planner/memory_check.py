@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..protocol.errors import ConfigError
-from .memory_model import Memory, has_parts, most_that_fits, rank_blocks, room_of
+from .memory_model import Memory, has_parts, memory_budget, most_that_fits, rank_blocks
 
 NOTHING = Memory(0.0, 0.0, 0.0)
 HOST = "this machine's host memory"
@@ -44,31 +44,31 @@ class Hints:
     """What else may fit. spread: texts of how it would on more devices. lighter(): {other weight_dtype: weight_bytes
     with it}. other_settings: {another setting: Latents.needed with it}."""
 
-    spread: Sequence[str] = ()
+    placement: Sequence[str] = ()
     lighter: Callable[[], dict] = dict
     other_settings: dict[str, Callable] = field(default_factory=dict)
 
 
-def rank_room(devices, device_bytes):
+def rank_memory_budget(devices, device_bytes):
     """Bytes that a rank has on the fullest device for all that it holds there. devices, device_bytes: of each rank, its
     name and what it has in all."""
-    return min(room_of(size / devices.count(device)) for device, size in zip(devices, device_bytes))
+    return min(memory_budget(size / devices.count(device)) for device, size in zip(devices, device_bytes))
 
 
-def weights_memory_in(room_bytes, held_of):
+def weights_memory_in(free_bytes, held_of):
     """What ModelSpec.weights_memory is to be where weights may take so many bytes of a device. held_of(bytes that they
     may take): those that they do."""
-    return 0 if held_of(math.inf) <= room_bytes else int(max(room_bytes, held_of(1)))
+    return 0 if held_of(math.inf) <= free_bytes else int(max(free_bytes, held_of(1)))
 
 
-def ranks_hold(plan_of, net, stages, device_bytes, budget_bytes):
+def ranks_hold(plan_of, dims, stages, device_bytes, budget_bytes):
     """([bytes of each rank's weights on its device], [of those that come from host memory: once a step, or a patch]),
     where weights may take so many of each device.
 
     plan_of(budget_bytes, blocks): the OffloadPlan of a rank with these blocks; None: all. net: None of a U-Net.
     stages: Stages, or None. device_bytes: of each rank, what its device has in all.
     """
-    blocks = rank_blocks(net, stages, device_bytes) if has_parts(net, stages) else [None] * len(device_bytes)
+    blocks = rank_blocks(dims, stages, device_bytes) if has_parts(dims, stages) else [None] * len(device_bytes)
     plans = {own: plan_of(budget_bytes, own) for own in set(blocks)}
     return [plans[own].device_bytes for own in blocks], [plans[own].offloaded_bytes for own in blocks]
 
@@ -144,7 +144,7 @@ def _settings_that_fit(ranks, hints, latents, device):
         if _fits(ranks, replace(latents, needed=needed)):
             yield text
     if device != HOST:
-        yield from hints.spread
+        yield from hints.placement
     types = [f"{name} ({sum(size for size, on in zip(sizes, ranks.devices) if on == device) / 1e9:.3g} GB of weights)"
              for name, sizes in hints.lighter().items() if _fits(replace(ranks, weight_bytes=sizes), latents)]
     if types:

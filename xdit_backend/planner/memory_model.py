@@ -23,7 +23,7 @@ class Memory:
     activations: float
     host: float = 0.0                      # keys and values that are in host memory, and not in `total`
     # of weights that come from host memory whenever the rank runs its blocks, and are not in `total`
-    come: float = 0.0
+    streamed: float = 0.0
 
     @property
     def total(self):
@@ -36,7 +36,7 @@ class MemorySettings:
 
     cached_steps: int = 1                  # of how many steps stale keys and values are kept; config.cached_steps
     offload: bool = False                  # they are in host memory, those of two blocks at a time on the device
-    images_apart: bool = False             # see working_share
+    images_apart: bool = False             # see working_fraction
     exchanged_copies: int = 1              # of keys and values of other ranks, with displaced patches
     # bytes of a device that weights may take, others come from host memory; inf: what the rest leaves; 0: all are there
     weights_memory: float = 0.0
@@ -47,89 +47,91 @@ class MemorySettings:
 DEFAULT_SETTINGS = MemorySettings()
 
 
-def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
+def rank_memory(dims, job, degrees, settings=DEFAULT_SETTINGS):
     """Memory of the fullest rank.
 
     Stale keys and values are 2 B (S + S_t) h elements a block: of a stage's blocks and a rank's heads under PipeFusion,
     of all blocks under DistriFusion; of one patch none are kept, but for those of references (Job.kept).
     """
-    counts = stage_counts(net, degrees.pipefusion)
+    counts = stage_counts(dims, degrees.pipefusion)
     stages = {range(sum(counts[:stage]), sum(counts[:stage + 1])) for stage in range(len(counts))}
-    if not net.skips or degrees.warmup_by_sequence:            # what else lives at once is alike on all
+    if not dims.skips or degrees.warmup_by_sequence:            # what else lives at once is alike on all
         stages = {max(stages, key=len)}
-    kept = [_kept(net, job, degrees, settings, len(stage)) for stage in stages]
-    unit = (job.tokens + (job.text if net.joint else 0)) * net.width * net.element_bytes
-    live = [_live_rows(net, job, degrees, settings, stage) * unit for stage in stages]
+    cached = [_cached(dims, job, degrees, settings, len(stage)) for stage in stages]
+    unit = (job.tokens + (job.text if dims.joint else 0)) * dims.width * dims.element_bytes
+    footprint = [_activation_rows(dims, job, degrees, settings, stage) * unit for stage in stages]
     if degrees.pipefusion > 1 and degrees.sequence > 1 and not degrees.warmup_by_sequence:
-        live = [max(_live_rows(net, job, degrees, settings, stage, is_cut=True) * unit,
-                    most - _to_come(net, job, degrees, of[0], 1 / len(stage)))
-                for most, of, stage in zip(live, kept, stages)]
-    if net.live is not None and net.live.late and degrees.pipefusion > 1 and degrees.sequence == 1:
-        live = [_beside_kept(net, job, degrees, most, of[0], len(stage)) for most, of, stage in zip(live, kept, stages)]
-    (keys_values, host), activations = max(zip(kept, live), key=lambda both: both[0][0] + both[1])
-    share = _share(net, job, degrees, settings)
-    weights = weight_bytes(net, degrees) + settings.added_bytes
+        footprint = [max(_activation_rows(dims, job, degrees, settings, stage, is_cut=True) * unit,
+                    most - _to_stream(dims, job, degrees, of[0], 1 / len(stage)))
+                for most, of, stage in zip(footprint, cached, stages)]
+    if dims.footprint is not None and dims.footprint.late and degrees.pipefusion > 1 and degrees.sequence == 1:
+        footprint = [_besides_cached(dims, job, degrees, most, of[0], len(stage)) for most, of,
+                     stage in zip(footprint, cached, stages)]
+    (keys_values, host), activations = max(zip(cached, footprint), key=lambda both: both[0][0] + both[1])
+    share = _share(dims, job, degrees, settings)
+    weights = weight_bytes(dims, degrees) + settings.added_bytes
     return Memory(weights=weights, keys_values=keys_values, host=host, activations=most_in_layers(
-        net, net.live or ActivationFootprint(), share * job.tokens, share * job.text if net.joint else 0.0, activations,
+        dims, dims.footprint or ActivationFootprint(), share * job.tokens, share * job.text if dims.joint else 0.0,
+        activations,
         degrees.tensor, settings.has_lora))
 
 
-def _beside_kept(net, job, degrees, most, kept_bytes, num_blocks):
+def _besides_cached(dims, job, degrees, most, cached_bytes, num_blocks):
     """Bytes of a stage of so many blocks beside all that it keeps, where most lives before a forward's own keys and
     values are kept: in the first step, which runs whole, those of the branches before are."""
     if degrees.warmup_steps > 1 or degrees.warmup_by_sequence:
         return most
-    late = max(net.live.late / net.live.alone, 1 / (degrees.num_patches or degrees.pipefusion))
-    to_come = _to_come(net, job, degrees, kept_bytes, net.live.early * net.blocks / num_blocks)
-    return max(most * min(1.0, late), most - to_come)
+    late = max(dims.footprint.late / dims.footprint.alone, 1 / (degrees.num_patches or degrees.pipefusion))
+    to_stream = _to_stream(dims, job, degrees, cached_bytes, dims.footprint.early * dims.blocks / num_blocks)
+    return max(most * min(1.0, late), most - to_stream)
 
 
-def _to_come(net, job, degrees, kept_bytes, share):
+def _to_stream(dims, job, degrees, cached_bytes, share):
     """Bytes that a stage has yet to keep of the last branch, where this share of its blocks has run."""
-    return kept_bytes * max(0.0, 1 - share) / (degrees.batch(job) if net.branches_apart else 1)
+    return cached_bytes * max(0.0, 1 - share) / (degrees.batch(job) if dims.branches_apart else 1)
 
 
-def _kept(net, job, degrees, settings, num_blocks):
+def _cached(dims, job, degrees, settings, num_blocks):
     """Bytes of keys and values of a rank with so many blocks: (on the device, in host memory)."""
-    tokens, text, degrees = job.tokens + (job.text if net.joint else 0), 0.0, _of_attention(net, degrees)
-    a_block = ((net.live or ActivationFootprint()).keys * key_share(net,
-                                                                    degrees) * degrees.batch(job) * tokens * net.width
-               * net.element_bytes / degrees.ulysses / degrees.tensor)
+    tokens, text, degrees = job.tokens + (job.text if dims.joint else 0), 0.0, _of_attention(dims, degrees)
+    a_block = ((dims.footprint or ActivationFootprint()).keys * key_fraction(dims,
+                                                                    degrees) * degrees.batch(job) * tokens * dims.width
+               * dims.element_bytes / degrees.ulysses / degrees.tensor)
     if degrees.displaced > 1:
-        return settings.exchanged_copies * settings.cached_steps * a_block * net.blocks, 0.0
+        return settings.exchanged_copies * settings.cached_steps * a_block * dims.blocks, 0.0
     if degrees.pipefusion == 1 or degrees.num_patches == 1:
-        return a_block * num_blocks * job.kept / tokens / degrees.ring, 0.0
-    if not net.joint:                                          # those of the text, which are made once a run
-        text = 2 * degrees.batch(job) * job.sequences * job.text * net.width * net.element_bytes / degrees.tensor
+        return a_block * num_blocks * job.cached / tokens / degrees.ring, 0.0
+    if not dims.joint:                                          # those of the text, which are made once a run
+        text = 2 * degrees.batch(job) * job.sequences * job.text * dims.width * dims.element_bytes / degrees.tensor
     keys_values = settings.cached_steps * a_block * num_blocks
     return (((settings.cached_steps + 1) * a_block + text * num_blocks, keys_values) if settings.offload
             else (keys_values + text * num_blocks, 0.0))
 
 
-def unet_memory(live, hidden_bytes, images, kept_bytes, degrees):
+def unet_memory(footprint, hidden_bytes, images, cached_bytes, degrees):
     """Memory of the fullest rank of a U-Net beside weights.
 
     live: of its family, in hidden states of the first level of one image, hidden_bytes: alone, of an image that a rank
     has whole, and block, of one whose rows are shared out; both as a count of the workers' own work says. images: that
-    a rank has in a batch, of all branches; one at a time where rows are shared out. kept_bytes: of
-    model_dims.kept_bytes.
+    a rank has in a batch, of all branches; one at a time where rows are shared out. cached_bytes: of
+    model_dims.cached_bytes.
     """
     if degrees.displaced == 1:
-        return Memory(0.0, 0.0, images * live.alone * hidden_bytes)
-    return Memory(0.0, kept_bytes, live.block * hidden_bytes / degrees.displaced)
+        return Memory(0.0, 0.0, images * footprint.alone * hidden_bytes)
+    return Memory(0.0, cached_bytes, footprint.block * hidden_bytes / degrees.displaced)
 
 
-def _of_attention(net, degrees):
+def _of_attention(dims, degrees):
     """By what a rank's heads are a part of all."""
-    return dataclasses.replace(degrees, tensor=1) if net.whole_attention else degrees
+    return dataclasses.replace(degrees, tensor=1) if dims.whole_attention else degrees
 
 
-def key_share(net, degrees):
+def key_fraction(dims, degrees):
     """Size of the keys, or values, of a rank's heads to that of its queries. Key heads are repeated where Ulysses ranks
     would have to share one (parallel/sequence_parallel.py)."""
-    key_heads = (net.key_heads or net.heads) / degrees.tensor
+    key_heads = (dims.key_heads or dims.heads) / degrees.tensor
     repeats = math.lcm(degrees.ulysses, int(key_heads)) / key_heads if key_heads.is_integer() else 1
-    return net.key_share * repeats
+    return dims.key_fraction * repeats
 
 
 @dataclass(frozen=True)
@@ -184,144 +186,149 @@ STAGES_ENDS = 2.0              # what the last block of a stage has taken and gi
 ENTERED, PACKED = 3.0, 12.0
 
 
-def _live_rows(net, job, degrees, settings, blocks, is_cut=False):
+def _activation_rows(dims, job, degrees, settings, blocks, is_cut=False):
     """The most that lives at once, in hidden states of all tokens of one image. blocks: of the rank's stage. is_cut:
     after its first block, where what was cut into this rank's tokens is gone."""
-    live, batch = net.live or ActivationFootprint(), _batch(job, degrees, net.branches_apart, settings.images_apart)
+    footprint = dims.footprint or ActivationFootprint()
+    batch = _batch(job, degrees, dims.branches_apart, settings.images_apart)
     sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
     if sequence * degrees.displaced == 1:
-        most = max(live.whole if degrees.tensor > 1 else 0.0, _divided(live.alone, live.residual, degrees))
-        return _of_batch(_with_skips(net, blocks, most), live.shared, batch)
-    residual = max(0.0, live.residual - live.held) if live.residual < live.alone else live.block
-    block = _divided(live.block, residual, degrees)
-    of_heads = _of_attention(net, degrees)
-    exchange = _divided(live.exchange, live.entered or min(residual, ENTERED, max(0.0, live.exchange - PACKED)),
+        most = max(footprint.whole if degrees.tensor > 1 else 0.0,
+                   _divided(footprint.alone, footprint.residual, degrees))
+        return _of_batch(_with_skips(dims, blocks, most), footprint.shared, batch)
+    is_small = footprint.residual < footprint.alone
+    residual = max(0.0, footprint.residual - footprint.held) if is_small else footprint.block
+    block = _divided(footprint.block, residual, degrees)
+    of_heads = _of_attention(dims, degrees)
+    exchange = _divided(footprint.exchange,
+                        footprint.entered or min(residual, ENTERED, max(0.0, footprint.exchange - PACKED)),
                         of_heads)
     if degrees.tensor > 1:
-        block = max(block, live.whole - live.held)
+        block = max(block, footprint.whole - footprint.held)
     if degrees.ring > 1 or sequence > degrees.sequence:
         exchange += (RING_AND_ULYSSES if degrees.ulysses > 1 else RING) / of_heads.tensor
     block, exchange = (each / sequence / degrees.displaced for each in (block, exchange))
     inside = max(block, exchange) if sequence > 1 else block
     if degrees.displaced > 1:
-        inside = max(inside, _with_all_keys(net, live, of_heads, sequence))
-    inside = _with_skips(net, blocks, inside, sequence * degrees.displaced)
-    own = live.own / sequence / degrees.displaced if batch > 1 else 0.0
-    waiting = live.given * (math.ceil(job.branches / degrees.cfg) - 1) if degrees.displaced > 1 else 0.0
-    return waiting + max(_of_batch(live.outside, live.shared + live.once, batch),
-                         _of_batch(live.held - live.cut * is_cut + own + inside, live.shared, batch))
+        inside = max(inside, _with_all_keys(dims, footprint, of_heads, sequence))
+    inside = _with_skips(dims, blocks, inside, sequence * degrees.displaced)
+    own = footprint.own / sequence / degrees.displaced if batch > 1 else 0.0
+    waiting = footprint.given * (math.ceil(job.branches / degrees.cfg) - 1) if degrees.displaced > 1 else 0.0
+    return waiting + max(_of_batch(footprint.outside, footprint.shared + footprint.once, batch),
+                         _of_batch(footprint.held - footprint.cut * is_cut + own + inside, footprint.shared, batch))
 
 
-def _with_all_keys(net, live, degrees, sequence):
+def _with_all_keys(dims, footprint, degrees, sequence):
     """What lives where displaced patches attend to keys and values of all ranks, which are one piece each."""
-    own = (live.exchange - PACKED_BEFORE if degrees.ulysses > 1 else live.attends or live.exchange - UNPACKED)
-    return (2 * key_share(net, degrees) / degrees.ulysses / degrees.tensor
-            + _divided(own, min(live.entered or ENTERED, own), degrees) / sequence / degrees.displaced)
+    own = (footprint.exchange - PACKED_BEFORE if degrees.ulysses > 1 else footprint.attends
+           or footprint.exchange - UNPACKED)
+    return (2 * key_fraction(dims, degrees) / degrees.ulysses / degrees.tensor
+            + _divided(own, min(footprint.entered or ENTERED, own), degrees) / sequence / degrees.displaced)
 
 
-def _with_skips(net, blocks, inside, parts=1):
+def _with_skips(dims, blocks, inside, parts=1):
     """What lives at once, where later blocks read what earlier ones have given. inside: without. blocks: of a rank.
     parts: that the tokens are shared out in. A stage also has the message that came, of which what is still to be read
     is views, and at its end the next one.
     """
-    if not net.skips:
+    if not dims.skips:
         return inside
 
     def message(block):
         """Hidden states that stages send each other before a block."""
-        return 1 + min(block, net.blocks - block, net.skips) if 0 < block < net.blocks else 0
+        return 1 + min(block, dims.blocks - block, dims.skips) if 0 < block < dims.blocks else 0
 
-    own = max(0, min(blocks.stop, net.skips) - blocks.start)
-    joined = JOINED_SKIP if blocks.stop > net.blocks - net.skips else 0.0
+    own = max(0, min(blocks.stop, dims.skips) - blocks.start)
+    joined = JOINED_SKIP if blocks.stop > dims.blocks - dims.skips else 0.0
     return (message(blocks.start) + own) / parts + max(
         inside + joined / parts, (STAGES_ENDS + message(blocks.stop)) / parts)
 
 
-def _of_batch(live, shared, batch):
+def _of_batch(footprint, shared, batch):
     """What lives at once of a batch. shared: of one image's, what is there once."""
-    return batch * (live - shared) + shared
+    return batch * (footprint - shared) + shared
 
 
-def _share(net, job, degrees, settings):
+def _share(dims, job, degrees, settings):
     """How many times the tokens of one image a rank has of its batch, in a forward of all tokens."""
     parts = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1) * degrees.displaced
-    return _batch(job, degrees, net.branches_apart, settings.images_apart) / parts
+    return _batch(job, degrees, dims.branches_apart, settings.images_apart) / parts
 
 
-def _divided(live, residual, degrees):
+def _divided(footprint, residual, degrees):
     """Of what lives at once, what does under tensor parallelism."""
-    return residual + max(0.0, live - residual) / degrees.tensor
+    return residual + max(0.0, footprint - residual) / degrees.tensor
 
 
-def weight_bytes(net, degrees):
+def weight_bytes(dims, degrees):
     """Of the fullest rank: its stage's or its tensors' part of the blocks, and all that is outside of them."""
     stages = 1 if degrees.warmup_by_sequence else degrees.pipefusion
-    return net.outside_bytes + max(stage_bytes(net, stages)) / degrees.tensor
+    return dims.outside_bytes + max(stage_bytes(dims, stages)) / degrees.tensor
 
 
 @functools.lru_cache(maxsize=64)               # the choice of a layout asks for the same ones again and again
-def stage_counts(net, num_stages, limits=None, speeds=None):
+def stage_counts(dims, num_stages, limits=None, speeds=None):
     """Blocks of each stage. limits: bytes that its device can hold of their weights. speeds: of its device, relative.
     Both as tuples. A cost is of a block's work on image tokens, so stages that take as long hold unlike weights.
     """
-    if num_stages == 1 or not net.block_costs:
-        return shard_sizes(net.blocks, num_stages)
-    return split_stages(net.block_costs, num_stages, speeds, net.block_bytes, limits)
+    if num_stages == 1 or not dims.block_costs:
+        return shard_sizes(dims.blocks, num_stages)
+    return split_stages(dims.block_costs, num_stages, speeds, dims.block_bytes, limits)
 
 
-def stage_bytes(net, num_stages):
+def stage_bytes(dims, num_stages):
     """Bytes of the weights in the blocks of each stage, as stage_counts has them."""
-    counts = stage_counts(net, num_stages)
-    if not net.block_bytes:
-        return [(net.held_bytes - net.outside_bytes) * count / net.blocks for count in counts]
-    return [sum(net.block_bytes[block] for block in stage_blocks(counts, stage)) for stage in range(num_stages)]
+    counts = stage_counts(dims, num_stages)
+    if not dims.block_bytes:
+        return [(dims.resident_bytes - dims.outside_bytes) * count / dims.blocks for count in counts]
+    return [sum(dims.block_bytes[block] for block in stage_blocks(counts, stage)) for stage in range(num_stages)]
 
 
-def rank_weights(weight_bytes, net, stages, device_bytes):
+def rank_weights(weight_bytes, dims, stages, device_bytes):
     """About how many bytes of a model's weights each rank holds, where blocks are given to stages as workers do it.
 
     weight_bytes: of all blocks, as a rank holds them. net: None of a U-Net. device_bytes: of each rank's device.
     """
-    if not has_parts(net, stages):
+    if not has_parts(dims, stages):
         return [weight_bytes] * len(device_bytes)
-    blocks = rank_blocks(net, stages, device_bytes)
-    sizes = net.block_bytes or [(net.held_bytes - net.outside_bytes) / net.blocks] * net.blocks
-    return [round((net.outside_bytes + sum(sizes[block] for block in own)) * weight_bytes / net.held_bytes)
+    blocks = rank_blocks(dims, stages, device_bytes)
+    sizes = dims.block_bytes or [(dims.resident_bytes - dims.outside_bytes) / dims.blocks] * dims.blocks
+    return [round((dims.outside_bytes + sum(sizes[block] for block in own)) * weight_bytes / dims.resident_bytes)
             for own in blocks]
 
 
-def has_parts(net, stages):
+def has_parts(dims, stages):
     """Has a rank the blocks of its stage alone? net, stages: as in rank_weights."""
-    return net is not None and stages is not None and not stages.every_block
+    return dims is not None and stages is not None and not stages.every_block
 
 
-def rank_blocks(net, stages, device_bytes):
+def rank_blocks(dims, stages, device_bytes):
     """The range of blocks of each rank, where it has those of its stage alone."""
     of_stages: list[list[int]] = [[] for _ in range(stages.pipefusion_degree)]
     for rank in range(len(device_bytes)):
         of_stages[stage_of(rank, stages)].append(rank)
-    limits = tuple(FULL * min(device_bytes[rank] for rank in ranks) - net.outside_bytes for ranks in of_stages)
+    limits = tuple(FULL * min(device_bytes[rank] for rank in ranks) - dims.outside_bytes for ranks in of_stages)
     speeds = (tuple(statistics.mean(stages.speeds[rank] for rank in ranks) for ranks in of_stages) if stages.speeds
               else None)
-    counts = stages.num_blocks or stage_counts(net, stages.pipefusion_degree, limits, speeds)
+    counts = stages.num_blocks or stage_counts(dims, stages.pipefusion_degree, limits, speeds)
     return [stage_blocks(counts, stage_of(rank, stages)) for rank in range(len(device_bytes))]
 
 
-def room_of(memory_bytes):
+def memory_budget(memory_bytes):
     """Bytes that a rank has for all that it holds on a device with memory of its own. memory_bytes: the rank's part."""
     return USABLE_MEMORY * memory_bytes - CONTEXT_BYTES
 
 
-def fits_stages(net, degrees, needed, memory_bytes):
+def fits_stages(dims, degrees, needed, memory_bytes):
     """Does a run fit on stages with so much memory? Blocks, and their keys and values, go where there is room."""
-    beside = needed.activations + net.outside_bytes
+    beside = needed.activations + dims.outside_bytes
     if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
         return needed.total <= USABLE_MEMORY * min(memory_bytes)
     free_bytes = [USABLE_MEMORY * size - beside for size in memory_bytes]
     return min(free_bytes) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(free_bytes)
 
 
-def working_share(job, degrees, branches_apart=False, images_apart=False):
+def working_fraction(job, degrees, branches_apart=False, images_apart=False):
     """The part of a run's activations (of all its images, branches and tokens) that a rank has at a time.
 
     branches_apart: stages, and ranks with displaced patches, take one branch after the other. Whole steps decide, which

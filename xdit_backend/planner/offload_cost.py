@@ -33,12 +33,12 @@ def num_buffers(num_blocks):
     return 1 if num_blocks == 2 else min(NUM_BUFFERS, num_blocks)
 
 
-def plan_offload(sizes, costs, beside_bytes, budget_bytes):
+def plan_offload(sizes, costs, extra_bytes, budget_bytes):
     """The OffloadPlan of a rank whose weights may take so many bytes of its device; where none takes so few, the one
     that takes least.
 
     sizes: {block: bytes of its weights that can come from host memory}. costs: {block: what computing it takes,
-    relative}. beside_bytes: of weights that stay on the device in any case.
+    relative}. extra_bytes: of weights that stay on the device in any case.
 
     A buffer is as large as the largest block that comes through it, so the smaller kind of block may do alone. Between
     the others they are spread evenly: only as many blocks as there are buffers can be fetched while others compute. Of
@@ -46,14 +46,14 @@ def plan_offload(sizes, costs, beside_bytes, budget_bytes):
     hardest to hide.
     """
     blocks = sorted(sizes)
-    whole = OffloadPlan((), beside_bytes + sum(sizes.values()), 0, 0)
+    whole = OffloadPlan((), extra_bytes + sum(sizes.values()), 0, 0)
     if whole.device_bytes <= budget_bytes or not blocks:
         return whole
     fitting, least = [], whole
     for most, phase in itertools.product(sorted(set(sizes.values())), range(PHASES)):
         kind = [block for block in blocks if sizes[block] <= most]
         for count in (2, *range(4, len(kind) + 1)) if len(kind) > NUM_BUFFERS else ():
-            plan = _plan_of(_spread(kind, count, phase / PHASES), sizes, whole.device_bytes)
+            plan = _plan_of(_placement(kind, count, phase / PHASES), sizes, whole.device_bytes)
             least = min(least, plan, key=lambda each: each.device_bytes)
             if plan.device_bytes <= budget_bytes:
                 fitting.append(plan)
@@ -65,7 +65,7 @@ def plan_offload(sizes, costs, beside_bytes, budget_bytes):
     return min(fitting, key=lambda plan: (step_seconds(costs, times, plan.blocks), plan.offloaded_bytes))
 
 
-def _spread(kind, count, phase):
+def _placement(kind, count, phase):
     """So many of these blocks, as far from each other as can be. phase: from 0 to 1, how late they begin."""
     return tuple(kind[int((number + phase) * len(kind) / count)] for number in range(count))
 
@@ -102,21 +102,21 @@ def step_seconds(compute_s, copy_s, offloaded, count=None):
     return ends[-1] - ends[-2]
 
 
-def offloaded_memory(net, needed, room_bytes, weights_memory, num_stages=1):
+def offloaded_memory(dims, needed, free_bytes, weights_memory, num_stages=1):
     """The Memory of a rank of which some weights come from host memory, so that it has room; None where even two blocks
     at a time have none.
 
-    needed: with all weights on the device. room_bytes: of the device, for all that the rank holds there.
+    needed: with all weights on the device. free_bytes: of the device, for all that the rank holds there.
     weights_memory: of MemorySettings. num_stages: of one of which the rank has the blocks.
     """
-    beside, outside = needed.keys_values + needed.activations, net.outside_bytes
-    room = min(room_bytes - beside, weights_memory)
-    over, a_block = needed.weights - room, num_stages * (needed.weights - outside) / net.blocks
+    beside, outside = needed.keys_values + needed.activations, dims.outside_bytes
+    free_bytes = min(free_bytes - beside, weights_memory)
+    over, a_block = needed.weights - free_bytes, num_stages * (needed.weights - outside) / dims.blocks
     buffers = NUM_BUFFERS * a_block
     if over <= 0:
         return needed
     # each block of a stage would have a buffer of its own, or the buffers alone are too large
-    if net.blocks <= NUM_BUFFERS * num_stages or outside + buffers > room:
+    if dims.blocks <= NUM_BUFFERS * num_stages or outside + buffers > free_bytes:
         return None
     # the first two blocks that come make room for one, each further one for itself
-    return replace(needed, weights=room, come=buffers if over <= a_block else over + buffers)
+    return replace(needed, weights=free_bytes, streamed=buffers if over <= a_block else over + buffers)

@@ -13,7 +13,7 @@ from ..config import validate_layout
 from ..partition import FULL, num_tokens, patch_dim, stage_of
 from ..protocol.specs import Layout, Stages
 from .cost_model import Degrees, Device, Job, Links
-from .layout_search import WORTH, Forecast, Machine, are_alike, candidates, choose, forecast, forecasts, speeds_of
+from .layout_search import WORTH, Estimate, Machine, are_identical, candidates, choose, estimate, estimates, speeds_of
 from .memory_model import MemorySettings, weight_bytes
 from .vae_cost import work_seconds
 
@@ -27,13 +27,13 @@ class AttentionHeads:
     """What of a model's attention a layout has to fit. family: the model's, for a person.
 
     num_heads: None of a U-Net, which shares out branches and images alone. num_key_heads: None: as many.
-    shares_tokens: False where the family refuses it.
+    shards_tokens: False where the family refuses it.
     """
 
     family: str
     num_heads: int | None
     num_key_heads: int | None = None
-    shares_tokens: bool = True
+    shards_tokens: bool = True
 
 
 class WeightPlacement(NamedTuple):
@@ -63,9 +63,9 @@ class Devices:
     def speeds(self):
         return () if self.machine is None else speeds_of(self.machine.devices)
 
-    def holds(self, net):
+    def holds(self, dims):
         """Has each of them room for all weights?"""
-        return net.held_bytes <= FULL * self.smallest
+        return dims.resident_bytes <= FULL * self.smallest
 
     def divisors(self):
         """Degrees above 1 that divide their number."""
@@ -73,24 +73,24 @@ class Devices:
         return [degree for degree in range(2, count + 1) if count % degree == 0]
 
 
-def choose_layout(config, num_devices, num_branches, attention, spread=EVERYWHERE, per_machine=0):
+def choose_layout(config, num_devices, num_branches, attention, placement=EVERYWHERE, per_machine=0):
     """Return the Layout for one prediction where no probe has measured the devices; plan_run knows better where one
     has.
 
     Manual mode: the person's degrees. Auto mode: CFG parallel when there are two branches and an even number of
     devices, then Ulysses as far as the heads allow, then Ring. CFG parallel comes first because it sends only the
     prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1).
-    attention: the model's AttentionHeads. spread: of choose_spread. per_machine: config.devices_per_machine; tokens are
-    shared within one. Raises ConfigError when the layout cannot work for this model.
+    attention: the model's AttentionHeads. spread: of choose_placement. per_machine: config.devices_per_machine; tokens
+    are shared within one. Raises ConfigError when the layout cannot work for this model.
     """
     if config.mode == "manual":
         layout = config.layout
         validate_layout(layout, attention.num_heads, attention.family, attention.num_key_heads)
         return layout
-    stages, tensor_degree = spread
+    stages, tensor_degree = placement
     num_devices //= tensor_degree
     cfg_degree = 2 if num_branches == 2 and num_devices % 2 == 0 and stages is None else 1
-    if attention.num_heads is None or not attention.shares_tokens:
+    if attention.num_heads is None or not attention.shards_tokens:
         return Layout(cfg_degree=cfg_degree, data_degree=num_devices // cfg_degree, tensor_degree=tensor_degree)
     rest, data_degree = num_devices // cfg_degree if stages is None else stages.sequence_degree, 1
     if per_machine and stages is None:
@@ -107,7 +107,7 @@ def choose_layout(config, num_devices, num_branches, attention, spread=EVERYWHER
 WARMUP_FULL = 0.4
 
 
-def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_stages=True, branches=(1, 2),
+def choose_placement(config, dims, devices, is_splittable=lambda degree: True, has_stages=True, branches=(1, 2),
                   has_own_memory=False):
     """The Spread of the weights when a model is loaded.
 
@@ -123,93 +123,94 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     is_splittable(tensor_degree), has_stages, has_own_memory: of the file, the family, the devices. branches: of runs.
     """
     if config.mode == "manual":
-        return _manual_spread(config, net, devices)
+        return _manual_placement(config, dims, devices)
     if config.weights_memory_bytes:
         return EVERYWHERE
     if devices.per_machine and has_stages:
-        return _spread_over_machines(config, net, devices, branches)
-    if len(devices.memory_bytes) == 1 or devices.holds(net):
+        return _placement_over_machines(config, dims, devices, branches)
+    if len(devices.memory_bytes) == 1 or devices.holds(dims):
         return EVERYWHERE
-    staged = _staged(config, net, devices) if has_stages else []
-    split = [WeightPlacement(None, degree) for degree in _split_degrees(net, devices) if is_splittable(degree)]
-    fit_staged = [spread for spread in staged if _weights_fit(spread.stages, net, devices.memory_bytes)]
-    fit_split = [spread for spread in split
-                 if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
-    approximate, can_come = config.may_differ, config.weights_memory_bytes is None
-    if can_come and devices.machine is not None and all(device.host_bytes_s for device in devices.machine.devices):
-        return _fastest(config, net, devices, [*staged, *split, EVERYWHERE], branches)
+    staged = _staged(config, dims, devices) if has_stages else []
+    split = [WeightPlacement(None, degree) for degree in _split_degrees(dims, devices) if is_splittable(degree)]
+    fit_staged = [placement for placement in staged if _weights_fit(placement.stages, dims, devices.memory_bytes)]
+    fit_split = [placement for placement in split
+                 if weight_bytes(dims, Degrees(tensor=placement.tensor_degree)) <= FULL * devices.smallest]
+    approximate, can_stream = config.may_differ, config.weights_memory_bytes is None
+    if can_stream and devices.machine is not None and all(device.host_bytes_s for device in devices.machine.devices):
+        return _fastest(config, dims, devices, [*staged, *split, EVERYWHERE], branches)
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
-        return EVERYWHERE if can_come and has_own_memory else (
+        return EVERYWHERE if can_stream and has_own_memory else (
             (staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
     fitting = fit_staged + fit_split if approximate else fit_split + fit_staged
     return (fitting[0] if devices.machine is None or len(fitting) == 1
-            else _fastest(config, net, devices, fitting, branches))
+            else _fastest(config, dims, devices, fitting, branches))
 
 
-def _manual_spread(config, net, devices):
+def _manual_placement(config, dims, devices):
     tensor_degree = config.tensor_degree
     if config.pipefusion_degree == 1:
         return WeightPlacement(None, tensor_degree)
-    rank_share = net.held_bytes / tensor_degree
+    rank_shard = dims.resident_bytes / tensor_degree
     every_block = config.warmup == "sequence" or (config.warmup == "auto"
-                                                  and rank_share <= WARMUP_FULL * devices.smallest)
+                                                  and rank_shard <= WARMUP_FULL * devices.smallest)
     return WeightPlacement(Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * tensor_degree,
                          config.num_stage_blocks, every_block, config.offload_keys_values, devices.speeds),
                   tensor_degree)
 
 
-def _spread_over_machines(config, net, devices, branches):
+def _placement_over_machines(config, dims, devices, branches):
     count, per_machine, machine = len(devices.memory_bytes), devices.per_machine, devices.machine
     inside = [Stages(count // size, size, offload=config.offload_keys_values, speeds=devices.speeds)
               for size in range(per_machine, 0, -1)
-              if per_machine % size == 0 and count // size <= net.blocks]
-    stages = next((each for each in inside if _weights_fit(each, net, devices.memory_bytes)),
+              if per_machine % size == 0 and count // size <= dims.blocks]
+    stages = next((each for each in inside if _weights_fit(each, dims, devices.memory_bytes)),
                   inside[-1] if inside else None)
     approximate = config.may_differ
-    if stages is None or not devices.holds(net) or (approximate and machine is None):
+    if stages is None or not devices.holds(dims) or (approximate and machine is None):
         return WeightPlacement(stages)
     if not approximate:
         return EVERYWHERE
-    whole_s, staged_s = (_usual_runs(config, net, machine, WeightPlacement(each), branches).seconds
+    whole_s, staged_s = (_usual_runs(config, dims, machine, WeightPlacement(each), branches).seconds
                          for each in (None, stages))
     return WeightPlacement(None if whole_s <= WORTH * staged_s else stages)
 
 
-def _staged(config, net, devices):
+def _staged(config, dims, devices):
     """All spreads over stages."""
     count = len(devices.memory_bytes)
     return [WeightPlacement(Stages(degree, count // degree, offload=config.offload_keys_values, speeds=devices.speeds))
-            for degree in devices.divisors() if degree <= net.blocks]
+            for degree in devices.divisors() if degree <= dims.blocks]
 
 
-def _split_degrees(net, devices):
+def _split_degrees(dims, devices):
     """The tensor degrees of these devices, within a machine; none where a probe has not measured what they need."""
     machine, per_machine = devices.machine, devices.per_machine
     if machine is not None and not any(name == "all_reduce" for name, _ in machine.links.rates):
         return []
-    allowed = tensor_degrees(net)
+    allowed = tensor_degrees(dims)
     return [degree for degree in devices.divisors()
             if degree in allowed and (not per_machine or per_machine % degree == 0)]
 
 
-def _fastest(config, net, devices, spreads, branches):
+def _fastest(config, dims, devices, spreads, branches):
     """Of several spreads, the one whose usual runs are forecast to be the fastest, or an exact one that nearly is."""
-    usual = [(_usual_runs(config, net, devices.machine, spread, branches), spread) for spread in spreads]
-    chosen = choose(sorted((made for made, _ in usual), key=lambda made: (not made.fits, made.seconds)), alike=False)
-    return next(spread for made, spread in usual if made is chosen)
+    usual = [(_usual_runs(config, dims, devices.machine, placement, branches), placement) for placement in spreads]
+    chosen = choose(sorted((made for made, _ in usual), key=lambda made: (not made.fits, made.seconds)),
+                    identical=False)
+    return next(placement for made, placement in usual if made is chosen)
 
 
-def _usual_runs(config, net, machine, spread, branches):
+def _usual_runs(config, dims, machine, placement, branches):
     """The Forecast of a usual run with each of these numbers of branches, one after the other: all else than their
     seconds is of the one that asks most."""
-    made = [plan_run(config, machine, net, usual_job(net, each), *spread).chosen for each in branches]
+    made = [plan_run(config, machine, dims, usual_job(dims, each), *placement).chosen for each in branches]
     most = min(made, key=lambda one: (one.fits, one.is_exact, -one.memory.total))
     return dataclasses.replace(most, causes={"compute": sum(one.seconds for one in made)})
 
 
-def usual_job(net, branches=1):
+def usual_job(dims, branches=1):
     """What weights are spread for, before a run is known."""
-    return dataclasses.replace(USUAL_JOB, tokens=net.usual_tokens, branches=branches)
+    return dataclasses.replace(USUAL_JOB, tokens=dims.usual_tokens, branches=branches)
 
 
 def usual_branches(model_config):
@@ -217,18 +218,18 @@ def usual_branches(model_config):
     return (1,) if model_config.get("guidance_embeds") else (1, 2)
 
 
-def tensor_degrees(net):
+def tensor_degrees(dims):
     """That divide the heads, above 1."""
-    return [degree for degree in range(2, net.heads + 1) if net.heads % degree == (net.key_heads or net.heads)
+    return [degree for degree in range(2, dims.heads + 1) if dims.heads % degree == (dims.key_heads or dims.heads)
             % degree == 0]
 
 
-def _weights_fit(stages, net, device_bytes):
+def _weights_fit(stages, dims, device_bytes):
     """Do the weights fit on these stages? Blocks go where there is room for them."""
     free_bytes = [FULL * min(size for rank, size in enumerate(device_bytes) if stage_of(rank, stages) == stage)
-             - net.outside_bytes
+             - dims.outside_bytes
              for stage in range(stages.pipefusion_degree)]
-    return min(free_bytes) > 0 and net.held_bytes - net.outside_bytes <= sum(free_bytes)
+    return min(free_bytes) > 0 and dims.resident_bytes - dims.outside_bytes <= sum(free_bytes)
 
 
 # --- the choice by forecast ---
@@ -238,8 +239,8 @@ class Plan:
     """Forecasts: of the layout that a run takes, of the fastest device alone, and of all layouts that could be taken,
     the best first."""
 
-    chosen: Forecast
-    one: Forecast
+    chosen: Estimate
+    one: Estimate
     ordered: list
 
     @property
@@ -249,11 +250,11 @@ class Plan:
                          for field in dataclasses.fields(Layout)})
 
 
-def is_long(net, job, kind):
+def is_long(dims, job, kind):
     """May a run be so long that a few seconds of measuring before it are worth their time? By usual rates of a device
     of this kind."""
     usual = Machine((USUAL[kind],), Links())
-    return forecast(net, job, Degrees(), usual).seconds >= LONG_S
+    return estimate(dims, job, Degrees(), usual).seconds >= LONG_S
 
 
 def is_long_work(work, kind):
@@ -261,18 +262,18 @@ def is_long_work(work, kind):
     return work_seconds(work, Machine((USUAL[kind],), Links()), 1) >= LONG_S
 
 
-def plan_run(config, machine, net, job, stages=None, tensor_degree=1, changed=()):
+def plan_run(config, machine, dims, job, stages=None, tensor_degree=1, changed=()):
     """The Plan of a run on devices that a probe has measured. Manual mode: the person's degrees.
 
     Auto mode: where every rank has all blocks, only layouts whose picture is one device's, whose ranks share tokens
     within a machine; with stages, how their ranks share tokens.
-    stages, tensor_degree: how the model is spread, of choose_spread. changed: as memory_settings'.
+    stages, tensor_degree: how the model is spread, of choose_placement. changed: as memory_settings'.
     """
     settings = memory_settings(config, stages, *changed)
     if config.mode == "manual":
         layouts = [degrees_of(config.layout, config, stages)]
     elif stages is None:
-        of_rank = dataclasses.replace(net, heads=net.heads // tensor_degree)
+        of_rank = dataclasses.replace(dims, heads=dims.heads // tensor_degree)
         layouts = [dataclasses.replace(degrees, tensor=tensor_degree)
                    for degrees in candidates(of_rank, job, len(machine.devices) // tensor_degree,
                                              machine.links.per_machine // tensor_degree)
@@ -281,18 +282,18 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1, changed=()
         layouts = [degrees_of(Layout(pipefusion_degree=stages.pipefusion_degree, ulysses_degree=ulysses,
                                      ring_degree=stages.sequence_degree // ulysses), config, stages)
                    for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0
-                   and net.heads % ulysses == 0]
-    ordered = forecasts(net, job, machine, layouts, settings)
-    if stages is not None and not config.requested_patches and any(one.memory.come for one in ordered):
+                   and dims.heads % ulysses == 0]
+    ordered = estimates(dims, job, machine, layouts, settings)
+    if stages is not None and not config.requested_patches and any(one.memory.streamed for one in ordered):
         layouts = [dataclasses.replace(degrees, num_patches=count) for degrees in layouts
-                   for count in patches_that_come(stages)]
-        ordered = forecasts(net, job, machine, layouts, settings)
+                   for count in streamed_patches(stages)]
+        ordered = estimates(dims, job, machine, layouts, settings)
     fastest = dataclasses.replace(machine, devices=(max(machine.devices, key=lambda device: device.matrix_flops_s),))
-    one = forecast(net, job, Degrees(), fastest, memory_settings(config, None, *changed))
-    return Plan(choose(ordered, are_alike(net, job, machine.devices)), one, ordered)
+    one = estimate(dims, job, Degrees(), fastest, memory_settings(config, None, *changed))
+    return Plan(choose(ordered, are_identical(dims, job, machine.devices)), one, ordered)
 
 
-def patches_that_come(stages):
+def streamed_patches(stages):
     """Numbers of patches of stages whose weights come from host memory, of which a forecast chooses: as few as keep
     all stages busy, or one, for which they come once a step, while stages wait for each other.
 

@@ -29,33 +29,33 @@ class Product:
     row_scales: bool = False
 
 
-def most_in_layers(net, live, tokens, text, most, tensor, has_lora):
+def most_in_layers(dims, footprint, tokens, text, most, tensor, has_lora):
     """The most that lives in a layer with packed weights. Of a layer that widens tokens, what lives beside it is what
     tensor parallelism does not divide.
 
-    live: memory_model.Live. tokens, text: that a rank has, of all images. most: what lives else. tensor: degree.
-    has_lora: is one added to packed weights?
+    live: memory_model.ActivationFootprint. tokens, text: that a rank has, of all images. most: what lives else. tensor:
+    degree. has_lora: is one added to packed weights?
     """
-    numbers = (tokens + text) * net.width
-    narrow_bytes, wide_bytes = net.lora_unpack_bytes if has_lora else (net.unpack_bytes, 0.0)
-    narrow = live.narrowing * most
-    found = [most + net.rounded_bytes * numbers, narrow + narrow_bytes / tensor,
-             WIDENING * net.element_bytes * numbers + wide_bytes / tensor]
+    numbers = (tokens + text) * dims.width
+    narrow_bytes, wide_bytes = dims.lora_unpack_bytes if has_lora else (dims.unpack_bytes, 0.0)
+    narrow = footprint.narrowing * most
+    found = [most + dims.rounded_bytes * numbers, narrow + narrow_bytes / tensor,
+             WIDENING * dims.element_bytes * numbers + wide_bytes / tensor]
 
     def there(product):
         return tokens + (text if product.with_text else 0)
 
     # the result is there beside rounded inputs
     found += [narrow + there(product) * (product.input_bytes * product.columns / tensor
-                                    + net.element_bytes * product.rows)
-              for product in net.rounded_products]
-    for product in net.eager_products:
+                                    + dims.element_bytes * product.rows)
+              for product in dims.rounded_products]
+    for product in dims.eager_products:
         narrows = product.rows <= product.columns
         # of ranks that agree: kitchen_layers.py's own
         if product.format == "int8_tensorwise" and narrows and tensor > 1:
             continue
         inside = _in_8_bits if product.format == "int8_tensorwise" else _in_4_bits
-        beside = narrow if narrows else live.residual * net.element_bytes * numbers
+        beside = narrow if narrows else footprint.residual * dims.element_bytes * numbers
         found.append(beside + inside(product, there(product), 1 if narrows else tensor))
     return max(found)
 

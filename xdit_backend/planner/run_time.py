@@ -6,15 +6,15 @@ from dataclasses import replace
 from .cost_model import DEVICES_PER_NODE, Run, Tokens, block_parts
 
 
-def run_seconds(net, job, degrees, device, links, equivalent_devices=0.0):
+def run_seconds(dims, job, degrees, device, links, equivalent_devices=0.0):
     """{cause: seconds} of a run: "compute", "link", "launch" (what the device waits for its host) and "warm-up" (what
     PipeFusion's and DistriFusion's whole steps and empty slots take longer than an even share). equivalent_devices: how
     many such devices the stages are, where their devices differ and blocks are shared out by speed; 0: as many as
     stages."""
-    run = Run(net, job, degrees, device, links)
+    run = Run(dims, job, degrees, device, links)
     if degrees.displaced > 1:
         return _displaced_seconds(run)
-    whole = block_parts(run, _tokens(run)).times(net.blocks)
+    whole = block_parts(run, _tokens(run)).times(dims.blocks)
     if degrees.pipefusion == 1:
         return causes(job, whole.times(job.steps))
     return _pipefusion_seconds(run, whole, equivalent_devices or degrees.pipefusion)
@@ -36,39 +36,40 @@ def _tokens(run):
     """Tokens of a rank in a whole step."""
     sequence, text = run.degrees.sequence, run.text
     return Tokens(run.degrees.batch(run.job), run.job.tokens / sequence,
-                  text / sequence if run.net.shards_text else text)
+                  text / sequence if run.dims.shards_text else text)
 
 
 def _displaced_seconds(run):
-    net, job, displaced = run.net, run.job, run.degrees.displaced
+    dims, job, displaced = run.dims, run.job, run.degrees.displaced
     tokens = Tokens(run.degrees.batch(job), job.tokens / displaced, run.text)
     block = block_parts(replace(run, degrees=replace(run.degrees, displaced=1)), tokens)
-    gather_bytes = 2 * tokens.batch * job.tokens / displaced * net.width * net.element_bytes * (displaced - 1)
+    gather_bytes = 2 * tokens.batch * job.tokens / displaced * dims.width * dims.element_bytes * (displaced - 1)
     gather = gather_bytes / run.links.rate("gather", displaced)
     synchronous = synchronous_steps(job.steps, run.degrees.warmup_steps)
     hidden = max(0.0, gather - block.seconds)
-    return causes(job, block.times(net.blocks * job.steps), net.blocks * (job.steps - synchronous) * hidden,
-                  net.blocks * synchronous * gather)
+    return causes(job, block.times(dims.blocks * job.steps), dims.blocks * (job.steps - synchronous) * hidden,
+                  dims.blocks * synchronous * gather)
 
 
 def _pipefusion_seconds(run, whole, equivalent_devices):
     """whole: Parts of all blocks in a whole step. equivalent_devices: how many such devices the stages are."""
-    net, job, degrees, slot_launch_s = run.net, run.job, run.degrees, run.device.slot_launch_s
+    dims, job, degrees, slot_launch_s = run.dims, run.job, run.degrees, run.device.slot_launch_s
     stages, num_patches = degrees.pipefusion, degrees.num_patches or degrees.pipefusion
     warmup_steps = min(job.steps, degrees.warmup_steps)
     patched = job.steps - warmup_steps
     # stages are split by cost, so that none takes much longer
-    blocks = net.blocks / equivalent_devices
+    blocks = dims.blocks / equivalent_devices
     part = block_parts(run, _patch_tokens(run, num_patches)).times(blocks)
     patch_hop = _hop_s(run, num_patches)
-    skips = blocks * patch_hop if net.skips else 0.0           # of the earlier blocks' outputs, which a stage waits for
+    # of the earlier blocks' outputs, which a stage waits for
+    skips = blocks * patch_hop if dims.skips else 0.0
     slot = max(part.seconds + skips, patch_hop) + slot_launch_s
     slots = (patched - 1) * max(num_patches, stages) + num_patches + stages - 1 if patched else 0
     busy = patched * num_patches                               # slots in which a stage computes
     even = warmup_steps * whole.seconds / equivalent_devices
     if degrees.warmup_by_sequence:
-        spread = replace(run, degrees=replace(degrees, ring=degrees.ring * stages, pipefusion=1))
-        warm = warmup_steps * net.blocks * block_parts(spread, _tokens(spread)).seconds
+        placement = replace(run, degrees=replace(degrees, ring=degrees.ring * stages, pipefusion=1))
+        warm = warmup_steps * dims.blocks * block_parts(placement, _tokens(placement)).seconds
     else:
         warm = stages * even + warmup_steps * stages * _hop_s(run, 1)      # one stage after the other
     return {"compute": job.fixed_s + even + busy * part.compute,
@@ -80,13 +81,14 @@ def _pipefusion_seconds(run, whole, equivalent_devices):
 def _patch_tokens(run, num_patches):
     """Tokens of a rank with a patch: the text's with every patch, or with one of them, on average that share."""
     whole = _tokens(run)
-    return Tokens(whole.batch, whole.image / num_patches, whole.text / num_patches if run.net.text_once else whole.text)
+    return Tokens(whole.batch, whole.image / num_patches,
+                  whole.text / num_patches if run.dims.text_once else whole.text)
 
 
 def _hop_s(run, num_patches):
     """Seconds in which the hidden states of a patch go from one stage to the next."""
-    net, degrees, links, stages = run.net, run.degrees, run.links, run.degrees.pipefusion
-    hidden_bytes = degrees.batch(run.job) * run.job.tokens / degrees.sequence * net.width * net.element_bytes
+    dims, degrees, links, stages = run.dims, run.degrees, run.links, run.degrees.pipefusion
+    hidden_bytes = degrees.batch(run.job) * run.job.tokens / degrees.sequence * dims.width * dims.element_bytes
     a_stage, alone = degrees.sequence * degrees.tensor, degrees.devices <= DEVICES_PER_NODE
     by_network = links.crosses(stages * a_stage)               # between some stages, whose ranks share it
     span = stages * a_stage if by_network else 2 * a_stage

@@ -66,7 +66,7 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
 
     @property
-    def has_room(self):
+    def has_capacity(self):
         """Would a short message be sent without waiting for the other end to read?"""
         poll = select.poll()
         poll.register(self.raw.fileno(), select.POLLOUT)

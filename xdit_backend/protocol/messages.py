@@ -15,9 +15,9 @@ from .shared_memory import Segment
 from .specs import (
     RESULT,
     AutoencoderSpec,
+    BackendChoice,
     Branch,
     Change,
-    KernelChoice,
     Layout,
     ModelSpec,
     NetworkSpec,
@@ -118,14 +118,14 @@ class Predict:
     # keep keys and values for the patches that follow; with displaced_degree, what the ranks tell
     keep: bool = False
     by_image: bool = False         # send the images of a batch through the stages one after the other
-    forecast: Share = 0.0          # how far stale keys and values go on as they went before
+    extrapolation: Share = 0.0          # how far stale keys and values go on as they went before
     # with displaced_degree: use what the last call with the same conditioning left of other ranks
     stale: bool = False
     displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
     # of each rank, relative, the same for all calls of a run; (): alike
     speeds: Many[Speed] = ()
     compile_backend: str = ""      # of torch.compile: blocks run as its graphs; "": as they are
-    kernel: KernelChoice = dataclasses.field(default_factory=KernelChoice)      # of attention
+    backend: BackendChoice = dataclasses.field(default_factory=BackendChoice)      # of attention
     exchange: str = WHOLE          # in which form attention's tensors travel, one of exchanges.EXCHANGES
     copies: WeightCopies = dataclasses.field(default_factory=WeightCopies)      # of weights that come from host memory
 
@@ -166,7 +166,7 @@ class Decode:
     request: Natural
     autoencoder: str
     latent: Segment
-    picture: Segment = dataclasses.field(metadata=RESULT)
+    image: Segment = dataclasses.field(metadata=RESULT)
     measure_memory: bool = False   # count what lives, which takes time
     speeds: Many[Speed] = ()                          # of each rank, relative; (): alike
     num_ranks: Natural = 0         # which share it; 0: all
@@ -179,7 +179,7 @@ class Encode:
 
     request: Natural
     autoencoder: str
-    picture: Segment
+    image: Segment
     latent: Segment = dataclasses.field(metadata=RESULT)
     speeds: Many[Speed] = ()
     num_ranks: Natural = 0
@@ -233,8 +233,8 @@ class Ready:
     rank: Rank
     pid: Natural
     device: str
-    # of attention: a name of KernelChoice -> why it cannot run here; "": it can
-    unusable_kernels: ByName[str, Printable] = dataclasses.field(default_factory=dict)
+    # of attention: a name of BackendChoice -> why it cannot run here; "": it can
+    unusable_backends: ByName[str, Printable] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -112,7 +112,7 @@ class Patch:
 
 
 @dataclass(frozen=True, config=STRICT)
-class KernelChoice:
+class BackendChoice:
     """By which kernel attention is to run: SDPA, or one of attention/backends.py."""
 
     name: Literal["sdpa", "flash", "flash3", "sage", "xformers"] = "sdpa"
@@ -182,15 +182,15 @@ class NetworkUse:
     (attn2) are made of, to what attention to the text gives (text), or after that, of sound (ModelPlan.heard)."""
 
     network: str                   # NetworkSpec.name
-    where: Literal["blocks", "layers", "attn1", "attn2", "text", "sound"]
+    where: Literal["blocks", "layers", "attn1", "attn2", "text", "audio"]
     strength: float
-    picture: str = ""              # of blocks and layers: what of Branch.control it follows, (B or 1, T, C)
+    image: str = ""              # of blocks and layers: what of Branch.control it follows, (B or 1, T, C)
     # of text: for each image of the call, the prompt it is drawn for (0 positive, 1 negative), and its number there
     rows: Many[tuple[Natural, Natural]] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
-class KeptReferences:
+class CachedReferences:
     """Keys and values of the tokens of reference pictures (parallel/reference_kv_cache.py), which a call keeps for
     later ones of its run (fills), or which it attends to in the place of the pictures."""
 
@@ -221,6 +221,6 @@ class Branch:
     networks: Many[NetworkUse] = ()  # one after the other
     # conditioning of this call alone, such as parts of the latent
     call_conditioning: ByName[str, Segment] = dataclasses.field(default_factory=dict)
-    kept: KeptReferences | None = None
+    cached: CachedReferences | None = None
     # where the predictions for parts go, in float32
     parts: ByName[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)

@@ -12,7 +12,7 @@ from ..checkpoints.offload.layer_offload import StreamedLayers
 from ..distributed.spatial_ops import all_sums
 from ..memory.copy_thread import CopyThread
 from ..memory.staging import StagingBuffers, on_device
-from ..parallel.vae_memory import LiveBytes, free_bytes
+from ..parallel.vae_memory import ActivationBytes, free_bytes
 from ..parallel.vae_rows import Pieces, decode_rows, encode_rows
 from ..parallel.vae_tile_memory import planner_of
 from ..protocol.shared_memory import map_segment
@@ -66,42 +66,42 @@ class Autoencoders:
     def decode(self, command, traffic, check):
         """check: see _progress."""
         vae = self._loaded[command.autoencoder]
-        latent, picture = map_segment(command.latent), map_segment(command.picture)
+        latent, image = map_segment(command.latent), map_segment(command.image)
         ranks = self._working(command, latent.shape, 1, traffic)
         if not ranks.is_member:
             return dict.fromkeys(("sent_bytes", "num_exchanges", "busy_s", "cpu_s", "peak_bytes"), 0)
         block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1, ranks, traffic)
-        live, started_s, started_cpu_s, start = (LiveBytes(), time.perf_counter(), time.process_time(),
+        footprint, started_s, started_cpu_s, start = (ActivationBytes(), time.perf_counter(), time.process_time(),
                                                  self._clock.mark())
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps, check)
             pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
-            with self._running(command), live if command.measure_memory else nullcontext():
+            with self._running(command), footprint if command.measure_memory else nullcontext():
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), ranks, traffic,
                                     pieces)
             if share is not None:
                 # BCHW -> BHWC, as ComfyUI's VAE gives it
                 pixels = family_of(vae).pixels(vae, share.tensor[0]).movedim(0, -1)
                 self._staging.to_host(
-                    pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
+                    pixels, image[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
         self._record("decode", start, traffic)
         return {"sent_bytes": traffic.sent_bytes, "num_exchanges": traffic.num_exchanges,
                 "busy_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s,
-                "peak_bytes": live.peak_bytes}
+                "peak_bytes": footprint.peak_bytes}
 
     def encode(self, command, traffic, check):
         vae = self._loaded[command.autoencoder]
-        picture, latent = map_segment(command.picture), map_segment(command.latent)
-        scale, start = picture.shape[-1] // latent.shape[-1], self._clock.mark()
-        ranks = self._working(command, picture.shape, scale, traffic)
+        image, latent = map_segment(command.image), map_segment(command.latent)
+        scale, start = image.shape[-1] // latent.shape[-1], self._clock.mark()
+        ranks = self._working(command, image.shape, scale, traffic)
         if not ranks.is_member:
             return
-        block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale, ranks, traffic)
-        for index in range(len(picture)):
-            progress = self._progress("encoding", index, len(picture), num_steps, check)
+        block_size, num_steps, speeds = self._plan_rows(command, image[:1].shape, scale, ranks, traffic)
+        for index in range(len(image)):
+            progress = self._progress("encoding", index, len(image), num_steps, check)
             pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
             with self._running(command):
-                share = encode_rows(vae, picture[index:index + 1], scale, ranks, traffic, pieces)
+                share = encode_rows(vae, image[index:index + 1], scale, ranks, traffic, pieces)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
 
@@ -118,8 +118,8 @@ class Autoencoders:
 
     def _working(self, command, shape, scale, traffic):
         """The Ranks that a command asks for, as many of them as have something to do. Every rank calls it."""
-        asked = command.num_ranks or self._ranks.count
-        num_working = self._planners[command.autoencoder].num_working(shape, scale, asked)
+        requested = command.num_ranks or self._ranks.count
+        num_working = self._planners[command.autoencoder].num_working(shape, scale, requested)
         with traffic.entering(self._ranks.first(self._ranks.count)):          # every rank may have to make a group
             return self._ranks.only(num_working, command.first_rank)
 
@@ -137,8 +137,8 @@ class Autoencoders:
         total = count * max(1, num_steps)
 
         def step(split):
-            def agreed(asked):
-                return bool(all_sums(torch.tensor([float(asked)], device=self._device), split))
+            def agreed(requested):
+                return bool(all_sums(torch.tensor([float(requested)], device=self._device), split))
             done = next(steps)
             if done % CHECKED == 0:
                 check(agreed)

@@ -112,7 +112,7 @@ def _join(channel, rank, devices, device, store):
 
 def _failed(command, engine, device, error):
     """The Failed of a command that raised this. Called while it is handled."""
-    numbers, traffic = engine.shortage(error), engine.traffic
+    numbers, traffic = engine.out_of_memory(error), engine.traffic
     return Failed(command.request, engine.rank, device, "OutOfMemoryError" if numbers else type(error).__name__,
                   str(error), traceback.format_exc(), numbers, traffic.entered, traffic.is_broken, traffic.block)
 

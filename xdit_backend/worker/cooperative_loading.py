@@ -16,8 +16,8 @@ class WeightGroups:
     is that of the program, and the same on all ranks of the group: each begins as many forwards for a command, and each
     of these enters all blocks of the rank in their order, whatever turns its branches take (the first of them to enter
     a block exchanges it). What a rank has kept of commands before does not matter: each forward exchanges each block
-    anew. Where a command would have ranks run unlike each other, `is_alike` says so, and each brings all. A command is
-    carried out in whole by each rank, cancelled or not; one that fails on a rank ends as one of Ulysses does.
+    anew. Where a command would have ranks run unlike each other, `is_identical` says so, and each brings all. A command
+    is carried out in whole by each rank, cancelled or not; one that fails on a rank ends as one of Ulysses does.
     """
 
     def __init__(self, world_size):
@@ -25,16 +25,16 @@ class WeightGroups:
 
     def has(self, spec):
         """Is nothing to be made for this ModelSpec?"""
-        return not can_share(spec, self._world_size) or self._key(spec) in self._groups
+        return not can_cooperate(spec, self._world_size) or self._key(spec) in self._groups
 
     def sharing(self, command, mesh, spec, traffic):
         """The Sharing of this rank in a command; None: it brings all. Every rank of the world calls it."""
-        if not command.copies.is_shared or not can_share(spec, self._world_size):
+        if not command.copies.is_shared or not can_cooperate(spec, self._world_size):
             return None
         if not self.has(spec):
             with traffic.entering(dist.group.WORLD):
                 self._groups[self._key(spec)] = self._made(spec)
-        if not is_alike(command, mesh):
+        if not is_identical(command, mesh):
             return None
         group, ranks = self._groups[self._key(spec)]
         own = ranks.index(dist.get_rank())
@@ -50,13 +50,13 @@ class WeightGroups:
         return make_group(parts), own
 
 
-def can_share(spec, world_size):
+def can_cooperate(spec, world_size):
     """Do several ranks hold the same blocks, and run them? With all blocks on every stage they run others."""
     has_all = spec.stages is not None and spec.stages.every_block
     return spec.tensor_degree == 1 and not has_all and len(ranks_by_part(world_size, spec)) < world_size
 
 
-def is_alike(command, mesh):
+def is_identical(command, mesh):
     """Does each rank run all its blocks as often as the others in a Predict? Not where one has no branch or no images,
     where images or branches of one conditioning go one after the other, or where branches skip blocks."""
     branches, cfg_degree = command.branches, mesh.degrees["cfg"]

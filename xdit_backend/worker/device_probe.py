@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..attention.backends import KernelUse, attend, unusable
+from ..attention.backends import BackendUse, attend, unusable
 from ..checkpoints.quantisation import kitchen_layers
 from ..checkpoints.quantisation.layer_formats import FORMATS, Layer
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
@@ -53,7 +53,7 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     steps = 2 + len(sizes)
     report("measuring the devices", 0, steps)
     numbers |= measure_device(watch)
-    numbers |= measure_kernels(device, dtype)
+    numbers |= measure_backends(device, dtype)
     numbers |= measure_products(device, dtype)
     report("measuring the devices", 1, steps)
     if world_size > 1:
@@ -173,10 +173,10 @@ def measure_device(watch):
         works[f"attention_{head}_{name}_s"] = lambda query=query, key=key: F.scaled_dot_product_attention(
             query, key, key)
     channels, side = (256, 128) if device.type == "cuda" else (64, 64)
-    image, kernel = (torch.randn(shape, device=device).to(dtype)
+    image, backend = (torch.randn(shape, device=device).to(dtype)
                      for shape in ((1, channels, side, side), (channels, channels, 3, 3)))
     one, other = (torch.randn(elements, device=device).to(dtype) for _ in range(2))
-    seconds = watch.seconds(works | {"convolution": lambda: F.conv2d(image, kernel, padding=1),
+    seconds = watch.seconds(works | {"convolution": lambda: F.conv2d(image, backend, padding=1),
                                      "move": lambda: torch.add(one, other)})
     return {name: seconds[name] for name in works} | {
         "matrix_flops": 8.0 * full * width ** 2, "rows": full, "short_rows": short,
@@ -186,7 +186,7 @@ def measure_device(watch):
         "move_bytes_s": 3 * one.nbytes / seconds["move"]}
 
 
-def measure_kernels(device, dtype):
+def measure_backends(device, dtype):
     """{"kernel NAME HEAD": times as fast as torch's own attention}, with heads of this size, of the packages that are
     installed here. No other rank takes part: what is installed there may be something else."""
     numbers, tokens = {}, (ON_CUDA if device.type == "cuda" else ON_CPU)[3]
@@ -194,7 +194,7 @@ def measure_kernels(device, dtype):
     for name, head in itertools.product(usable, (64, 128)):
         query = torch.randn(1, HEADS, tokens, head, device=device).to(dtype)
         works = {use.name: functools.partial(attend, query, query, query, use)
-                 for use in (KernelUse(), KernelUse(name, True, modules))}
+                 for use in (BackendUse(), BackendUse(name, True, modules))}
         try:
             seconds = Stopwatch(0, 1, device, dtype).seconds(works)
         except Exception as error:                             # another's code: a run by it says the same
@@ -219,7 +219,7 @@ def measure_products(device, dtype):
                       math.gcd(width, MOST_ROTATED) if format_ == "convrot_w4a4" else 0)
         weight = torch.zeros(layer.stored_shape, dtype=torch.uint8, device=device).view(layer.how.held)
         beside = {name: torch.zeros(shape, dtype=held, device=device)
-                  for name, (shape, held) in layer.beside_as_held(4 * width).items()}
+                  for name, (shape, held) in layer.auxiliary_as_stored(4 * width).items()}
         try:
             kitchen_layers.check([layer], "the probe")
             work = functools.partial(product_of, layer, weight, kitchen_layers.in_tiles(layer, beside), tokens)

@@ -103,13 +103,13 @@ class Engine:
 
     def spans_for(self, command):
         """The spans of this rank's time that a command asks for."""
-        asked = isinstance(command, messages.ReportMemory) and command.since_s >= 0
-        return self._timeline.since(command.since_s) if asked else []
+        requested = isinstance(command, messages.ReportMemory) and command.since_s >= 0
+        return self._timeline.since(command.since_s) if requested else []
 
     def _load(self, command, traffic):
         return self._models.load(command.spec, partial(self._check, command), command.segments, traffic)
 
-    def _check(self, command, agreed=lambda asked: asked):
+    def _check(self, command, agreed=lambda requested: requested):
         """Raise Aborted where nobody waits for a command any more.
         agreed(asked): does any of the ranks that leave it together ask to?"""
         if agreed(command.request in self._aborted):
@@ -163,14 +163,14 @@ class Engine:
         return {"pid": os.getpid(), "parked_bytes": self._models.parked_bytes,
                 "busy_s": self._predictions.take_busy_s(), "cpu_s": time.process_time(), **self._memory()}
 
-    def shortage(self, error):
+    def out_of_memory(self, error):
         """Bytes by name for an error that says that memory ran out; {} for any other.
         Waits for nothing: an exchange may be under way."""
-        if not is_shortage(error):
+        if not is_out_of_memory(error):
             return {}
         numbers, match = self._memory(), TRIED_TO_ALLOCATE.search(str(error))
         if match is not None:
-            numbers["asked_bytes"] = float(match[1]) * UNITS[match[2]]
+            numbers["requested_bytes"] = float(match[1]) * UNITS[match[2]]
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             held = sum(value for name, value in numbers.items() if name in MEMORY_PARTS)
@@ -187,6 +187,6 @@ class Engine:
                 **self.memory.report()}
 
 
-def is_shortage(error):
+def is_out_of_memory(error):
     """Does an exception say that memory ran out? Of CUDA, or of the host."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from ..checkpoints.loader import Transformer, load_transformer
 from ..checkpoints.offload.host_weights import HostCopies
-from ..checkpoints.tensor_sharding import block_bytes, block_sizes, held_bytes
+from ..checkpoints.tensor_sharding import block_bytes, block_sizes, resident_bytes
 from ..checkpoints.weight_deltas import change_weights
 from ..checkpoints.weight_versions import Versions
 from ..distributed.collectives import Traffic, all_gather
 from ..hooks.forward_context import ForwardContext, rows_of, tokens_of
-from ..hooks.replicated_unet import WholeHooks
+from ..hooks.replicated_unet import ReplicatedHooks
 from ..hooks.token_shards_io import message_size
 from ..hooks.transformer import Hooks
 from ..hooks.unet import UNetHooks
@@ -62,7 +62,7 @@ class Models:
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
         family = FAMILIES[spec.family]
-        if family.is_comfyuis and not family.is_whole and family.transformer not in self._checked:
+        if family.is_comfyuis and not family.is_replicated and family.transformer not in self._checked:
             check_pieces(family)
             self._checked.add(family.transformer)
         count, traffic = itertools.count(), traffic or Traffic()
@@ -73,7 +73,7 @@ class Models:
             if next(count) % REPORTED == 0 or done == total:
                 self._report_phase("loading weights", done, total, True)
 
-        def held_blocks(model):
+        def resident_blocks(model):
             nonlocal blocks
             blocks = range(len(block_sizes(model, family)))
             if spec.stages is not None:
@@ -81,13 +81,13 @@ class Models:
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
             return None if spec.stages is None or spec.stages.every_block else blocks
 
-        transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree,
+        transformer = load_transformer(spec, self._device, report, resident_blocks, self._rank % spec.tensor_degree,
                                        self._host_copies(spec, segments))
         model = transformer.model
         if transformer.offloaded is not None:
             transformer.offloaded.restore()                    # where there is no room, it shows now
         on_compile = functools.partial(self._report_phase, "compiling blocks")
-        kind = WholeHooks if family.is_whole else UNetHooks
+        kind = ReplicatedHooks if family.is_replicated else UNetHooks
         hooks = (kind(model, family.plan, transformer.offloaded, on_compile) if family.is_unet
                  else Hooks(model, family.plan, transformer.splits, transformer.offloaded, on_compile))
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
@@ -121,8 +121,8 @@ class Models:
         """Give a model weights that were kept, where they were: "kept" of the numbers. The model is on the device."""
         loaded = self[command.name]
         loaded.transformer.casts.drop()
-        was_kept = loaded.versions.go_back(command.version, command.left, loaded.transformer.files)
-        return {**self._changed(loaded), "kept": float(was_kept)}
+        was_cached = loaded.versions.go_back(command.version, command.left, loaded.transformer.files)
+        return {**self._changed(loaded), "cached": float(was_cached)}
 
     def _changed(self, loaded):
         loaded.residency = self._residency(loaded.transformer)
@@ -195,7 +195,7 @@ class Models:
         """
         free = torch.cuda.mem_get_info(self._device)[0] * FULL if self._device.type == "cuda" else math.inf
         sizes = block_bytes(model, family, spec)
-        outside = held_bytes(model, family, spec) - sum(sizes)
+        outside = resident_bytes(model, family, spec) - sum(sizes)
         devices = self._of_all(traffic, self._speed(spec, traffic), free - outside)
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
                   for stage in range(spec.stages.pipefusion_degree)]
@@ -232,7 +232,7 @@ class Loaded:
     """A model on this rank."""
 
     transformer: Transformer
-    hooks: Hooks | UNetHooks | WholeHooks
+    hooks: Hooks | UNetHooks | ReplicatedHooks
     dtype: torch.dtype             # of its arithmetic
     blocks: range                  # the blocks of this rank's stage; all, where there are no stages
     residency: Residency | None = None

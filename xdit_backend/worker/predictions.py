@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..attention.backends import KernelUse
+from ..attention.backends import BackendUse
 from ..distributed.mesh import build_mesh, with_speeds
 from ..memory.staging import on_device
 from ..parallel.displaced_exchange import Exchange
@@ -46,9 +46,9 @@ class Predictions:
         self._meshes, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives that nobody has waited for; gloo needs them kept
         self._staging, self._clock, self._timeline = staging, Clock(device), timeline
-        self.networks, self._kernel = Networks(device), KernelUse()        # the last: of the command at hand
+        self.networks, self._backend = Networks(device), BackendUse()        # the last: of the command at hand
         self._weight_groups = WeightGroups(world_size)
-        self._most_kept_bytes = 0          # in the run at hand or the last one
+        self._most_cached_bytes = 0          # in the run at hand or the last one
 
     @property
     def links(self):
@@ -62,16 +62,17 @@ class Predictions:
     def memory(self):
         """Bytes of what is kept between predictions, by name."""
         return {"cast_bytes": self._models.cast_bytes, "num_conditionings": self.num_conditionings,
-                "conditioning_bytes": sum(tensor.nbytes for kept in self._conditioning.values()
-                                          for tensor in kept.values()),
-                "key_value_bytes": sum(kept.num_bytes for kept in (*self._key_values.values(), self._references)),
+                "conditioning_bytes": sum(tensor.nbytes for cached in self._conditioning.values()
+                                          for tensor in cached.values()),
+                "key_value_bytes": sum(cached.num_bytes for cached in (*self._key_values.values(), self._references)),
                 "exchange_bytes": sum(exchange.num_bytes for exchange in self._exchanges.values()),
-                "most_kept_bytes": max(self._most_kept_bytes, self._kept_bytes)}
+                "most_kept_bytes": max(self._most_cached_bytes, self._cached_bytes)}
 
     @property
-    def _kept_bytes(self):
+    def _cached_bytes(self):
         """Of earlier calls, on the device."""
-        return sum(kept.num_bytes for kept in (*self._key_values.values(), *self._exchanges.values(), self._references))
+        return sum(cached.num_bytes for cached in (*self._key_values.values(), *self._exchanges.values(),
+                                                   self._references))
 
     def take_busy_s(self):
         """Seconds that the device has worked since this was asked last."""
@@ -79,12 +80,12 @@ class Predictions:
 
     def keep_conditioning(self, command, traffic):
         if not self._conditioning:                             # a run begins
-            self._most_kept_bytes = 0
+            self._most_cached_bytes = 0
         self._conditioning[command.name] = {
             name: self._staging.to_device(self._map(segment)) for name, segment in command.tensors.items()}
 
     def drop_conditioning(self, command, traffic):
-        self._most_kept_bytes = max(self._most_kept_bytes, self._kept_bytes)
+        self._most_cached_bytes = max(self._most_cached_bytes, self._cached_bytes)
         self._references.drop(command.names)
         for name in command.names:
             self._conditioning.pop(name, None)
@@ -114,7 +115,7 @@ class Predictions:
         """Run this rank's branch, batch share, stage and token shard;
         the first rank of the last stage writes the prediction."""
         loaded, mesh = self._models[command.model], self._entered_mesh(command, traffic)
-        self._kernel = KernelUse(command.kernel.name, command.kernel.is_required, self._kernel.modules)
+        self._backend = BackendUse(command.backend.name, command.backend.is_required, self._backend.modules)
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
         start, weight_waits = clock.mark(), [] if offloaded is None else offloaded.time_waits(clock.mark)
         sharing = self._weight_groups.sharing(command, mesh, loaded.transformer.spec, traffic)
@@ -139,13 +140,13 @@ class Predictions:
         if offloaded is not None:                              # others have by now what they wait for, and answer too
             offloaded.check_files()
         # by now activations have taken what they need
-        if command.patch is not None and offloaded is None and not loaded.transformer.casts.are_kept:
+        if command.patch is not None and offloaded is None and not loaded.transformer.casts.are_cached:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
         clock.add(start, end, waits + weight_waits)
         self._record(command, start, end, {"wait": waits, "weights": weight_waits}, traffic)
-        by_kernel = {f"{BY_KERNEL}{name}": float(count) for name, count in self._kernel.counts.items()}
-        return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take(), **by_kernel}
+        by_backend = {f"{BY_KERNEL}{name}": float(count) for name, count in self._backend.counts.items()}
+        return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take(), **by_backend}
 
     def _run(self, command, parts, receives, traffic):
         """Run these parts at a time. When it returns, nothing of their forwards is left but what is kept. receives: for
@@ -169,10 +170,10 @@ class Predictions:
 
     def _receive(self, link, handles, traffic, waits):
         """The message of the only one of these handles, which is nowhere kept from then on."""
-        asked, handle = self._clock.mark(), handles.pop()
+        requested, handle = self._clock.mark(), handles.pop()
         message = link.receive(handle, traffic)
         self._unclaimed = [each for each in self._unclaimed if each is not handle]
-        waits.append((asked, self._clock.mark()))
+        waits.append((requested, self._clock.mark()))
         return message
 
     def _write(self, family, part, latent, context, output):
@@ -208,8 +209,8 @@ class Predictions:
             return [parts] if parts else []
         if keeps:
             return [[part] for part in parts]
-        takes_turns = mesh.degrees["tensor"] > 1 and not command.by_image
-        return ([parts[index:index + 2] for index in range(0, len(parts), 2)] if takes_turns
+        interleaves = mesh.degrees["tensor"] > 1 and not command.by_image
+        return ([parts[index:index + 2] for index in range(0, len(parts), 2)] if interleaves
                 else [[part] for part in parts])
 
     def _latent(self, loaded, mesh, part):
@@ -240,8 +241,10 @@ class Predictions:
             return None
         if conditioning in self._exchanges and (command.keep or command.stale):
             return self._exchanges[conditioning]
-        forecast = command.forecast if MODES[command.displaced_mode].publishes else 0.0    # what is frozen goes nowhere
-        exchange = Exchange(mesh.displaced_group, mesh.degrees["displaced"], mesh.ranks["displaced"], forecast=forecast)
+        # what is frozen goes nowhere
+        extrapolation = command.extrapolation if MODES[command.displaced_mode].publishes else 0.0
+        exchange = Exchange(mesh.displaced_group, mesh.degrees["displaced"], mesh.ranks["displaced"],
+                            extrapolation=extrapolation)
         if command.keep:
             self._exchanges[conditioning] = exchange
         return exchange
@@ -259,10 +262,10 @@ class Predictions:
         keeping = {} if exchange is None else {"exchange": exchange, "first_image": first}
         if exchange is None and (command.keep or command.patch is not None):
             start, size = _own_images(batch, mesh)
-            keeping = {"key_values": self._kept(loaded, branch.conditioning), "forecast": command.forecast,
+            keeping = {"key_values": self._cached(loaded, branch.conditioning), "extrapolation": command.extrapolation,
                        "first_image": first - start, "num_images": size}
-        if branch.kept is not None:
-            keeping["references"] = ReferenceUse(self._references, branch.kept.rows[rows], branch.kept.fills,
+        if branch.cached is not None:
+            keeping["references"] = ReferenceUse(self._references, branch.cached.rows[rows], branch.cached.fills,
                                                  loaded.family.plan.cached_references)
         # one tensor for many places is one map
         maps = {segment.path: self._map(segment) for segment in branch.control.values()}
@@ -272,7 +275,7 @@ class Predictions:
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
                               networks=self.networks.of(branch.networks, rows), free_u=branch.free_u,
-                              tiles=branch.tiles, compile_backend=command.compile_backend, kernel=self._kernel,
+                              tiles=branch.tiles, compile_backend=command.compile_backend, backend=self._backend,
                               attention_exchange=command.exchange, **keeping)
 
     def _call(self, exchange, command, branch, traffic):
@@ -286,7 +289,7 @@ class Predictions:
         """Conditioning of one call alone, in host memory."""
         return {name: self._map(segment) for name, segment in branch.call_conditioning.items()}
 
-    def _kept(self, loaded, conditioning):
+    def _cached(self, loaded, conditioning):
         """The cached keys and values of a conditioning, made when they are first needed."""
         if conditioning not in self._key_values:
             offload = loaded.transformer.spec.stages is not None and loaded.transformer.spec.stages.offload

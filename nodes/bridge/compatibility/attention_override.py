@@ -10,7 +10,7 @@ import types
 
 from comfy.ldm.modules import attention
 
-from ....xdit_backend.protocol.specs import ATTENTIONS, SDPA, KernelChoice
+from ....xdit_backend.protocol.specs import ATTENTIONS, SDPA, BackendChoice
 
 OVERRIDE = "optimized_attention_override"
 # ComfyUI's attentions that other kernels stand for here; all else that it has computes what torch's own does
@@ -20,25 +20,25 @@ EXACT = ("attention_basic", "attention_sub_quad", "attention_split", "attention_
 TRIAL = {"heads": 2, "mask": None, "skip_reshape": True, "transformer_options": {}}
 
 
-def kernel_of(config, of_node=None):
-    """The KernelChoice of a call. of_node: what a node's function means, which counts before xDiT Parallel Config."""
+def backend_of(config, of_node=None):
+    """The BackendChoice of a call. of_node: what a node's function means, which counts before xDiT Parallel Config."""
     if of_node is not None:
-        return KernelChoice(of_node, True)
+        return BackendChoice(of_node, True)
     if config.attention != ATTENTIONS[0]:
-        return KernelChoice(config.attention, True)
-    return KernelChoice(_kernel_named(attention.optimized_attention.__name__) or SDPA)
+        return BackendChoice(config.attention, True)
+    return BackendChoice(_backend_named(attention.optimized_attention.__name__) or SDPA)
 
 
-def override_kernel(override):
+def override_backend(override):
     """The kernel that such a function means; None where that is not known."""
     if not isinstance(override, types.FunctionType):
         return None
     found = {function.__name__ for function in _referred(override)}
-    kernel = _kernel_named(found.pop()) if len(found) == 1 else None
-    return kernel if kernel and _only_passes_on(override) else None
+    backend = _backend_named(found.pop()) if len(found) == 1 else None
+    return backend if backend and _only_passes_on(override) else None
 
 
-def _kernel_named(name):
+def _backend_named(name):
     return SDPA if name in EXACT else KERNELS.get(name)
 
 
@@ -46,7 +46,7 @@ def _is_comfyuis(value):
     """Is it one of ComfyUI's attentions, with its wrapper or without?"""
     name = getattr(value, "__name__", "")
     own = getattr(attention, name, None) if isinstance(value, types.FunctionType) else None
-    return own is not None and value in (own, getattr(own, "__wrapped__", None)) and _kernel_named(name) is not None
+    return own is not None and value in (own, getattr(own, "__wrapped__", None)) and _backend_named(name) is not None
 
 
 def _referred(override):

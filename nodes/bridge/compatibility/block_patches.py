@@ -152,7 +152,7 @@ def lllites_in(transformer_options):
     return found
 
 
-def has_kept_references(transformer_options):
+def has_cached_references(transformer_options):
     """Has a MODEL something of Flux KV Cache?"""
     return bool(_of_operation("keeps", transformer_options) or _of_operation("leaves_out", transformer_options))
 

@@ -15,7 +15,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
 from . import image_adapters
-from .attention_override import OVERRIDE, kernel_of, override_kernel
+from .attention_override import OVERRIDE, backend_of, override_backend
 from .block_patches import operation_of
 from .lora_bypass import refused_injections
 from .proxy_modules import FACES, changed_modules, is_module
@@ -83,7 +83,7 @@ MAX_NAMED = 5                                                  # changes that a 
 
 
 def refuse_patcher(patcher, runs=False):
-    """Raise UnsupportedError where a ShellPatcher, its options or its modules carry what the workers would not honour.
+    """Raise UnsupportedError where a ProxyPatcher, its options or its modules carry what the workers would not honour.
     runs: it is loaded, and a run begins."""
     if not hasattr(patcher.model, "diffusion_model"):          # the half of a VAE, which no node can change
         return
@@ -116,7 +116,7 @@ def refuse_model_options(model_options, family):
 
 def refuse_call(family, transformer_options, extra):
     """Raise UnsupportedError where a call of the model asks for what the workers would not honour; but for its kernel
-    of attention, see call_kernel.
+    of attention, see call_backend.
 
     extra: its arguments, unfolded, besides the latent, the timestep, ControlNet (controlnet.py) and
     transformer_options.
@@ -140,10 +140,10 @@ def refuse_call(family, transformer_options, extra):
                                "without notice.")
 
 
-def call_kernel(config, transformer_options):
-    """The KernelChoice of a call, for which a node's own function is tried once. Raises UnsupportedError for one that
+def call_backend(config, transformer_options):
+    """The BackendChoice of a call, for which a node's own function is tried once. Raises UnsupportedError for one that
     is not known."""
-    return kernel_of(config, _override(transformer_options))
+    return backend_of(config, _override(transformer_options))
 
 
 def refuse_changed_modules(net, modules):
@@ -216,11 +216,11 @@ def _override(transformer_options):
     """The kernel that a node's function means; None where there is none. Raises UnsupportedError for one that is not
     known."""
     function = transformer_options.get(OVERRIDE)
-    kernel = None if function is None else override_kernel(function)
-    if function is not None and kernel is None:
+    backend = None if function is None else override_backend(function)
+    if function is not None and backend is None:
         name = getattr(function, "__qualname__", type(function).__name__)
         _refuse([f"an attention override ({name}): set attention in xDiT Parallel Config instead,"])
-    return kernel
+    return backend
 
 
 def _wrappers(wrappers):
@@ -255,7 +255,7 @@ def _object_patches(patcher):
 
 
 def compute_dtype_of(patcher):
-    """The name of the dtype that a ShellPatcher is to compute in: the loader's, or ModelComputeDtype's, whose default
+    """The name of the dtype that a ProxyPatcher is to compute in: the loader's, or ModelComputeDtype's, whose default
     is that of the weights."""
     wanted = patcher.object_patches.get("manual_cast_dtype", patcher.model.model_config.manual_cast_dtype)
     return patcher.remote.spec.storage_dtype if wanted is None else dtype_name(wanted)

@@ -7,7 +7,7 @@ remote_model.py.
 
 from comfy.patcher_extension import WrappersMP
 
-from .block_patches import adds_to, compares_branches, has_kept_references, lllites_in, networks_in
+from .block_patches import adds_to, compares_branches, has_cached_references, lllites_in, networks_in
 
 # What is known to leave the calls of the model as the workers take them. All else makes every step whole.
 # Of a prompt: ComfyUI takes a part of the latent for it, or only a part of its prediction.
@@ -43,14 +43,14 @@ PATCHWISE, WHOLE, DRAINED, COMPILE = "xdit_patchwise", "xdit_whole", "xdit_drain
 BACKENDS = ("inductor",)                   # of torch.compile that the workers take
 
 
-def why_whole(conds, model_options):
+def why_synchronous(conds, model_options):
     """Why every step of this workflow has to be whole, for a person; None if it need not be."""
     options = model_options.get("transformer_options", {})
     if options.get(WHOLE) is not None:
         return options[WHOLE]
     if compares_branches(options):
         return "Normalized Attention Guidance"
-    if has_kept_references(options):
+    if has_cached_references(options):
         return CACHE
     for entry in (entry for cond in conds if cond for entry in cond):
         for key, text in PARTS.items():
@@ -67,7 +67,7 @@ def why_whole(conds, model_options):
     return None
 
 
-def why_whole_run(sampler, guider):
+def why_synchronous_run(sampler, guider):
     """The same for a whole run: of the sampler, and of the MODEL of ComfyUI's guider."""
     if getattr(getattr(sampler, "sampler_function", None), "__name__", "") == "dpm_adaptive_function":
         return "dpm_adaptive, which chooses its steps by an error over the whole latent"
@@ -101,7 +101,7 @@ def why_one_call(base_model, model_options):
               for kind in (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)]
     if compares_branches(options):
         return "Normalized Attention Guidance"
-    if has_kept_references(options):
+    if has_cached_references(options):
         return CACHE
     if (model_options.get("model_function_wrapper")
             or any(functions for by_key in around for functions in by_key.values())):

@@ -27,7 +27,7 @@ def under_comfyui_names(tensors, checkpoint):
     family, config = checkpoint.family, checkpoint.config
     if family.sampled:                                         # ComfyUI has no model of it; ours has diffusers' names
         return tensors
-    tensors = family.in_halves(tensors)
+    tensors = family.with_split_linears(tensors)
     # they have those names
     found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.text_prefixes)}
     used = set(found)

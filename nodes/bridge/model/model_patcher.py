@@ -14,7 +14,7 @@ from .state_dict import read_weights
 from .weight_patches import PREFIX, changes_of, computed_patches, effective_patches, file_of, patched
 
 
-class ShellPatcher(RemotePatcher):
+class ProxyPatcher(RemotePatcher):
     """A RemotePatcher that refuses, when it is loaded and when a run begins,
     what it carries that the workers would not honour."""
 

@@ -23,7 +23,7 @@ class Setup:
     latent_format: Any                     # ComfyUI's
     config: ParallelConfig
     devices: tuple
-    net: ModelDims | None                        # what forecasts compute with; None of a U-Net
+    dims: ModelDims | None                        # what forecasts compute with; None of a U-Net
     device_bytes: list                     # memory of each rank's device
 
     @property
@@ -47,25 +47,25 @@ class Setup:
         return self.family.num_channels(self.transformer_config)
 
     @property
-    def shares_tokens(self):
+    def shards_tokens(self):
         """Can several ranks compute one picture, each a part of its tokens?"""
         return "ulysses" not in self.family.refused
 
     @property
     def has_stages_for_speed(self):
         """Is it spread over stages though it fits on each device?"""
-        return self.spec.stages is not None and has_stages_for_speed(self.config, self.net, min(self.device_bytes))
+        return self.spec.stages is not None and has_stages_for_speed(self.config, self.dims, min(self.device_bytes))
 
     def layout(self, num_branches):
         """The Layout of a run without a forecast."""
         heads, key_heads = (count(self.transformer_config)
                             for count in (self.family.num_heads, self.family.num_key_heads))
         return choose_layout(self.config, len(self.devices), num_branches,
-                             AttentionHeads(self.family.name, heads, key_heads, self.shares_tokens),
+                             AttentionHeads(self.family.name, heads, key_heads, self.shards_tokens),
                              WeightPlacement(self.spec.stages, self.spec.tensor_degree),
                              devices_per_machine(self.devices))
 
     def job(self, latent_shape, conditioning, num_steps, num_branches):
         """The Job of a run on latents of this shape, one branch's; None of a U-Net.
         conditioning: {name: tensor}, as workers get it."""
-        return self.net and job_of(self.family, self.net, latent_shape, conditioning, num_steps, num_branches)
+        return self.dims and job_of(self.family, self.dims, latent_shape, conditioning, num_steps, num_branches)

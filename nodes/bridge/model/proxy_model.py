@@ -12,11 +12,11 @@ import torch
 import comfy.model_management
 from comfy.patcher_extension import WrappersMP
 
-from ....xdit_backend.checkpoints.model_dims import net_of, unet_run_memory
+from ....xdit_backend.checkpoints.model_dims import dims_of, unet_run_memory
 from ....xdit_backend.checkpoints.offload.offload_plan import offload_plan, with_host_bytes
 from ....xdit_backend.checkpoints.quantisation.quantise_on_load import TYPES, is_installed, quantisation_of
 from ....xdit_backend.checkpoints.quantisation.quantised_weights import packed_weights
-from ....xdit_backend.checkpoints.tensor_sharding import held_bytes, possible_splits
+from ....xdit_backend.checkpoints.tensor_sharding import possible_splits, resident_bytes
 from ....xdit_backend.host.machine_profiles import capability_of
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
@@ -31,13 +31,13 @@ from ..workers.vram_accounting import load_device_of
 from ..workers.worker_groups import GROUPS, check_packages, devices_of, memory_of
 from .checkpoint_cache import CHECKPOINTS
 from .detection import FAST, Detection
-from .model_patcher import ShellPatcher
+from .model_patcher import ProxyPatcher
 from .model_setup import Setup
 from .state_dict import prepare_text, read_values, weight_sources
-from .weight_placement import spread_of
+from .weight_placement import placement_of
 
 
-def load_shell(path, weight_dtype, config):
+def load_proxy(path, weight_dtype, config):
     """Return a ModelPatcher for a file or diffusers folder, run by the devices of `config`. Reads headers only.
 
     Raises CheckpointError for files that are no supported model, ConfigError for degrees that cannot work, and for a
@@ -57,10 +57,10 @@ def load_shell(path, weight_dtype, config):
     detection.refuse_ignored(base_model, sources)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation,
                                 fast=weight_dtype == FAST)
-    net = None if family.is_unet else net_of(family, model, spec_of(dtype_name(compute_dtype)),
+    dims = None if family.is_unet else dims_of(family, model, spec_of(dtype_name(compute_dtype)),
                                              tuple(map(capability_of, devices)))
     device_bytes = list(map(memory_of, devices))
-    spread = spread_of(config, devices, device_bytes, checkpoint, net, model, dtype_name(compute_dtype))
+    placement = placement_of(config, devices, device_bytes, checkpoint, dims, model, dtype_name(compute_dtype))
 
     latent_format = base_model.latent_format
     packed_sizes = functools.cache(functools.partial(_packed_sizes, checkpoint, model, quantisation))
@@ -68,8 +68,8 @@ def load_shell(path, weight_dtype, config):
     # of a name of a type and ModelSpec.weights_memory: (Setup, MemoryCheck). No circle: it knows no base_model
     def computing_in(dtype, weights_memory):
         given = config.weights_memory_bytes or 0 if weights_memory is None else weights_memory
-        spec = with_host_bytes(spec_of(dtype, *spread, weights_memory=given), checkpoint, model)
-        own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
+        spec = with_host_bytes(spec_of(dtype, *placement, weights_memory=given), checkpoint, model)
+        own = dims and dataclasses.replace(dims, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
         of_unet = functools.partial(unet_run_memory, family, model) if family.is_unet else None
         lighter = functools.partial(_lighter_bytes, checkpoint, spec, detection.dtypes)
@@ -85,7 +85,7 @@ def load_shell(path, weight_dtype, config):
 
 
 def _patcher_of(base_model, remote, load_device):
-    patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device(),
+    patcher = ProxyPatcher(base_model, load_device, comfy.model_management.unet_offload_device(),
                            size=remote.memory.model_bytes)     # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, sampler_wrappers.calc_cond_batch),
                           (WrappersMP.SAMPLER_SAMPLE, sampler_wrappers.sample)):
@@ -126,7 +126,7 @@ def _lighter_bytes(checkpoint, spec, dtypes_of):
         if spec.tensor_degree > 1 and not possible_splits(model, family.plan, spec.tensor_degree):
             continue
         storage, compute = map(dtype_name, dtypes_of(name, name in TYPES))
-        found[name] = held_bytes(model, family,
+        found[name] = resident_bytes(model, family,
                                  dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute))
     return found
 

@@ -34,7 +34,7 @@ ROUNDED = (torch.float32, torch.bfloat16, torch.float16)      # to the nearest; 
 
 
 def changes_of(patcher, hooked={}):
-    """{name of a tensor in the MODEL's file: Change} for the patches of a ShellPatcher. Nothing is computed yet.
+    """{name of a tensor in the MODEL's file: Change} for the patches of a ProxyPatcher. Nothing is computed yet.
 
     hooked: {name of a weight: further patches}, of LoRA hooks. Raises UnsupportedError for patches of weights that the
     file does not have.

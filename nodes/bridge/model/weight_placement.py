@@ -4,14 +4,14 @@ proxy_model.py."""
 from ....xdit_backend.checkpoints.tensor_sharding import possible_splits
 from ....xdit_backend.config import refuse_methods, validate_layout, validate_stages
 from ....xdit_backend.memory.system_memory import pages_of
-from ....xdit_backend.planner.for_speed import spread_for_speed
-from ....xdit_backend.planner.planner import EVERYWHERE, Devices, choose_spread, usual_branches
+from ....xdit_backend.planner.for_speed import placement_for_speed
+from ....xdit_backend.planner.planner import EVERYWHERE, Devices, choose_placement, usual_branches
 from ....xdit_backend.protocol.devices import devices_per_machine
 from ..workers.memory_checks import has_own_memory
 from ..workers.worker_groups import GROUPS, show_text
 
 
-def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dtype):
+def placement_of(config, devices, device_bytes, checkpoint, dims, model, compute_dtype):
     """The Spread. Raises ConfigError for degrees of manual mode that cannot work for this model.
 
     device_bytes: memory of each device. net: None of a U-Net. model: diffusers', on the meta device. GROUPS.machine
@@ -28,20 +28,20 @@ def spread_of(config, devices, device_bytes, checkpoint, net, model, compute_dty
         if not family.is_unet:
             validate_stages(config, family.num_blocks(checkpoint.config), family.name)
     per_machine, is_auto = devices_per_machine(devices), config.mode == "auto" and not family.is_unet
-    comes = (is_auto and config.weights_memory_bytes is None and all(map(has_own_memory, devices))
-             and not Devices(device_bytes).holds(net))
-    machine = (GROUPS.machine(devices, compute_dtype, may_measure=comes or is_auto and (
+    streamed = (is_auto and config.weights_memory_bytes is None and all(map(has_own_memory, devices))
+             and not Devices(device_bytes).holds(dims))
+    machine = (GROUPS.machine(devices, compute_dtype, may_measure=streamed or is_auto and (
         per_machine > 0 or config.approximate == "for speed")) if len(devices) > 1 else None)
     if family.is_unet:
         return EVERYWHERE
     if machine is not None:
         machine = machine.exchanging(config.exchange).reading(pages_of(checkpoint.files))
     known, branches = Devices(device_bytes, per_machine, machine), usual_branches(checkpoint.config)
-    faster = None if "pipefusion" in family.refused else spread_for_speed(config, net, known, branches)
+    faster = None if "pipefusion" in family.refused else placement_for_speed(config, dims, known, branches)
     if faster is not None:
         show_text(faster.words)
-        return faster.spread
-    return choose_spread(config, net, known,
+        return faster.placement
+    return choose_placement(config, dims, known,
                          lambda degree: "tensor" not in family.refused and possible_splits(model, family.plan, degree),
                          "pipefusion" not in family.refused, branches,
                          all(map(has_own_memory, devices)))

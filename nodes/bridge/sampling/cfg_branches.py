@@ -29,7 +29,8 @@ class ModelCall:
     schedule: torch.Tensor | None          # the sigmas of the run; None outside of a sampler
     sigmas: torch.Tensor                   # of the call
     num_branches: int = 1                  # that ComfyUI has put into its batch, one after the other
-    whole_reason: str | None = None        # with PipeFusion: what reasons.why_whole and why_drained have said
+    # with PipeFusion: what reasons.why_synchronous and why_drained have said
+    synchronous_reason: str | None = None
     drained_reason: str | None = None
 
     @property
@@ -55,7 +56,7 @@ class ModelCall:
             return replace(call, latent=call.latent[part], timestep=call.timestep[part], conditioning=conditioning,
                            name="", control=call.control_by(cut),
                            scores=None if call.scores is None else call.scores[:, part],
-                           kept=call.kept and replace(call.kept, rows=call.kept.rows[part]),
+                           cached=call.cached and replace(call.cached, rows=call.cached.rows[part]),
                            networks=tuple((replace(use, rows=use.rows[part]), network)
                                           for use, network in call.networks),
                            left_out={name: cut(tensor) for name, tensor in call.left_out.items()},
@@ -154,8 +155,8 @@ def run_branches(calc_cond_batch, model, conds, x, timestep, model_options):
         for index in live:
             resume(index, index)
         while waiting:
-            asked = next(iter(waiting.values())).remote
-            batch = [index for index, model_call in waiting.items() if model_call.remote is asked][:MAX_BRANCHES]
+            requested = next(iter(waiting.values())).remote
+            batch = [index for index, model_call in waiting.items() if model_call.remote is requested][:MAX_BRANCHES]
             predictions = answer([waiting.pop(index) for index in batch])
             for index, prediction in zip(batch, predictions):
                 resume(index, prediction)

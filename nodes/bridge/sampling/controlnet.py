@@ -28,11 +28,11 @@ def lend_layers(guider):
     for control in _controls(guider.conds.values()):
         if isinstance(control, comfy.controlnet.ControlLora):
             net = control.control_model
-            _make_room(guider, net, comfy.model_management.get_torch_device())
+            _free_memory(guider, net, comfy.model_management.get_torch_device())
             control.control_model = _readable(net, comfy.model_management.get_torch_device())
         elif isinstance(control, comfy.controlnet.QwenFunControlNet):
             net = copy.copy(control.extra_args["base_model"])
-            _make_room(guider, torch.nn.ModuleList(map(net.get_submodule, OF_QWEN_FUN)), control.load_device)
+            _free_memory(guider, torch.nn.ModuleList(map(net.get_submodule, OF_QWEN_FUN)), control.load_device)
             net._modules = {name: _readable(module, control.load_device) if name in OF_QWEN_FUN else module
                             for name, module in net._modules.items()}
             control.set_extra_arg("base_model", net)
@@ -48,7 +48,7 @@ def _controls(conds):
     return list(found.values())
 
 
-def _make_room(guider, module, device):
+def _free_memory(guider, module, device):
     """Have ComfyUI unload what this run does not use, where its device lacks memory for a module's weights."""
     runs = [guider.model_patcher, *guider.loaded_models]
     comfy.model_management.free_memory(

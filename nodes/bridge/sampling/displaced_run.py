@@ -38,14 +38,14 @@ class DisplacedRun:
         """Have the workers forget what they keep for this run."""
         self._client.end_run(self)
 
-    def describe(self, whole_reason):
-        """How the run is split, for a person. whole_reason: of pipefusion_support.why_whole."""
+    def describe(self, synchronous_reason):
+        """How the run is split, for a person. synchronous_reason: of pipefusion_support.why_synchronous."""
         text = describe_layout(self._layout) + self._config.idle
-        if whole_reason is not None:
-            return f"{text}, every step synchronous, because this workflow uses {whole_reason}"
+        if synchronous_reason is not None:
+            return f"{text}, every step synchronous, because this workflow uses {synchronous_reason}"
         return f"{text}, {self._mode} ({self._because})" if self._because else text
 
-    def predict(self, calls, sigma, whole_reason=None):
+    def predict(self, calls, sigma, synchronous_reason=None):
         """Predictions for one or two calls, which are all calls of this step at this time."""
         if any(isinstance(given, Shrink) for call in calls for given in call.free_u):
             raise UnsupportedError("Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree "
@@ -64,11 +64,11 @@ class DisplacedRun:
         # Ranks of each CFG branch keep their own.
         names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
         # Nodes may call the model for a piece of the latent, or for another one.
-        keep = (whole_reason is None and MODES[self._mode].is_stale and self._staleness.ends
+        keep = (synchronous_reason is None and MODES[self._mode].is_stale and self._staleness.ends
                 and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
         layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
-        forward = ForwardPass(keep=keep, forecast=self._config.forecast_keys_values, stale=stale,
+        forward = ForwardPass(keep=keep, extrapolation=self._config.forecast_keys_values, stale=stale,
                               displaced_mode=self._mode)
         handle = self._client.submit(self._spec, layout, self._num_channels, requests, forward, run=self)
         if keep:

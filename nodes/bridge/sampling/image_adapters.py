@@ -167,9 +167,9 @@ def _shown(layer, adapter, images):
         weight = weight * (width / PENALTY_CHANNELS)
     if given["embeds_scaling"].startswith("K+"):
         keys = keys * weight
-    kept = values - values.mean(3, keepdim=True) if "mean" in given["embeds_scaling"] else 0
+    cached = values - values.mean(3, keepdim=True) if "mean" in given["embeds_scaling"] else 0
     first = 0 if given.get("ortho") else FIRST if given.get("ortho_v2") else None
-    return Shown(keys.flatten(2, 3), (kept + (values - kept) * weight).flatten(2, 3), given["mask"], first)
+    return Shown(keys.flatten(2, 3), (cached + (values - cached) * weight).flatten(2, 3), given["mask"], first)
 
 
 def _weight(layer, given, linears):
@@ -254,9 +254,9 @@ def _check(layer, all_shown, images, sigma):
 
 def _across(found, before, query, keys, first):
     """As across of xdit_backend/hooks/pulid.py, (B, T, C)."""
-    kept = (query @ keys.transpose(1, 2)).softmax(-1)[..., :first].sum(-1).mean(1).view(-1, 1, 1)
+    cached = (query @ keys.transpose(1, 2)).softmax(-1)[..., :first].sum(-1).mean(1).view(-1, 1, 1)
     along = (found * before).sum(1, keepdim=True) / before.square().sum(1, keepdim=True) * before
-    return found - (1 - kept) * along
+    return found - (1 - cached) * along
 
 
 def _other(layer):

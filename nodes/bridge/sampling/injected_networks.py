@@ -29,7 +29,7 @@ def networks_of(family, config, transformer_options, x, modules):
     Raises UnsupportedError where ComfyUI's model would not run the network as the node means it, ConfigError for one of
     another model.
     """
-    uses, pictures = [], {}
+    uses, images = [], {}
     for kind, functions in networks_in(transformer_options).items():
         if kind == "double_block" and not any(list_.added == kind for list_ in family.blocks) or (
                 kind != "double_block" and not family.takes_unet_patches):
@@ -37,8 +37,8 @@ def networks_of(family, config, transformer_options, x, modules):
                                    f"{family.name}.")
         for function in functions:
             if kind == "double_block":
-                name = f"picture.{len(pictures)}"
-                pictures[name] = _picture(function, family, config, x)
+                name = f"picture.{len(images)}"
+                images[name] = _image(function, family, config, x)
                 network = _blockwise(function.model_patch.model, family, config)
             else:
                 name, network = "", _hypernetwork(function.hypernet)
@@ -48,12 +48,12 @@ def networks_of(family, config, transformer_options, x, modules):
             raise UnsupportedError(f"Remove the node that adds an LLLite: it is for other models than {family.name}.")
         sigma = transformer_options["sigmas"].max().item()
         if patch.strength != 0 and patch.sigma_end <= sigma <= patch.sigma_start:
-            name = f"picture.{len(pictures)}"
-            pictures[name] = _followed(patch, family, config, x)
+            name = f"picture.{len(images)}"
+            images[name] = _followed(patch, family, config, x)
             network = _lllite(patch.model_patch.model)
             uses.append((specs.NetworkUse(network.name, "layers", float(patch.strength), name), network))
     return (*uses, *_hearing(family, config, transformer_options, x),
-            *adapters_of(family, config, transformer_options, x, modules)), pictures
+            *adapters_of(family, config, transformer_options, x, modules)), images
 
 
 def style_of(family, config, transformer_options, x):
@@ -85,26 +85,26 @@ def _hearing(family, config, transformer_options, x):
         return []
     if family.is_unet or not family.plan.audio_attention:
         raise UnsupportedError(f"Remove WanInfiniteTalkToVideo: it is for Wan, and this is {family.name}.")
-    sounds = transformer_options["audio_embeds"]               # (1, frames, T of one for all speakers, C)
-    _check_hearing(family, sounds, masks, x)
+    audio = transformer_options["audio_embeds"]               # (1, frames, T of one for all speakers, C)
+    _check_hearing(family, audio, masks, x)
     found = []
     for function in functions:
         net = function.model_patch.model
         blocks, (width,) = net.blocks, net.blocks[0].norm_x.weight.shape
         _check_blocks(len(blocks), width, family, config)
-        network = Network(f"network-{id(net)}-{id(sounds)}-{id(masks)}",
-                          functools.partial(_with_sound, blocks, sounds, masks),
+        network = Network(f"network-{id(net)}-{id(audio)}-{id(masks)}",
+                          functools.partial(_with_audio, blocks, audio, masks),
                           {"heads": str(blocks[0].audio_cross_attn.num_heads)})
-        found.append((specs.NetworkUse(network.name, "sound", float(function.audio_scale)), network))
+        found.append((specs.NetworkUse(network.name, "audio", float(function.audio_scale)), network))
         masks = None                                           # the first takes them out of ComfyUI's options
     return found
 
 
-def _check_hearing(family, sounds, masks, x):
+def _check_hearing(family, audio, masks, x):
     frames, *sides = family.latent.counts(x.shape)
-    if sounds.shape[1] != frames:
+    if audio.shape[1] != frames:
         raise ConfigError("Use the latent that WanInfiniteTalkToVideo gives: its sound is of "
-                          f"{sounds.shape[1]} frames of latents, and this latent has {frames}.")
+                          f"{audio.shape[1]} frames of latents, and this latent has {frames}.")
     if masks is not None and len(masks) != 2:
         raise ConfigError("Give WanInfiniteTalkToVideo one picture as mask_1 and one as mask_2: it has "
                           f"{len(masks)} of them for two speakers.")
@@ -114,8 +114,8 @@ def _check_hearing(family, sounds, masks, x):
                           f"{math.prod(sides)}.")
 
 
-def _with_sound(blocks, sounds, masks):
-    return blocks.state_dict() | {"sound": sounds[0]} | ({} if masks is None else {"masks": masks.float()})
+def _with_audio(blocks, audio, masks):
+    return blocks.state_dict() | {"audio": audio[0]} | ({} if masks is None else {"masks": masks.float()})
 
 
 def _lllite(net):
@@ -133,11 +133,11 @@ def _followed(patch, family, config, x):
                           f"{family.width(config)}.")
     options = {"model_patch_data": {}}
     patch({"x": family.latent.padded(x), "transformer_options": options})
-    picture = options["model_patch_data"][patch]
-    if len(x) % len(picture):
-        raise ConfigError(f"Use one picture, or as many as there are latents, for the LLLite: {len(picture)} do not "
+    image = options["model_patch_data"][patch]
+    if len(x) % len(image):
+        raise ConfigError(f"Use one picture, or as many as there are latents, for the LLLite: {len(image)} do not "
                           f"fit {len(x)} latents.")
-    return picture.to(x.dtype) if len(picture) == 1 else picture.to(x.dtype).repeat(len(x) // len(picture), 1, 1)
+    return image.to(x.dtype) if len(image) == 1 else image.to(x.dtype).repeat(len(x) // len(image), 1, 1)
 
 
 def _blockwise(net, family, config):
@@ -154,16 +154,16 @@ def _check_blocks(number, width, family, config):
                           f"{family.width(config)}.")
 
 
-def _picture(patch, family, config, x):
+def _image(patch, family, config, x):
     """What the network follows, at the latent's size: ComfyUI's own code prepares it, when it is called for a block."""
     tokens = family.latent.num_tokens(x.shape)
     patch({"x": x, "img": torch.zeros(1, tokens, family.width(config), dtype=x.dtype, device=x.device),
            "block_index": 0})
-    picture = patch.encoded_image
-    if picture.shape[0] not in (1, len(x)) or picture.shape[1] != tokens:
-        raise ConfigError(f"Use one picture, or as many as there are latents, for the model patch: its {len(picture)} "
-                          f"of {picture.shape[1]} tokens do not fit {len(x)} latents of {tokens}.")
-    return picture.to(x.dtype)
+    image = patch.encoded_image
+    if image.shape[0] not in (1, len(x)) or image.shape[1] != tokens:
+        raise ConfigError(f"Use one picture, or as many as there are latents, for the model patch: its {len(image)} "
+                          f"of {image.shape[1]} tokens do not fit {len(x)} latents of {tokens}.")
+    return image.to(x.dtype)
 
 
 def _hypernetwork(by_width):

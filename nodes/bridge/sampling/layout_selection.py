@@ -7,10 +7,10 @@ import torch
 
 from ....xdit_backend.memory.system_memory import pages_of
 from ....xdit_backend.planner.calibration import KNOWN, NEW, Calibration, calibrated
-from ....xdit_backend.planner.descriptions import measured_words, plan_words, seconds_words
+from ....xdit_backend.planner.descriptions import describe_measurements, describe_plan, describe_seconds
 from ....xdit_backend.planner.planner import is_long, plan_run
 from ....xdit_backend.protocol.specs import WeightCopies
-from ..compatibility.attention_override import kernel_of
+from ..compatibility.attention_override import backend_of
 from ..workers.worker_groups import GROUPS
 from .step_times import StepTimes
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 MAX_DEVIATION = 0.25                       # by how much a run's time may differ from its forecast and not be logged
 
 
-class Forecasts:
+class Estimates:
     """The forecasts of one MODEL's runs, one run at a time. memory: its MemoryCheck, which knows of a LoRA."""
 
     def __init__(self, setup, memory):
@@ -28,7 +28,7 @@ class Forecasts:
         self.plan = self.timed = None
         self.coming = None                                     # the Plan of a run without one, if weights come for it
         # {(Job, MemoryCheck.changed): Plan or None}; names of the devices
-        self._plans, self._cards = {}, ()
+        self._plans, self._gpus = {}, ()
         self._pages = None                                     # system_memory.pages_of the file
         self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
 
@@ -54,11 +54,11 @@ class Forecasts:
             return None
         key = job, self._memory.changed
         if key not in self._plans:
-            may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
+            may_measure = may_measure and is_long(setup.dims, job, torch.device(setup.devices[0]).type)
             machine = self._machine(may_measure)
-            self._plans[key] = None if machine is None else plan_run(setup.config, machine, setup.net, job, None,
+            self._plans[key] = None if machine is None else plan_run(setup.config, machine, setup.dims, job, None,
                                                                      setup.spec.tensor_degree, self._memory.changed)
-            self._cards = () if machine is None else tuple(device.name for device in machine.devices)
+            self._gpus = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[key]
 
     def with_copies(self, calls):
@@ -69,7 +69,7 @@ class Forecasts:
         if machine is None:
             return calls
         copies = WeightCopies(all(device.host_pageable for device in machine.devices),
-                              plan is not None and plan.chosen.shares_weights)
+                              plan is not None and plan.chosen.shards_weights)
         return [dataclasses.replace(call, copies=copies) for call in calls]
 
     def num_patches(self, job):
@@ -82,15 +82,15 @@ class Forecasts:
         """The Plan of a run that has none to choose a layout by: of degrees set by hand, stages or one device. None
         where no weights come from host memory, and where nothing can be forecast."""
         setup, spec = self._setup, self._setup.spec
-        if self.why_none not in ("manual", "one", "stages") or not spec.weights_memory or setup.net is None:
+        if self.why_none not in ("manual", "one", "stages") or not spec.weights_memory or setup.dims is None:
             return None
         key = job, self._memory.changed
         if key not in self._plans:
             machine = self._machine(may_measure=False)
-            self._plans[key] = machine and plan_run(setup.config, machine, setup.net, job, spec.stages,
+            self._plans[key] = machine and plan_run(setup.config, machine, setup.dims, job, spec.stages,
                                                     spec.tensor_degree, self._memory.changed)
         plan = self._plans[key]
-        return plan if plan and plan.chosen.memory.come else None
+        return plan if plan and plan.chosen.memory.streamed else None
 
     def _machine(self, may_measure):
         """The devices as this MODEL finds them; None where they are not measured."""
@@ -99,8 +99,8 @@ class Forecasts:
         if machine is None:
             return None
         self._pages = self._pages or pages_of(setup.checkpoint.files)
-        kernel = kernel_of(setup.config).name
-        machine = dataclasses.replace(machine, devices=tuple(device.by_kernel(kernel) for device in machine.devices))
+        backend = backend_of(setup.config).name
+        machine = dataclasses.replace(machine, devices=tuple(device.by_backend(backend) for device in machine.devices))
         return calibrated(machine, GROUPS.calibrations(), setup.family.name).exchanging(
             setup.config.exchange).reading(self._pages)
 
@@ -110,15 +110,15 @@ class Forecasts:
         another whose devices share no tokens), or devices that are "unmeasured" so far."""
         setup = self._setup
         cases = {"manual": setup.config.mode == "manual", "one": len(setup.devices) < 2,
-                 "stages": setup.spec.stages is not None, "unet": setup.net is None or not setup.shares_tokens}
+                 "stages": setup.spec.stages is not None, "unet": setup.dims is None or not setup.shards_tokens}
         return next((case for case, applies in cases.items() if applies), "unmeasured")
 
     def words(self):
         """What this run is forecast to take, and why it has its layout, for a person; "" without a plan."""
         if self.plan is None:
             return ""
-        plan, known = self.plan, (self._setup.family.name, self._cards[0]) in GROUPS.calibrations()
-        return ". " + plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered,
+        plan, known = self.plan, (self._setup.family.name, self._gpus[0]) in GROUPS.calibrations()
+        return ". " + describe_plan(plan.chosen, plan.one if plan.one.fits else None, plan.ordered,
                                  self._measured_s(plan), KNOWN if known else NEW)
 
     def _measured_s(self, plan):
@@ -134,20 +134,20 @@ class Forecasts:
         if self.plan is None:
             return ""
         chosen, timed, family = self.plan.chosen, self.timed, self._setup.family.name
-        forecast_s, measured_s = chosen.seconds, timed.seconds or elapsed_s
+        estimated_s, measured_s = chosen.seconds, timed.seconds or elapsed_s
         if timed.seconds:
             self._measured[timed.job, chosen.degrees] = timed.seconds
-        if abs(measured_s / forecast_s - 1) > MAX_DEVIATION:
-            log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", how, forecast_s, ", ".join(
+        if abs(measured_s / estimated_s - 1) > MAX_DEVIATION:
+            log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", how, estimated_s, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
-        if timed.seconds and chosen.is_independent and len(set(self._cards)) == 1:
-            known = GROUPS.calibrations().get((family, self._cards[0]), Calibration())
-            GROUPS.record_run(family, self._cards[0], known.factor * measured_s / forecast_s)
-        measured = measured_words(*self._measured_s(self.plan)) if timed.seconds and chosen.working > 1 else ""
-        return f"{measured} (forecast: {seconds_words(forecast_s)})"
+        if timed.seconds and chosen.is_independent and len(set(self._gpus)) == 1:
+            known = GROUPS.calibrations().get((family, self._gpus[0]), Calibration())
+            GROUPS.record_run(family, self._gpus[0], known.factor * measured_s / estimated_s)
+        measured = describe_measurements(*self._measured_s(self.plan)) if timed.seconds and chosen.working > 1 else ""
+        return f"{measured} (forecast: {describe_seconds(estimated_s)})"
 
 
-def spare_words(data_degree, num_images):
+def describe_spare(data_degree, num_images):
     """What a person is told where some devices get no image; "" where all have one."""
     if num_images >= data_degree:
         return ""

@@ -48,9 +48,9 @@ def cut_conditioning(remote, conds):
         return conds
 
     def cut(entry):
-        pictures = {name: cond._copy_with(task.cut(cond.cond)) for name, cond in entry["model_conds"].items()
+        images = {name: cond._copy_with(task.cut(cond.cond)) for name, cond in entry["model_conds"].items()
                     if isinstance(cond, comfy.conds.CONDNoiseShape) and name not in remote.family.conditioning}
-        return {**entry, "model_conds": {**entry["model_conds"], **pictures}}
+        return {**entry, "model_conds": {**entry["model_conds"], **images}}
     return [[cut(entry) for entry in cond] if cond else cond for cond in conds]
 
 
@@ -120,13 +120,13 @@ class PatchwiseSampler:
             handle, predictions = run.wait(list(self._in_flight))
             self._resume(self._in_flight.pop(handle), predictions)
             return
-        asked = [self._waiting.pop(index) for index in range(len(self._tasks))]
-        if len({tuple(request.name for request in requests) for requests in asked}) > 1:
+        requested = [self._waiting.pop(index) for index in range(len(self._tasks))]
+        if len({tuple(request.name for request in requests) for requests in requested}) > 1:
             raise UnsupportedError("Use KSampler: Parallel Sampler cannot run this workflow piece by piece, as its "
                                    "pieces ask the model for different prompts at the same step.")
         whole = [dataclasses.replace(parts[0], latent=torch.cat([part.latent for part in parts], run.dim))
-                 for parts in zip(*asked)]
-        predictions = run.predict_whole(whole)
+                 for parts in zip(*requested)]
+        predictions = run.predict_synchronously(whole)
         for index in range(len(self._tasks)):
             self._resume(index, [self._slice(prediction, index) for prediction in predictions])
 
@@ -139,7 +139,7 @@ class PatchwiseSampler:
             return
         requests, sigma = answer
         requests = self._run.name(requests)
-        if self._run.is_whole(requests, sigma):
+        if self._run.is_replicated(requests, sigma):
             self._waiting[index] = requests
             return
         if index == 0:

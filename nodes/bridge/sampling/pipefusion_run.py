@@ -11,9 +11,9 @@ import torch
 from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_patches, num_tokens, opens_step
 from ....xdit_backend.planner.descriptions import describe_layout
-from ....xdit_backend.planner.for_speed import quality_words
+from ....xdit_backend.planner.for_speed import describe_quality
 from ....xdit_backend.planner.planner import branches_together, choose_num_patches, warmup_layout
-from ....xdit_backend.protocol.exchanges import exchange_words
+from ....xdit_backend.protocol.exchanges import describe_exchange
 from .warmup import Staleness
 
 
@@ -44,15 +44,15 @@ class PipelineRun:
         """Have the workers forget what they keep for this run."""
         self._client.end_run(self)
 
-    def describe(self, whole_reason, drained_reason):
+    def describe(self, synchronous_reason, drained_reason):
         """How the run is split, for a person. The arguments: see pipefusion_support.py."""
         text, num_patches = describe_layout(self._layout), len(self.patches)
-        text += exchange_words(self._config.exchange, self._layout)
-        if whole_reason is not None:
-            return f"{text}, every step whole, because this workflow uses {whole_reason}"
+        text += describe_exchange(self._config.exchange, self._layout)
+        if synchronous_reason is not None:
+            return f"{text}, every step whole, because this workflow uses {synchronous_reason}"
         text += f", {num_patches} patch{'es' if num_patches > 1 else ''}"
         if self._is_for_speed and num_patches > 1:
-            text += f", {quality_words(self._config)}"
+            text += f", {describe_quality(self._config)}"
         if num_patches < self._config.requested_patches:
             text += f" (the latent has too few rows for {self._config.requested_patches})"
         if drained_reason is not None and num_patches > 1:
@@ -64,7 +64,7 @@ class PipelineRun:
         return [dataclasses.replace(request, name=self._client.name_conditioning(request.conditioning, run=self))
                 for request in requests]
 
-    def is_whole(self, requests, sigma):
+    def is_replicated(self, requests, sigma):
         """Must these named requests be evaluated for the whole latent?"""
         return len(self.patches) == 1 or self._staleness.is_synchronous(self._keepers(requests), sigma)
 
@@ -72,7 +72,7 @@ class PipelineRun:
         """{(conditioning, CFG rank)}: which ranks keep the keys and values of these requests."""
         return {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
 
-    def predict_whole(self, requests, patches_follow=True):
+    def predict_synchronously(self, requests, patches_follow=True):
         """Evaluate named requests for whole latents. Keys and values are cached where patches of this latent follow."""
         keep = patches_follow and len(self.patches) > 1 and self._staleness.ends and self._is_of_this_run(requests)
         layout = warmup_layout(self._layout, self._spec.stages)
@@ -84,7 +84,7 @@ class PipelineRun:
         apart = self._config.warmup == "whole" and layout.cfg_degree == 1
         batches = [[request] for request in requests] if apart else [requests]
         by_image = self._config.warmup in ("auto", "micro_batches") and layout == self._layout and not guided
-        forward = ForwardPass(keep=keep, by_image=by_image, forecast=self._config.forecast_keys_values)
+        forward = ForwardPass(keep=keep, by_image=by_image, extrapolation=self._config.forecast_keys_values)
         predictions = []
         for batch in batches:
             handle = self._client.submit(self._spec, layout, self._num_channels, batch, forward, run=self)
@@ -112,7 +112,7 @@ class PipelineRun:
         if is_padded:
             requests = [dataclasses.replace(request, latent=torch.cat([request.latent, rows], self.dim))
                         for request, rows in zip(requests, first_rows)]
-        forward = ForwardPass(self.patches[index][0], forecast=self._config.forecast_keys_values)
+        forward = ForwardPass(self.patches[index][0], extrapolation=self._config.forecast_keys_values)
         handle = self._client.submit(self._spec, self._layout, self._num_channels, requests, forward, run=self)
         if is_padded:
             self._padded.add(handle)
@@ -126,13 +126,13 @@ class PipelineRun:
             predictions = [part.narrow(self.dim, 0, part.shape[self.dim] - self._padding) for part in predictions]
         return handle, predictions
 
-    def predict(self, requests, sigma, whole_reason=None):
+    def predict(self, requests, sigma, synchronous_reason=None):
         """Evaluate requests for whole latents, whole or patch by patch. The stages are empty when it returns."""
         requests = self.name(requests)
         # of others' keys and values
-        apart = whole_reason is not None or any(request.is_changed for request in requests)
-        if apart or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
-            return self.predict_whole(requests, patches_follow=not apart)
+        apart = synchronous_reason is not None or any(request.is_changed for request in requests)
+        if apart or not self._is_of_this_run(requests) or self.is_replicated(requests, sigma):
+            return self.predict_synchronously(requests, patches_follow=not apart)
         first_rows = self.first_rows(requests)
         handles = [self.submit_patch([self._rows_of(request, patch, rows) for request in requests], index, first_rows)
                    for index, (patch, rows) in enumerate(self.patches)]

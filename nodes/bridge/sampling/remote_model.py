@@ -8,22 +8,22 @@ import torch
 from comfy.patcher_extension import WrapperExecutor
 
 from ....xdit_backend.host.calls import Call
-from ....xdit_backend.planner.descriptions import describe_layout, layout_words
+from ....xdit_backend.planner.descriptions import describe_layout, layout_description
 from ....xdit_backend.planner.planner import USUAL_JOB, branches_together
-from ....xdit_backend.protocol.exchanges import exchange_words
+from ....xdit_backend.protocol.exchanges import describe_exchange
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
 from ..compatibility.inside import wrappers_inside
-from ..compatibility.model_options import call_kernel, refuse_call, refuse_changed_modules, scales_of
+from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, WHOLE
 from ..workers.vram_accounting import ask_for_memory
 from ..workers.worker_groups import GROUPS, parking_bytes, show_text
 from .controlnet import places_of
 from .displaced_run import DisplacedRun
 from .injected_networks import networks_of, style_of
-from .layout_selection import Forecasts, spare_words
+from .layout_selection import Estimates, describe_spare
 from .pipefusion_run import PipelineRun
-from .reference_kv_cache import RunReferences, default_method, num_kept, with_default_method
+from .reference_kv_cache import RunReferences, default_method, num_cached, with_default_method
 
 MEMORY_TIMEOUT_S = 0.5                     # to wait for the workers' memory when a run ends
 
@@ -59,9 +59,9 @@ class RemoteModel:
     def _set_up(self, dtype, weights_memory=None):
         self.setup, self.memory = self._computing_in(dtype, weights_memory)
         self.memory.expect(self._expected)
-        self.forecasts, self.spec = Forecasts(self.setup, self.memory), self.setup.spec
+        self.estimates, self.spec = Estimates(self.setup, self.memory), self.setup.spec
         if self._job is not None:
-            self.memory.run_patches = self.forecasts.num_patches(self._job)
+            self.memory.run_patches = self.estimates.num_patches(self._job)
 
     def compute_in(self, dtype, base_model):
         """From now on, compute in this type (its name), with weights where the run that is next leaves room for them.
@@ -69,8 +69,8 @@ class RemoteModel:
         before = self.spec
         if dtype != before.compute_dtype:
             self._set_up(dtype, before.weights_memory)
-        run_bytes = self._most_run_bytes or self.memory.forecast_of_run(USUAL_JOB, self.setup.layout(1))
-        weights_memory = self.memory.weights_memory_beside(run_bytes, self._model_memory() is not None)
+        run_bytes = self._most_run_bytes or self.memory.estimate_of_run(USUAL_JOB, self.setup.layout(1))
+        weights_memory = self.memory.weights_memory_alongside(run_bytes, self._model_memory() is not None)
         if weights_memory != before.weights_memory:
             self._set_up(dtype, weights_memory)
         if self.spec.name != before.name:
@@ -125,11 +125,11 @@ class RemoteModel:
         images = max(1, input_shape[0] // branches)
         job = dataclasses.replace(USUAL_JOB, tokens=tokens, branches=branches, images=images)
         if self._pipeline is None:
-            self._job, self.memory.run_patches = job, self.forecasts.num_patches(job)
-        plan = self.forecasts.look(job, may_measure=False)
+            self._job, self.memory.run_patches = job, self.estimates.num_patches(job)
+        plan = self.estimates.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
         self._run_bytes = self.memory.of_run(job, layout, one, tuple(whole[2:]))
-        self._most_run_bytes = max(self._most_run_bytes, self.memory.forecast_of_run(job, layout, self._run_bytes))
+        self._most_run_bytes = max(self._most_run_bytes, self.memory.estimate_of_run(job, layout, self._run_bytes))
         return self._run_bytes * self.devices.count(str(self.load_device))
 
     def free_memory_elsewhere(self):
@@ -167,7 +167,7 @@ class RemoteModel:
     def end_run(self):
         self._checked_sigmas.clear()
         self.how, self._most_run_bytes = None, 0.0
-        for end in (self.forecasts.end, self.additions.end, self.memory.end_run):
+        for end in (self.estimates.end, self.additions.end, self.memory.end_run):
             end()
         client = self._forget_conditioning()
         if client is not None:                                 # ComfyUI is to see the memory that they give back now
@@ -185,10 +185,10 @@ class RemoteModel:
         check_call(self.family, x, timestep, context)
         extra = self.family.unfold(extra | scales_of(self.family, transformer_options))
         refuse_call(self.family, transformer_options, {"context": context, **extra})
-        net = self.modules[""][0]
-        extra = with_default_method(extra, net, self._default_method)
-        wrappers = wrappers_inside(net, self.family, transformer_options)
-        return WrapperExecutor.new_class_executor(self._answer, net, wrappers).execute(
+        dims = self.modules[""][0]
+        extra = with_default_method(extra, dims, self._default_method)
+        wrappers = wrappers_inside(dims, self.family, transformer_options)
+        return WrapperExecutor.new_class_executor(self._answer, dims, wrappers).execute(
             x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)
 
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
@@ -208,16 +208,16 @@ class RemoteModel:
         if begins:
             check_finite((x, *call_conditioning.values()), "the latent",
                          "Look at what made it, another sampler, or an encode in half precision")
-        asked = self.family, self.setup.transformer_config, transformer_options
-        scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
+        requested = self.family, self.setup.transformer_config, transformer_options
+        scores = scores_of(*requested, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         added = self.additions.places(self, (x, timestep, context), transformer_options, extra)
-        networks, pictures = networks_of(*asked, x, self.modules)
-        call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*asked, x)}),
-                    control=places_of(*asked[:2], control, x.shape) | added | pictures, networks=networks,
-                    free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*asked, x.shape),
-                    operations=operations_of(*asked), scores=scores and scores.buffer, parts=parts,
+        networks, pictures = networks_of(*requested, x, self.modules)
+        call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*requested, x)}),
+                    control=places_of(*requested[:2], control, x.shape) | added | pictures, networks=networks,
+                    free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*requested, x.shape),
+                    operations=operations_of(*requested), scores=scores and scores.buffer, parts=parts,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
-                    exchange=self.config.exchange, kernel=call_kernel(self.config, transformer_options),
+                    exchange=self.config.exchange, backend=call_backend(self.config, transformer_options),
                     compile_backend=transformer_options.get(COMPILE, self.config.compile_backend))
         check_conditioning(self.setup, call.conditioning, x)
         call = self._references.used_by(call, self.setup, transformer_options)
@@ -241,14 +241,14 @@ class RemoteModel:
         """Do calls of a run use what earlier ones have cached on the workers?"""
         return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 
-    def begin_run(self, schedule, shape, whole_reason=None, drained_reason=None):
+    def begin_run(self, schedule, shape, synchronous_reason=None, drained_reason=None):
         """A run with PipeFusion or displaced patches begins. schedule: its sigmas. shape: of its whole latent. The
         reasons: see pipefusion_support.py."""
         self._end_pipeline()
         self._schedule = schedule
         client, patches = self._client(), self.memory.requested_patches
         self._pipeline = PipelineRun(client, self.setup, self.setup.layout(1), schedule, shape, patches)
-        self._show(self._pipeline.describe(whole_reason, drained_reason))
+        self._show(self._pipeline.describe(synchronous_reason, drained_reason))
         return self._pipeline
 
     def predict(self, model_call, calls):
@@ -263,13 +263,13 @@ class RemoteModel:
 
     def _predict(self, model_call, calls):
         if self.spec.stages is not None:
-            return self._predict_in_stages(model_call, self.forecasts.with_copies(calls))
+            return self._predict_in_stages(model_call, self.estimates.with_copies(calls))
         latent, conditioning, are_whole = calls[0].latent, calls[0].given, "data" in self.family.refused
         num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
-        plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
+        plan = self.estimates.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
-        calls = self.forecasts.with_copies(calls)
+        calls = self.estimates.with_copies(calls)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
         if together or are_whole:
             layout = branches_together(layout)
@@ -277,24 +277,25 @@ class RemoteModel:
         if layout.displaced_degree > 1:
             return self._predict_displaced(model_call, calls, layout)
         client = self._client()
-        how = describe_layout(layout, len(calls) * are_whole) if plan is None else layout_words(plan.chosen)
+        how = describe_layout(layout, len(calls) * are_whole) if plan is None else layout_description(plan.chosen)
         if together:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")
-        spare = "" if self.config.mode == "auto" else spare_words(layout.data_degree, latent.shape[0])
-        self._show(how + exchange_words(self.config.exchange, layout) + spare + self.config.idle, self.forecasts.words)
-        return self.forecasts.timed.call(
+        spare = "" if self.config.mode == "auto" else describe_spare(layout.data_degree, latent.shape[0])
+        self._show(how + describe_exchange(self.config.exchange, layout) + spare + self.config.idle,
+                   self.estimates.words)
+        return self.estimates.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
     def _check_run(self, model_call, calls, layout):
         """Refuse a run that cannot fit, before its first call, and calls that cannot have what is kept. A call for a
         patch is checked as one for the whole latent."""
-        self._references.check_spread(calls, layout)
+        self._references.check_placement(calls, layout)
         latent = calls[0].latent
         together = max(1, model_call.num_branches // len(calls))               # branches in one batch of ComfyUI's
         self.memory.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].given,
                               max(1, latent.shape[0] // together), len(calls) * together, layout,
-                              num_kept(calls, self.family))
+                              num_cached(calls, self.family))
 
     def _predict_in_stages(self, model_call, calls):
         from . import patchwise_sampler as patches
@@ -307,9 +308,9 @@ class RemoteModel:
         if schedule is None:                                   # called outside of a sampler: no step can be stale
             schedule = torch.tensor([sigma])
         if self._pipeline is None or schedule is not self._schedule:
-            self.begin_run(schedule, calls[0].latent.shape, model_call.whole_reason, model_call.drained_reason)
+            self.begin_run(schedule, calls[0].latent.shape, model_call.synchronous_reason, model_call.drained_reason)
         self._client()
-        return self._pipeline.predict(calls, sigma, model_call.whole_reason)
+        return self._pipeline.predict(calls, sigma, model_call.synchronous_reason)
 
     def _predict_displaced(self, model_call, calls, layout):
         sigma, client = model_call.sigmas.max().item(), self._client()
@@ -319,8 +320,8 @@ class RemoteModel:
             # Called outside of a sampler, no step can be stale.
             schedule = torch.tensor([sigma]) if self._schedule is None else self._schedule
             self._pipeline = DisplacedRun(client, self.setup, layout, schedule, calls[0].latent.shape)
-            self._show(self._pipeline.describe(model_call.whole_reason))
-        return self._pipeline.predict(calls, sigma, model_call.whole_reason)
+            self._show(self._pipeline.describe(model_call.synchronous_reason))
+        return self._pipeline.predict(calls, sigma, model_call.synchronous_reason)
 
     def _refuse_changed_modules(self, schedule, sigma):
         """Refuse modules that nodes have changed for the time of a call. Checked once for each noise level of a run."""
@@ -343,9 +344,9 @@ class RemoteModel:
             self._pipeline.end()
         self._pipeline = self._schedule = None
 
-    def _show(self, how, forecast=str):
+    def _show(self, how, extrapolation=str):
         """Say on the node how the run is split. forecast: () -> what follows."""
         if how != self.how:
-            show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}"
-                      f"{self.memory.words(self.forecasts)}")
+            show_text(f"running on {', '.join(self.devices)}: {how}{extrapolation()}"
+                      f"{self.memory.words(self.estimates)}")
             self.how = how

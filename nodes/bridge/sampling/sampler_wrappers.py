@@ -18,10 +18,10 @@ from ..compatibility.pipefusion_support import (
     WHOLE,
     why_drained,
     why_one_call,
-    why_whole,
-    why_whole_run,
+    why_synchronous,
+    why_synchronous_run,
 )
-from ..workers.progress import kernel_words
+from ..workers.progress import describe_backends
 from ..workers.worker_groups import GROUPS, show_text
 from .controlnet import lend_layers
 
@@ -46,7 +46,7 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
     if remote.uses_cache:                                      # the reason travels with the calls
         from . import patchwise_sampler
         conds = patchwise_sampler.cut_conditioning(remote, conds)
-        model_options = _with_option(model_options, WHOLE, why_whole(conds, model_options))
+        model_options = _with_option(model_options, WHOLE, why_synchronous(conds, model_options))
     backend = (model_options.get("torch_compile_kwargs") or {}).get("backend")
     if backend in BACKENDS:                                    # as TorchCompileModel says; others are for one device
         model_options = _with_option(model_options, COMPILE, backend)
@@ -69,7 +69,7 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     if remote is None:                                         # another loader's, of a guider with several
         return executor(guider, sigmas, extra_args, *arguments, **options)
     lend_layers(guider)
-    started_s, num_steps, before = time.perf_counter(), len(sigmas) - 1, _kernel_counts(remote)
+    started_s, num_steps, before = time.perf_counter(), len(sigmas) - 1, _backend_counts(remote)
     try:
         with (GROUPS.runs.sampling(remote, num_steps) as run,
               _sampler_context(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.uses_cache
@@ -77,34 +77,34 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
             if arguments:                                      # ComfyUI's callback is the first of them
                 arguments = (GROUPS.counting(run, arguments[0]), *arguments[1:])
             result = executor(guider, sigmas, extra_args, *arguments, **options)
-            run.kernels = kernel_words(_kernel_counts(remote) - before)
+            run.backends = describe_backends(_backend_counts(remote) - before)
     except BaseException:
-        show_text(GROUPS.runs.last.ended_words)                # in place of the seconds that are left
+        show_text(GROUPS.runs.last.describe_end)                # in place of the seconds that are left
         raise
     elapsed_s = time.perf_counter() - started_s
     if num_steps > 0 and remote.how is not None:
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
-        compared = remote.forecasts.compare(remote.how, elapsed_s)
-        by = "" if run.kernels in ("", SDPA) else f", attention by {run.kernels}"
+        compared = remote.estimates.compare(remote.how, elapsed_s)
+        by = "" if run.backends in ("", SDPA) else f", attention by {run.backends}"
         show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}{by}{compared}")
     return result
 
 
-def _kernel_counts(remote):
+def _backend_counts(remote):
     """A Counter of the attentions that a RemoteModel's workers have computed so far, by the kernel."""
     client = GROUPS.client_if(remote.devices)
-    return collections.Counter() if client is None else client.kernel_counts
+    return collections.Counter() if client is None else client.backend_counts
 
 
 def _sampler_context(remote, sampler, guider, model_options):
     """The contexts that the sampler runs in: with stages the patchwise sampler, where Parallel Sampler asks for it."""
     from . import patchwise_sampler
     options = model_options["transformer_options"]
-    whole = why_whole_run(sampler, guider)
+    whole = why_synchronous_run(sampler, guider)
     if whole is not None:
         options[WHOLE] = whole
     patchwise = remote.spec.stages is not None and options.get(PATCHWISE)
-    if not patchwise or any(why_whole([conds], model_options) for conds in guider.conds.values()):
+    if not patchwise or any(why_synchronous([conds], model_options) for conds in guider.conds.values()):
         return nullcontext()
     drained = why_drained(sampler, guider.conds.values(), guider.inner_model, model_options)
     if drained is not None:

@@ -8,7 +8,7 @@ import torch
 
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.memory.system_memory import available_memory
-from ....xdit_backend.planner.descriptions import method_words
+from ....xdit_backend.planner.descriptions import describe_method
 from ....xdit_backend.protocol.errors import ConfigError
 from ..workers.settings import Idle, chosen_idle
 from ..workers.worker_groups import GROUPS, devices_of, memory_of
@@ -180,16 +180,16 @@ def _run(run):
     if run is None:
         return None
     run.update_from_remote()
-    plan = run.plan and {"chosen": _forecast(run.plan.chosen), "one": _forecast(run.plan.one), "second": next(
-        (_forecast(other) for other in run.plan.ordered if other.degrees != run.plan.chosen.degrees), None)}
+    plan = run.plan and {"chosen": _estimate(run.plan.chosen), "one": _estimate(run.plan.one), "second": next(
+        (_estimate(other) for other in run.plan.ordered if other.degrees != run.plan.chosen.degrees), None)}
     return {"number": run.number, "prompt": run.prompt, "file": run.file, "devices": list(run.devices),
-            "state": run.state, "error": run.error, "how": run.how, "kernels": run.kernels,
+            "state": run.state, "error": run.error, "how": run.how, "kernels": run.backends,
             "why_no_plan": run.why_no_plan,
             "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
-            "a_step": round(run.seconds_per_step, 4), "come": run.come_bytes, "plan": plan}
+            "a_step": round(run.seconds_per_step, 4), "streamed": run.streamed_bytes, "plan": plan}
 
 
-def _forecast(one):
-    methods = method_words(lambda axis: getattr(one.degrees, axis)) if one.working > 1 else []
+def _estimate(one):
+    methods = describe_method(lambda axis: getattr(one.degrees, axis)) if one.working > 1 else []
     return {"methods": methods, "seconds": one.seconds, "memory": one.memory.total, "fits": one.fits,
             "limited_by": one.limited_by, "share": one.causes[one.limited_by] / one.seconds}

@@ -44,8 +44,8 @@ def decode(vae, latent, config):
     inner = kind.before_decode(vae, latent.to(torch.float32))
     if kind.batch_is_video:
         inner, shape = inner.movedim(0, 1)[None], (1, *shape)
-    picture = _transformed("decoded", client.autoencoders.decode, half, config, inner, shape, 1)
-    return picture.reshape(-1, *picture.shape[-3:]).to(vae.output_device)
+    image = _transformed("decoded", client.autoencoders.decode, half, config, inner, shape, 1)
+    return image.reshape(-1, *image.shape[-3:]).to(vae.output_device)
 
 
 def encode(vae, pixels, config):

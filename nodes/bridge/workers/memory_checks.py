@@ -14,19 +14,19 @@ from ....xdit_backend.memory.system_memory import available_memory, disk_bytes_s
 from ....xdit_backend.partition import ranks_by_part
 from ....xdit_backend.planner.after_out_of_memory import Measured, Method, layouts_that_fit, sizes_that_fit
 from ....xdit_backend.planner.cost_model import Job
-from ....xdit_backend.planner.descriptions import describe_layout, disk_words, weights_words
+from ....xdit_backend.planner.descriptions import describe_disk, describe_layout, describe_weights
 from ....xdit_backend.planner.memory_check import (
     DeviceMemory,
     Hints,
     Latents,
     check_memory,
-    rank_room,
+    rank_memory_budget,
     ranks_hold,
     settings_that_fit,
     weights_memory_in,
 )
-from ....xdit_backend.planner.memory_model import has_parts, rank_memory, rank_weights, working_share
-from ....xdit_backend.planner.more_devices import spread_that_fits
+from ....xdit_backend.planner.memory_model import has_parts, rank_memory, rank_weights, working_fraction
+from ....xdit_backend.planner.more_devices import placement_that_fits
 from ....xdit_backend.planner.planner import USUAL_JOB, degrees_of, memory_settings
 from ....xdit_backend.protocol.devices import machine_of, own_name
 from ....xdit_backend.protocol.errors import ConfigError, WorkerOutOfMemoryError
@@ -86,33 +86,33 @@ class MemoryCheck:
         """Bytes that a rank takes beside weights. of_one_device: of activations where nothing is divided. sizes: of the
         latent, without batch and channels."""
         setup, degrees = self._setup, self._degrees(layout)
-        activations = of_one_device * working_share(job, degrees, branches_apart=True)
+        activations = of_one_device * working_fraction(job, degrees, branches_apart=True)
         return activations + (self._of_unet(job.images, job.branches, sizes, degrees, setup.config)
-                              if setup.net is None else self._of_rank(job, degrees, setup.config)).keys_values
+                              if setup.dims is None else self._of_rank(job, degrees, setup.config)).keys_values
 
     def _of_unet(self, images, branches, sizes, degrees, config, **text):
         """Memory of a rank of a U-Net beside weights. text: num_tokens, where it is known."""
         return self._unet_memory(sizes, (images, branches), degrees, getattr(torch, self._setup.spec.compute_dtype),
                                  cached_steps=config.cached_steps, **text)
 
-    def forecast_of_run(self, job, layout, estimate=0.0):
+    def estimate_of_run(self, job, layout, estimate=0.0):
         """The same by the forecast, which ComfyUI's estimate may be several times of; of a U-Net that estimate."""
         setup = self._setup
-        if setup.net is None:
+        if setup.dims is None:
             return estimate
         needed = self._of_rank(job, self._degrees(layout), setup.config)
         return needed.activations + needed.keys_values
 
-    def weights_memory_beside(self, run_bytes, is_held):
+    def weights_memory_alongside(self, run_bytes, is_held):
         """What ModelSpec.weights_memory is to be for a run that takes so many bytes of a rank beside weights. is_held:
         do the workers hold the model? Then what suits this run too stays as it is."""
         spec, given = self._setup.spec, self._setup.config.weights_memory_bytes
         if given is not None or not self._may_offload:
             return given or 0
-        room = self._room - run_bytes - self.added_bytes
-        if is_held and self._most_held(spec.weights_memory or math.inf) <= room:
+        free_bytes = self._free_bytes - run_bytes - self.added_bytes
+        if is_held and self._most_held(spec.weights_memory or math.inf) <= free_bytes:
             return spec.weights_memory
-        return weights_memory_in(room, self._most_held)
+        return weights_memory_in(free_bytes, self._most_held)
 
     def check_host(self):
         """Refuse weights that come from host memory and take a place there of their own, where there is none. Where
@@ -128,20 +128,20 @@ class MemoryCheck:
         if self._disk_bytes > 0:
             self._disk_bytes_s = disk_bytes_s(self._largest_file)
 
-    def words(self, forecasts):
+    def words(self, estimates):
         """Where the weights are, for a person; "" where all are on the devices. forecasts:
         sampling.layout_selection.Forecasts."""
-        plan, run = forecasts.plan or forecasts.coming, forecasts.timed
+        plan, run = estimates.plan or estimates.coming, estimates.timed
         chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps if run else USUAL_JOB.steps)
-        come, stay = max(self.offloaded_bytes), max(self.weight_bytes)
+        streamed, stay = max(self.offloaded_bytes), max(self.weight_bytes)
         num_patches = 1 if self._setup.spec.stages is None else self.requested_patches
-        if not come:
+        if not streamed:
             return ""
         if self._disk_bytes <= 0:
-            return f". {weights_words(stay, come, chosen, num_steps, num_patches)}"
+            return f". {describe_weights(stay, streamed, chosen, num_steps, num_patches)}"
         self._disk_bytes_s = self._disk_bytes_s or disk_bytes_s(self._largest_file)
-        from_disk = disk_words(self._disk_bytes_s, num_patches * self._disk_bytes)
-        return f". {weights_words(stay, come, None, 1, num_patches)}, {from_disk}"
+        from_disk = describe_disk(self._disk_bytes_s, num_patches * self._disk_bytes)
+        return f". {describe_weights(stay, streamed, None, 1, num_patches)}, {from_disk}"
 
     @property
     def _disk_bytes(self):
@@ -157,7 +157,7 @@ class MemoryCheck:
         return max(self._setup.checkpoint.files, key=os.path.getsize)
 
     @property
-    def come_bytes(self):
+    def streamed_bytes(self):
         """Of weights, that come to the fullest device in a step by patches, or whole."""
         return max(self.offloaded_bytes) * (1 if self._setup.spec.stages is None else max(1, self.requested_patches))
 
@@ -184,19 +184,19 @@ class MemoryCheck:
     @property
     def _has_parts(self):
         """Has a rank the blocks of its stage alone?"""
-        return has_parts(self._setup.net, self._setup.spec.stages)
+        return has_parts(self._setup.dims, self._setup.spec.stages)
 
     def _held(self, budget_bytes):
         """([bytes of each rank's weights on its device], [of those that come]), where those may be so many."""
         setup = self._setup
-        return ranks_hold(self._plan_of, setup.net, setup.spec.stages, setup.device_bytes, budget_bytes)
+        return ranks_hold(self._plan_of, setup.dims, setup.spec.stages, setup.device_bytes, budget_bytes)
 
     def _most_held(self, budget_bytes):
         return max(self._held(budget_bytes)[0])
 
     @property
-    def _room(self):
-        return rank_room(self._setup.devices, self._setup.device_bytes)
+    def _free_bytes(self):
+        return rank_memory_budget(self._setup.devices, self._setup.device_bytes)
 
     @property
     def _least_bytes(self):
@@ -212,15 +212,15 @@ class MemoryCheck:
                               f'take so much of each device, and weights_memory="{setup.config.weights_memory}" is '
                               f"less.")
         held = self._held(1)[0] if given is None and self._may_offload else self.weight_bytes
-        hints = self._spread(Job(1, 0, 1))
-        if given == 0 and self._may_offload and self._least_bytes <= self._room:
+        hints = self._placement(Job(1, 0, 1))
+        if given == 0 and self._may_offload and self._least_bytes <= self._free_bytes:
             hints.insert(0, 'weights_memory "auto", with which weights come from host memory')
         check_memory(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(held)),
                      Hints(hints, self._lighter))
 
-    def check_run(self, shape, conditioning, num_images, branches, layout, kept_tokens=0):
-        """Refuse a run that cannot fit, once for all its calls. kept_tokens: of references, see cost_model.Job.
+    def check_run(self, shape, conditioning, num_images, branches, layout, cached_tokens=0):
+        """Refuse a run that cannot fit, once for all its calls. cached_tokens: of references, see cost_model.Job.
 
         shape: of the whole latent of a branch. conditioning: {name: tensor}. branches: of guidance, that are calls of
         their own or not.
@@ -232,10 +232,10 @@ class MemoryCheck:
 
         def job(images, sizes):
             found = setup.job((images, shape[1], *sizes), conditioning, USUAL_JOB.steps, branches)
-            return dataclasses.replace(found, kept=kept_tokens) if kept_tokens else found
+            return dataclasses.replace(found, cached=cached_tokens) if cached_tokens else found
 
         def needed(images, sizes, config=setup.config):
-            if setup.net is not None:
+            if setup.dims is not None:
                 return self._of_rank(job(images, sizes), degrees, config)
             return self._of_unet(images, branches, sizes, degrees, config,
                                  num_tokens=conditioning["context"].shape[1] if "context" in conditioning else 0)
@@ -246,7 +246,7 @@ class MemoryCheck:
         num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
         latents = Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:])
-        hints = Hints(self._spread(job(num_images, sizes)), self._lighter, other_settings)
+        hints = Hints(self._placement(job(num_images, sizes)), self._lighter, other_settings)
         self._run = latents, hints, job(num_images, sizes), degrees
         check_memory(f"this run ({describe_layout(layout)})",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
@@ -273,38 +273,38 @@ class MemoryCheck:
         if error.command in OF_WEIGHTS:
             has, weights = held + available, self.weight_bytes[rank]
             ranks = DeviceMemory([error.device], [has], [weights])
-            spread = spread_that_fits(setup.config, setup.net, setup.family.refused, Job(1, 0, 1), has)
-            return [*self._streamed(has, weights), *settings_that_fit(ranks, Hints(spread, self._lighter_on(rank)))]
+            placement = placement_that_fits(setup.config, setup.dims, setup.family.refused, Job(1, 0, 1), has)
+            return [*self._streamed(has, weights), *settings_that_fit(ranks, Hints(placement, self._lighter_on(rank)))]
         if self._run is None or taken <= available:            # nothing is known that would be less
             return []
         latents, hints, job, degrees = self._run
         measured = Measured(error.device, held, taken, held + available)
-        layouts = [] if setup.net is None else layouts_that_fit(
-            measured, setup.net, job, Method(degrees, tuple(setup.family.refused), setup.config.may_differ),
+        layouts = [] if setup.dims is None else layouts_that_fit(
+            measured, setup.dims, job, Method(degrees, tuple(setup.family.refused), setup.config.may_differ),
             memory_settings(setup.config, setup.spec.stages, *self.changed), not any(self.offloaded_bytes))
-        spread = spread_that_fits(setup.config, setup.net, setup.family.refused, job,
+        placement = placement_that_fits(setup.config, setup.dims, setup.family.refused, job,
                                   measured.total / measured.factor(latents.memory()))
-        hints = dataclasses.replace(hints, spread=layouts or spread, lighter=self._lighter_on(rank))
+        hints = dataclasses.replace(hints, placement=layouts or placement, lighter=self._lighter_on(rank))
         return [*self._streamed(measured.total - taken, held), *sizes_that_fit(measured, latents, hints)]
 
     def _lighter_on(self, rank):
         """As `_lighter`, of one rank."""
         return lambda: {name: [sizes[rank]] for name, sizes in self._lighter().items()}
 
-    def _streamed(self, room_bytes, held_bytes):
+    def _streamed(self, free_bytes, resident_bytes):
         """[text]: with which weights_memory weights would take no more of a device than this, and less than they do."""
-        setting = weights_memory_in(max(0.0, room_bytes), self._most_held) if self._may_offload else 0
-        if not setting or not self._most_held(setting) <= min(room_bytes, held_bytes):
+        setting = weights_memory_in(max(0.0, free_bytes), self._most_held) if self._may_offload else 0
+        if not setting or not self._most_held(setting) <= min(free_bytes, resident_bytes):
             return []
         return [f'weights_memory "{math.floor(setting / 1e7) / 100:g}", with which the other weights are streamed from '
                 "system RAM"]
 
     def _of_ranks(self, weight_bytes):
         setup = self._setup
-        return rank_weights(weight_bytes, setup.net, setup.spec.stages, setup.device_bytes)
+        return rank_weights(weight_bytes, setup.dims, setup.spec.stages, setup.device_bytes)
 
     def _of_rank(self, job, degrees, config):
-        return rank_memory(self._setup.net, job, degrees,
+        return rank_memory(self._setup.dims, job, degrees,
                            memory_settings(config, self._setup.spec.stages, *self.changed))
 
     def _lighter(self):
@@ -319,11 +319,11 @@ class MemoryCheck:
         return [size if device != "cpu" or rank in first else 0
                 for rank, (device, size) in enumerate(zip(devices, weight_bytes))]
 
-    def _spread(self, job):
+    def _placement(self, job):
         """On how many devices the model would fit, for a person: [text]; exactly, where only exact methods are
         allowed."""
         setup = self._setup
-        return spread_that_fits(setup.config, setup.net, setup.family.refused, job, min(setup.device_bytes))
+        return placement_that_fits(setup.config, setup.dims, setup.family.refused, job, min(setup.device_bytes))
 
 
 def has_own_memory(device):

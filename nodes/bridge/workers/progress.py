@@ -36,14 +36,14 @@ class Run:
     stepped_s: list = field(default_factory=list)      # when the last steps ended
     shown_s: float = 0.0
     how: str = ""
-    kernels: str = ""                      # by which its attentions were computed, see kernel_words
-    come_bytes: int = 0                    # of weights, from host memory to a device in every step
+    backends: str = ""                      # by which its attentions were computed, see describe_backends
+    streamed_bytes: int = 0                    # of weights, from host memory to a device in every step
     dtype: str = ""
     why_no_plan: str = ""                  # as Forecasts.why_none says
     prompt: str = ""                       # ComfyUI's id of the prompt that it is of
     plan: object = None
     spans: dict[tuple, list[Span]] = field(default_factory=dict)       # (devices, rank) -> what it did
-    asked_s: dict[tuple, float] = field(default_factory=dict)          # devices -> until when that was asked for
+    requested_s: dict[tuple, float] = field(default_factory=dict)          # devices -> until when that was asked for
 
     @property
     def elapsed_s(self):
@@ -75,15 +75,15 @@ class Run:
         self.remote, self.ended_s = None, time.perf_counter()
 
     @property
-    def ended_words(self):
+    def describe_end(self):
         """What the node shows in place of the progress of a run that was cancelled or failed."""
         return f"{self.state} after {self.step} of {self.num_steps} steps"
 
     def update_from_remote(self):
         """Take over how the run is split, and its Plan, as far as the RemoteModel has chosen by now."""
         if self.remote is not None and self.remote.how is not None:
-            self.how, self.plan = self.remote.how, self.remote.forecasts.plan
-            self.come_bytes = self.remote.memory.come_bytes
+            self.how, self.plan = self.remote.how, self.remote.estimates.plan
+            self.streamed_bytes = self.remote.memory.streamed_bytes
 
 
 class Runs:
@@ -107,7 +107,7 @@ class Runs:
         context = get_executing_context()
         self.last = run = Run(self._number, os.path.basename(remote.spec.path), tuple(remote.devices), num_steps,
                               time.perf_counter(), remote, dtype=remote.spec.compute_dtype,
-                              why_no_plan=remote.forecasts.why_none,
+                              why_no_plan=remote.estimates.why_none,
                               prompt="" if context is None else context.prompt_id)
         try:
             yield run
@@ -152,17 +152,17 @@ class Runs:
         """Fetch what the ranks of a Client did since the last time. ask(since_s): {rank: Done}, or nothing."""
         with self._collecting:
             run, now, self.phase = self.last, time.perf_counter(), {}
-            done = ask(-1.0 if run is None else run.asked_s.get(client.devices, run.began_s))
+            done = ask(-1.0 if run is None else run.requested_s.get(client.devices, run.began_s))
             if not done or run is None:
                 return
-            run.asked_s[client.devices] = now
+            run.requested_s[client.devices] = now
             for rank, reply in done.items():
                 if not reply.spans:                            # of a group that took no part in this run
                     continue
                 spans = run.spans.setdefault((client.devices, rank), [])
                 spans += reply.spans[:NUM_SPANS - len(spans)]
 
-    def phase_words(self, phase):
+    def describe_phase(self, phase):
         """What the node shows of a Phase. Of ranks that do the same, the slowest one counts."""
         now = time.perf_counter()
         if phase.text != self.phase.get("text"):
@@ -182,9 +182,9 @@ class Runs:
         return f"{words}, {rate / GB:.1f} GB/s" if rate > SLOW else words
 
 
-def kernel_words(counts):
+def describe_backends(counts):
     """By which kernels a run's attentions were computed, most first, and which share by which where there are several.
-    counts: of Client.kernel_counts."""
+    counts: of Client.backend_counts."""
     total = sum(counts.values())
     return ", ".join(f"{name} {100 * count / total:.0f} %" if count < total else name
                      for name, count in counts.most_common())

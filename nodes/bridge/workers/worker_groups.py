@@ -70,7 +70,7 @@ def memory_of(device):
     ConfigError where it lacks the device.
     """
     if machine_of(device):
-        return GROUPS.card_of(device)[1]
+        return GROUPS.gpu_of(device)[1]
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -101,7 +101,7 @@ class Groups:
         self._calibrations = None                              # what earlier runs taught, once it is read
         self._speeds = {}                                      # devices -> how fast each is, where they are not alike
         self._listener = None                                  # where other machines join, once it is needed
-        self._forkserver = Forkserver()
+        self._supervisor = Forkserver()
         self._is_watched = False                               # are groups that have nothing to do seen to?
         self.runs = Runs()
 
@@ -114,7 +114,7 @@ class Groups:
             if not self._is_watched:
                 self._is_watched = True
                 watch(self)
-            client = Client(devices, self.listener() if machines_of(devices) else None, self._forkserver,
+            client = Client(devices, self.listener() if machines_of(devices) else None, self._supervisor,
                             self._show_phase, comfy.model_management.throw_exception_if_processing_interrupted)
             client.workers.divide_by(self._speeds.get(devices, ()))
         self._clients[devices] = client
@@ -123,7 +123,7 @@ class Groups:
     def prepare(self, devices):
         """Start loading the libraries of workers on these devices, while other nodes run. Waits for nothing."""
         if sys.platform != "win32":
-            self._forkserver.prepare(environment_of(devices))
+            self._supervisor.prepare(environment_of(devices))
 
     def listener(self):
         """Where other machines join. Raises ConfigError where no address is set for that, or it cannot listen there."""
@@ -135,16 +135,16 @@ class Groups:
             self._listener = Listener(chosen_address(), os.path.join(_measured_folder(), "machines"))
         return self._listener
 
-    def card_of(self, device):
+    def gpu_of(self, device):
         """(what it is, bytes of memory) of a device. Of another machine's: waits until that has joined."""
         if not machine_of(device):
-            return machine_profiles.card_of(device)
-        cards = self.listener().cards(machine_of(device), show_text,
+            return machine_profiles.gpu_of(device)
+        gpus = self.listener().gpus(machine_of(device), show_text,
                                       comfy.model_management.throw_exception_if_processing_interrupted)
-        if own_name(device) not in cards:
-            raise ConfigError(f"Name one of {', '.join(cards)} in xDiT Parallel Config: {machine_of(device)} has no "
+        if own_name(device) not in gpus:
+            raise ConfigError(f"Name one of {', '.join(gpus)} in xDiT Parallel Config: {machine_of(device)} has no "
                               f"device {device}.")
-        return cards[own_name(device)]
+        return gpus[own_name(device)]
 
     @property
     def clients(self):
@@ -163,7 +163,7 @@ class Groups:
         """
         key = tuple(devices), dtype
         if key not in self._machines:
-            machine = machine_profiles.stored_machine(_measured_folder(), devices, dtype, self.card_of)
+            machine = machine_profiles.stored_machine(_measured_folder(), devices, dtype, self.gpu_of)
             if machine is None and not may_measure:
                 return None
             if machine is None:
@@ -187,8 +187,8 @@ class Groups:
     def _measure(self, devices, dtype):
         client = self.client(devices)
         with self.runs.measuring(devices):
-            machine = machine_profiles.measure(client, dtype, self.card_of)
-        machine_profiles.store_machine(_measured_folder(), devices, dtype, machine, self.card_of)
+            machine = machine_profiles.measure(client, dtype, self.gpu_of)
+        machine_profiles.store_machine(_measured_folder(), devices, dtype, machine, self.gpu_of)
         return machine
 
     def give_back(self, clients=None):
@@ -205,13 +205,13 @@ class Groups:
         """End the workers of every group, and the forkserver. The next use starts others."""
         for client in self.clients:
             client.close()
-        self._forkserver.close()
+        self._supervisor.close()
 
     def end_idle(self, client):
         """End the workers of an idle group, and the forkserver where no other group runs."""
         client.close()
         if not any(other.running for other in self.clients):
-            self._forkserver.close()
+            self._supervisor.close()
 
     def calibrations(self):
         """{(family, card): Calibration} of earlier runs of one device."""
@@ -219,9 +219,9 @@ class Groups:
             self._calibrations = machine_profiles.calibrations(_measured_folder())
         return self._calibrations
 
-    def record_run(self, family, card, ratio):
+    def record_run(self, family, gpu, ratio):
         """Record that a run of this family on this card took `ratio` times what the probe's numbers alone forecast."""
-        self.calibrations()[family, card] = machine_profiles.record_run(_measured_folder(), family, card, ratio)
+        self.calibrations()[family, gpu] = machine_profiles.record_run(_measured_folder(), family, gpu, ratio)
 
     def _know(self, devices, dtype, machine):
         """From now on the workers divide tokens, heads, images and rows by how fast each device is. machine: None: all
@@ -240,10 +240,10 @@ class Groups:
                     return client
         return self.client(devices_of(config))
 
-    def load_model(self, client, spec, shell, missing, changes):
+    def load_model(self, client, spec, proxy, missing, changes):
         """Load a model for a shell, which then holds it. missing: {device: bytes that its workers there lack}. changes:
         see Models.load."""
-        self.hold(client, spec.name, shell)
+        self.hold(client, spec.name, proxy)
         for device, num_bytes in missing.items():
             self._free_memory(client, device, num_bytes)
         client.models.load(spec, changes)
@@ -270,7 +270,7 @@ class Groups:
         for client in self._clients.values():
             client.close()
         self._clients.clear()
-        self._forkserver.close()
+        self._supervisor.close()
         if self._listener is not None:
             self._listener.close()
 
@@ -309,7 +309,7 @@ class Groups:
         return counted
 
     def _show_phase(self, phase):
-        show_text(self.runs.phase_words(phase))
+        show_text(self.runs.describe_phase(phase))
 
     def _forget_soon(self, *which):
         # Anything may be collected at any moment, also while this thread is sending a command.

@@ -27,7 +27,7 @@ from xdit_backend.tools.dry_run.simulated_rank import count
 
 def limited(comfyui, monkeypatch, num_bytes, kind, **degrees):
     """Our MODEL on two CPU workers of a machine with so much memory."""
-    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: num_bytes)
+    monkeypatch.setattr(comfyui.proxy, "memory_of", lambda device: num_bytes)
     return comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees))
 
 
@@ -66,17 +66,17 @@ def test_keys_and_values_that_host_memory_has_no_room_for_are_refused(comfyui, m
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", pipefusion=2, offload_keys_values=True,
                                                forecast_keys_values=0.0))
 
-    room = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
+    free_bytes = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
 
     def sample():
         return comfyui.sample(model, "sd3", steps=2, cfg=1.0, latent=comfyui.latent("sd3", size=(16, 16)))
 
-    monkeypatch.setattr(room, "available_memory", lambda: (1000, 10 ** 12))
+    monkeypatch.setattr(free_bytes, "available_memory", lambda: (1000, 10 ** 12))
     with pytest.raises(comfyui.errors.ConfigError, match=r"needs about (\S+) GB on this machine's host memory "
                        r"\(\1 GB of keys and values\), and that has 1e-06 GB\.") as refused:
         sample()
     needed = float(re.search(r"needs about (\S+) GB", str(refused.value))[1]) * 1e9
-    monkeypatch.setattr(room, "available_memory", lambda: (1.01 * needed, 10 ** 12))
+    monkeypatch.setattr(free_bytes, "available_memory", lambda: (1.01 * needed, 10 ** 12))
 
     assert torch.isfinite(sample()).all()
 
@@ -87,7 +87,7 @@ def test_weights_that_cannot_fit_are_refused_when_loading(comfyui, monkeypatch):
     with pytest.raises(comfyui.errors.ConfigError, match=r"^Use more devices, or larger ones: .* over 2 devices needs "
                                                          r"about .* GB of weights\)"):
         limited(comfyui, monkeypatch, 1e5, "sd3", ulysses=2)
-    monkeypatch.setattr(comfyui.shell, "is_installed", lambda type_: type_ == "NF4")
+    monkeypatch.setattr(comfyui.proxy, "is_installed", lambda type_: type_ == "NF4")
     with pytest.raises(comfyui.errors.ConfigError, match=r"Use pipefusion_degree=2 on as many devices "
                                                          r"like these; or "
                        r"weight_dtype fp8_e4m3fn \(.* GB of weights\) or nf4 \(.* GB of weights\): ") as refused:
@@ -102,7 +102,7 @@ def test_weights_that_cannot_fit_are_refused_when_loading(comfyui, monkeypatch):
 def test_what_is_too_large_for_one_device_is_drawn_exactly_where_nothing_else_is_allowed(comfyui, said, monkeypatch):
     """In auto mode."""
     weights = comfyui.ours("sd3", comfyui.config()).model.remote.bytes_on("cpu")
-    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: weights * 1.24)
+    monkeypatch.setattr(comfyui.proxy, "memory_of", lambda device: weights * 1.24)
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", approximate="not allowed", mode="auto"))
 
     result = comfyui.sample(model, "sd3", steps=3)
@@ -114,11 +114,11 @@ def test_what_is_too_large_for_one_device_is_drawn_exactly_where_nothing_else_is
 def apart(comfyui, monkeypatch):
     """CPU workers stand for devices with memory of their own, none of which CUDA takes."""
     checks = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
-    spread = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.weight_placement")
-    for module in (checks, spread):
+    placement = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.weight_placement")
+    for module in (checks, placement):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
-    forecast = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.planner.memory_model")
-    monkeypatch.setattr(forecast, "CONTEXT_BYTES", 0)
+    extrapolation = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.planner.memory_model")
+    monkeypatch.setattr(extrapolation, "CONTEXT_BYTES", 0)
     return checks
 
 
@@ -136,7 +136,7 @@ def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host
     apart(comfyui, monkeypatch)
     wanted = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu" if number else "cpu", mode="auto")), kind,
                             steps=2)
-    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: weights * 0.95)
+    monkeypatch.setattr(comfyui.proxy, "memory_of", lambda device: weights * 0.95)
     given = {"weights_memory": f"{0.9 * weights / 1e9:.6f}"} if number else {}
     model = comfyui.ours(kind, comfyui.config("cpu,cpu" if number else "cpu", mode="auto", **given))
     said.clear()
@@ -144,16 +144,16 @@ def test_what_is_too_large_for_the_devices_draws_the_same_with_weights_from_host
     result = comfyui.sample(model, kind, steps=2)
 
     assert torch.equal(result, wanted)
-    stay, come = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory in every "
-                                      r"step", said[0]).groups())
-    assert stay * 1e9 <= (0.9 if number else 0.95) * weights and come > 0
+    stay, streamed = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory in "
+                                          r"every step", said[0]).groups())
+    assert stay * 1e9 <= (0.9 if number else 0.95) * weights and streamed > 0
 
 
 def test_weights_that_host_memory_has_no_room_for_are_said_to_come_from_the_disk_and_how_fast(comfyui, said,
                                                                                              monkeypatch):
     """The file is read once, before the workers have it."""
     weights, checks, read = whole_bytes(comfyui, "sd3"), apart(comfyui, monkeypatch), []
-    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: weights * 0.95)
+    monkeypatch.setattr(comfyui.proxy, "memory_of", lambda device: weights * 0.95)
     model = comfyui.ours("sd3", comfyui.config(mode="auto"))
     monkeypatch.setattr(checks, "available_memory", lambda: (model.model.remote.spec.host_bytes + 1, 10 ** 12))
     monkeypatch.setattr(checks, "disk_bytes_s", lambda path: read.append(path) or 1e6)
@@ -162,11 +162,11 @@ def test_weights_that_host_memory_has_no_room_for_are_said_to_come_from_the_disk
 
     panel = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.panel")
     assert panel.state()["run"]["come"] == max(model.model.remote.memory.offloaded_bytes) > 0
-    come, rate, step_s = map(float, re.search(
+    streamed, rate, step_s = map(float, re.search(
         r"and (\S+) GB come from host memory in every step, more than it has room for: (\S+) GB/s from disk, (\S+) s a "
         r"step\. Faster would be more host memory, or weights of a smaller type", said[0]).groups())
     assert read == [model.model.remote.checkpoint.files[0]] and rate == 1e-3
-    within(abs(step_s - come * 1e3) / step_s, 0.05)
+    within(abs(step_s - streamed * 1e3) / step_s, 0.05)
 
 
 def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkeypatch):
@@ -184,7 +184,7 @@ def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkey
         taken.append(base.remote._most_run_bytes)
     memory = (weights + least) / 2 + taken[1]
     assert least < weights and weights + taken[0] < memory < weights + taken[1]
-    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: memory / 0.95)
+    monkeypatch.setattr(comfyui.proxy, "memory_of", lambda device: memory / 0.95)
     model, how = comfyui.ours("sd3", comfyui.config()), []
     for rows_columns, want in zip(((8, 8), (64, 64), (8, 8)), (*wanted, wanted[0])):
         said.clear()
@@ -199,7 +199,7 @@ def test_a_run_that_leaves_less_room_has_more_weights_come(comfyui, said, monkey
         comfyui.sample(model, "sd3", steps=2, latent=comfyui.latent("sd3", batch=64, size=(64, 64)))
 
 
-def asked(comfyui, layout_name, num_bytes, weights_memory, monkeypatch):
+def requested(comfyui, layout_name, num_bytes, weights_memory, monkeypatch):
     """(what bench size says of Flux.1 dev on such devices, the node's MemoryCheck of the same), where host memory has
     room for all that comes from it."""
     checks = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
@@ -211,9 +211,9 @@ def asked(comfyui, layout_name, num_bytes, weights_memory, monkeypatch):
     count, family = fit.degrees.devices, subject.checkpoint.family
     spec = subject.spec(fit.stages, layout.tensor_degree)
     setup = types.SimpleNamespace(
-        net=subject.net, family=family, config=fit.config, spec=spec, transformer_config=subject.checkpoint.config,
+        dims=subject.dims, family=family, config=fit.config, spec=spec, transformer_config=subject.checkpoint.config,
         devices=tuple(f"cuda:{index}" for index in range(count)), device_bytes=[num_bytes] * count,
-        job=lambda shape, *others: job_of(family, subject.net, shape, *others))
+        job=lambda shape, *others: job_of(family, subject.dims, shape, *others))
     plan_of = functools.partial(offload_plan, subject.model, family, spec)
     return fit, checks.MemoryCheck(setup, plan_of, None, dict, dict)
 
@@ -222,7 +222,7 @@ def asked(comfyui, layout_name, num_bytes, weights_memory, monkeypatch):
     ("one", 16e9), ("pipefusion2", 12e9), ("tensor2", 8e9), ("displaced2", 16e9)])
 def test_bench_size_answers_as_the_node(comfyui, monkeypatch, layout_name, num_bytes):
     """Of Flux.1 dev, word for word: the refusal of its run."""
-    fit, check = asked(comfyui, layout_name, num_bytes, "all on the device", monkeypatch)
+    fit, check = requested(comfyui, layout_name, num_bytes, "all on the device", monkeypatch)
     run = fit.subject.run
     conditioning = {name: torch.empty(shape, device="meta") for name, shape in run.conditioning.items()}
     with pytest.raises(comfyui.errors.ConfigError) as refused:
@@ -240,10 +240,10 @@ def test_bench_size_answers_as_the_node(comfyui, monkeypatch, layout_name, num_b
     ("one", 16e9), ("ulysses2", 12e9), ("one", 30e9), ("tensor2", 8e9), ("pipefusion2", 12e9), ("pipefusion2", 30e9)])
 def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, monkeypatch, layout_name, num_bytes):
     """Of the run that ComfyUI asks for room for: both branches, and 512 tokens of text."""
-    fit, check = asked(comfyui, layout_name, num_bytes, "auto", monkeypatch)
+    fit, check = requested(comfyui, layout_name, num_bytes, "auto", monkeypatch)
     job = dataclasses.replace(fit.job(1, fit.subject.run.shape[2:]), text=512, branches=2)
 
-    weights_memory = check.weights_memory_beside(check.forecast_of_run(job, fit.layout), False)
+    weights_memory = check.weights_memory_alongside(check.estimate_of_run(job, fit.layout), False)
 
     assert fit.weights_memory == weights_memory
     assert (weights_memory > 0) == (num_bytes < 30e9) == ("come from host memory" in fit.answer())
@@ -255,12 +255,12 @@ def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, monkeypatch, l
 
 def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_patches_as_can_be(comfyui, monkeypatch):
     """Of Flux.1 dev, 22 GB, on two cards of 12 GB: the node says how often, and a rank holds what was foreseen."""
-    fit, check = asked(comfyui, "pipefusion2", 12e9, "auto", monkeypatch)
+    fit, check = requested(comfyui, "pipefusion2", 12e9, "auto", monkeypatch)
     job = fit.job(1, fit.subject.run.shape[2:])
     check.check_weights()
     before = check.requested_patches
 
-    budget = check.weights_memory_beside(check.forecast_of_run(job, fit.layout), False)
+    budget = check.weights_memory_alongside(check.estimate_of_run(job, fit.layout), False)
     spec = dataclasses.replace(check._setup.spec, weights_memory=budget)
     check._setup.spec = spec
     coming = type(check)(check._setup, check._plan_of, None, dict, dict)
@@ -272,9 +272,9 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
     stay, once, a_step = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory "
                                               r"for each of 2 patches, (\S+) GB in every step$", said).groups())
     assert counted.weight_bytes == coming.weight_bytes[0] <= budget and counted.weight_bytes / 1e9 <= 1.01 * stay
-    assert a_step == pytest.approx(2 * once, rel=0.01) and counted.come_bytes == 2 * coming.offloaded_bytes[0]
+    assert a_step == pytest.approx(2 * once, rel=0.01) and counted.streamed_bytes == 2 * coming.offloaded_bytes[0]
     with pytest.raises(comfyui.errors.ConfigError, match="needs about"):
-        asked(comfyui, "pipefusion2", 1e9, "auto", monkeypatch)[1].check_weights()
+        requested(comfyui, "pipefusion2", 1e9, "auto", monkeypatch)[1].check_weights()
 
 
 @pytest.mark.parametrize("given", by_default([{"mode": "auto"}], [{"mode": "auto"}, {"pipefusion": 2}]), ids=str)
@@ -288,16 +288,16 @@ def test_stages_that_are_too_large_have_weights_come_as_often_as_is_forecast_to_
     unstreamed = comfyui.config("cpu,cpu", pipefusion=2, num_patches=2) if is_hidden else comfyui.config("cpu")
     wanted = comfyui.sample(comfyui.ours("sd3", unstreamed, size="demo"), "sd3", steps=4)
     weights = comfyui.ours("sd3", comfyui.config("cpu"), size="demo").model.remote.memory.model_bytes
-    card = Device(1e10, 1e10, 1e12, memory_bytes=0.45 * weights, host_bytes_s=1e12 if is_hidden else 1e7)
+    gpu = Device(1e10, 1e10, 1e12, memory_bytes=0.45 * weights, host_bytes_s=1e12 if is_hidden else 1e7)
     links = Links({("hop", 2): 1e6, ("all_to_all", 2): 1e5})
     choice, cost, planner, remote = (importlib.import_module(f"{comfyui.pack.__name__}.{name}") for name in (
         "xdit_backend.planner.layout_search", "xdit_backend.planner.cost_model", "xdit_backend.planner.planner",
         "nodes.bridge.sampling.remote_model"))
     for module in (planner, remote):                           # a usual picture has no room beside so few weights
         monkeypatch.setattr(module, "USUAL_JOB", cost.Job(64, 20, 20))
-    machine = choice.Machine((cost.Device(**vars(card)),) * 2, cost.Links(links.rates))
+    machine = choice.Machine((cost.Device(**vars(gpu)),) * 2, cost.Links(links.rates))
     monkeypatch.setattr(comfyui.groups, "machine", lambda *given, **more: machine)
-    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: 0.9 * weights)      # of both
+    monkeypatch.setattr(comfyui.proxy, "memory_of", lambda device: 0.9 * weights)      # of both
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **given), size="demo")
     said.clear()
 
@@ -318,9 +318,9 @@ def test_what_displaced_patches_of_a_u_net_send_leaves_less_room_for_weights(com
         base = comfyui.ours("sdxl", comfyui.config(names, **degrees)).model
         base.memory_required([2, 4, 32, 32])
         taken.append(base.remote._most_run_bytes)
-    kept = base.remote.memory._of_unet(1, 2, (32, 32), Degrees(displaced=2), comfyui.config()).keys_values
+    cached = base.remote.memory._of_unet(1, 2, (32, 32), Degrees(displaced=2), comfyui.config()).keys_values
 
-    assert 0 < kept == pytest.approx(taken[1] - taken[0] / 4)
+    assert 0 < cached == pytest.approx(taken[1] - taken[0] / 4)
 
 
 def flux2_file(comfyui, monkeypatch, folder):
@@ -339,12 +339,12 @@ def flux2_file(comfyui, monkeypatch, folder):
 
 
 @pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"mode": "auto"}], ids=str)
-def test_flux2_in_fp8_on_two_cards_is_answered_alike(comfyui, monkeypatch, tmp_path, degrees):
+def test_flux2_in_fp8_on_two_gpus_is_answered_alike(comfyui, monkeypatch, tmp_path, degrees):
     """Two cards of 16 GB, 2048 pixels: bench size by the model's name, and Load xDiT Model with a file of it."""
-    pack, cards = comfyui.pack.__name__, ("cuda:0", "cuda:1")
-    for name, value in {"devices_of": lambda config: cards, "memory_of": lambda device: int(16e9),
+    pack, gpus = comfyui.pack.__name__, ("cuda:0", "cuda:1")
+    for name, value in {"devices_of": lambda config: gpus, "memory_of": lambda device: int(16e9),
                         "load_device_of": lambda devices: torch.device("cpu")}.items():
-        monkeypatch.setattr(comfyui.shell, name, value)
+        monkeypatch.setattr(comfyui.proxy, name, value)
     monkeypatch.setattr(importlib.import_module(f"{pack}.nodes.bridge.workers.memory_checks"), "available_memory",
                         lambda: (10 ** 12, 10 ** 12))
     monkeypatch.setattr(comfyui.groups, "prepare", lambda devices: None)
@@ -353,23 +353,23 @@ def test_flux2_in_fp8_on_two_cards_is_answered_alike(comfyui, monkeypatch, tmp_p
     monkeypatch.setattr(comfyui.detection.Detection, "dtypes",
                         lambda self, *given: (torch.float8_e4m3fn, torch.bfloat16))
     path = flux2_file(comfyui, monkeypatch, tmp_path)
-    config = dataclasses.replace(comfyui.config("cpu,cpu", **degrees), devices=",".join(cards))
-    base_model = comfyui.shell.load_shell(str(path), "fp8_e4m3fn", config).model
+    config = dataclasses.replace(comfyui.config("cpu,cpu", **degrees), devices=",".join(gpus))
+    base_model = comfyui.proxy.load_proxy(str(path), "fp8_e4m3fn", config).model
     remote = base_model.remote
     remote._most_run_bytes = 0
     for num_branches in (2, 1):                                # as ComfyUI asks before any run
         remote.memory_required(lambda *given, **more: 0, [num_branches, 128, 128, 128])
 
     options = ["bench", "size", "flux.2-dev", "--weight-dtype", "fp8_e4m3fn", "--size", "2048x2048"]
-    card = Device(1e14, 1e14, 1e12, memory_bytes=16e9, host_bytes_s=12e9)
-    subject, machine = size.subject_of(make_parser().parse_args(options)), Machine((card,) * 2, Links())
+    gpu = Device(1e14, 1e14, 1e12, memory_bytes=16e9, host_bytes_s=12e9)
+    subject, machine = size.subject_of(make_parser().parse_args(options)), Machine((gpu,) * 2, Links())
     fit = (fits.auto_fit(subject, machine) if "mode" in degrees else
            fits.Fit(subject, size.parse_layout("ulysses2"), machine))
 
     # a run with built-in guidance is by Ulysses; what stays on the cards leaves room for both branches
     assert remote.setup.layout(1).ulysses_degree == 2 and remote.spec.stages is None
-    assert fit.held == remote.setup.net.held_bytes
-    assert fit.weights_memory == remote.memory.weights_memory_beside(remote._most_run_bytes, False)
+    assert fit.held == remote.setup.dims.resident_bytes
+    assert fit.weights_memory == remote.memory.weights_memory_alongside(remote._most_run_bytes, False)
     remote.compute_in("bfloat16", base_model)
     assert fit.hold == (remote.memory.weight_bytes, remote.memory.offloaded_bytes)
     said = remote.memory.words(types.SimpleNamespace(plan=None, coming=None, timed=None))
@@ -381,7 +381,7 @@ def test_flux2_in_fp8_on_two_cards_is_answered_alike(comfyui, monkeypatch, tmp_p
 def test_a_worker_that_runs_out_of_memory_has_the_nodes_estimates_say_what_would_fit(comfyui, monkeypatch, command):
     """Flux.1 dev by CFG parallelism on two GPUs of 30 GB. The run took three times what was estimated; or the weights
     did not fit, since others use the GPU."""
-    fit, check = asked(comfyui, "cfg2", 30e9, "auto", monkeypatch)
+    fit, check = requested(comfyui, "cfg2", 30e9, "auto", monkeypatch)
     run, errors = fit.subject.run, comfyui.errors
     conditioning = {name: torch.empty(shape, device="meta") for name, shape in run.conditioning.items()}
     check.check_run(run.shape, conditioning, 1, 2, fit.layout)
@@ -395,9 +395,9 @@ def test_a_worker_that_runs_out_of_memory_has_the_nodes_estimates_say_what_would
 
     words = str(raised.value)
     assert words.endswith(facts) and words.startswith('Use weights_memory "') and "Use less" not in words
-    kept = float(re.search(r'weights_memory "([\d.]+)"', words)[1]) * 1e9
+    cached = float(re.search(r'weights_memory "([\d.]+)"', words)[1]) * 1e9
     has = sum(numbers.get(name, 0) for name in ("weight_bytes", "activation_bytes", "free_bytes"))
-    assert check._most_held(kept) <= has - (5e9 if command == "Predict" else 0)
+    assert check._most_held(cached) <= has - (5e9 if command == "Predict" else 0)
     if command == "Predict":
         width = int(re.search(r"at most (\d+) x \d+ pixels instead of", words)[1])
         assert 0 < width < 1024 and re.search(r"(ulysses|tensor)_degree=2 on the same devices \(about", words)

@@ -155,7 +155,7 @@ def test_latent_of_another_model_is_refused_in_any_sampler_node(comfyui, degrees
 
 
 @pytest.mark.parametrize("kind", ["sd3", "sd15"])
-def test_an_area_outside_of_the_picture_is_refused(comfyui, kind):
+def test_an_area_outside_of_the_image_is_refused(comfyui, kind):
     """ComfyUI cuts it down to nothing, and its models fail."""
     (text, options), = comfyui.conditioning(kind, 1)
     positive = [[text, {**options, "area": (8, 8, 0, comfyui.latent(kind)["samples"].shape[-1])}],
@@ -282,7 +282,7 @@ def test_numbers_that_are_not_finite_are_refused_and_the_workers_live_on(comfyui
     assert {numbers["pid"] for numbers in comfyui.groups.client(("cpu", "cpu")).report_memory().values()} == pids
 
 
-def test_sound_that_is_not_finite_is_refused(comfyui):
+def test_audio_that_is_not_finite_is_refused(comfyui):
     """The second part of LTX-2's latents, and of what it predicts."""
     from safetensors.torch import load_file, save_file
     source, latent = comfyui.base / "diffusion_models" / comfyui.file("ltx-2"), comfyui.latent("ltx-2")
@@ -299,13 +299,13 @@ def test_sound_that_is_not_finite_is_refused(comfyui):
                        "ltx-2")
 
 
-def test_ltx_2_without_sound_is_refused_as_comfyui_leaves_parts_of_it_out(comfyui):
+def test_ltx_2_without_audio_is_refused_as_comfyui_leaves_parts_of_it_out(comfyui):
     """Which it loads as LTX-Video, where the file says what it is."""
     from safetensors.torch import save_file
     source = comfyui.base / "diffusion_models" / comfyui.file("ltx-2.3")
-    of_sound = ("audio", "av_ca_", "_ca_", "connector")
+    of_audio = ("audio", "av_ca_", "_ca_", "connector")
     tensors = {name: tensor for name, tensor in state_dict("ltx-2.3").items()
-               if not any(mark in name for mark in of_sound)}
+               if not any(mark in name for mark in of_audio)}
     save_file(tensors, source.with_name("ltx-2.3-silent.safetensors"), metadata_of(source))
 
     with pytest.raises(comfyui.errors.CheckpointError, match="leaves out its gates of attention"):

@@ -83,7 +83,7 @@ def workflow(parallel=True, devices="cpu,cpu", steps=3, seed=1, size=256, lora=F
     return graph
 
 
-def picture(base, outputs):
+def image(base, outputs):
     entry = outputs["save"]["images"][0]
     return Image.open(base / "output" / entry["subfolder"] / entry["filename"]).convert("RGB")
 
@@ -120,14 +120,14 @@ def workers(host):
 
 
 @pytest.mark.parametrize("lora", by_default([True], [True, False]), ids=["LoRA", "plain"])
-def test_picture_equals_the_native_nodes(server, base, lora):
+def test_image_equals_the_native_nodes(server, base, lora):
     native, _ = server.run(workflow(parallel=False, lora=lora))
     ours, _ = server.run(workflow(lora=lora))
 
-    difference = ImageChops.difference(picture(base, native), picture(base, ours))
+    difference = ImageChops.difference(image(base, native), image(base, ours))
     assert max(high for _, high in difference.getextrema()) <= 1
-    assert picture(base, ours).size == (256, 256)
-    assert min(high - low for low, high in picture(base, ours).getextrema()) > 50        # not a flat picture
+    assert image(base, ours).size == (256, 256)
+    assert min(high - low for low, high in image(base, ours).getextrema()) > 50        # not a flat picture
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_unload_models_parks_the_weights_and_free_memory_drops_what_workers_hold
     assert not pressed(lambda group: not group["models"], unload_models=True, free_memory=True)["models"]
 
     after, _ = server.run(workflow(seed=20))
-    assert picture(base, before).tobytes() == picture(base, after).tobytes() and workers(server) == pids
+    assert image(base, before).tobytes() == image(base, after).tobytes() and workers(server) == pids
 
 
 def test_impossible_degrees_are_refused_once_when_queued(server):

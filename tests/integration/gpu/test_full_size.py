@@ -38,8 +38,8 @@ def checkpoint():
     if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < GPU_BYTES:
         pytest.skip(f"it needs {GPU_BYTES / 1e9:.0f} GB of a GPU")
     memory = Path("/dev/shm")
-    has_room = memory.is_dir() and psutil.disk_usage(str(memory)).free > FILE_BYTES
-    with tempfile.TemporaryDirectory(dir=memory if has_room else None, prefix="full-size-") as folder:
+    has_capacity = memory.is_dir() and psutil.disk_usage(str(memory)).free > FILE_BYTES
+    with tempfile.TemporaryDirectory(dir=memory if has_capacity else None, prefix="full-size-") as folder:
         write(PUBLISHED[MODEL], folder, torch.device("cuda"))
         yield open_checkpoint(folder)
 

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from tests.support.model_zoo import CONFIGS, example
 from tests.support.tolerances import within
 from tests.unit.tools.dry_run.rows import ALLOWED_WAITS
-from xdit_backend.attention.log_sum_exp import Kernel, attention_with_lse, choose_kernel, run_kernel
+from xdit_backend.attention.log_sum_exp import Kernel, attention_with_lse, choose_backend, run_backend
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.group_norm import group_norm_rows
 from xdit_backend.distributed.mesh import SINGLE
@@ -51,7 +51,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 def kernels(dtype, head_size):
     """Every kernel that this device has for a dtype and head size."""
     capability = torch.cuda.get_device_capability(CUDA)
-    chosen = {choose_kernel(dtype, head_size, 100, capability, has_cudnn) for has_cudnn in (True, False)}
+    chosen = {choose_backend(dtype, head_size, 100, capability, has_cudnn) for has_cudnn in (True, False)}
     return [*chosen, Kernel("efficient", dtype, 8)]
 
 
@@ -62,12 +62,12 @@ def test_every_kernel_gives_attention_and_its_log_sum_exp(dtype, tolerance, head
     q, k, v = random(2, 4, 50, head_size, dtype=dtype), *random(2, 2, 4, 300, head_size, dtype=dtype, seed=1)
     scores = q.double() @ k.double().transpose(-1, -2) * head_size ** -0.5
 
-    for kernel in kernels(dtype, head_size):
-        out, lse = run_kernel(kernel, q, k, v)
+    for backend in kernels(dtype, head_size):
+        out, lse = run_backend(backend, q, k, v)
 
         assert lse.shape == (2, 4, 50, 1) and out.dtype == dtype
-        within((out.double() - scores.softmax(-1) @ v.double()).abs().max(), tolerance, kernel)
-        within((lse.double() - scores.logsumexp(-1, keepdim=True)).abs().max(), tolerance, kernel)
+        within((out.double() - scores.softmax(-1) @ v.double()).abs().max(), tolerance, backend)
+        within((lse.double() - scores.logsumexp(-1, keepdim=True)).abs().max(), tolerance, backend)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -76,9 +76,9 @@ def test_ring_takes_the_kernel_that_torchs_own_attention_takes(name):
     q, k, v = random(3, 1, heads, num_tokens, head_size, dtype=torch.bfloat16)
     capability = torch.cuda.get_device_capability(CUDA)
 
-    kernel = choose_kernel(q.dtype, head_size, num_tokens, capability, torch.backends.cudnn.is_available())
+    backend = choose_backend(q.dtype, head_size, num_tokens, capability, torch.backends.cudnn.is_available())
 
-    assert SDPBackend(torch._fused_sdp_choice(q, k, v)) == CHOICES[kernel.name]
+    assert SDPBackend(torch._fused_sdp_choice(q, k, v)) == CHOICES[backend.name]
     within((attention_with_lse(q, k, v)[0] - F.scaled_dot_product_attention(q, k, v)).abs().max(), 2e-2)
 
 

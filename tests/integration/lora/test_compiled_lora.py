@@ -27,11 +27,11 @@ def test_a_lora_that_comes_and_goes_equals_blocks_that_are_not_compiled(comfyui,
             return comfyui.load_model.execute(path.name, "default", config).args[0]
         return comfyui.ours(kind, config)
     compiled, reference = load(config), load(plain)
-    first, pictures = loras.file(kind, "publisher", "lora"), []
+    first, images = loras.file(kind, "publisher", "lora"), []
     for strength in (0.0, 0.8, -0.4, 0.0):
         models = [loras.load(model, first, strength) if strength else model for model in (compiled, reference)]
         result, want = (comfyui.sample(model, kind, steps=2) for model in models)
         close(result, want, TOLERANCE, (kind, strength))
-        pictures.append(want)
+        images.append(want)
 
-    assert relative_error(pictures[1], pictures[0]) > 1e-3 and relative_error(pictures[3], pictures[0]) < 1e-6
+    assert relative_error(images[1], images[0]) > 1e-3 and relative_error(images[3], images[0]) < 1e-6

@@ -83,13 +83,13 @@ def moved(seed):
     return lambda noise: noise * (1 + 1e-6 * torch.randn(noise.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def ours(comfyui, how, name, come=False, **degrees):
+def ours(comfyui, how, name, streamed=False, **degrees):
     """Our MODEL. come: of the weights comes from host memory what can."""
     def loaded(**more):
         config = comfyui.config("cpu,cpu" if degrees else "cpu", **degrees, **more)
         return comfyui.load_model.execute(name, how if how in TYPES else "default", config).args[0]
     model = loaded()
-    if not come:
+    if not streamed:
         return model
     kilobytes = math.ceil(1.01 * model.model.remote.memory._least_bytes / 1e3)
     model = loaded(weights_memory=f"{kilobytes / 1e6}", **{} if degrees else {"mode": "manual"})
@@ -105,8 +105,9 @@ def _words(case):
 EXACT = [(how, adapter, {}) for how in ("nvfp4", "mxfp8", "float8_e4m3fn", "float8_e5m2", "scaled", "Q4_K", "Q8_0",
                                         "IQ2_XS", "int8") for adapter in ("lora", "loha")] + [
     ("nvfp4", "lora", {"tensor": 2}), ("Q4_K", "lora", {"pipefusion": 2}), ("mxfp8", "loha", {"displaced": 2}),
-    ("scaled", "lora", {"cfg": 2}), ("nvfp4", "lora", {"come": True}), ("mxfp8", "loha", {"tensor": 2, "come": True}),
-    ("Q4_K", "lora", {"cfg": 2, "come": True}), ("float8_e4m3fn", "loha", {"come": True})]
+    ("scaled", "lora", {"cfg": 2}), ("nvfp4", "lora", {"streamed": True}),
+    ("mxfp8", "loha", {"tensor": 2, "streamed": True}),
+    ("Q4_K", "lora", {"cfg": 2, "streamed": True}), ("float8_e4m3fn", "loha", {"streamed": True})]
 
 
 @pytest.mark.parametrize("case", by_default([("nvfp4", "lora", {})], EXACT), ids=_words)
@@ -129,8 +130,8 @@ def test_hooks_on_quantised_weights_equal_those_on_plain_numbers(comfyui, loras,
 @pytest.mark.parametrize("case", by_default(
     [("int8_convrot", {})], [*((how, {}) for how in ROUNDING), ("int8_convrot", {"cfg": 2}),
                              ("int8_tensorwise", {"tensor": 2}), ("convrot_w4a4", {"pipefusion": 2}),
-                             ("int8_per_row", {"come": True}),
-                             ("int8_convrot", {"ulysses": 2, "come": True})]), ids=_words)
+                             ("int8_per_row", {"streamed": True}),
+                             ("int8_convrot", {"ulysses": 2, "streamed": True})]), ids=_words)
 def test_hooks_beside_products_that_round_are_as_comfyuis_layers(comfyui, loras, files_of, case):
     """ComfyUI's hooks end in an error on such a file. A product that rounds makes steps of its inputs, so ComfyUI's own
     result of noise that differs in the sixth digit says how far off two can be."""

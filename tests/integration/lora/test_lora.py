@@ -156,7 +156,7 @@ def test_quantised_weights_are_not_rounded_again(comfyui, loras, format_, degree
     ours = comfyui.load_model.execute(name, format_ if format_ in TYPES else "default", config).args[0]
     before = comfyui.sample(ours, "sd3", steps=2)
     memory, run = ours.model.remote.memory, (Job(16, 4, 2), ours.model.remote.setup.layout(1))
-    weight_bytes, forecast = memory.weight_bytes[0], memory.forecast_of_run(*run)
+    weight_bytes, extrapolation = memory.weight_bytes[0], memory.estimate_of_run(*run)
 
     for files in ([("publisher", "lora", 0.7), ("diffusers", "lora", -0.4)], [("publisher", None, 0.7)]):
         changed, reference = ours, native
@@ -168,7 +168,7 @@ def test_quantised_weights_are_not_rounded_again(comfyui, loras, format_, degree
         assert relative_error(want, before) > 1e-3
         if not degrees:                                        # what it takes is known before workers tell it
             within(abs(memory.weight_bytes[0] - weight_bytes - memory.added_bytes) / memory.added_bytes, 0.01)
-            assert memory.forecast_of_run(*run) > forecast
+            assert memory.estimate_of_run(*run) > extrapolation
     assert torch.equal(comfyui.sample(ours, "sd3", steps=2), before)
     assert memory.added_bytes == 0
 
@@ -414,8 +414,8 @@ def test_lora_hooks_equal_native_and_leave_nothing(comfyui, loras, degrees):
 def test_a_hook_changes_weights_once_in_a_run_and_not_in_every_step(comfyui, loras, monkeypatch, adapter):
     """Workers keep both versions: the changes that are sent are as many for more steps, and results are as native.
     Where the file's tensors went is found once: for a model of Flux.1's size that takes half a second."""
-    client, sent, looked, places = comfyui.groups.client(("cpu",)), [], [], comfyui.shell.weight_sources
-    monkeypatch.setattr(comfyui.shell, "weight_sources", lambda *of: looked.append(of) or places(*of))
+    client, sent, looked, places = comfyui.groups.client(("cpu",)), [], [], comfyui.proxy.weight_sources
+    monkeypatch.setattr(comfyui.proxy, "weight_sources", lambda *of: looked.append(of) or places(*of))
     send = client.models._send_changes
     monkeypatch.setattr(client.models, "_send_changes",
                         lambda spec, batch, *rest: (sent.append(len(batch)), send(spec, batch, *rest)))

@@ -43,7 +43,7 @@ def test_codes_and_a_negative_of_nothing_equal_native(comfyui, wanted, layout):
 
 
 @pytest.mark.slow
-def test_another_window_is_another_sound(comfyui, wanted, monkeypatch):
+def test_another_window_is_another_audio(comfyui, wanted, monkeypatch):
     """So the comparison above is of some tokens beyond it."""
     model = comfyui.native(KIND)
     for module in model.model.diffusion_model.modules():

@@ -53,7 +53,7 @@ def test_parts_that_are_left_from_the_step_before_are_refused(comfyui, method):
 
 
 @pytest.mark.parametrize("rows", [3, 8, 20])
-def test_a_latent_that_is_no_sound_of_its_is_refused(comfyui, rows):
+def test_a_latent_that_is_no_audio_of_its_is_refused(comfyui, rows):
     """At which ComfyUI's own model ends in an error of torch's."""
     latent = {"samples": torch.zeros(1, 8, rows, 21)}
 

@@ -139,7 +139,7 @@ def test_weights_that_come_from_host_memory_equal_native_ksampler(comfyui, kind,
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("degree", ["ulysses", "ring", "pipefusion", "displaced", "tensor"])
-def test_methods_that_share_out_a_picture_are_refused_by_name(comfyui, kind, degree):
+def test_methods_that_share_out_a_image_are_refused_by_name(comfyui, kind, degree):
     with pytest.raises(comfyui.errors.ConfigError, match=rf"^Set {degree}_degree to 1, and use cfg_degree or data_degr"
                                                          r"ee: .* \(global response norm\)"):
         comfyui.ours(kind, comfyui.config("cpu,cpu", **{degree: 2}))

@@ -50,7 +50,7 @@ def recogniser():
 
 
 @pytest.mark.slow
-def test_a_picture_is_the_native_nodes_picture(demo):
+def test_a_image_is_the_native_nodes_image(demo):
     model = demo.comfyui.nodes.UNETLoader().load_unet(NAMES[0], "default")[0]
     text = "red apple on a yellow background"
 
@@ -62,16 +62,16 @@ def test_a_picture_is_the_native_nodes_picture(demo):
 
 
 @pytest.mark.slow
-def test_pictures_are_of_what_the_prompts_name(demo, recogniser):
+def test_images_are_of_what_the_prompts_name(demo, recogniser):
     """As far as the small model goes: three quarters of them have their name among the recogniser's first five."""
     network, labels, prompts, _ = recogniser
     model = demo.ours()
 
     latents = torch.cat([demo.latent(model, prompt, seed=seed) for seed, prompt in enumerate(prompts[:16])])
-    pictures = demo.vae.decode(latents).movedim(-1, 1) * 2 - 1
+    images = demo.vae.decode(latents).movedim(-1, 1) * 2 - 1
 
     with torch.no_grad():
-        best = network(pictures)[1].topk(5).indices            # of some 1,900 names
+        best = network(images)[1].topk(5).indices            # of some 1,900 names
 
     def num_named(wanted):
         return (best == wanted[:, None]).any(1).sum()
@@ -81,7 +81,7 @@ def test_pictures_are_of_what_the_prompts_name(demo, recogniser):
 
 
 @pytest.mark.slow
-def test_previews_show_the_picture(demo):
+def test_previews_show_the_image(demo):
     """ComfyUI computes previews of SD3 latents by fixed factors;
     the demo's autoencoder is trained to agree with them."""
     import latent_preview
@@ -92,9 +92,9 @@ def test_previews_show_the_picture(demo):
     _, preview, _ = previewer.decode_latent_to_preview_image("JPEG", SD3().process_in(latent))
 
     shown = torch.tensor([[preview.getpixel((x, y)) for x in range(16)] for y in range(16)]) / 255
-    picture = torch.nn.functional.avg_pool2d(demo.vae.decode(latent).movedim(-1, 1), 8)[0].movedim(0, -1)
-    within((shown - picture).abs().mean(), 0.08)
-    assert (shown.flip(0) - picture).abs().mean() > 0.12       # upside down it is another picture
+    image = torch.nn.functional.avg_pool2d(demo.vae.decode(latent).movedim(-1, 1), 8)[0].movedim(0, -1)
+    within((shown - image).abs().mean(), 0.08)
+    assert (shown.flip(0) - image).abs().mean() > 0.12       # upside down it is another picture
 
 
 def test_a_long_prompt_is_refused(demo):
@@ -107,7 +107,8 @@ def drawn(recogniser):
     """Pictures of 4 prompts under four settings, by the bench's own functions."""
     class Options:
         steps, sampler, guidance, batch, patches, warmup_steps = 20, "euler", 3.0, 8, (4,), (1,)
-        displaced, displaced_modes, forecast, exchange, device, model = (2,), tuple(MODES)[:1], (0.0,), (), "cpu", DEMO
+        displaced, displaced_modes, extrapolation, exchange = (2,), tuple(MODES)[:1], (0.0,), ()
+        device, model = "cpu", DEMO
     return draw_all(settings(Options), recogniser[2][:4], open_checkpoint(str(DEMO)).family, Options)
 
 

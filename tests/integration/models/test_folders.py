@@ -93,21 +93,21 @@ def test_a_folder_is_what_the_single_file_is(comfyui, kind):
     assert len(found.files) > 1
     if kind in REFUSED:
         with pytest.raises(comfyui.errors.CheckpointError, match=f"folder-{kind} .*({REFUSED[kind]})"):
-            comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
+            comfyui.proxy.load_proxy(str(folder), "fp32", comfyui.config())
         return
 
     folders = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.model.diffusers_keys"]
     names = folders.under_comfyui_names(read_file(found, lambda name: True), found)
-    shell, single = (comfyui.shell.load_shell(str(path), "fp32", comfyui.config()) for path in (folder, file))
+    proxy, single = (comfyui.proxy.load_proxy(str(path), "fp32", comfyui.config()) for path in (folder, file))
 
     names = {name.replace(".scale", ".weight"): tensor for name, tensor in names.items()}
     own = {name.replace(".scale", ".weight"): tensor for name, tensor in load_file(file).items()
            if name not in (*DROPPED, MARK, MADE)}
     assert names.keys() == own.keys() and all(torch.equal(names[name], own[name]) for name in own)
-    assert (type(shell.model) is type(single.model)
-            and shell.remote.family.name == single.remote.family.name == family.name)
+    assert (type(proxy.model) is type(single.model)
+            and proxy.remote.family.name == single.remote.family.name == family.name)
     config, expected = ({key: value for key, value in one.model.model_config.unet_config.items() if key != OF_DROPPED}
-                        for one in (shell, single))
+                        for one in (proxy, single))
     # else a folder says in full what a file leaves to ComfyUI
     if family.folder_metadata(open_checkpoint(folder).folder) is None:
         assert config == expected
@@ -145,7 +145,7 @@ def test_a_folder_that_does_not_say_which_model_it_is_is_refused(comfyui):
 
     with pytest.raises(comfyui.errors.CheckpointError, match="^Download the whole folder, .*: folder-ltx-video is "
                                                              "a model of LTX-Video, of which a folder"):
-        comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
+        comfyui.proxy.load_proxy(str(folder), "fp32", comfyui.config())
     (folder / "elsewhere").rename(folder / "vae")
 
 

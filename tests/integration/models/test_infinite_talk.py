@@ -26,7 +26,7 @@ def talk(comfyui, vae_of):
         return {"encoded_audio_all_layers": [torch.randn(1, 50, 768, generator=generator) for _ in range(13)]}
 
     def apply(model, masks=None, **more):
-        picture = torch.rand(1, 56, 72, 3, generator=torch.Generator().manual_seed(5))
+        image = torch.rand(1, 56, 72, 3, generator=torch.Generator().manual_seed(5))
         [[text, others]] = comfyui.conditioning(KIND, 2)
         mode = {"mode": "single_speaker"} if masks is None else {
             "mode": "two_speakers", "audio_encoder_output_2": heard(2), "mask_1": masks[:1], "mask_2": masks[1:]}
@@ -36,7 +36,7 @@ def talk(comfyui, vae_of):
                 # of unlike lengths: ComfyUI's own fails where it runs both prompts in one batch
                 "positive": comfyui.conditioning(KIND, 1), "negative": [[text[:, :-1], others]],
                 "vae": vae_of("vae-wan", encoder=True), "width": 72, "height": 56, "length": 9,
-                "audio_encoder_output_1": heard(1), "motion_frame_count": 5, "start_image": picture,
+                "audio_encoder_output_1": heard(1), "motion_frame_count": 5, "start_image": image,
                 "audio_scale": 0.8} | more)
     return apply
 

@@ -56,7 +56,7 @@ def test_context_windows_equal_native_ksampler(comfyui):
     close(result, want, TOLERANCE)
 
 
-def test_reference_pictures_are_refused_by_name(comfyui):
+def test_reference_images_are_refused_by_name(comfyui):
     """ComfyUI's class would take them as Z-Image-Omni does, which this model was not trained for."""
     positive = prompt(comfyui, 1)
     positive[0][1]["reference_latents"] = [torch.zeros(1, 16, 8, 8)]

@@ -86,8 +86,8 @@ def _dit(module, prompts, batch):
     pipeline = diffusers.DiTPipeline(module, vae, scheduler)
     pipeline.set_progress_bar_config(disable=True)
     pipeline([prompts[0]] * batch, GUIDANCE, torch.Generator().manual_seed(SEED), STEPS, output_type="pt")
-    kept = scheduler.alphas_cumprod[scheduler.timesteps]
-    return noise, vae.latents, torch.cat([((1 - kept) / kept).sqrt(), torch.zeros(1)])
+    cached = scheduler.alphas_cumprod[scheduler.timesteps]
+    return noise, vae.latents, torch.cat([((1 - cached) / cached).sqrt(), torch.zeros(1)])
 
 
 def _dit_prompts(comfyui, model):
@@ -139,8 +139,8 @@ def _latte(module, prompts, batch):
                         width=80, video_length=3,
                         latents=noise, guidance_scale=GUIDANCE, num_inference_steps=STEPS, output_type="latent",
                         return_dict=False)
-    kept = scheduler.alphas_cumprod[scheduler.timesteps]
-    return noise, latents, torch.cat([((1 - kept) / kept).sqrt(), torch.zeros(1)])
+    cached = scheduler.alphas_cumprod[scheduler.timesteps]
+    return noise, latents, torch.cat([((1 - cached) / cached).sqrt(), torch.zeros(1)])
 
 
 def _anyflow(module, prompts, batch):
@@ -281,7 +281,7 @@ def test_published_folders_are_recognised_and_load(comfyui, tmp_path, name):
     header = open_checkpoint(tmp_path / name)
     family = header.family
     header.meta_model()
-    model = comfyui.shell.load_shell(str(tmp_path / name), "default", comfyui.config())
+    model = comfyui.proxy.load_proxy(str(tmp_path / name), "default", comfyui.config())
 
     assert family.name == family_name and sum(parameter.numel() for parameter in module.parameters()) == num_parameters
     assert model.model.latent_format.latent_channels == family.num_channels(config)
@@ -289,7 +289,7 @@ def test_published_folders_are_recognised_and_load(comfyui, tmp_path, name):
         key for key in model.model.state_dict() if key.startswith("diffusion_model.")}
     with pytest.raises(comfyui.errors.CheckpointError,
                        match=f"is a {family_name} model, but a single file does not say all"):
-        comfyui.shell.load_shell(str(folder / "diffusion_pytorch_model.safetensors"), "default", comfyui.config())
+        comfyui.proxy.load_proxy(str(folder / "diffusion_pytorch_model.safetensors"), "default", comfyui.config())
 
 
 def test_the_model_of_sana_video_with_other_patches_is_refused(comfyui, tmp_path):
@@ -301,7 +301,7 @@ def test_the_model_of_sana_video_with_other_patches_is_refused(comfyui, tmp_path
     (folder / "config.json").write_text(json.dumps(config | {"patch_size": [1, 1, 1], "in_channels": 32}))
 
     with pytest.raises(comfyui.errors.CheckpointError, match="patch_size"):
-        comfyui.shell.load_shell(str(tmp_path / "720p"), "default", comfyui.config())
+        comfyui.proxy.load_proxy(str(tmp_path / "720p"), "default", comfyui.config())
 
 
 @pytest.mark.parametrize("size", [(8, 8), (12, 12), (8, 32), (18, 2)], ids=str)

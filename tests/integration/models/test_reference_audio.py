@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from tests.integration.models.test_video import sound
+from tests.integration.models.test_video import audio
 from tests.programs.model_nodes import model_nodes, run_node
 from tests.support.tolerances import close, relative_error
 
@@ -33,7 +33,7 @@ def masked(comfyui, kind):
     model_nodes(comfyui)
     video = {"samples": comfyui.latent(kind)["samples"].unbind()[0]}
     join = comfyui.nodes.NODE_CLASS_MAPPINGS["LTXVConcatAVLatent"]
-    return run_node(join, {"video_latent": video, "audio_latent": sound()})[0]
+    return run_node(join, {"video_latent": video, "audio_latent": audio()})[0]
 
 
 @pytest.mark.parametrize("kind, degrees", [
@@ -41,7 +41,7 @@ def masked(comfyui, kind):
         ("ltx-2", {"cfg": 2}), ("ltx-2.3", {"ring": 2}), ("ltx-2.3", {"tensor": 2}), ("ltx-2.3", {"cfg": 2}),
         ("ltx-2.3", {"pipefusion": 2, "num_patches": 2, "warmup_steps": 100}),
         ("ltx-2.3", {"displaced": 2, "warmup_steps": 100})))], ids=str)
-def test_a_reference_sound_equals_native_ksampler(comfyui, kind, degrees):
+def test_a_reference_audio_equals_native_ksampler(comfyui, kind, degrees):
     latent, native = masked(comfyui, kind), comfyui.native(kind)
 
     result = sampled(comfyui, comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)), kind, latent)
@@ -55,7 +55,7 @@ def test_a_reference_sound_equals_native_ksampler(comfyui, kind, degrees):
 
 
 @pytest.mark.slow
-def test_a_reference_sound_of_a_latent_without_sound_equals_native_ksampler(comfyui):
+def test_a_reference_audio_of_a_latent_without_audio_equals_native_ksampler(comfyui):
     latent = {"samples": comfyui.latent("ltx-2.3", batch=2)["samples"].unbind()[0]}
 
     result = sampled(comfyui, comfyui.ours("ltx-2.3", comfyui.config("cpu,cpu", data=2)), "ltx-2.3", latent, scale=0.0)

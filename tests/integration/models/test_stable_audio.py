@@ -31,7 +31,7 @@ def wanted(comfyui):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_part_of_a_sound_equals_native(comfyui, wanted, kind, layout):
+def test_a_part_of_a_audio_equals_native(comfyui, wanted, kind, layout):
     devices, degrees = LAYOUTS[layout]
 
     result = sampled(comfyui, comfyui.ours(kind, comfyui.config(devices, **degrees)), kind)
@@ -41,7 +41,7 @@ def test_a_part_of_a_sound_equals_native(comfyui, wanted, kind, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_length_is_another_sound(comfyui, wanted, kind):
+def test_another_length_is_another_audio(comfyui, wanted, kind):
     other = sampled(comfyui, comfyui.ours(kind, comfyui.config("cpu,cpu", ring=2)), kind, seconds=12.0)
 
     assert relative_error(other, wanted[kind]) > 10 * TOLERANCE

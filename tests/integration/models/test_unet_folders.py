@@ -174,10 +174,10 @@ def test_other_schedulers_are_heeded_or_refused(comfyui, folder_of, tmp_path, ki
     if expected is None:
         with pytest.raises(comfyui.errors.CheckpointError,
                            match="other is (sampled as its scheduler_config|a model of SDXL whose scheduler)"):
-            comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
+            comfyui.proxy.load_proxy(str(folder), "fp32", comfyui.config())
         return
 
-    model = comfyui.shell.load_shell(str(folder), "fp32", comfyui.config()).model
+    model = comfyui.proxy.load_proxy(str(folder), "fp32", comfyui.config()).model
 
     assert model.model_type.name == expected
     assert round(float(model.model_sampling.sigma_max), 2) == scheduler.get("sigma_max", 80.0)
@@ -201,4 +201,4 @@ def test_settings_of_a_u_net_that_are_not_honoured_are_refused(comfyui, folder_o
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
     with pytest.raises(comfyui.errors.CheckpointError, match=words):
-        comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
+        comfyui.proxy.load_proxy(str(folder), "fp32", comfyui.config())

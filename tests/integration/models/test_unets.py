@@ -69,7 +69,7 @@ def test_img2img_with_noise_mask_equals_native_ksampler(comfyui, kind):
     close(result, reference, TOLERANCE)
 
 
-def test_pictures_as_prompts_equal_native_ksampler(comfyui):
+def test_images_as_prompts_equal_native_ksampler(comfyui):
     """Two of them, whose vectors ComfyUI adds noise to and merges; the negative prompt has none."""
     generator, positive = torch.Generator().manual_seed(3), comfyui.conditioning("sd2-unclip", 1)
     for strength, noise in ((1.0, 0.1), (0.7, 0.0)):
@@ -86,13 +86,13 @@ def test_pictures_as_prompts_equal_native_ksampler(comfyui):
 
 
 @pytest.mark.parametrize("layout", ["one", "cfg2", "data2", "displaced2"])
-def test_a_picture_from_another_side_equals_native_ksampler(comfyui, layout):
+def test_a_image_from_another_side_equals_native_ksampler(comfyui, layout):
     """Of Stable Zero123, whose projection ComfyUI keeps beside the U-Net. Three places that it is seen from."""
     from comfy_extras.nodes_stable3d import StableZero123_Conditioning_Batched
     kind, (devices, degrees) = "stable-zero123", LAYOUTS[layout]
     generator = torch.Generator().manual_seed(3)
     seen = SimpleNamespace(image_embeds=torch.randn(1, 768, generator=generator))
-    vision = SimpleNamespace(encode_image=lambda picture: seen)
+    vision = SimpleNamespace(encode_image=lambda image: seen)
     vae = SimpleNamespace(encode=lambda pixels: torch.randn(1, 4, 17, 14, generator=generator))
     positive, negative, latent = StableZero123_Conditioning_Batched.execute(
         vision, torch.zeros(1, 8, 8, 3), vae, 112, 136, 3, 5.0, 10.0, 1.0, 40.0).args
@@ -186,7 +186,7 @@ def test_what_reaches_inside_is_refused_by_name(comfyui):
 
 
 @pytest.mark.slow
-def test_attention_along_frames_is_not_read_as_a_pictures(comfyui):
+def test_attention_along_frames_is_not_read_as_a_images(comfyui):
     from tests.programs.model_nodes import model_nodes, run_node
     patched = run_node(model_nodes(comfyui)["SelfAttentionGuidance"], {
         "model": comfyui.ours("svd", comfyui.config("cpu")), "scale": 0.5, "blur_sigma": 2.0})[0]

@@ -19,7 +19,7 @@ SCALES = {"ltx": 4, "hunyuanvideo": 2, "wan-vace": 2, "kandinsky": 2, "cosmos-pr
           "cosmos-predict1-video": 2}     # of families whose latents are smaller, or of even sides only
 
 
-def picture(seed, width, height, frames=1):
+def image(seed, width, height, frames=1):
     return torch.rand(frames, height, width, 3, generator=torch.Generator().manual_seed(seed))
 
 
@@ -28,7 +28,7 @@ def clip_vision(seed, tokens=5, width=1280):
     return SimpleNamespace(penultimate_hidden_states=states, last_hidden_state=states)
 
 
-class PictureVAE:
+class ImageVAE:
     """In the place of a VAE that takes too long to make or to use.
     scale: pixels of the picture to one of the latent."""
 
@@ -42,12 +42,12 @@ class PictureVAE:
 
 
 def wan_start(vae, size):
-    return "WanImageToVideo", {"vae": vae, "start_image": picture(3, *size, frames=2),
+    return "WanImageToVideo", {"vae": vae, "start_image": image(3, *size, frames=2),
                                "clip_vision_output": clip_vision(4)}
 
 
 def wan_start_without_vision(vae, size):
-    return "WanImageToVideo", {"vae": vae, "start_image": picture(3, *size)}
+    return "WanImageToVideo", {"vae": vae, "start_image": image(3, *size)}
 
 
 def wan_nothing(vae, size):
@@ -56,36 +56,36 @@ def wan_nothing(vae, size):
 
 def wan_first_last(vae, size):
     return "WanFirstLastFrameToVideo", {
-        "vae": vae, "start_image": picture(3, *size), "end_image": picture(5, *size),
+        "vae": vae, "start_image": image(3, *size), "end_image": image(5, *size),
         "clip_vision_start_image": clip_vision(4), "clip_vision_end_image": clip_vision(6)}
 
 
 def wan_last(vae, size):
-    return "WanFirstLastFrameToVideo", {"vae": vae, "end_image": picture(5, *size),
+    return "WanFirstLastFrameToVideo", {"vae": vae, "end_image": image(5, *size),
                                         "clip_vision_end_image": clip_vision(6, tokens=9)}
 
 
 def wan_bernini(vae, size):
     """A video of the latent's size, one of another size and fewer frames, and a picture of odd sides."""
-    return "BerniniConditioning", {"vae": vae, "source_video": picture(3, *size, frames=9), "reference_video":
-                                   picture(4, 64, 48, frames=5), "reference_images": {"reference_image_0": picture(
+    return "BerniniConditioning", {"vae": vae, "source_video": image(3, *size, frames=9), "reference_video":
+                                   image(4, 64, 48, frames=5), "reference_images": {"reference_image_0": image(
                                        5, 56, 72)}}
 
 
 def wan_fun_control(vae, size):
-    return "WanFunControlToVideo", {"vae": vae, "start_image": picture(3, *size),
-                                    "control_video": picture(7, *size, frames=9), "clip_vision_output": clip_vision(4)}
+    return "WanFunControlToVideo", {"vae": vae, "start_image": image(3, *size),
+                                    "control_video": image(7, *size, frames=9), "clip_vision_output": clip_vision(4)}
 
 
 def wan22_start(vae, size):
-    return "Wan22ImageToVideoLatent", {"vae": vae, "start_image": picture(3, *size)}
+    return "Wan22ImageToVideoLatent", {"vae": vae, "start_image": image(3, *size)}
 
 
 def wan_vace(vae, size):
     width, height = size
     masks = (torch.rand(9, height, width, generator=torch.Generator().manual_seed(8)) > 0.5).float()
-    return "WanVaceToVideo", {"vae": vae, "strength": 0.7, "control_video": picture(7, *size, frames=9),
-                              "control_masks": masks, "reference_image": picture(3, *size)}
+    return "WanVaceToVideo", {"vae": vae, "strength": 0.7, "control_video": image(7, *size, frames=9),
+                              "control_masks": masks, "reference_image": image(3, *size)}
 
 
 def wan_vace_nothing(vae, size):
@@ -93,19 +93,19 @@ def wan_vace_nothing(vae, size):
 
 
 def hunyuan_concat(vae, size):
-    return "HunyuanImageToVideo", {"vae": vae, "start_image": picture(3, *size), "guidance_type": "v1 (concat)"}
+    return "HunyuanImageToVideo", {"vae": vae, "start_image": image(3, *size), "guidance_type": "v1 (concat)"}
 
 
 def hunyuan_replace(vae, size):
-    return "HunyuanImageToVideo", {"vae": vae, "start_image": picture(3, *size), "guidance_type": "v2 (replace)"}
+    return "HunyuanImageToVideo", {"vae": vae, "start_image": image(3, *size), "guidance_type": "v2 (replace)"}
 
 
 def kandinsky_start(vae, size):
-    return "Kandinsky5ImageToVideo", {"vae": vae, "start_image": picture(3, *size)}
+    return "Kandinsky5ImageToVideo", {"vae": vae, "start_image": image(3, *size)}
 
 
 def hunyuan15_start(vae, size):
-    return "HunyuanVideo15ImageToVideo", {"vae": vae, "start_image": picture(3, *size),
+    return "HunyuanVideo15ImageToVideo", {"vae": vae, "start_image": image(3, *size),
                                           "clip_vision_output": clip_vision(4, width=1152)}
 
 
@@ -118,16 +118,16 @@ def hunyuan15_larger(vae, size):
     width, height = size
     latent = torch.randn(1, 32, 3, height // 16, width // 16, generator=torch.Generator().manual_seed(8))
     return "HunyuanVideo15SuperResolution", {"vae": vae, "latent": {"samples": latent}, "noise_augmentation": 0.7,
-                                             "start_image": picture(3, *size),
+                                             "start_image": image(3, *size),
                                              "clip_vision_output": clip_vision(4, width=1152)}
 
 
 def cosmos_start(vae, size):
-    return "CosmosPredict2ImageToVideoLatent", {"vae": vae, "start_image": picture(3, *size)}
+    return "CosmosPredict2ImageToVideoLatent", {"vae": vae, "start_image": image(3, *size)}
 
 
 def cosmos1_start(vae, size):
-    return "CosmosImageToVideoLatent", {"vae": vae, "start_image": picture(3, *size)}
+    return "CosmosImageToVideoLatent", {"vae": vae, "start_image": image(3, *size)}
 
 
 def cosmos1_nothing(vae, size):
@@ -135,7 +135,7 @@ def cosmos1_nothing(vae, size):
 
 
 def ltx_start(vae, size):
-    return "LTXVImgToVideo", {"vae": vae, "image": picture(3, *size), "strength": 0.8}
+    return "LTXVImgToVideo", {"vae": vae, "image": image(3, *size), "strength": 0.8}
 
 
 def frame_rate(vae, size):
@@ -145,7 +145,7 @@ def frame_rate(vae, size):
 def ltx_guide(vae, size):
     width, height = size
     latent = torch.randn(1, 128, 3, height // 32, width // 32, generator=torch.Generator().manual_seed(8))
-    return "LTXVAddGuide", {"vae": vae, "latent": {"samples": latent}, "image": picture(3, *size), "frame_idx": 8,
+    return "LTXVAddGuide", {"vae": vae, "latent": {"samples": latent}, "image": image(3, *size), "frame_idx": 8,
                             "strength": 1.0}
 
 
@@ -161,10 +161,10 @@ def ltx_masked_guide(vae, size):
     width, height = size
     mask = (torch.rand(17, height, width, generator=torch.Generator().manual_seed(4)) * 3 - 1).clamp(min=0)
     mask[:, :height // 2] = 0
-    return name, {**arguments, "image": picture(3, *size, frames=17), "frame_idx": 0, "attention_mask": mask}
+    return name, {**arguments, "image": image(3, *size, frames=17), "frame_idx": 0, "attention_mask": mask}
 
 
-def sound():
+def audio():
     """An audio latent, the beginning of which is to stay."""
     samples = torch.randn(1, 8, 7, 16, generator=torch.Generator().manual_seed(9))
     return {"samples": samples, "noise_mask": (torch.arange(7) > 2).float()[:, None].expand(1, 8, 7, 16)}
@@ -183,13 +183,13 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start),
          "hunyuan-i2v": ("hunyuanvideo-i2v", "vae-hunyuan", hunyuan_concat),
          "hunyuan-replace": ("hunyuanvideo", "vae-hunyuan", hunyuan_replace),
          "hunyuan-skyreels": ("hunyuanvideo-skyreels", "vae-hunyuan", hunyuan_concat),
-         "hunyuan15-i2v": ("hunyuanvideo-1.5", PictureVAE(32, 16), hunyuan15_start),
-         "hunyuan15-text": ("hunyuanvideo-1.5", PictureVAE(32, 16), hunyuan15_nothing),
-         "hunyuan15-sr": ("hunyuanvideo-1.5-distilled", PictureVAE(32, 16), hunyuan15_larger),
+         "hunyuan15-i2v": ("hunyuanvideo-1.5", ImageVAE(32, 16), hunyuan15_start),
+         "hunyuan15-text": ("hunyuanvideo-1.5", ImageVAE(32, 16), hunyuan15_nothing),
+         "hunyuan15-sr": ("hunyuanvideo-1.5-distilled", ImageVAE(32, 16), hunyuan15_larger),
          "kandinsky-i2v": ("kandinsky-5", "vae-hunyuan", kandinsky_start),
          "cosmos-i2v": ("cosmos-predict2-video", "vae-wan", cosmos_start),
          "cosmos-text": ("cosmos-predict2", "vae-wan", cosmos_start),
-         "cosmos1-i2v": ("cosmos-predict1-video", PictureVAE(16, 8), cosmos1_start),
+         "cosmos1-i2v": ("cosmos-predict1-video", ImageVAE(16, 8), cosmos1_start),
          "cosmos1-text": ("cosmos-predict1-video", None, cosmos1_nothing),
          "cosmos1-rate": ("cosmos-predict1", None, frame_rate),
          "ltx-i2v": ("ltx-video", "vae-ltx095", ltx_start), "ltx-rate": ("ltx-video", "vae-ltx095", frame_rate),
@@ -203,7 +203,7 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start),
 
 
 @pytest.fixture(scope="module")
-def asked(comfyui, vae_of):
+def requested(comfyui, vae_of):
     """asked(case, size): positive, negative and latent as ComfyUI's node gives them."""
     nodes, made = None, {}
 
@@ -223,7 +223,7 @@ def asked(comfyui, vae_of):
                 outputs = run_node(nodes[name], {**prompts, **given})
             latents = [output for output in outputs if isinstance(output, dict)] or [comfyui.latent(kind, size=(6, 8))]
             if kind.startswith("ltx-2") and not latents[0]["samples"].is_nested:
-                latents = run_node(nodes["LTXVConcatAVLatent"], {"video_latent": latents[0], "audio_latent": sound()})
+                latents = run_node(nodes["LTXVConcatAVLatent"], {"video_latent": latents[0], "audio_latent": audio()})
             changed = [output for output in outputs if isinstance(output, list)]
             made[case, size] = {**prompts, **dict(zip(prompts, changed)), "latent": latents[0]}
         return kind_of(case), made[case, size]
@@ -235,12 +235,12 @@ def kind_of(case):
 
 
 @pytest.fixture(scope="module")
-def native(comfyui, asked):
+def native(comfyui, requested):
     made = {}
 
     def sample(case, size):
         if (case, size) not in made:
-            kind, arguments = asked(case, size)
+            kind, arguments = requested(case, size)
             made[case, size] = comfyui.sample(comfyui.native(kind), kind, **arguments)
         return made[case, size]
     return sample
@@ -256,9 +256,9 @@ RUNS = [*((case, "one", "odd") for case in CASES if case not in FIRST),
 @pytest.mark.parametrize("case, layout, size", [
     pytest.param(*run, marks=() if run[0] in ("wan-text", "wan-i2v") else pytest.mark.slow)
     for run in RUNS])
-def test_latents_equal_native_ksampler(comfyui, asked, native, case, layout, size):
+def test_latents_equal_native_ksampler(comfyui, requested, native, case, layout, size):
     devices, degrees = LAYOUTS[layout]
-    kind, arguments = asked(case, size)
+    kind, arguments = requested(case, size)
 
     result = comfyui.sample(comfyui.ours(kind, comfyui.config(devices, **degrees)), kind, **arguments)
 
@@ -270,8 +270,8 @@ def test_latents_equal_native_ksampler(comfyui, asked, native, case, layout, siz
     {"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 100},
     {"displaced": 2, "warmup_steps": 100}], ids=str)
 @pytest.mark.parametrize("case", ["ltx-weak-guide", "ltx-masked-guide", "ltx2-weak-guide"])
-def test_guides_of_other_strengths_equal_native_under_every_method(comfyui, asked, native, case, degrees):
-    kind, arguments = asked(case, "wide")
+def test_guides_of_other_strengths_equal_native_under_every_method(comfyui, requested, native, case, degrees):
+    kind, arguments = requested(case, "wide")
 
     result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)), kind, **arguments)
 
@@ -283,8 +283,8 @@ def test_guides_of_other_strengths_equal_native_under_every_method(comfyui, aske
         {}, {"cfg": 2}, {"data": 2}, {"ring": 2}, {"tensor": 2}, {"pipefusion": 2, "num_patches": 3,
                                                                   "warmup_steps": 100},
         {"displaced": 2, "warmup_steps": 100}))], ids=str)
-def test_references_of_bernini_equal_native_under_every_method(comfyui, asked, native, degrees):
-    kind, arguments = asked("wan-bernini", "odd")
+def test_references_of_bernini_equal_native_under_every_method(comfyui, requested, native, degrees):
+    kind, arguments = requested("wan-bernini", "odd")
     model = comfyui.ours(kind, comfyui.config("cpu,cpu" if degrees else "cpu", **degrees))
 
     close(comfyui.sample(model, kind, **arguments), native("wan-bernini", "odd"), TOLERANCE)
@@ -306,8 +306,8 @@ def scaled(comfyui, model):
         {"displaced": 2, "warmup_steps": 100})),
     *(pytest.param("wan-vace", degrees, marks=pytest.mark.slow) for degrees in (
         {"ulysses": 2}, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 100}))], ids=str)
-def test_scaled_places_equal_native(comfyui, asked, native, case, degrees):
-    kind, arguments = asked(case, "wide")
+def test_scaled_places_equal_native(comfyui, requested, native, case, degrees):
+    kind, arguments = requested(case, "wide")
     model = scaled(comfyui, comfyui.ours(kind, comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)))
 
     want = comfyui.sample(scaled(comfyui, comfyui.native(kind)), kind, **arguments)
@@ -321,21 +321,21 @@ def test_scaled_places_equal_native(comfyui, asked, native, case, degrees):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ltx-weak-guide", "ltx-masked-guide"])
-def test_without_the_strengths_of_its_tokens_a_guide_gives_another_result(comfyui, asked, native, case):
-    kind, arguments = asked(case, "wide")
-    alike = {name: [(tensor, {**options, "guide_attention_entries": [
+def test_without_the_strengths_of_its_tokens_a_guide_gives_another_result(comfyui, requested, native, case):
+    kind, arguments = requested(case, "wide")
+    identical = {name: [(tensor, {**options, "guide_attention_entries": [
         {**entry, "strength": 1.0, "pixel_mask": None} for entry in options["guide_attention_entries"]]})
         for tensor, options in arguments[name]] for name in ("positive", "negative")}
 
-    result = comfyui.sample(comfyui.native(kind), kind, **arguments | alike)
+    result = comfyui.sample(comfyui.native(kind), kind, **arguments | identical)
 
     assert relative_error(result, native(case, "wide")) > 50 * TOLERANCE
 
 
 @pytest.mark.parametrize("case", ["wan-i2v", "wan22-ti2v", "wan-vace", "ltx-guide", "ltx-weak-guide",
                                   "hunyuan-replace"])
-def test_stale_patches_equal_the_oracle(comfyui, asked, native, case):
-    kind, arguments = asked(case, "wide")
+def test_stale_patches_equal_the_oracle(comfyui, requested, native, case):
+    kind, arguments = requested(case, "wide")
     model = comfyui.ours(kind, comfyui.config("cpu,cpu", pipefusion=2, num_patches=3, warmup_steps=1))
     want = sample_oracle(comfyui, kind, 3, 1, **arguments)
 
@@ -343,13 +343,13 @@ def test_stale_patches_equal_the_oracle(comfyui, asked, native, case):
     assert relative_error(want, native(case, "wide")) > 10 * STALE
 
 
-def test_pictures_and_their_tokens_change_the_result(native):
+def test_images_and_their_tokens_change_the_result(native):
     """Else the cases above would compare models that do not look at them."""
     assert relative_error(native("wan-i2v", "odd"), native("wan-i2v-blind", "odd")) > 1e-2
     assert relative_error(native("wan-i2v-blind", "odd"), native("wan-i2v-bare", "odd")) > 1e-2
 
 
-def test_frames_of_other_pictures_are_refused_by_name(comfyui):
+def test_frames_of_other_images_are_refused_by_name(comfyui):
     """Of nodes for other models: frames after the video's own, and references in the context."""
     for kind, key, value in (("wan", "time_dim_concat", torch.zeros(1, 16, 1, 16, 18)),
                              ("wan-vace", "context_latents", [torch.zeros(1, 16, 1, 16, 18)])):
@@ -382,19 +382,19 @@ def test_references_of_other_channels_are_refused(comfyui):
         comfyui.sample(comfyui.ours("wan-i2v", comfyui.config("cpu")), "wan-i2v", positive=positive)
 
 
-def test_another_way_to_give_hunyuanvideo_a_picture_is_refused_by_name(comfyui, asked, vae_of):
-    kind, arguments = asked("hunyuan-i2v", "wide")
+def test_another_way_to_give_hunyuanvideo_a_image_is_refused_by_name(comfyui, requested, vae_of):
+    kind, arguments = requested("hunyuan-i2v", "wide")
     with torch.inference_mode():
         positive, _ = run_node(comfyui.nodes.NODE_CLASS_MAPPINGS["HunyuanImageToVideo"], {
             "positive": comfyui.conditioning(kind, 1), "vae": vae_of("vae-hunyuan"), "width": 192, "height": 96,
-            "length": 9, "batch_size": 1, "guidance_type": "custom", "start_image": picture(3, 192, 96)})
+            "length": 9, "batch_size": 1, "guidance_type": "custom", "start_image": image(3, 192, 96)})
 
     with pytest.raises(comfyui.errors.UnsupportedError, match="adds ref_latent.* runs HunyuanVideo without it"):
         comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **{**arguments, "positive": positive})
 
 
-def test_guides_without_their_noise_mask_are_refused(comfyui, asked):
-    kind, arguments = asked("ltx-guide", "wide")
+def test_guides_without_their_noise_mask_are_refused(comfyui, requested):
+    kind, arguments = requested("ltx-guide", "wide")
     arguments = {**arguments, "latent": {"samples": arguments["latent"]["samples"]}}
 
     with pytest.raises(comfyui.errors.UnsupportedError,
@@ -402,8 +402,8 @@ def test_guides_without_their_noise_mask_are_refused(comfyui, asked):
         comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **arguments)
 
 
-def test_several_control_videos_are_refused(comfyui, asked):
-    kind, arguments = asked("wan-vace", "tall")
+def test_several_control_videos_are_refused(comfyui, requested):
+    kind, arguments = requested("wan-vace", "tall")
     positive = [[tensor, {**options,
                           **{key: 2 * options[key] for key in ("vace_frames", "vace_mask", "vace_strength")}}]
                 for tensor, options in arguments["positive"]]
@@ -413,10 +413,10 @@ def test_several_control_videos_are_refused(comfyui, asked):
 
 
 @pytest.mark.parametrize("fit", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["both fit", "one fits"])
-def test_two_models_of_one_workflow_share_the_workers(comfyui, asked, fit):
+def test_two_models_of_one_workflow_share_the_workers(comfyui, requested, fit):
     """Wan 2.2's high and low model: two loaders, two KSamplerAdvanced. Both stay, so the second run loads nothing;
     where ComfyUI unloads one for the other, they change places in the same workers, and no file is opened."""
-    _, arguments = asked("wan22-i2v", "odd")
+    _, arguments = requested("wan22-i2v", "odd")
     config = comfyui.config("cpu,cpu", ulysses=2)
 
     def sample(high, low):

@@ -47,7 +47,7 @@ def with_pictures(prompt, latents, seen, texts):
     return [[text, given | more] for text, given in prompt]
 
 
-def asked(comfyui, case, seed=1, tokens=20):
+def requested(comfyui, case, seed=1, tokens=20):
     return with_pictures(comfyui.conditioning(KIND, seed, tokens), *pictures(comfyui, case))
 
 
@@ -83,8 +83,8 @@ def test_pictures_equal_native_ksampler(comfyui, degrees):
     """The negative prompt has others; and in a second run none."""
     ours, native = comfyui.ours(KIND, comfyui.config("cpu,cpu", **degrees)), comfyui.native(KIND)
     for negative, size in (("one", (13, 18)), (None, (6, 10))):
-        arguments = {"positive": asked(comfyui, "two, one of them seen"), "latent": comfyui.latent(KIND, size=size),
-                     "negative": asked(comfyui, negative, 2, 27) if negative else comfyui.conditioning(KIND, 2)}
+        arguments = {"positive": requested(comfyui, "two, one of them seen"), "latent": comfyui.latent(KIND, size=size),
+                     "negative": requested(comfyui, negative, 2, 27) if negative else comfyui.conditioning(KIND, 2)}
 
         result = comfyui.sample(ours, KIND, **arguments)
 
@@ -93,7 +93,7 @@ def test_pictures_equal_native_ksampler(comfyui, degrees):
 
 def test_pictures_move_with_scale_rope(comfyui):
     """As the one that is drawn; what is seen of them does not."""
-    arguments = {"positive": asked(comfyui, "one"), "latent": comfyui.latent(KIND, size=(9, 14)), "steps": 2}
+    arguments = {"positive": requested(comfyui, "one"), "latent": comfyui.latent(KIND, size=(9, 14)), "steps": 2}
     config = comfyui.config("cpu,cpu", pipefusion=2, num_patches=3, warmup_steps=9)
 
     result = comfyui.sample(scaled(comfyui.ours(KIND, config)), KIND, **arguments)
@@ -104,7 +104,7 @@ def test_pictures_move_with_scale_rope(comfyui):
 
 
 def test_stale_patches_with_pictures_equal_the_oracle(comfyui):
-    arguments = {"positive": asked(comfyui, "one"), "negative": asked(comfyui, "without texts", 2)}
+    arguments = {"positive": requested(comfyui, "one"), "negative": requested(comfyui, "without texts", 2)}
 
     result = comfyui.sample(staged(comfyui, KIND), KIND, **arguments)
 
@@ -116,7 +116,7 @@ def test_stale_patches_with_pictures_equal_the_oracle(comfyui):
     ({"clip_vision_outputs": [SimpleNamespace(image_sizes=[(3, 32, 32)], last_hidden_state=drawn(1, 4, 9))]},
      "it gives 9 numbers for each patch of a picture, and this Z-Image-Omni takes 40")], ids=["odd", "vision"])
 def test_pictures_that_comfyui_fails_at_are_refused_with_their_size(comfyui, change, words):
-    positive = asked(comfyui, "one")
+    positive = requested(comfyui, "one")
     positive[0][1] |= change
 
     with pytest.raises(comfyui.errors.ConfigError, match=words):

@@ -144,9 +144,10 @@ def test_what_is_asked_in_another_form_is_refused(host, body):
 
 
 def test_the_server_says_which_files_it_would_refuse(host):
-    asked = {"models": ["sd3.5_medium.safetensors", "../comfyui.log", "absent.safetensors", "xdit_demo.safetensors"],
+    requested = {"models": ["sd3.5_medium.safetensors", "../comfyui.log", "absent.safetensors",
+                            "xdit_demo.safetensors"],
              "vaes": ["ae.safetensors", "xdit_demo_vae.safetensors"]}
-    status, answer = post(host, "/xdit/refusals", json.dumps(asked).encode())
+    status, answer = post(host, "/xdit/refusals", json.dumps(requested).encode())
 
     assert status == 200                                       # the files of the templates are empty
     assert set(answer["models"]) == {"sd3.5_medium.safetensors"}

@@ -69,7 +69,7 @@ def test_a_model_that_is_not_run_is_told_by_its_nodes_where_its_file_is_not_here
 
 @pytest.mark.parametrize("type_, is_left", [("IPADAPTER", False), ("PULID", False), ("INSTANTID", False),
                                             ("PULIDFLUX", True)])
-def test_a_model_with_pictures_goes_to_workers_that_run_it(node, modules, templates, tmp_path, type_, is_left):
+def test_a_model_with_images_goes_to_workers_that_run_it(node, modules, templates, tmp_path, type_, is_left):
     """Nodes of other packs, told by what they take: here the sampler takes it too."""
     name = "sdxl_simple_example.json"
     workflow = json.loads((templates / name).read_text(encoding="utf-8"))

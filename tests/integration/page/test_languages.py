@@ -50,10 +50,10 @@ def test_no_message_of_the_page_stands_twice():
 
 def test_each_message_that_the_page_asks_for_is_there():
     keys = {key for key, _ in entries_of_the_page()["en"]}
-    asked = {key for path in (ROOT / "web").glob("*.js")
+    requested = {key for path in (ROOT / "web").glob("*.js")
              for key in re.findall(r"\btext\(\"(\w+)\"", path.read_text(encoding="utf-8"))}
 
-    assert len(asked) >= 20 and asked <= keys
+    assert len(requested) >= 20 and requested <= keys
 
 
 def entries_of_the_page():

@@ -379,7 +379,7 @@ def test_the_bubble_is_the_time_without_work(page, wait):
 
 
 @pytest.mark.slow
-def test_the_legend_lists_what_the_picture_has(page):
+def test_the_legend_lists_what_the_image_has(page):
     """Measuring the devices has a colour of its own; nothing is drawn of a run that did nothing."""
     of, kinds = page.evaluate("""async () => {
         const { TimePicture } = await import("/extensions/xdit-comfyui/timeline.js");

@@ -77,15 +77,15 @@ def test_a_file_is_opened_once_by_the_page_and_the_loader_until_it_changes(comfy
 
 def test_few_checkpoints_stay_open(comfyui, tmp_path):
     checkpoints = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.checkpoint_cache")
-    kept, first = checkpoints.Checkpoints(), tmp_path / "0.safetensors"
+    cached, first = checkpoints.Checkpoints(), tmp_path / "0.safetensors"
     for number in range(checkpoints.MAX_OPEN + 1):
         write_header(tmp_path / f"{number}.safetensors", {"weight": (2, 2)})
-    opened = kept.open(first)
+    opened = cached.open(first)
 
-    assert kept.open(first) is opened
+    assert cached.open(first) is opened
     for number in range(1, checkpoints.MAX_OPEN + 1):
-        kept.open(tmp_path / f"{number}.safetensors")
-    assert kept.open(first) is not opened
+        cached.open(tmp_path / f"{number}.safetensors")
+    assert cached.open(first) is not opened
 
 
 # --- where requests come from ---

@@ -43,9 +43,9 @@ class Networks:
     def apply(self, kind, model, control_layers=1, **settings):
         node, name, vae = NODES[kind]
         generator = torch.Generator().manual_seed(5)
-        picture = torch.rand(5 if kind == "wan" else 1, 72, 64, 3, generator=generator)
-        taken = {"render_video": picture, "start_percent": 0.0, "end_percent": 1.0} if kind == "wan" else {
-            "image": picture}
+        image = torch.rand(5 if kind == "wan" else 1, 72, 64, 3, generator=generator)
+        taken = {"render_video": image, "start_percent": 0.0, "end_percent": 1.0} if kind == "wan" else {
+            "image": image}
         taken |= {"start_percent": 0.0, "end_percent": 1.0} if vae is None else {
             "vae": self.vae_of(vae, encoder=True)}
         return run_node(self.nodes[node], {"model": model, "model_patch": self.load(name, control_layers),
@@ -91,11 +91,11 @@ def test_two_lllites_of_which_one_ends_early_equal_native_ksampler(comfyui, netw
     latents."""
     devices, degrees = LAYOUTS[layout]
     latent = {"samples": comfyui.latent("anima", batch=2, size=(18, 15))["samples"][:, :, :1]}
-    pictures, results = torch.rand(2, 72, 64, 3, generator=torch.Generator().manual_seed(6)), []
+    images, results = torch.rand(2, 72, 64, 3, generator=torch.Generator().manual_seed(6)), []
     for model in (comfyui.ours("anima", comfyui.config(devices, **degrees)), comfyui.native("anima")):
-        twice = networks.apply("anima", networks.apply("anima", model), strength=-0.6, image=pictures, end_percent=0.5)
+        twice = networks.apply("anima", networks.apply("anima", model), strength=-0.6, image=images, end_percent=0.5)
         results.append(comfyui.sample(twice, "anima", steps=4, latent=latent))
-    whole = networks.apply("anima", networks.apply("anima", model), strength=-0.6, image=pictures)
+    whole = networks.apply("anima", networks.apply("anima", model), strength=-0.6, image=images)
 
     close(*results, TOLERANCE)
     assert relative_error(comfyui.sample(whole, "anima", steps=4, latent=latent), results[1]) > 1e-3

@@ -20,9 +20,9 @@ def attention(comfyui):
     return importlib.import_module("comfy.ldm.modules.attention")
 
 
-def kernel(comfyui, config="as ComfyUI", **options):
+def backend(comfyui, config="as ComfyUI", **options):
     supported = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.compatibility.model_options")
-    choice = supported.call_kernel(comfyui.config(attention=config), options)
+    choice = supported.call_backend(comfyui.config(attention=config), options)
     return choice.name, choice.is_required
 
 
@@ -62,9 +62,9 @@ def overrides(attention):
 
 def test_nodes_that_pass_on_to_an_attention_of_comfyui_choose_it(comfyui, chosen, attention):
     for name, (override, expected) in overrides(attention).items():
-        assert chosen.override_kernel(override) == expected, name
+        assert chosen.override_backend(override) == expected, name
     override, _ = overrides(attention)["sage"]
-    assert kernel(comfyui, "flash", optimized_attention_override=override) == ("sage", True)
+    assert backend(comfyui, "flash", optimized_attention_override=override) == ("sage", True)
 
 
 def test_a_nodes_function_is_tried_once_a_call(comfyui, attention):
@@ -91,8 +91,8 @@ def test_it_is_comfyuis_own_unless_the_node_says_otherwise(comfyui, attention, m
                                "attention_pytorch": "sdpa", "attention_split": "sdpa", "attention_sub_quad": "sdpa",
                                "attention3_sage": "sdpa"}.items():
         monkeypatch.setattr(attention, "optimized_attention", getattr(attention, function))
-        assert kernel(comfyui) == (expected, False)
-        assert kernel(comfyui, "flash3") == ("flash3", True)
+        assert backend(comfyui) == (expected, False)
+        assert backend(comfyui, "flash3") == ("flash3", True)
 
 
 def test_packages_are_given_what_comfyui_gives_them(comfyui, attention, tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_packages_are_given_what_comfyui_gives_them(comfyui, attention, tmp_path
         for name, package, theirs in (("sage", sage, attention.attention_sage),
                                       ("flash", flash, attention.attention_flash)):
             wanted = theirs(q, k, v, 2, skip_reshape=True, skip_output_reshape=True, scale=0.2)
-            ours = backends.attend(q, k, v, backends.KernelUse(name, True), scale=0.2)
+            ours = backends.attend(q, k, v, backends.BackendUse(name, True), scale=0.2)
 
             within((ours - wanted).abs().max(), 1e-2)
             given, mine = package.calls
@@ -130,7 +130,7 @@ def test_the_node_says_which_ran_and_what_cannot_is_refused_by_name(comfyui, att
     monkeypatch.setattr(attention, "optimized_attention", attention.attention_sage)
     result = comfyui.sample(comfyui.ours("sd3", cfg), "sd3", steps=2)
     within((result - comfyui.reference("sd3", steps=2)).abs().max(), 1e-4)
-    assert said[-1].endswith("attention by sdpa (no sage)") and comfyui.groups.runs.last.kernels == "sdpa (no sage)"
+    assert said[-1].endswith("attention by sdpa (no sage)") and comfyui.groups.runs.last.backends == "sdpa (no sage)"
 
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2, attention="flash"))
     with pytest.raises(comfyui.errors.UnsupportedError,

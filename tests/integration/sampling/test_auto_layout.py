@@ -85,10 +85,10 @@ def test_a_long_run_measures_once(comfyui, said, user, monkeypatch):
         comfyui.sample(model, "sd3")
         monkeypatch.setattr(comfyui.groups, "_machines", {})
 
-    kept = list(user.glob("devices-*.json"))
-    assert probed == ["float32"] and len(kept) == 1 and "Plan: " in said[0] and "Plan: " in said[2]
+    cached = list(user.glob("devices-*.json"))
+    assert probed == ["float32"] and len(cached) == 1 and "Plan: " in said[0] and "Plan: " in said[2]
     assert len(machine_profiles.stored_machine(user, TWO, "float32").devices) == 2
-    kept[0].write_text("{}")
+    cached[0].write_text("{}")
     comfyui.sample(model, "sd3")
     assert len(probed) == 2
 
@@ -97,11 +97,11 @@ def test_a_long_run_measures_once(comfyui, said, user, monkeypatch):
 @pytest.mark.parametrize("is_staged", [True, False], ids=["slow-links", "fast-links"])
 def test_for_speed_a_model_that_fits_is_spread_and_nodes_say_what_it_gains_and_costs(comfyui, said, user, monkeypatch,
                                                                                    is_staged):
-    spread, told = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.weight_placement"), []
-    monkeypatch.setattr(spread, "show_text", told.append)
-    card = Device(1e9, 1e9, 1e12, name="a card", memory_bytes=1e12)
+    placement, told = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.weight_placement"), []
+    monkeypatch.setattr(placement, "show_text", told.append)
+    gpu = Device(1e9, 1e9, 1e12, name="a card", memory_bytes=1e12)
     links = Links({**(SLOW_LINKS if is_staged else FAST_LINKS).rates, ("hop", 2): 1e5 if is_staged else 1e9})
-    machine_profiles.store_machine(user, TWO, "float32", Machine((card, card), links))
+    machine_profiles.store_machine(user, TWO, "float32", Machine((gpu, gpu), links))
     model = comfyui.ours("flux", comfyui.config("cpu,cpu", mode="auto", warmup="auto", approximate="for speed"))
 
     comfyui.sample(model, "flux", steps=4)

@@ -133,7 +133,7 @@ def with_residuals(comfyui, kind, prompts, **options):
 
 
 KINDS = [kind for kind, family in families().items()
-         if kind not in VARIANTS and family.takes_controlnets and not family.is_whole]
+         if kind not in VARIANTS and family.takes_controlnets and not family.is_replicated]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from tests.integration.sampling.test_displaced import OracleForward
 from tests.integration.sampling.test_operations import shrunk
 from tests.support import ip_adapter
-from tests.support.ip_adapter import adapter_of, import_pack, show_pictures
+from tests.support.ip_adapter import adapter_of, import_pack, show_images
 from tests.support.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
@@ -91,7 +91,7 @@ def test_two_adapters_equal_native_ksampler(comfyui, pack, kind, layout):
     sampling = comfyui.native(kind).get_model_object("model_sampling")
     range_ = {"sigma_start": sampling.percent_to_sigma(0.2), "sigma_end": sampling.percent_to_sigma(1.0)}
 
-    applied.compare(layout, (applied.adapter(pictures=2), {"weight": 0.8, "mask": masks(2, 50, 40)}),
+    applied.compare(layout, (applied.adapter(images=2), {"weight": 0.8, "mask": masks(2, 50, 40)}),
                     (applied.adapter(seed=2, tokens=3), {"weight_type": "ease in", "embeds_scaling": "K+V", **range_}))
 
 
@@ -103,7 +103,7 @@ def test_every_kind_of_weight_equals_native_ksampler(comfyui, pack):
                  "strong middle"):
         applied.compare("one", (given, {"weight_type": kind, "weight": 1.3}), steps=1)
     for scaling in ("K+V", "K+V w/ C penalty", "K+mean(V) w/ C penalty"):
-        applied.compare("one", (applied.adapter(pictures=2, loud=3.0), {"embeds_scaling": scaling, "weight": 1.7}),
+        applied.compare("one", (applied.adapter(images=2, loud=3.0), {"embeds_scaling": scaling, "weight": 1.7}),
                         steps=1)
 
 
@@ -121,13 +121,13 @@ def test_weights_of_layers_equal_native_ksampler(comfyui, pack, kind):
 
 @pytest.mark.parametrize("layout", ["data2", *(pytest.param(layout, marks=pytest.mark.slow)
                                                for layout in ("one", "cfg2", "displaced2"))])
-def test_a_picture_for_each_image_equals_native_ksampler(comfyui, pack, layout):
+def test_a_image_for_each_image_equals_native_ksampler(comfyui, pack, layout):
     """More images than pictures, weights and masks; the last of each is the others' too."""
     applied = Applied(comfyui, pack, "sd15")
     weights = torch.tensor([0.0, 1.4]).view(-1, 1, 1)
 
     for scaling in ("V only", "K+mean(V) w/ C penalty"):
-        applied.compare(layout, (applied.adapter(pictures=2), {
+        applied.compare(layout, (applied.adapter(images=2), {
             "weight": weights, "unfold_batch": True, "mask": masks(2, 9, 30), "embeds_scaling": scaling}),
             latent=comfyui.latent("sd15", 3, SIZE), steps=1)
 
@@ -153,21 +153,21 @@ def test_areas_and_calls_of_one_and_two_prompts_equal_native_ksampler(comfyui, p
     applied.compare("cfg2", (applied.adapter(), {}), change=wrapped, steps=1)
 
 
-class OracleWithPictures(OracleForward):
+class OracleWithImages(OracleForward):
     """An oracle for each prompt, made in the first call in the order of its images."""
 
     def __init__(self, comfyui, kind, net, given, weight):
         super().__init__(comfyui, kind, 2, 1)
         load = self.load
 
-        def with_pictures():
+        def with_images():
             loaded = load()
             prompt, linears = next(self.prompts), given["ipadapter"].ip_layers.to_kvs
             layers = {f"{side}.{block}.{index}": [linears[f"{2 * number + 1}_to_{kind}_ip"].weight for kind in "kv"]
                       for number, ((side, block), index, _) in enumerate(ip_adapter.attentions(net))}
-            show_pictures(loaded.model, layers, (given["cond"], given["uncond"])[prompt], weight)
+            show_images(loaded.model, layers, (given["cond"], given["uncond"])[prompt], weight)
             return loaded
-        self.load = with_pictures
+        self.load = with_images
 
     def __call__(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
         self.prompts = iter(transformer_options["cond_or_uncond"])
@@ -180,7 +180,7 @@ def test_stale_patches_equal_the_oracles(comfyui, pack, kind):
     applied = Applied(comfyui, pack, kind)
     given, sampled = applied.adapter(), {"steps": 3, "latent": comfyui.latent(kind, size=(23, 10))}
     config = comfyui.config("cpu,cpu", displaced=2, warmup_steps=1, displaced_mode="corrected_async_gn")
-    native, oracle = comfyui.native(kind), OracleWithPictures(comfyui, kind, applied.net, given, 0.9)
+    native, oracle = comfyui.native(kind), OracleWithImages(comfyui, kind, applied.net, given, 0.9)
     forward = applied.net.forward
 
     result, whole = (comfyui.sample(applied.apply(model, (given, {"weight": 0.9})), kind, **sampled)

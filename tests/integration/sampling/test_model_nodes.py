@@ -280,7 +280,7 @@ def test_a_compiled_model_gives_what_it_gives_uncompiled(comfyui, matrix, model,
         compiled.add_object_patch("diffusion_model",
                                   torch.compile(model.get_model_object("diffusion_model"), backend="inductor"))
     torch._dynamo.utils.counters.clear()
-    asked = _asked_to_compile(monkeypatch, compiled)
+    requested = _asked_to_compile(monkeypatch, compiled)
 
     try:
         result = sample(comfyui, compiled)
@@ -291,19 +291,19 @@ def test_a_compiled_model_gives_what_it_gives_uncompiled(comfyui, matrix, model,
 
     close(result, comfyui.reference("sd3"), TOLERANCE)
     assert not torch._dynamo.utils.counters["frames"], "something of a call to workers was traced"
-    assert asked == {"" if form == "object patch" else "inductor"}
+    assert requested == {"" if form == "object patch" else "inductor"}
 
 
 def _asked_to_compile(monkeypatch, model):
     """A set that gets what the workers are asked to compile by in each call."""
-    client, asked = model.model.remote._client(), set()
+    client, requested = model.model.remote._client(), set()
     submit = type(client).submit
 
     def noted(self, spec, layout, num_channels, calls, *more, **options):
-        asked.update(call.compile_backend for call in calls)
+        requested.update(call.compile_backend for call in calls)
         return submit(self, spec, layout, num_channels, calls, *more, **options)
     monkeypatch.setattr(type(client), "submit", noted)
-    return asked
+    return requested
 
 
 # --- weights ---

@@ -84,7 +84,7 @@ def test_calls_with_skipped_layers_leave_the_patches_of_others_alone(comfyui):
 @pytest.mark.parametrize("degrees", [
     {"ulysses": 2}, {"tensor": 2}, {"displaced": 2, "warmup_steps": 9},
     {"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}], ids=str)
-def test_a_style_of_a_picture_equals_native_ksampler(comfyui, vae_of, degrees):
+def test_a_style_of_a_image_equals_native_ksampler(comfyui, vae_of, degrees):
     """Of USO: tokens before the text's, of a network that ComfyUI runs."""
     outcome = Matrix(comfyui, comfyui.config("cpu,cpu", **degrees), vae_of).outcome("USOStyleReference")
 

@@ -46,7 +46,7 @@ def transformer(path):
 def oracle(comfyui, kind, num_patches, warmup_steps):
     """A MODEL for the native sampler, whose diffusion model is the oracle."""
     family, model, config = transformer(comfyui.base / "diffusion_models" / comfyui.file(kind))
-    shell = comfyui.ours(kind, comfyui.config("cpu"))
+    proxy = comfyui.ours(kind, comfyui.config("cpu"))
     stale = {}
 
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
@@ -74,11 +74,11 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
                  for patch, rows in patches], dim)
         return [family.first_part(prediction), *one.others] if one.others else prediction
 
-    remote = shell.model.remote                                # the workers are not asked; nothing is started
+    remote = proxy.model.remote                                # the workers are not asked; nothing is started
     remote.load = remote.unload = remote.end_run = lambda *base_model: None
-    shell.model.diffusion_model.forward = remote.modules[""][1]["forward"] = forward
-    shell.wrappers.clear()
-    return shell
+    proxy.model.diffusion_model.forward = remote.modules[""][1]["forward"] = forward
+    proxy.wrappers.clear()
+    return proxy
 
 
 def sample_oracle(comfyui, kind, num_patches, warmup_steps, change=lambda model: model, **arguments):
@@ -157,7 +157,7 @@ def test_a_plain_ksampler_runs_patches_too(comfyui):
 # ComfyUI's class of the last swaps halves of a batch
 @pytest.mark.parametrize("kind, warmup", [("sd3", "micro_batches"), ("sd3", "sequence"),
                                           ("hunyuan3d-2.1", "micro_batches")])
-def test_ways_to_warm_up_give_the_same_picture(comfyui, kind, warmup):
+def test_ways_to_warm_up_give_the_same_image(comfyui, kind, warmup):
     latent = comfyui.latent(kind, batch=2)
     model = staged(comfyui, kind, warmup=warmup, warmup_steps=2)
 

@@ -41,7 +41,7 @@ def test_faces_equal_native_ksampler(comfyui, packs, kind, layout):
 
 
 @pytest.mark.parametrize("layout", ["displaced2", pytest.param("cfg2", marks=pytest.mark.slow)])
-def test_a_face_after_pictures_equals_native_ksampler(comfyui, packs, layout):
+def test_a_face_after_images_equals_native_ksampler(comfyui, packs, layout):
     """Of several packs in one object, one after the other: PuLID takes out what goes along all that came before."""
     class InTurn(Applied):
         def apply(self, model, *adapters):

@@ -39,7 +39,7 @@ def beside(comfyui, kind, seed, size):
 @pytest.mark.parametrize("kind, degrees, size", [
     ("flux-fill", {"ulysses": 2}, (16, 16)), ("flux-fill", {"cfg": 2}, (13, 18)), ("flux-canny", {"ring": 2}, (15, 10)),
     ("flux-fill", {"pipefusion": 2, "num_patches": 4, "warmup_steps": 9}, (16, 14))], ids=str)
-def test_pictures_beside_the_latent_equal_native_ksampler(comfyui, kind, degrees, size):
+def test_images_beside_the_latent_equal_native_ksampler(comfyui, kind, degrees, size):
     arguments = {"positive": beside(comfyui, kind, 1, size), "negative": beside(comfyui, kind, 2, size),
                  "latent": comfyui.latent(kind, size=size)}
 
@@ -51,7 +51,7 @@ def test_pictures_beside_the_latent_equal_native_ksampler(comfyui, kind, degrees
     assert relative_error(want, comfyui.sample(comfyui.native(kind), kind, **without)) > 100 * EXACT
 
 
-def test_stale_patches_with_pictures_beside_the_latent_equal_the_oracle(comfyui):
+def test_stale_patches_with_images_beside_the_latent_equal_the_oracle(comfyui):
     arguments = {"positive": beside(comfyui, "flux-fill", 1, (16, 16)),
                  "negative": beside(comfyui, "flux-fill", 2, (16, 16))}
 
@@ -74,7 +74,7 @@ def at_the_right(comfyui, size, width):
         ({"cfg": 2}, (16, 8), 8), ({"ring": 2}, (7, 16), 2), ({"tensor": 2}, (8, 14), 14),
         ({"displaced": 2, "displaced_mode": "full_sync"}, (12, 10), 10),
         ({"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}, (10, 22), 14)))], ids=str)
-def test_a_picture_to_the_right_of_the_latent_equals_native_ksampler(comfyui, degrees, size, width):
+def test_a_image_to_the_right_of_the_latent_equals_native_ksampler(comfyui, degrees, size, width):
     arguments = at_the_right(comfyui, size, width)
 
     result = comfyui.sample(comfyui.ours("hidream-i1", comfyui.config("cpu,cpu", **degrees)), "hidream-i1", **arguments)
@@ -85,7 +85,7 @@ def test_a_picture_to_the_right_of_the_latent_equals_native_ksampler(comfyui, de
     assert relative_error(want, without) > 100 * EXACT
 
 
-def test_stale_patches_with_a_picture_to_the_right_equal_the_oracle(comfyui):
+def test_stale_patches_with_a_image_to_the_right_equal_the_oracle(comfyui):
     arguments = at_the_right(comfyui, (16, 18), 12)
 
     result = comfyui.sample(staged(comfyui, "hidream-i1"), "hidream-i1", **arguments)
@@ -94,12 +94,12 @@ def test_stale_patches_with_a_picture_to_the_right_equal_the_oracle(comfyui):
 
 
 @pytest.mark.parametrize("size, picture", [((8, 13), (8, 12)), ((8, 12), (8, 13)), ((8, 12), (10, 12))], ids=str)
-def test_a_picture_that_cannot_stand_to_the_right_is_refused_with_its_size(comfyui, size, picture):
+def test_a_image_that_cannot_stand_to_the_right_is_refused_with_its_size(comfyui, size, image):
     """ComfyUI's own makes tokens of both, or fails."""
     positive = comfyui.conditioning("hidream-i1", 1)
-    positive[0][1]["concat_latent_image"] = random(1, 16, *picture)
+    positive[0][1]["concat_latent_image"] = random(1, 16, *image)
 
-    with pytest.raises(comfyui.errors.ConfigError, match=rf"{picture[0]} x {picture[1]} and {size[0]} x {size[1]}"):
+    with pytest.raises(comfyui.errors.ConfigError, match=rf"{image[0]} x {image[1]} and {size[0]} x {size[1]}"):
         comfyui.sample(comfyui.ours("hidream-i1", comfyui.config("cpu")), "hidream-i1", positive=positive, cfg=1.0,
                        latent=comfyui.latent("hidream-i1", size=size))
 
@@ -193,12 +193,12 @@ def test_references_at_time_zero_equal_native_ksampler(comfyui, kind, degrees):
 
     want = comfyui.sample(comfyui.native(kind), kind, **arguments)
     close(result, want, EXACT)
-    alike = comfyui.sample(comfyui.native(kind), kind, **arguments | {"positive": edited(comfyui, kind)})
-    assert relative_error(alike, want) > 100 * EXACT
+    identical = comfyui.sample(comfyui.native(kind), kind, **arguments | {"positive": edited(comfyui, kind)})
+    assert relative_error(identical, want) > 100 * EXACT
 
 
 @pytest.mark.parametrize("degrees", [{"cfg": 2}, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}], ids=str)
-def test_pictures_after_texts_of_unequal_length_equal_native_ksampler(comfyui, degrees):
+def test_images_after_texts_of_unequal_length_equal_native_ksampler(comfyui, degrees):
     """LongCat-Image's begin where their own text ends."""
     arguments = {"positive": edited(comfyui, "longcat-image"),
                  "negative": comfyui.conditioning("longcat-image", 2, tokens=27),
@@ -263,7 +263,7 @@ def test_what_a_family_does_not_do_with_references_is_refused_by_name(comfyui):
 REFINER = "hunyuanimage-refiner"
 
 
-def mended(comfyui, size, noise=0.1, picture=None, batch=1, guidance=None):
+def mended(comfyui, size, noise=0.1, image=None, batch=1, guidance=None):
     """Prompts and latent of HunyuanImage's refiner, as Hunyuan Latent Refiner gives them. picture: rows and columns of
     the latent that it mends, where they are not the latent's; guidance: as FluxGuidance says it, or none ("none")."""
     from comfy_extras.nodes_hunyuan import HunyuanRefinerLatent
@@ -272,7 +272,7 @@ def mended(comfyui, size, noise=0.1, picture=None, batch=1, guidance=None):
         if guidance is not None:
             prompt[0][1]["guidance"] = None if guidance == "none" else guidance
     positive, negative, latent = run_node(HunyuanRefinerLatent, {
-        "positive": prompts[0], "negative": prompts[1], "latent": {"samples": random(batch, 32, 1, *(picture or size))},
+        "positive": prompts[0], "negative": prompts[1], "latent": {"samples": random(batch, 32, 1, *(image or size))},
         "noise_augmentation": noise})
     latent["samples"] = torch.zeros(batch, 32, 1, *size)
     return {"positive": positive, "negative": negative, "latent": latent}
@@ -285,7 +285,7 @@ def mended(comfyui, size, noise=0.1, picture=None, batch=1, guidance=None):
         ({"tensor": 2}, {"size": (3, 13), "noise": 0.9}), ({"ulysses": 2, "compile": "blocks"}, {"size": (6, 7)}),
         ({"displaced": 2, "displaced_mode": "full_sync"}, {"size": (10, 9), "guidance": "none"}),
         ({"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}, {"size": (13, 7), "guidance": 8.0})))], ids=str)
-def test_a_picture_that_is_mended_equals_native_ksampler(comfyui, degrees, options):
+def test_a_image_that_is_mended_equals_native_ksampler(comfyui, degrees, options):
     """In every method: of odd sizes and of another size than the latent, with and without noise and guidance."""
     arguments = mended(comfyui, **options)
 
@@ -298,7 +298,7 @@ def test_a_picture_that_is_mended_equals_native_ksampler(comfyui, degrees, optio
     assert relative_error(other, want) > 100 * EXACT
 
 
-def test_stale_patches_of_a_picture_that_is_mended_equal_the_oracle(comfyui):
+def test_stale_patches_of_a_image_that_is_mended_equal_the_oracle(comfyui):
     arguments = mended(comfyui, (16, 9))
 
     result = comfyui.sample(staged(comfyui, REFINER), REFINER, **arguments)
@@ -308,11 +308,11 @@ def test_stale_patches_of_a_picture_that_is_mended_equal_the_oracle(comfyui):
 
 def test_guidance_changes_what_is_mended(comfyui):
     """That the tests above compare what is heeded."""
-    alike, other = (comfyui.sample(comfyui.native(REFINER), REFINER, **mended(comfyui, (6, 6), guidance=guidance))
+    identical, other = (comfyui.sample(comfyui.native(REFINER), REFINER, **mended(comfyui, (6, 6), guidance=guidance))
                     for guidance in (6.0, "none"))
 
-    assert relative_error(other, alike) > 100 * EXACT
-    close(alike, comfyui.sample(comfyui.native(REFINER), REFINER, **mended(comfyui, (6, 6))), EXACT)
+    assert relative_error(other, identical) > 100 * EXACT
+    close(identical, comfyui.sample(comfyui.native(REFINER), REFINER, **mended(comfyui, (6, 6))), EXACT)
 
 
 def test_a_call_that_asks_for_the_time_of_the_next_step_is_refused(comfyui):

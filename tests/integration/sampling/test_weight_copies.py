@@ -40,11 +40,11 @@ def test_devices_share_what_comes_over_fast_links_and_copy_as_the_probe_found_fa
         "nodes.bridge.sampling.remote_model"))
     for module in (planner, remote):                           # a usual picture has no room beside so few weights
         monkeypatch.setattr(module, "USUAL_JOB", cost.Job(64, 20, 20))
-    card = cost.Device(1e10, 1e10, 1e12, memory_bytes=0.9 * weights, host_bytes_s=1e6, host_pageable=pageable)
+    gpu = cost.Device(1e10, 1e10, 1e12, memory_bytes=0.9 * weights, host_bytes_s=1e6, host_pageable=pageable)
     rates = dict.fromkeys([("hop", 2), ("all_to_all", 2)], 1e5) | {("gather", 2): gather_bytes_s}
-    machine = choice.Machine((card, dataclasses.replace(card)), cost.Links(rates))
+    machine = choice.Machine((gpu, dataclasses.replace(gpu)), cost.Links(rates))
     monkeypatch.setattr(comfyui.groups, "machine", lambda *given, **more: machine)
-    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: 0.9 * weights)
+    monkeypatch.setattr(comfyui.proxy, "memory_of", lambda device: 0.9 * weights)
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", weights_memory=f"{0.6 * weights / 1e9}", **given),
                          size="demo")
     sent.clear()

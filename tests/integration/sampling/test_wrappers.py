@@ -72,19 +72,19 @@ def test_caches_take_the_steps_they_take_with_comfyuis_own_model_and_wait_for_no
     EasyCache wraps the diffusion model: those of ComfyUI that let themselves be wrapped (SD3's does not).
     """
     extras = __import__("comfy_extras.nodes_easycache", fromlist=["x"])
-    reused, asked, apply = [], [], getattr(extras, f"{node}Holder").apply_cache_diff
+    reused, requested, apply = [], [], getattr(extras, f"{node}Holder").apply_cache_diff
     monkeypatch.setattr(getattr(extras, f"{node}Holder"), "apply_cache_diff",
                         lambda self, x, *given, **more: reused.append(len(x)) or apply(self, x, *given, **more))
     client = comfyui.groups.client(("cpu", "cpu"))
     submit = client.submit
-    monkeypatch.setattr(client, "submit", lambda *given, **more: asked.append(1) or submit(*given, **more))
+    monkeypatch.setattr(client, "submit", lambda *given, **more: requested.append(1) or submit(*given, **more))
 
     def sample(model, is_cached=True):
-        reused.clear(), asked.clear()
+        reused.clear(), requested.clear()
         if is_cached:
             model = getattr(extras, f"{node}Node").execute(model=model, reuse_threshold=0.9, start_percent=0.1,
                                                            end_percent=0.95, verbose=False).args[0]
-        return comfyui.sample(model, kind, steps=8), list(reused), len(asked)
+        return comfyui.sample(model, kind, steps=8), list(reused), len(requested)
 
     want, reused_natively, _ = sample(comfyui.native(kind))
     ours = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees | {"warmup_steps": 99}))      # nothing stale
@@ -224,4 +224,4 @@ def test_what_is_loaded_is_said_in_units_of_its_size(comfyui, total, words):
     runs = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.workers.progress"].Runs()
     messages = sys.modules[f"{comfyui.pack.__name__}.xdit_backend.protocol.messages"]
 
-    assert runs.phase_words(messages.Phase(0, "loading weights", total // 2, total, True)).startswith(words)
+    assert runs.describe_phase(messages.Phase(0, "loading weights", total // 2, total, True)).startswith(words)

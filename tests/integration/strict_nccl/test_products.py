@@ -19,11 +19,11 @@ FAULTS = {"swap": ("MISMATCH", Layout(ulysses_degree=2)), "skip": ("MISMATCH", L
           "cross": ("DEADLOCK", Layout(ring_degree=2, ulysses_degree=2)), "early": ("", Layout(ring_degree=2))}
 
 
-def strict_errors(monkeypatch, folder, queues, asked, world_size, mutant="", seed=0):
+def strict_errors(monkeypatch, folder, queues, requested, world_size, mutant="", seed=0):
     """({product: error, or what was raised}, the StrictWorld)"""
     with strict_world(folder, queues, mutant) as world:
         monkeypatch.setattr(compare_single_device, "run_ranks", world.run_ranks)
-        return errors_of(asked, folder, world_size, TEXTS, seed=seed), world
+        return errors_of(requested, folder, world_size, TEXTS, seed=seed), world
 
 
 def wrong(outcomes):
@@ -36,8 +36,8 @@ def test_products_of_methods_that_are_drawn_keep_nccls_rules(monkeypatch, reques
     seed = request.config.option.smoke_seed
     every = [(name, layout) for name in ("SD3", "Flux.1", "Wan") for layout in layouts_of(name, 2)
              if {degree for degree, size in vars(layout).items() if size > 1} != ALONE]
-    asked = random.Random(f"{seed} {queues}").sample(every, SAMPLED)
-    outcomes, world = strict_errors(monkeypatch, tmp_path, queues, asked, 4, seed=seed)
+    requested = random.Random(f"{seed} {queues}").sample(every, SAMPLED)
+    outcomes, world = strict_errors(monkeypatch, tmp_path, queues, requested, 4, seed=seed)
 
     assert not wrong(outcomes) and not world.failures and world.num_operations > 0
 
@@ -48,8 +48,8 @@ def test_products_of_methods_that_are_drawn_keep_nccls_rules(monkeypatch, reques
 @pytest.mark.parametrize("num_methods", [1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_product_of_methods_keeps_nccls_rules(monkeypatch, request, tmp_path, name, num_methods, queues):
-    asked = [(name, layout) for layout in layouts_of(name, num_methods)]
-    outcomes, world = strict_errors(monkeypatch, tmp_path, queues, asked, 2 ** num_methods,
+    requested = [(name, layout) for layout in layouts_of(name, num_methods)]
+    outcomes, world = strict_errors(monkeypatch, tmp_path, queues, requested, 2 ** num_methods,
                                     seed=request.config.option.smoke_seed)
 
     assert not wrong(outcomes) and not world.failures

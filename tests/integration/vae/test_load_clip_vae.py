@@ -79,7 +79,7 @@ def test_clip_and_vae_are_those_of_load_checkpoint(comfyui, thin_encoders, monke
 
     assert made == []
     with torch.inference_mode():
-        (ours, native, other), pictures = [
+        (ours, native, other), images = [
             one.encode_from_tokens_scheduled(one.tokenize(text))[0] for one, text in (
                 (clip, "a lighthouse on a cliff"), (native_clip, "a lighthouse on a cliff"),
                 (native_clip, "the sea"))], [
@@ -91,7 +91,7 @@ def test_clip_and_vae_are_those_of_load_checkpoint(comfyui, thin_encoders, monke
     assert ours[1].keys() == native[1].keys() >= {"pooled_output"}
     assert (ours[0].shape != other[0].shape
             or relative_error(ours[0], other[0]) > 1e-3), "the encoders' weights say nothing"
-    close(*pictures, 1e-6)
+    close(*images, 1e-6)
 
 
 def test_a_checkpoint_without_them_is_refused_in_words(comfyui):

@@ -43,16 +43,16 @@ CASES = [case for number, case in enumerate(CASES)
 @pytest.mark.parametrize("kind, shape, devices", [
     *((*case, "cpu,cpu") for case in CASES), *(pytest.param(*case, "cpu,cpu,cpu", marks=pytest.mark.slow) for case in (
         ("vae-sd", (1, 2, 5)), ("vae-wan", (2, 3, 5, 7)), ("vae-ltx", (1, 6, 2, 3))))], ids=str)
-def test_pictures_equal_native_vae_decode(comfyui, vae_of, kind, devices, shape):
+def test_images_equal_native_vae_decode(comfyui, vae_of, kind, devices, shape):
     samples, vae = {"samples": latents(kind, *shape)}, vae_of(kind)
     with torch.inference_mode():
         torch.manual_seed(3)                                   # of the noise that LTX's decoder takes off
         want = comfyui.nodes.VAEDecode().decode(vae, samples)[0]
         torch.manual_seed(3)
-        picture = comfyui.vae_decode.execute(samples, vae, comfyui.config(devices)).args[0]
+        image = comfyui.vae_decode.execute(samples, vae, comfyui.config(devices)).args[0]
 
-    assert picture.shape == want.shape and picture.dtype == want.dtype
-    close(picture, want, 2e-5)
+    assert image.shape == want.shape and image.dtype == want.dtype
+    close(image, want, 2e-5)
     assert want.std() > 0.01
 
 
@@ -66,11 +66,11 @@ def test_noise_that_a_decoder_takes_off_is_drawn_in_the_type_that_comfyui_draws_
                                 metadata=metadata), {"samples": latents("vae-ltx095", 1, 1, 3, 3)}
 
     torch.manual_seed(3)
-    picture = comfyui.vae_decode.execute(samples, vae, comfyui.config("cpu,cpu")).args[0]
+    image = comfyui.vae_decode.execute(samples, vae, comfyui.config("cpu,cpu")).args[0]
 
     torch.manual_seed(3)
     with torch.inference_mode():
-        close(picture, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 5e-3)
+        close(image, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 5e-3)
 
 
 def test_wans_upscaling_vae_equals_native_vae_decode(comfyui):
@@ -81,11 +81,11 @@ def test_wans_upscaling_vae_equals_native_vae_decode(comfyui):
     fill(model, torch.Generator().manual_seed(1))
     vae, samples = comfy.sd.VAE(sd=model.state_dict()), {"samples": latents("vae-wan", 1, 1, 5, 4)}
 
-    picture = comfyui.vae_decode.execute(samples, vae, comfyui.config("cpu,cpu")).args[0]
+    image = comfyui.vae_decode.execute(samples, vae, comfyui.config("cpu,cpu")).args[0]
 
-    assert picture.shape == (1, 40, 32, 12)
+    assert image.shape == (1, 40, 32, 12)
     with torch.inference_mode():
-        close(picture, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 2e-5)
+        close(image, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 2e-5)
 
 
 @pytest.mark.parametrize("name, channels, shape", [
@@ -106,11 +106,11 @@ def test_tiny_vaes_of_comfyuis_own_class_equal_native_nodes(comfyui, name, chann
     with torch.inference_mode():
         want = comfyui.nodes.VAEDecode().decode(vae, samples)[0]
         latent = comfyui.nodes.VAEEncode().encode(vae, want.clamp(0, 1))[0]["samples"]
-        picture = comfyui.vae_decode.execute(samples, vae, config).args[0]
+        image = comfyui.vae_decode.execute(samples, vae, config).args[0]
         encoded = comfyui.vae_encode.execute(want.clamp(0, 1), vae, config).args[0]["samples"]
 
-    assert picture.shape == want.shape and encoded.shape == latent.shape
-    close(picture, want, 2e-5)
+    assert image.shape == want.shape and encoded.shape == latent.shape
+    close(image, want, 2e-5)
     close(encoded, latent, 2e-5)
     assert want.std() > 0.01
 
@@ -131,7 +131,7 @@ def test_a_finished_decode_says_what_it_took(comfyui, vae_of, monkeypatch):
 @pytest.mark.parametrize("hop, mode, first_slower, working", [
     (1.0, "auto", 1, [True, False]), (1.0, "auto", 3, [False, True]), (1e15, "auto", 1, [True, True]),
     (1.0, "manual", 1, [True, True])])
-def test_auto_leaves_a_picture_to_the_fastest_device_where_links_are_slow(
+def test_auto_leaves_a_image_to_the_fastest_device_where_links_are_slow(
     comfyui, vae_of, monkeypatch, hop, mode, first_slower, working):
     """The picture is the same; bytes a second between devices are those of a probe,
     which no decode as short as this asks for."""
@@ -146,10 +146,10 @@ def test_auto_leaves_a_picture_to_the_fastest_device_where_links_are_slow(
                         or machine)
     config = comfyui.config("cpu,cpu") if mode == "auto" else comfyui.config("cpu,cpu", cfg=2)
 
-    picture = comfyui.vae_decode.execute(samples, vae, config).args[0]
+    image = comfyui.vae_decode.execute(samples, vae, config).args[0]
     told = comfyui.groups.client(("cpu", "cpu")).autoencoders.last_numbers
 
-    close(picture, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 2e-5)
+    close(image, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 2e-5)
     assert texts[-1].endswith(" s on 2 devices" if all(working) else " s on 1 of 2 devices, by forecast as fast as all")
     assert [told[rank]["busy_s"] > 0 for rank in (0, 1)] == working
     assert measured == ([False] if mode == "auto" else [])
@@ -187,9 +187,9 @@ def test_the_group_that_samples_decodes_too(comfyui, vae_of):
     client = comfyui.groups.client(("cpu", "cpu"))
     pids = {numbers["pid"] for numbers in client.report_memory().values()}
 
-    picture = comfyui.vae_decode.execute({"samples": latent}, vae_of("vae-sd3")).args[0]
+    image = comfyui.vae_decode.execute({"samples": latent}, vae_of("vae-sd3")).args[0]
 
-    assert picture.shape == (1, 128, 144, 3)
+    assert image.shape == (1, 128, 144, 3)
     assert comfyui.groups.client(("cpu", "cpu")) is client
     assert {numbers["pid"] for numbers in client.report_memory().values()} == pids
 
@@ -250,21 +250,22 @@ def test_weights_come_from_host_memory_as_long_as_they_leave_too_little_room(com
     samples, config = {"samples": latents(kind, *shape)}, comfyui.config("cpu,cpu")
     vae, client = vae_of(kind), comfyui.groups.client(("cpu", "cpu"))
     first = comfyui.vae_decode.execute(samples, vae, config).args[0].clone()
-    held_bytes = client.report_memory()[0]["vae_bytes"]
+    resident_bytes = client.report_memory()[0]["vae_bytes"]
 
     with monkeypatch.context() as patched:
         patched.setattr(client.autoencoders, "free_bytes", lambda count, first=0: 1000)
         for _ in range(2):
             assert torch.equal(comfyui.vae_decode.execute(samples, vae, config).args[0], first)
             assert said[-1].endswith("on 2 devices, the VAE's weights from host memory")
-        come_bytes = client.report_memory()[0]["vae_bytes"]
+        streamed_bytes = client.report_memory()[0]["vae_bytes"]
         with comfyui.cancelled_amid("decoding"):
             comfyui.vae_decode.execute(samples, vae, config)
         assert torch.equal(comfyui.vae_decode.execute(samples, vae, config).args[0], first)
 
-    assert come_bytes < held_bytes or kind == "vae-minimax"         # most of it is one layer, of two that have room
+    # most of it is one layer, of two that have room
+    assert streamed_bytes < resident_bytes or kind == "vae-minimax"
     assert torch.equal(comfyui.vae_decode.execute(samples, vae, config).args[0], first)
-    assert said[-1].endswith("on 2 devices") and client.report_memory()[0]["vae_bytes"] == held_bytes
+    assert said[-1].endswith("on 2 devices") and client.report_memory()[0]["vae_bytes"] == resident_bytes
 
 
 def test_reports_progress_and_can_be_cancelled(comfyui, vae_of, said):
@@ -319,9 +320,9 @@ def test_sampled_latent_decodes_like_the_native_nodes(comfyui, vae_of):
     latent = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu")), "sd3")
     with torch.inference_mode():
         want = comfyui.nodes.VAEDecode().decode(vae_of("vae-sd3"), {"samples": comfyui.reference("sd3")})[0]
-        picture = comfyui.vae_decode.execute({"samples": latent}, vae_of("vae-sd3")).args[0]
+        image = comfyui.vae_decode.execute({"samples": latent}, vae_of("vae-sd3")).args[0]
 
-    close(picture, want, 1e-4)
+    close(image, want, 1e-4)
 
 
 def test_every_family_of_vaes_is_recognised(comfyui):

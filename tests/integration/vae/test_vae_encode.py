@@ -20,7 +20,7 @@ CASES = [("vae-sd", (1, 64, 64, 3)), ("vae-sd", (2, 77, 100, 3)), ("vae-sd3", (1
          ("vae-ltx095", (17, 96, 70, 3))]
 
 
-def picture(shape):
+def image(shape):
     return torch.rand(shape, generator=torch.Generator().manual_seed(2))
 
 
@@ -35,8 +35,8 @@ def vae_with_encoder(vae_of, kind):
 def test_latents_equal_native_vae_encode(comfyui, vae_of, kind, devices, shape):
     vae = vae_with_encoder(vae_of, kind)
     with torch.inference_mode():
-        want = comfyui.nodes.VAEEncode().encode(vae, picture(shape))[0]["samples"]
-        latent = comfyui.vae_encode.execute(picture(shape), vae, comfyui.config(devices)).args[0]["samples"]
+        want = comfyui.nodes.VAEEncode().encode(vae, image(shape))[0]["samples"]
+        latent = comfyui.vae_encode.execute(image(shape), vae, comfyui.config(devices)).args[0]["samples"]
 
     assert latent.shape == want.shape and latent.dtype == want.dtype
     close(latent, want, 2e-5)
@@ -47,19 +47,19 @@ def test_latents_equal_native_vae_encode(comfyui, vae_of, kind, devices, shape):
 def test_decoder_and_encoder_are_on_the_workers_side_by_side(comfyui, vae_of):
     vae, config = vae_with_encoder(vae_of, "vae-wan"), comfyui.config("cpu,cpu")
 
-    latent = comfyui.vae_encode.execute(picture((5, 32, 32, 3)), vae, config).args[0]["samples"]
+    latent = comfyui.vae_encode.execute(image((5, 32, 32, 3)), vae, config).args[0]["samples"]
     video = comfyui.vae_decode.execute({"samples": latent}, vae, config).args[0]
 
     with torch.inference_mode():
-        want = comfyui.nodes.VAEDecode().decode(vae, comfyui.nodes.VAEEncode().encode(vae, picture((5, 32, 32, 3)))[0])[
+        want = comfyui.nodes.VAEDecode().decode(vae, comfyui.nodes.VAEEncode().encode(vae, image((5, 32, 32, 3)))[0])[
             0]
     assert video.shape == (5, 32, 32, 3)
     close(video, want, 1e-4)
 
 
-def test_a_picture_smaller_than_a_latents_row_is_refused(comfyui, vae_of):
+def test_a_image_smaller_than_a_latents_row_is_refused(comfyui, vae_of):
     with pytest.raises(comfyui.errors.UnsupportedError, match="at least 8 x 8 pixels"):
-        comfyui.vae_encode.execute(picture((1, 7, 30, 3)), vae_with_encoder(vae_of, "vae-wan"),
+        comfyui.vae_encode.execute(image((1, 7, 30, 3)), vae_with_encoder(vae_of, "vae-wan"),
                                    comfyui.config("cpu,cpu"))
 
 
@@ -71,4 +71,4 @@ def test_other_vaes_are_refused_by_name(comfyui, vae_of):
     vae.first_stage_model = comfy.ldm.cascade.stage_a.StageA()
 
     with pytest.raises(comfyui.errors.UnsupportedError, match="^Use VAE Encode for this VAE .StageA"):
-        comfyui.vae_encode.execute(picture((1, 32, 32, 3)), vae, comfyui.config("cpu,cpu"))
+        comfyui.vae_encode.execute(image((1, 32, 32, 3)), vae, comfyui.config("cpu,cpu"))

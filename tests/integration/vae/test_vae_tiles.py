@@ -29,13 +29,13 @@ def latents(shape):
     return {"samples": torch.randn(batch, 24, *sizes, generator=torch.Generator().manual_seed(1))}
 
 
-def picture(shape):
+def image(shape):
     return torch.rand(*shape, 3, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("shape, devices", [*((shape, "cpu,cpu") for shape in LATENTS), (LATENTS[1], "cpu,cpu,cpu"),
                                             (LATENTS[0], "cpu")], ids=str)
-def test_pictures_are_vae_decodes_to_the_bit(comfyui, vae_of, shape, devices):
+def test_images_are_vae_decodes_to_the_bit(comfyui, vae_of, shape, devices):
     with torch.inference_mode():
         want = comfyui.nodes.VAEDecode().decode(vae_of(KIND), latents(shape))[0]
     result = comfyui.vae_decode.execute(latents(shape), vae_of(KIND), comfyui.config(devices)).args[0]
@@ -50,8 +50,8 @@ def test_pictures_are_vae_decodes_to_the_bit(comfyui, vae_of, shape, devices):
 @pytest.mark.parametrize("shape", PICTURES, ids=str)
 def test_latents_are_vae_encodes_to_the_bit(comfyui, vae_of, shape):
     with torch.inference_mode():
-        want = comfyui.nodes.VAEEncode().encode(vae_of(KIND), picture(shape))[0]["samples"]
-    result = comfyui.vae_encode.execute(picture(shape), vae_of(KIND), comfyui.config("cpu,cpu")).args[0]["samples"]
+        want = comfyui.nodes.VAEEncode().encode(vae_of(KIND), image(shape))[0]["samples"]
+    result = comfyui.vae_encode.execute(image(shape), vae_of(KIND), comfyui.config("cpu,cpu")).args[0]["samples"]
 
     assert torch.equal(result, want) and want.std() > 0.01
 
@@ -86,12 +86,12 @@ def test_the_file_is_run_in_half_precision_as_comfyui_runs_it(comfyui):
         assert torch.equal(result, comfyui.nodes.VAEDecode().decode(vae, latents(LATENTS[0]))[0])
 
 
-def test_a_picture_that_reflection_cannot_pad_is_refused(comfyui, vae_of):
+def test_a_image_that_reflection_cannot_pad_is_refused(comfyui, vae_of):
     """ComfyUI's own node ends in an error of torch's."""
     with torch.inference_mode(), pytest.raises(RuntimeError, match="[Pp]adding"):
-        comfyui.nodes.VAEEncode().encode(vae_of(KIND), picture((1, 16, 64)))
+        comfyui.nodes.VAEEncode().encode(vae_of(KIND), image((1, 16, 64)))
     with pytest.raises(comfyui.errors.UnsupportedError, match="at least 32 x 32 pixels"):
-        comfyui.vae_encode.execute(picture((1, 16, 64)), vae_of(KIND), comfyui.config("cpu,cpu"))
+        comfyui.vae_encode.execute(image((1, 16, 64)), vae_of(KIND), comfyui.config("cpu,cpu"))
 
 
 def test_a_cancelled_decode_is_left_between_tiles_and_the_next_is_right(comfyui, vae_of, said):

@@ -106,7 +106,7 @@ def test_a_model_on_two_machines(comfyui, monkeypatch, is_measured):
     module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.worker_groups")
     monkeypatch.setattr(module, "chosen_address", lambda: "127.0.0.1:0")
     monkeypatch.setattr(module.Groups, "listener", lambda self: None)
-    monkeypatch.setattr(module.Groups, "card_of", lambda self, device: ("a processor", 1e10))
+    monkeypatch.setattr(module.Groups, "gpu_of", lambda self, device: ("a processor", 1e10))
     links = Links({("hop", 2): 1.0, ("all_to_all", 2): 1.0}, per_machine=1)
 
     def measure(groups, devices, dtype):

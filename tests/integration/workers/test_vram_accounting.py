@@ -66,8 +66,8 @@ class Pretended:
 
     def model(self, *devices, kind="sd3", weight_dtype="fp32", options=None, **degrees):
         """Our MODEL on these devices."""
-        self.monkeypatch.setattr(self.comfyui.shell, "devices_of", lambda config: devices)
-        self.monkeypatch.setattr(self.comfyui.shell, "memory_of", lambda device: 24 * GB)
+        self.monkeypatch.setattr(self.comfyui.proxy, "devices_of", lambda config: devices)
+        self.monkeypatch.setattr(self.comfyui.proxy, "memory_of", lambda device: 24 * GB)
         config = self.comfyui.config(",".join("cpu" for _ in devices), **degrees)
         return self.comfyui.ours(kind, config, weight_dtype, **(options or {}))
 
@@ -101,11 +101,11 @@ def workers(comfyui):
 
 
 @pytest.fixture
-def pretended(comfyui, monkeypatch, workers):
-    pretended = Pretended(comfyui, monkeypatch, workers)
-    yield pretended
+def fake(comfyui, monkeypatch, workers):
+    fake = Pretended(comfyui, monkeypatch, workers)
+    yield fake
     # these go on, and what the test leaves them is not theirs any more
-    pretended.groups._clients.clear()
+    fake.groups._clients.clear()
 
 
 # held in float32, so that no weight is in the file as it is on the device
@@ -118,141 +118,142 @@ def held(client):
 
 
 @pytest.mark.slow
-def test_weights_move_as_far_as_comfyui_asks_and_come_back_the_same(pretended):
+def test_weights_move_as_far_as_comfyui_asks_and_come_back_the_same(fake):
     """One story on one group, since groups take long to start:
     load, room short, room for others, unload, no room to park."""
-    client = pretended.client("cuda:0", "cuda:1")
-    model = pretended.model("cuda:0", "cuda:1", options=FP16, ulysses=2)
-    management, patcher_of, loads = pretended.management, lambda: [
+    client = fake.client("cuda:0", "cuda:1")
+    model = fake.model("cuda:0", "cuda:1", options=FP16, ulysses=2)
+    management, patcher_of, loads = fake.management, lambda: [
         loaded.model for loaded in management.current_loaded_models], []
     # a node's: what is there is not loaded again
     model.add_callback("on_load_after", lambda *arguments: loads.append(arguments[1]))
 
     management.load_models_gpu([model])
-    assert pretended.sent == ["soft_empty_cache", "LoadModel"]
+    assert fake.sent == ["soft_empty_cache", "LoadModel"]
     whole, (own, other) = held(client)[0], held(client)
     assert whole > 1e6 and own == other
     assert abs(model.model_size() - own) < 0.01 * own and model.loaded_size() == model.model_size()
-    before = pretended.predict(model)
+    before = fake.predict(model)
 
     # A step with hardly any memory free: the model is in use, nothing of it goes.
-    pretended.free_bytes, pretended.sent[:] = 2 ** 20, []
+    fake.free_bytes, fake.sent[:] = 2 ** 20, []
     management.load_models_gpu([model], memory_required=8 * GB, minimum_memory_required=6 * GB)
-    assert pretended.sent == ["soft_empty_cache"] and held(client) == [own, other] and loads == [CUDA]
-    assert pretended.pins == []                                # it needs no page-locked memory of ComfyUI's
+    assert fake.sent == ["soft_empty_cache"] and held(client) == [own, other] and loads == [CUDA]
+    assert fake.pins == []                                # it needs no page-locked memory of ComfyUI's
 
     # Another model needs room on cuda:0, a third of ours: cuda:1 keeps everything.
     needed = own // 3
-    pretended.free_bytes = GB - needed
+    fake.free_bytes = GB - needed
     management.free_memory(GB, CUDA)
     now = held(client)
     assert now[1] == other and own // 2 < now[0] <= own - needed
     assert patcher_of() == [model] and abs(model.loaded_size() - now[0]) < 0.01 * own
     assert client.group.segments.names() == []                 # it goes with the workers, whatever becomes of them
-    pretended.free_bytes, pretended.sent[:] = 20 * GB, []
+    fake.free_bytes, fake.sent[:] = 20 * GB, []
     management.load_models_gpu([model])
-    assert pretended.sent == ["soft_empty_cache", "RestoreModel"] and held(client) == [own, other]
-    assert torch.equal(pretended.predict(model), before)
+    assert fake.sent == ["soft_empty_cache", "RestoreModel"] and held(client) == [own, other]
+    assert torch.equal(fake.predict(model), before)
 
     # What runs have left there goes before weights do.
-    with pretended.monkeypatch.context() as patch:
+    with fake.monkeypatch.context() as patch:
         patch.setattr(client, "give_back", lambda: {"cuda:0": needed})
-        pretended.free_bytes = GB - needed
+        fake.free_bytes = GB - needed
         management.free_memory(GB, CUDA)
     assert held(client) == [own, other] and patcher_of() == [model]
-    pretended.free_bytes = 20 * GB
+    fake.free_bytes = 20 * GB
 
     # "Unload models": nothing is on any device, and it comes back without the file.
     management.unload_all_models()
     assert held(client) == [0, 0] and model.loaded_size() == 0 and patcher_of() == []
-    pretended.sent.clear()
-    assert torch.equal(pretended.predict(model), before)       # also where nothing asked for it to be loaded
-    assert "RestoreModel" in pretended.sent and "LoadModel" not in pretended.sent
+    fake.sent.clear()
+    assert torch.equal(fake.predict(model), before)       # also where nothing asked for it to be loaded
+    assert "RestoreModel" in fake.sent and "LoadModel" not in fake.sent
     management.load_models_gpu([model])
 
     # What has once been written need not be written again, so that it may be parked whatever is free; a new model may
     # not.
-    pretended.room = 0
+    fake.room = 0
     management.unload_all_models()
     assert held(client) == [0, 0] and client.holds(model.model.remote.spec.name)
-    fresh = pretended.model("cuda:0", "cuda:1", options=FP16 | {"prefix": "model.diffusion_model."}, ulysses=2)
+    fresh = fake.model("cuda:0", "cuda:1", options=FP16 | {"prefix": "model.diffusion_model."}, ulysses=2)
     management.load_models_gpu([fresh])
     assert held(client) == [own, other]
     management.unload_all_models()
     assert held(client) == [0, 0] and not client.holds(fresh.model.remote.spec.name)
-    assert torch.equal(pretended.predict(fresh), before)
+    assert torch.equal(fake.predict(fresh), before)
 
 
 @pytest.mark.slow
-def test_comfyui_is_told_of_the_stage_on_its_own_device(pretended):
+def test_comfyui_is_told_of_the_stage_on_its_own_device(fake):
     """PipeFusion: half of the model is there, and another device is no concern of ComfyUI's when it has no worker."""
-    model = pretended.model("cuda:0", "cuda:1", pipefusion=2)
-    whole = pretended.model("cuda:0", "cuda:1", ulysses=2).model_size()
+    model = fake.model("cuda:0", "cuda:1", pipefusion=2)
+    whole = fake.model("cuda:0", "cuda:1", ulysses=2).model_size()
     assert whole / 2 <= model.model_size() < 0.65 * whole
 
-    client = pretended.client("cuda:0", "cuda:1")
-    pretended.management.load_models_gpu([model])
+    client = fake.client("cuda:0", "cuda:1")
+    fake.management.load_models_gpu([model])
     own, other = held(client)
 
     assert abs(model.model_size() - own) < 0.01 * own and own + other < 1.2 * whole
     assert model.load_device == CUDA
-    assert pretended.model("cuda:1", "cuda:2", ulysses=2).load_device == torch.device("cuda:1")
-    assert pretended.model("cuda:0", "cuda:0", ulysses=2).model_size() == 2 * whole
+    assert fake.model("cuda:1", "cuda:2", ulysses=2).load_device == torch.device("cuda:1")
+    assert fake.model("cuda:0", "cuda:0", ulysses=2).model_size() == 2 * whole
 
 
 @pytest.mark.slow
-def test_comfyui_is_told_what_a_run_takes_on_its_device_and_asks_for_room_on_the_others(pretended):
+def test_comfyui_is_told_what_a_run_takes_on_its_device_and_asks_for_room_on_the_others(fake):
     """ComfyUI asks for its own estimate for a whole model, on load_device alone."""
-    shape, management = [2, 16, 64, 64], pretended.management
-    whole = pretended.comfyui.native("sd3").model.memory_required(shape)
+    shape, management = [2, 16, 64, 64], fake.management
+    whole = fake.comfyui.native("sd3").model.memory_required(shape)
 
     def told(*devices, **degrees):
-        model = pretended.model(*devices, **degrees)
+        model = fake.model(*devices, **degrees)
         return model.model.memory_required(shape)
 
     # keys, values; forecasts; branches; tokens with those of a usual text, width, half of the blocks, bytes
-    kept = 2 * 2 * 2 * (1024 + 512) * 256 * 2 * 4
+    cached = 2 * 2 * 2 * (1024 + 512) * 256 * 2 * 4
     assert told("cuda:0", "cuda:1", ulysses=2) == told("cuda:0", "cuda:1", cfg=2) == whole / 2
     assert told("cuda:0", "cuda:0", ring=2) == whole           # both ranks are there
-    assert told("cuda:0", "cuda:1", pipefusion=2) == whole / 2 + kept
+    assert told("cuda:0", "cuda:1", pipefusion=2) == whole / 2 + cached
     four = [f"cuda:{index}" for index in range(4)]
-    assert told(*four, pipefusion=2, tensor=2) == whole / 2 + kept / 2         # of a rank's heads
+    assert told(*four, pipefusion=2, tensor=2) == whole / 2 + cached / 2         # of a rank's heads
 
-    client = pretended.client("cuda:0", "cuda:1")
-    model = pretended.model("cuda:0", "cuda:1", ulysses=2)
-    theirs, asked, free = pretended.comfyui.native("sd3").clone(), [], management.free_memory
+    client = fake.client("cuda:0", "cuda:1")
+    model = fake.model("cuda:0", "cuda:1", ulysses=2)
+    theirs, requested, free = fake.comfyui.native("sd3").clone(), [], management.free_memory
     theirs.load_device = torch.device("cuda:1")
 
     def free_memory(needed, device, *args, **options):
-        asked.append((needed, device))
+        requested.append((needed, device))
         return free(needed, device, *args, **options)
 
-    pretended.monkeypatch.setattr(management, "free_memory", free_memory)
+    fake.monkeypatch.setattr(management, "free_memory", free_memory)
     management.load_models_gpu([model], memory_required=model.model.memory_required(shape))
-    assert {device for _, device in asked} == {CUDA}           # nothing of ComfyUI's is on the other: it is not touched
+    # nothing of ComfyUI's is on the other: it is not touched
+    assert {device for _, device in requested} == {CUDA}
     management.unload_all_models()
     management.current_loaded_models.append(management.LoadedModel(theirs))
     management.current_loaded_models[-1].real_model = lambda: theirs.model           # as if it had been loaded there
-    asked.clear()
+    requested.clear()
     management.load_models_gpu([model], memory_required=model.model.memory_required(shape))
 
-    own, needed = held(client)[1], {device: needed for needed, device in asked}[torch.device("cuda:1")]
+    own, needed = held(client)[1], {device: needed for needed, device in requested}[torch.device("cuda:1")]
     assert abs(needed - own - whole / 2 - management.minimum_inference_memory()) < 0.01 * own
 
 
 @pytest.mark.slow
-def test_a_group_parks_what_another_has_on_its_device(pretended):
+def test_a_group_parks_what_another_has_on_its_device(fake):
     """As much as it lacks; ComfyUI itself knows one device of a model only."""
-    first, second = pretended.client("cuda:0", "cuda:1"), pretended.client("cuda:1")
-    one = pretended.model("cuda:0", "cuda:1", options=FP16, ulysses=2)
-    pretended.management.load_models_gpu([one])
+    first, second = fake.client("cuda:0", "cuda:1"), fake.client("cuda:1")
+    one = fake.model("cuda:0", "cuda:1", options=FP16, ulysses=2)
+    fake.management.load_models_gpu([one])
     own = held(first)[0]
-    two = pretended.model("cuda:1")
-    spare = int(pretended.management.minimum_inference_memory()) + two.model_size()
+    two = fake.model("cuda:1")
+    spare = int(fake.management.minimum_inference_memory()) + two.model_size()
     report = second.report_memory
-    pretended.monkeypatch.setattr(second, "report_memory", lambda: {0: report()[0] | {"free_bytes": spare - own // 3}})
+    fake.monkeypatch.setattr(second, "report_memory", lambda: {0: report()[0] | {"free_bytes": spare - own // 3}})
 
-    pretended.management.load_models_gpu([two])
+    fake.management.load_models_gpu([two])
 
     now = held(first)
     assert now[0] == own and own // 2 < now[1] <= own - own // 3
@@ -265,20 +266,20 @@ def vae(vae_of):
 
 
 @pytest.mark.slow
-def test_a_decode_asks_for_what_it_needs(vae, pretended):
+def test_a_decode_asks_for_what_it_needs(vae, fake):
     """ComfyUI's estimate is several times as much, for which it would unload the diffusion model."""
-    client = pretended.client("cuda:0", "cuda:1")
-    asked = []
-    load = pretended.management.load_models_gpu
-    pretended.monkeypatch.setattr(pretended.management, "load_models_gpu",
-                                  lambda models, memory_required=0, **options: asked.append(
+    client = fake.client("cuda:0", "cuda:1")
+    requested = []
+    load = fake.management.load_models_gpu
+    fake.monkeypatch.setattr(fake.management, "load_models_gpu",
+                                  lambda models, memory_required=0, **options: requested.append(
                                       (models[0], memory_required)) or load(models))
     latent = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(1))
 
-    autoencoder = importlib.import_module(f"{pretended.comfyui.pack.__name__}.nodes.bridge.vae.distributed_vae")
-    autoencoder.decode(vae, latent, pretended.comfyui.config("auto"))
+    autoencoder = importlib.import_module(f"{fake.comfyui.pack.__name__}.nodes.bridge.vae.distributed_vae")
+    autoencoder.decode(vae, latent, fake.comfyui.config("auto"))
 
-    (_, nothing), (patcher, needed) = asked
+    (_, nothing), (patcher, needed) = requested
     decoder_bytes = sum(tensor.nbytes for name, tensor in vae.first_stage_model.state_dict().items()
                         if name.startswith("decoder."))
     assert patcher.model_size() == patcher.loaded_size() >= decoder_bytes

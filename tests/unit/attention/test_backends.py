@@ -12,10 +12,10 @@ from tests.support.model_zoo import example
 from tests.support.ranks import run_ranks
 from tests.support.tolerances import within
 from xdit_backend.attention import backends
-from xdit_backend.attention.backends import KERNELS, KernelUse, attend, attend_with_lse, repeat_heads
+from xdit_backend.attention.backends import KERNELS, BackendUse, attend, attend_with_lse, repeat_heads
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE, build_mesh
-from xdit_backend.hooks.replicated_unet import WholeHooks
+from xdit_backend.hooks.replicated_unet import ReplicatedHooks
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.host.calls import refuse_unusable
@@ -23,7 +23,7 @@ from xdit_backend.parallel import sequence_parallel
 from xdit_backend.parallel.sequence_parallel import Attention, usp_attention
 from xdit_backend.parallel.stale_kv_cache import KeyValues
 from xdit_backend.protocol.errors import UnsupportedError
-from xdit_backend.protocol.specs import KernelChoice, Layout
+from xdit_backend.protocol.specs import BackendChoice, Layout
 
 FP64, BF16 = torch.float64, torch.bfloat16
 NAMES = sorted(KERNELS)
@@ -64,10 +64,10 @@ def reference(q, k, v, scale=None, mask=None):
     (2, 2, 33, 33, 64, None), (4, 2, 7, 40, 40, 0.3), (3, 1, 21, 5, 128, None), (2, 2, 1, 9, 96, 0.02)])
 def test_each_kernel_attends_as_torch_does(installed, name, heads, key_heads, tokens, keys, size, scale):
     q, k, v = tensors(2, heads, key_heads, tokens, keys, size)
-    use = KernelUse(name, True)
+    use = BackendUse(name, True)
     out, (merged, lse) = attend(q, k, v, use, scale=scale), attend_with_lse(q, k, v, use, scale=scale)
 
-    wanted, (_, wanted_lse) = reference(q, k, v, scale), attend_with_lse(q, k, v, KernelUse(), scale=scale)
+    wanted, (_, wanted_lse) = reference(q, k, v, scale), attend_with_lse(q, k, v, BackendUse(), scale=scale)
     within((out - wanted).abs().max(), 1e-10)
     within((merged - wanted).abs().max(), 1e-10)
     within((lse - wanted_lse).abs().max(), 1e-10)
@@ -79,7 +79,7 @@ def test_masks_are_torchs_own_but_for_xformers(installed, name):
     q, k, v = tensors(2, 2, 2, 9, 13, 64)
     mask = torch.rand(2, 1, 1, 13, generator=torch.Generator().manual_seed(1)) > 0.4
     mask[:, :, :, 0] = True
-    use = KernelUse(name, True)
+    use = BackendUse(name, True)
 
     for given in (mask, torch.zeros_like(mask, dtype=FP64).masked_fill_(~mask, -1e4)):
         within((attend(q, k, v, use, given) - reference(q, k, v, mask=mask)).abs().max(), 1e-10)
@@ -95,8 +95,8 @@ def test_what_does_not_fit_is_refused_by_name_or_torchs_own(tmp_path, name, size
     q, k, v = tensors(1, 2, 2, 5, 5, size, dtype)
     with packages(tmp_path, exact=False):
         with pytest.raises(UnsupportedError, match=f"Set attention to sdpa in xDiT Parallel Config: .*{reason}"):
-            attend(q, k, v, KernelUse(name, True))
-        use = KernelUse(name)
+            attend(q, k, v, BackendUse(name, True))
+        use = BackendUse(name)
 
         assert torch.equal(attend(q, k, v, use), reference(q, k, v)) and use.counts == {f"sdpa ({brief})": 1}
 
@@ -107,21 +107,21 @@ def test_a_package_that_is_missing_or_broken_or_too_old_is_named(tmp_path, monke
               "sageattention/__init__.py": kernel_packages.SAGE1}
     with packages(tmp_path, **broken):
         with pytest.raises(UnsupportedError, match="FlashAttention 2 cannot be imported .*undefined symbol.*reinstall"):
-            attend(q, k, v, KernelUse("flash", True))
-        attend(q, k, v, KernelUse("sage", True))                # whose first version is enough without Ring
+            attend(q, k, v, BackendUse("flash", True))
+        attend(q, k, v, BackendUse("sage", True))                # whose first version is enough without Ring
         with pytest.raises(UnsupportedError, match="gives no log-sum-exp .* install sageattention 2"):
-            attend_with_lse(q, k, v, KernelUse("sage", True))
+            attend_with_lse(q, k, v, BackendUse("sage", True))
         sys.modules["sageattention"].DTYPES = ()
         with pytest.raises(UnsupportedError, match=r"SageAttention refuses queries of shape \(1, 2, 5, 64\) and type"):
-            attend(q, k, v, KernelUse("sage"))
+            attend(q, k, v, BackendUse("sage"))
         monkeypatch.setattr(backends, "capability_of", lambda device: (8, 9))
         unusable = backends.unusable(torch.device("cuda:0"))
     assert unusable["sage"] == "" and "compute capability 9.x, and cuda:0 has 8.9" in unusable["flash3"]
     here = backends.unusable(torch.device("cpu"))
     with pytest.raises(UnsupportedError, match=r"xDiT Parallel Config: sage on cpu is not installed \(package sage"):
-        refuse_unusable(KernelChoice("sage", True), {0: {"sage": ""}, 1: here}, ("cuda:0", "cpu"))
-    refuse_unusable(KernelChoice("sage"), {0: here}, ("cpu",))
-    refuse_unusable(KernelChoice("sdpa", True), {0: here}, ("cpu",))
+        refuse_unusable(BackendChoice("sage", True), {0: {"sage": ""}, 1: here}, ("cuda:0", "cpu"))
+    refuse_unusable(BackendChoice("sage"), {0: here}, ("cpu",))
+    refuse_unusable(BackendChoice("sdpa", True), {0: here}, ("cpu",))
 
 
 @pytest.mark.parametrize("name, backend", [(name, "") for name in ("SD3", "Wan", "Flux.1", "SDXL")] + [
@@ -131,13 +131,13 @@ def test_blocks_attend_by_the_kernel_compiled_or_not(installed, name, backend):
     """Whole, and with keys and values that are kept for patches."""
     one = example(name)
     wanted = one.run()
-    kind = WholeHooks if one.family.is_whole else UNetHooks if one.family.is_unet else Hooks
+    kind = ReplicatedHooks if one.family.is_replicated else UNetHooks if one.family.is_unet else Hooks
     hooks = kind(one.model, one.family.plan)
     kept = {"key_values": KeyValues(), "first_image": 0, "num_images": 1}
     torch._dynamo.reset()
     for keeping in [{}] if one.family.is_unet else [{}, kept]:
-        use = KernelUse("flash", True)
-        context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning, kernel=use,
+        use = BackendUse("flash", True)
+        context = one.loaded(hooks).context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning, backend=use,
                                             compile_backend=backend, **keeping)
         out = one.family.prediction(hooks.run(context)[0], one.latent)
 
@@ -156,8 +156,8 @@ def parallel(rank, world_size, folder, name, ring, ulysses, mutant):
     if mutant:                                                  # as if the package's were of base 2
         plain = sequence_parallel.attend_with_lse
         sequence_parallel.attend_with_lse = lambda *args: (lambda out, lse: (out, lse / 0.6931))(*plain(*args))
-    use = KernelUse(name, True)
-    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], Attention(sizes, kernel=use),
+    use = BackendUse(name, True)
+    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], Attention(sizes, backend=use),
                         build_mesh(Layout(ring_degree=ring, ulysses_degree=ulysses), world_size), Traffic())
     return (out - whole[:, :, mine]).abs().max().item(), dict(use.counts)
 

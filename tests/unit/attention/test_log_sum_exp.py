@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.tolerances import within
-from xdit_backend.attention.log_sum_exp import Kernel, attention_with_lse, choose_kernel, run_kernel
+from xdit_backend.attention.log_sum_exp import Kernel, attention_with_lse, choose_backend, run_backend
 from xdit_backend.protocol.errors import UnsupportedError
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -26,8 +26,8 @@ VOLTA, TURING, AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE_50 = (7, 0), (7, 5), (8, 
     *((FP32, size, capability, True, Kernel("efficient", FP32, 4)) for size in (10, 64)
       for capability in (VOLTA, ADA, HOPPER)),
 ], ids=str)
-def test_the_kernel_is_one_that_the_device_has(dtype, head_size, capability, has_cudnn, kernel):
-    assert choose_kernel(dtype, head_size, 100, capability, has_cudnn) == kernel
+def test_the_kernel_is_one_that_the_device_has(dtype, head_size, capability, has_cudnn, backend):
+    assert choose_backend(dtype, head_size, 100, capability, has_cudnn) == backend
 
 
 @pytest.mark.parametrize("dtype, capability, kernel", [
@@ -35,17 +35,17 @@ def test_the_kernel_is_one_that_the_device_has(dtype, head_size, capability, has
     (FP16, TURING, Kernel("efficient", FP16, 8)),
     (BF16, TURING, Kernel("efficient", FP32, 4)), (FP32, HOPPER, Kernel("efficient", FP32, 4)),
     (FP64, None, Kernel("cpu", FP64))])
-def test_masks_are_for_kernels_that_take_them(dtype, capability, kernel):
-    assert choose_kernel(dtype, 64, 100, capability, True, masked=True) == kernel
+def test_masks_are_for_kernels_that_take_them(dtype, capability, backend):
+    assert choose_backend(dtype, 64, 100, capability, True, masked=True) == backend
 
 
 def test_cudnn_is_not_asked_for_a_single_key():
-    assert choose_kernel(BF16, 64, 1, HOPPER, True) == Kernel("flash", BF16, 8)
+    assert choose_backend(BF16, 64, 1, HOPPER, True) == Kernel("flash", BF16, 8)
 
 
 def test_double_precision_on_cuda_is_refused():
     with pytest.raises(UnsupportedError, match="^Use ulysses_degree instead .*float64"):
-        choose_kernel(FP64, 64, 100, ADA, True)
+        choose_backend(FP64, 64, 100, ADA, True)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -58,7 +58,7 @@ def test_padded_heads_give_the_same_attention(multiple, scale, masked):
     mask = torch.arange(9)[None, None, None] < torch.tensor([6, 9])[:, None, None, None] if masked else None
     scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
-    out, lse = run_kernel(Kernel("cpu", FP64, multiple), q, k, v, scale, mask)
+    out, lse = run_backend(Kernel("cpu", FP64, multiple), q, k, v, scale, mask)
 
     assert out.shape == q.shape and lse.shape == (2, 3, 5, 1)
     within((out - scores.softmax(-1) @ v).abs().max(), 1e-12)
@@ -68,7 +68,7 @@ def test_padded_heads_give_the_same_attention(multiple, scale, masked):
 def test_a_kernel_of_another_precision_gives_back_the_tensors_own():
     q, k, v = (torch.randn(1, 2, 5, 12, dtype=BF16) for _ in range(3))
 
-    out, lse = run_kernel(Kernel("cpu", FP32, 4), q, k, v)
+    out, lse = run_backend(Kernel("cpu", FP32, 4), q, k, v)
 
     assert out.dtype == BF16 and lse.dtype == FP32
     within((out - attention_with_lse(q.float(), k.float(), v.float())[0]).abs().max(), 2e-2)

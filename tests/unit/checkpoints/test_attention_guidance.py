@@ -10,7 +10,7 @@ from tests.support.model_zoo import as_comfyui
 from tests.support.tiers import by_default
 from tests.support.tiny_checkpoints import VARIANTS, families
 from tests.support.tolerances import close, relative_error
-from tests.unit.checkpoints.quantisation.test_layerwise_casting import CPU, asked, options_of
+from tests.unit.checkpoints.quantisation.test_layerwise_casting import CPU, options_of, requested
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.distributed.collectives import Traffic
@@ -52,7 +52,7 @@ def both(path, family, options, **context):
     loaded = Loaded(transformer, (UNetHooks if family.is_unet else Hooks)(transformer.model, family.plan),
                     torch.float32,
                     range(0))
-    latent, timestep, conditioning = asked(family, transformer.config)
+    latent, timestep, conditioning = requested(family, transformer.config)
     twice = lambda tensor: torch.cat([tensor, tensor.flip(-1)]) if torch.is_tensor(tensor) else tensor  # noqa: E731
     latent, timestep = torch.cat([latent, latent]), torch.cat([timestep, timestep])
     conditioning = {name: value if name in family.counts else twice(value) for name, value in conditioning.items()}

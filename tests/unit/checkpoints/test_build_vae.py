@@ -219,13 +219,13 @@ def test_encodes_as_comfyui_does(made_by_comfyui, kind, prefixes):
 
 
 def test_the_comparison_notices_one_wrong_tensor(made_by_comfyui):
-    tensors, latent_BCHW, picture, _, _ = made_by_comfyui[0]["sd"]
+    tensors, latent_BCHW, image, _, _ = made_by_comfyui[0]["sd"]
     query, key = "decoder.mid.attn_1.q.weight", "decoder.mid.attn_1.k.weight"
 
     vae = load_autoencoder({**tensors, query: tensors[key], key: tensors[query].flip(0)}, torch.float32, "cpu")
 
     with torch.no_grad():
-        assert (vae.decode(latent_BCHW).sample - picture).abs().max() > 1e-3 * picture.abs().max()
+        assert (vae.decode(latent_BCHW).sample - image).abs().max() > 1e-3 * image.abs().max()
 
 
 def masked(owner, replaced=replaced, **functions):
@@ -250,12 +250,12 @@ def everything_kept(module, args, kwargs, output):
     ("cogvideox, one frame more", "encode", "cogvideox._nothing_kept_of_one_frame", everything_kept),
 ])
 def test_the_comparison_notices_other_pieces_of_frames(made_by_comfyui, monkeypatch, kind, way, name, mutant):
-    tensors, latent, pixels, picture, encoded = made_by_comfyui[0][kind]
+    tensors, latent, pixels, image, encoded = made_by_comfyui[0][kind]
     vae = load_autoencoder(whole(tensors), torch.float32, "cpu")
     monkeypatch.setattr(f"xdit_backend.autoencoders.{name}", mutant)
 
     result, want = ((decode_rows(vae, latent).tensor, pixels) if way == "decode"
-                    else (encode_rows(vae, picture, 8).tensor, encoded))
+                    else (encode_rows(vae, image, 8).tensor, encoded))
 
     assert result.shape != want.shape or (result - want).norm() > 10 * TOLERANCE * want.norm()
 

@@ -663,9 +663,9 @@ def test_published_models_are_recognised_with_any_prefix(tmp_path, name, prefix)
 
 def needed_of(family, shapes):
     """Names that the family's recognition asks a file for, and that are there."""
-    asked = _RecordedShapes(shapes)
-    assert FAMILIES[family].recognise(asked)
-    return sorted({*asked.found})
+    requested = _RecordedShapes(shapes)
+    assert FAMILIES[family].recognise(requested)
+    return sorted({*requested.found})
 
 
 # what tells one family from the next, without which a file is as near to the other

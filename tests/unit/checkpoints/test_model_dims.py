@@ -9,7 +9,7 @@ import torch
 
 from tests.support.tolerances import within
 from xdit_backend.checkpoints.build_transformer import build_empty
-from xdit_backend.checkpoints.model_dims import job_of, net_of
+from xdit_backend.checkpoints.model_dims import dims_of, job_of
 from xdit_backend.models import FAMILIES
 from xdit_backend.tools.bench.published_runs import NETS
 
@@ -27,20 +27,20 @@ def usual_config(family):
     ("Qwen-Image", "qwen-image", 2), ("Wan", "wan2.1-14b", 3)])
 def test_published_sizes(name, published, sums):
     """sums: of section 10 of docs/algorithms.md."""
-    net, known = net_of(FAMILIES[name], build_empty(FAMILIES[name], usual_config(FAMILIES[name]))), NETS[published]
+    dims, known = dims_of(FAMILIES[name], build_empty(FAMILIES[name], usual_config(FAMILIES[name]))), NETS[published]
 
-    assert (net.blocks, net.width, net.heads, net.joint) == (known.blocks, known.width, known.heads, known.joint)
-    within(abs(net.sums - sums), 1e-12)
-    within(abs(net.elements / known.elements - 1), 0.01)
-    within(abs(net.parameters / known.parameters - 1), 0.01)
+    assert (dims.blocks, dims.width, dims.heads, dims.joint) == (known.blocks, known.width, known.heads, known.joint)
+    within(abs(dims.sums - sums), 1e-12)
+    within(abs(dims.elements / known.elements - 1), 0.01)
+    within(abs(dims.parameters / known.parameters - 1), 0.01)
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.is_unet])
 def test_every_family_has_a_net(name):
     family = FAMILIES[name]
-    net = net_of(family, build_empty(family, family.test_config.config))
+    dims = dims_of(family, build_empty(family, family.test_config.config))
 
-    assert net.blocks > 0 and net.width > 0 and 0 < net.key_heads <= net.heads and net.elements > 1
+    assert dims.blocks > 0 and dims.width > 0 and 0 < dims.key_heads <= dims.heads and dims.elements > 1
 
 
 @pytest.mark.parametrize("name, shape, expected", [
@@ -49,8 +49,8 @@ def test_every_family_has_a_net(name):
 def test_tokens_of_a_models_own_are_among_those_of_a_job(name, shape, expected):
     """They pass the blocks as the sound's do; text that is read by cross-attention does not."""
     family = FAMILIES[name]
-    net = net_of(family, build_empty(family, family.test_config.config))
+    dims = dims_of(family, build_empty(family, family.test_config.config))
 
-    job = job_of(family, net, shape, {"context": torch.empty(1, 7, 1, device="meta")}, 20)
+    job = job_of(family, dims, shape, {"context": torch.empty(1, 7, 1, device="meta")}, 20)
 
     assert (job.tokens, job.text) == (expected, 7)

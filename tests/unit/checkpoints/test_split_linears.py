@@ -21,7 +21,7 @@ from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.offload.host_weights import HostCopies
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights, with_host_bytes
 from xdit_backend.checkpoints.quantisation import kitchen_layers
-from xdit_backend.checkpoints.tensor_sharding import held_bytes
+from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.checkpoints.weight_deltas import change_weights
 from xdit_backend.protocol.shared_memory import SegmentStore
 from xdit_backend.protocol.specs import Change, Stages
@@ -169,7 +169,7 @@ def test_a_step_of_no_device_holds_what_a_rank_holds(file_of, tmp_path, case):
     tensors = [tensor for tensor in (*loaded.model.parameters(), *loaded.model.buffers()) if not tensor.is_meta]
     rotation = kitchen_layers.rotation(64, CPU).values() if how == "int8_convrot" else ()
     assert counted.weight_bytes == sum(tensor.nbytes for tensor in (*tensors, *rotation))
-    assert stages or counted.weight_bytes == held_bytes(checkpoint.meta_model(), family, spec) + sum(
+    assert stages or counted.weight_bytes == resident_bytes(checkpoint.meta_model(), family, spec) + sum(
         matrix.nbytes for matrix in rotation)
     assert counted.waits == {} and counted.mixed == {}
     plain = 4 * sum(math.prod(checkpoint.shapes[name]) for name in (GATE, UP)) / degrees.tensor_degree

@@ -55,11 +55,11 @@ def check(path, names_read, own):
     assert len(set(names_read)) == len(names_read) < len(all_names)
     read = sum(tensor.numel() for tensor in part.parameters() if not tensor.is_meta)
     sizes = [size for size, _ in block_sizes(whole, family)]
-    beside = sum(tensor.numel() for name,
+    auxiliary = sum(tensor.numel() for name,
                  tensor in whole.named_parameters() if name.startswith(family.plan.shared_parameters)
                  and 0 not in own)
     assert read == sum(tensor.numel()
-                       for tensor in whole.parameters()) - sum(sizes) + sum(sizes[block] for block in own) + beside
+                       for tensor in whole.parameters()) - sum(sizes) + sum(sizes[block] for block in own) + auxiliary
 
 
 @pytest.mark.parametrize("name", FOLDERS)

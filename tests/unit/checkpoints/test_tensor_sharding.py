@@ -11,7 +11,7 @@ from tests.support.model_zoo import FOLDERS, PIPELINES, example, having, save_as
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.quantisation.gguf import dequantised
-from xdit_backend.checkpoints.tensor_sharding import held_bytes
+from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.checkpoints.weight_deltas import change_weights
 from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.shared_memory import SegmentStore
@@ -51,10 +51,10 @@ def check(path, dtypes, degree=2, quantisation=""):
         held = sum(parameter.nbytes for parameter in model.parameters())
         assert abs(held / formula - 1) < 0.05
         # buffers, and what is held in another type than the file's
-        beside = of_whole - in_all
-        assert read[-1][0] == read[-1][1] and (quantisation or abs(read[-1][1] / (formula + beside) - 1) < 0.05)
+        auxiliary = of_whole - in_all
+        assert read[-1][0] == read[-1][1] and (quantisation or abs(read[-1][1] / (formula + auxiliary) - 1) < 0.05)
         assert (rank or held + sum(buffer.nbytes for buffer in model.buffers())
-                == held_bytes(whole, family, spec))
+                == resident_bytes(whole, family, spec))
     return held / in_all
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from xdit_backend.demo_model.text import MAX_WORDS, WIDTH, TextEncoder, arrange, pieces_of, words_of
+from xdit_backend.demo_model.text import MAX_WORDS, WIDTH, TextEncoder, arrange, pieces_of, tokens_of
 from xdit_backend.protocol.errors import ConfigError
 
 
 def test_punctuation_and_capitals_do_not_matter():
-    assert words_of("Cat-face, on a BLUE background!") == ["cat", "face", "on", "a", "blue", "background"]
+    assert tokens_of("Cat-face, on a BLUE background!") == ["cat", "face", "on", "a", "blue", "background"]
 
 
 def test_a_plural_shares_most_pieces_with_its_singular():

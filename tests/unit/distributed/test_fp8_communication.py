@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.fake_cuda import CUDA, pretended_cuda
+from tests.support.fake_cuda import CUDA, fake_cuda_device
 from tests.support.ranks import run_cases
 from tests.support.tolerances import within
 from xdit_backend.distributed.collectives import Traffic
@@ -141,7 +141,7 @@ def test_rounding_waits_for_nothing(monkeypatch):
     """On a pretended device: the host reads nothing, and a tensor costs as many kernels however large it is."""
     kernels = []
     for num_tokens in (64, 1024):
-        with pretended_cuda(monkeypatch) as work_of:
+        with fake_cuda_device(monkeypatch) as work_of:
             work = work_of(there_and_back, torch.empty(1, HEADS, num_tokens, 16, dtype=torch.bfloat16, device=CUDA))
         assert work.waits == []
         kernels.append(work.kernels)

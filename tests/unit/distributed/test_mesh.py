@@ -149,31 +149,31 @@ def test_exchanges_over_nccl_come_first_on_a_full_device(monkeypatch):
 
 def splits_made(monkeypatch, layout, world_size, rank):
     """What a rank of a group over NCCL asks of torch and of its device for a layout, in order."""
-    asked = []
+    requested = []
 
     def split_group(split_ranks, timeout, pg_options):
-        asked.append(split_ranks)
+        requested.append(split_ranks)
         return dist.new_group(next(ranks for ranks in split_ranks if rank in ranks))
     with pretended_world(rank, world_size), monkeypatch.context() as patched:
         patched.setattr(mesh, "group_options", lambda *_: None)
-        patched.setattr(torch.cuda, "synchronize", lambda device=None: asked.append("synchronize"))
+        patched.setattr(torch.cuda, "synchronize", lambda device=None: requested.append("synchronize"))
         patched.setattr(torch, "__version__", "2.11.0+cu130")
         patched.setattr(dist, "get_backend", lambda group=None: "nccl")
         patched.setattr(dist, "split_group", split_group)
         made = build_mesh(layout, world_size)
-    return asked, made
+    return requested, made
 
 
 def test_the_groups_of_an_axis_are_one_split_of_a_communicator_that_is_idle(monkeypatch):
     """ncclCommSplit requires the latter. Every rank is in one group of each split: torch names groups by their number
     on a rank."""
     layout = Layout(pipefusion_degree=2, ring_degree=2, ulysses_degree=2)
-    asked = [splits_made(monkeypatch, layout, 8, rank)[0] for rank in range(8)]
+    requested = [splits_made(monkeypatch, layout, 8, rank)[0] for rank in range(8)]
     pipeline, _ = splits_made(monkeypatch, Layout(pipefusion_degree=4), 4, 0)
 
-    assert asked == [asked[0]] * 8
-    assert asked[0][::2] == ["synchronize"] * 4
-    assert asked[0][1::2] == [[[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 2], [1, 3], [4, 6], [5, 7]],
+    assert requested == [requested[0]] * 8
+    assert requested[0][::2] == ["synchronize"] * 4
+    assert requested[0][1::2] == [[[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 2], [1, 3], [4, 6], [5, 7]],
                               [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]]
     assert pipeline == ["synchronize", [[0, 1], [2, 3]], "synchronize", [[1, 2], [0, 3]]]
 

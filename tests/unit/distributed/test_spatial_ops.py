@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 from tests.support.row_splits import WORLD_SIZES, apply_mutant, of_this_rank, sizes_of, split_of
 from tests.support.tolerances import within
 from xdit_backend.distributed import group_norm, spatial_ops
-from xdit_backend.parallel.vae_memory import LiveBytes
+from xdit_backend.parallel.vae_memory import ActivationBytes
 from xdit_backend.partition import shard_sizes
 
 # Planning
@@ -135,7 +135,7 @@ def test_convolution_test_notices_zeros_for_borrowed_rows(block_size):
 
 def peak_bytes_of_a_convolution(rank, world_size, block_size):
     x, weight = torch.ones(1, 16, 512, 64), torch.ones(16, 16, 3, 3)
-    with LiveBytes() as live:
+    with ActivationBytes() as live:
         spatial_ops.conv_rows(x, spatial_ops.Convolution(weight, padding=1), split_of([512] * world_size), None,
                               block_size)
     return live.peak_bytes

@@ -19,7 +19,7 @@ from xdit_backend.hooks import attention_dispatch, compiled_blocks
 from xdit_backend.hooks.attention_dispatch import AttentionFunctions
 from xdit_backend.hooks.forward_context import CPU, ForwardContext
 from xdit_backend.hooks.injected_networks import Network
-from xdit_backend.hooks.replicated_unet import WholeHooks
+from xdit_backend.hooks.replicated_unet import ReplicatedHooks
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.memory.staging import PinnedAhead
@@ -86,10 +86,10 @@ ALL = [(name, layout) for name in CONFIGS if name not in UNCOMPILED for layout i
 FEW = [("Flux.1", "ulysses"), ("Wan", "tensor"), ("Z-Image", "pipefusion")]
 
 
-def check(asked, folder, weights_memory=0):
+def check(requested, folder, weights_memory=0):
     """Each on two ranks: whole files, two branches and two images a step."""
-    outcomes = errors_of(asked, folder, 2, weights_memory=weights_memory, compile_backend="reusing")
-    assert outcomes.keys() == set(asked)
+    outcomes = errors_of(requested, folder, 2, weights_memory=weights_memory, compile_backend="reusing")
+    assert outcomes.keys() == set(requested)
     raised = [f"{name}, {words(layout)}: {error}" for (name, layout), error in outcomes.items()
               if isinstance(error, Exception)]
     assert raised == []
@@ -102,7 +102,7 @@ def test_steps_of_two_ranks_are_the_same_compiled(tmp_path):
 
 
 @pytest.mark.parametrize("shape, gathered", [((2, 3, 4, 5), (2, 3, 8, 5)), ((2, 3, 4), (2, 3, 8))],
-                         ids=["image", "sound"])
+                         ids=["image", "audio"])
 def test_a_graph_knows_the_shape_of_the_rows_of_all_ranks(shape, gathered):
     """Of the feed-forward layers that read their neighbours' rows: Sana's of an image, ACE-Step's of sound."""
     with FakeTensorMode():
@@ -119,17 +119,18 @@ def test_branches_take_turns_between_compiled_blocks_whose_weights_come(tmp_path
 @pytest.mark.parametrize("part", range(2))
 def test_steps_of_every_family_are_the_same_compiled(tmp_path, part):
     """Under two methods each, of which every family has others."""
-    asked = []
+    requested = []
     for number, name in enumerate(CONFIGS):
         layouts = [layout for of, layout in ALL if of == name]
-        asked += [(name, layouts[(number + step) % len(layouts)]) for step in (0, 3) if layouts and number % 2 == part]
-    check(dict.fromkeys(asked), tmp_path)
+        requested += [(name, layouts[(number + step) % len(layouts)]) for step in (0, 3) if layouts
+                      and number % 2 == part]
+    check(dict.fromkeys(requested), tmp_path)
 
 
 @pytest.mark.parametrize("name", [*UNETS, *WHOLE])
 def test_unets_blocks_are_compiled_where_each_rank_has_whole_images(name):
     one = example(name, rows=16, columns=16)
-    wanted, hooks, graphs = one.run(), (WholeHooks if name in WHOLE else UNetHooks)(one.model, one.family.plan), []
+    wanted, hooks, graphs = one.run(), (ReplicatedHooks if name in WHOLE else UNetHooks)(one.model, one.family.plan), []
     for _ in range(2):
         within((one.family.prediction(forward(one, hooks), one.latent) - wanted).abs().max().item(), EXACT)
         graphs.append(counters["stats"]["unique_graphs"])
@@ -167,11 +168,11 @@ def test_layers_that_a_network_leads_run_as_they_are():
     hooks = Hooks(one.model, one.family.plan)
     plain = forward(one, hooks, "")
     weights = of_a_query(one.model.transformer_blocks[0].attn1.to_q.in_features)
-    led = NetworkUse("lllite", "layers", 1.0, "picture"), Network(NetworkSpec("lllite", {}), weights, CPU)
-    picture = {"picture": torch.randn(1, one.family.latent.num_tokens(one.latent.shape), 4, dtype=torch.float64)}
+    led = NetworkUse("lllite", "layers", 1.0, "image"), Network(NetworkSpec("lllite", {}), weights, CPU)
+    image = {"image": torch.randn(1, one.family.latent.num_tokens(one.latent.shape), 4, dtype=torch.float64)}
     graphs = []
     for networks in ((), (led,), (led,), ()):
-        out = [forward(one, hooks, backend, control=picture, networks=networks) for backend in ("reusing", "")]
+        out = [forward(one, hooks, backend, control=image, networks=networks) for backend in ("reusing", "")]
         within((out[0] - out[1]).abs().max().item(), EXACT)
         graphs.append(counters["stats"]["unique_graphs"])
         assert ((out[0] - plain).abs().max() > 1e-6) == bool(networks)
@@ -217,7 +218,7 @@ def test_what_cannot_be_compiled_is_refused_in_words():
     one = example("HiDream-I1")
 
     with pytest.raises(UnsupportedError, match="^Set compile to off in xDiT Parallel Config, or remove TorchCompileM"):
-        forward(one, Hooks(one.model, dataclasses.replace(one.family.plan, choosing=())))
+        forward(one, Hooks(one.model, dataclasses.replace(one.family.plan, graph_breaks=())))
 
 
 def test_more_shapes_than_there_may_be_graphs_are_compiled_anew(monkeypatch):

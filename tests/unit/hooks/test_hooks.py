@@ -138,7 +138,7 @@ SOUNDS = [SHAPES["uneven"] | {"audio": length, "batch": 2} for length in (1, 3, 
 
 
 @pytest.mark.parametrize("layout", ["ring3", "ring2-ulysses2", pytest.param("ulysses4", marks=pytest.mark.slow)])
-def test_sound_of_any_length_is_a_stream_of_its_own(layout):
+def test_audio_of_any_length_is_a_stream_of_its_own(layout):
     """Of fewer tokens than there are ranks, and none."""
     results = run_ranks(difference, num_ranks(LAYOUTS[layout]), "LTX-2", LAYOUTS[layout], SOUNDS)
 
@@ -156,7 +156,7 @@ def streams_read_their_own_shard():
 
 def own_keys_only():
     usp.ring_attention = lambda q, k, v, given, mesh, traffic: usp.attend_with_lse(
-        q, k, v, given.kernel, scale=given.scale)[0]
+        q, k, v, given.backend, scale=given.scale)[0]
 
 
 def merge_by_mean():

@@ -7,7 +7,7 @@ from diffusers.image_processor import IPAdapterMaskProcessor
 from torch._dynamo.utils import counters
 
 import tests.support.reusing_backend  # noqa: F401
-from tests.support.ip_adapter import places_of, show_pictures
+from tests.support.ip_adapter import places_of, show_images
 from tests.support.model_zoo import example
 from tests.support.ranks import run_ranks
 from tests.support.tolerances import within
@@ -89,7 +89,7 @@ def errors(name, num_ranks, backend, mutant=""):
     one = example(name, batch=2, **ODD)
     without = one.run()
     layers, tokens, mask = made(one.model)
-    show_pictures(one.model, layers, tokens, WEIGHT, mask)
+    show_images(one.model, layers, tokens, WEIGHT, mask)
     wanted = one.run()
     assert (wanted - without).abs().max() > 1e-3
     return (shown - wanted).abs().max().item(), (plain - without).abs().max().item(), graphs
@@ -99,11 +99,11 @@ def errors(name, num_ranks, backend, mutant=""):
     ("SDXL", 2, ""), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("SDXL", 1, "reusing"), ("SDXL", 2, "reusing"), ("SD 1.5", 1, ""), ("SD 1.5", 3, ""),
         ("SD 2", 2, "reusing"), ("SD x4 upscaler", 2, "")))], ids=str)
-def test_pictures_are_seen_as_diffusers_shows_them(name, num_ranks, backend):
+def test_images_are_seen_as_diffusers_shows_them(name, num_ranks, backend):
     """Compiled blocks keep their graphs, which do not know of pictures."""
-    with_pictures, without, graphs = errors(name, num_ranks, backend)
+    with_images, without, graphs = errors(name, num_ranks, backend)
 
-    within(with_pictures, EXACT)
+    within(with_images, EXACT)
     within(without, EXACT)
     assert graphs[0] == graphs[1] if num_ranks == 1 or not backend else graphs[1] <= 2 * graphs[0]
     assert bool(graphs[0]) == bool(backend)
@@ -117,7 +117,7 @@ def sums_of_own_rows():
     injected_networks._add_up = lambda context, tensors: tensors
 
 
-def pictures_of_the_other_prompt():
+def images_of_the_other_prompt():
     def of_rows(self, name, rows, dtype, right=Network._of_rows):
         return right(self, name, rows if name.endswith("mask") else rows[::-1], dtype)
     Network._of_rows = of_rows
@@ -130,15 +130,15 @@ def no_operator():
 
 
 MUTANTS = {mutant.__name__: mutant for mutant in (masks_of_the_first_rows, sums_of_own_rows,
-                                                  pictures_of_the_other_prompt, no_operator)}
+                                                  images_of_the_other_prompt, no_operator)}
 
 
 @pytest.mark.parametrize("mutant", ["masks_of_the_first_rows", *(
-    pytest.param(mutant, marks=pytest.mark.slow) for mutant in ("pictures_of_the_other_prompt", "no_operator"))])
+    pytest.param(mutant, marks=pytest.mark.slow) for mutant in ("images_of_the_other_prompt", "no_operator"))])
 def test_exactness_notices_a_broken_part(mutant):
-    with_pictures, without, _ = errors("SDXL", 2, "reusing" if mutant == "no_operator" else "", mutant)
+    with_images, without, _ = errors("SDXL", 2, "reusing" if mutant == "no_operator" else "", mutant)
 
-    assert with_pictures > 1e-6
+    assert with_images > 1e-6
     within(without, EXACT)
 
 

@@ -4,7 +4,7 @@ what it needs of the host is on the device before."""
 import pytest
 import torch
 
-from tests.support.fake_cuda import CUDA, move, pretended_cuda
+from tests.support.fake_cuda import CUDA, fake_cuda_device, move
 from tests.support.model_zoo import CONFIGS, example
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
@@ -27,7 +27,7 @@ def test_a_second_forward_does_not_wait_for_the_device(monkeypatch, name, masked
     """With keys and values kept, so that every attention goes by a method. The first may bring tables to the device."""
     one = example(name, torch.float32, masked=masked)
     loaded, kept = one.loaded(Hooks(one.model, one.family.plan)), KeyValues()
-    with pretended_cuda(monkeypatch) as work_of:
+    with fake_cuda_device(monkeypatch) as work_of:
         move(one.model)
         latent = torch.empty(one.latent.shape, device=CUDA)
         conditioning = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)

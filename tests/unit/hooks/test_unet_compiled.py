@@ -100,11 +100,11 @@ def test_exactness_notices_a_broken_part(mutant):
 def test_a_graph_is_of_the_rows_of_its_rank():
     """What graphs are told of a convolution's rows, beside what StaleSplit.around reads."""
     bands = (0, 8, 16), (0, 4, 8, 9), (0, 16, 20, 23)
-    for starts, kernel, stride, padding in itertools.product(bands, (1, 3), (1, 2), (0, 1)):
+    for starts, backend, stride, padding in itertools.product(bands, (1, 3), (1, 2), (0, 1)):
         for rank in range(len(starts) - 1):
             exchange = types.SimpleNamespace(rank=rank)
             split = StaleSplit(starts, None, Traffic(), exchange=exchange, key="")
-            _, _, pieces = split._reading(torch.empty(1, 1, split.size, 1), kernel, stride, Padding(padding, padding))
+            _, _, pieces = split._reading(torch.empty(1, 1, split.size, 1), backend, stride, Padding(padding, padding))
 
-            assert num_rows_read(starts, rank, kernel, stride, Padding(padding, padding)) == sum(
+            assert num_rows_read(starts, rank, backend, stride, Padding(padding, padding)) == sum(
                 end - first if zeros is None else zeros.shape[2] for _, first, end, zeros in pieces)

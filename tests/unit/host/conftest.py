@@ -49,9 +49,9 @@ class CountingWorkers(Workers):
 
 
 @pytest.fixture(scope="package")
-def client(forkserver):
+def client(supervisor):
     """Two workers."""
-    client = Client(("cpu", "cpu"), forkserver=forkserver)
+    client = Client(("cpu", "cpu"), supervisor=supervisor)
     client.workers.__class__ = CountingWorkers
     yield client
     client.close()

@@ -28,7 +28,7 @@ def counted(client):
     pids = {rank: int(numbers["pid"]) for rank, numbers in client.report_memory().items()}
     told = {}
     for rank, pid in pids.items():
-        log = client.group._resources.traces.folder / f"rank-{rank}.log"
+        log = client.group._resources.exit_report.folder / f"rank-{rank}.log"
         before = log.read_text().count("counted ")
         os.kill(pid, signal.SIGUSR1)
         while (text := log.read_text()).count("counted ") == before or not text.endswith("\n"):

@@ -249,9 +249,9 @@ def test_workers_say_what_they_did_and_when(client, spec_of):
 
 
 @pytest.mark.slow
-def test_workers_that_end_once_something_is_loaded_are_an_error(spec_of, monkeypatch, forkserver):
+def test_workers_that_end_once_something_is_loaded_are_an_error(spec_of, monkeypatch, supervisor):
     """And no others are started in their place there, which would hold nothing; the next call starts some."""
-    client, one = Client(("cpu",), forkserver=forkserver), example("SD3")
+    client, one = Client(("cpu",), supervisor=supervisor), example("SD3")
 
     def draw():
         return decode(client), decoded()

@@ -28,12 +28,12 @@ host.client.close()
 
 @pytest.mark.slow
 def test_two_hosts_have_workers_at_the_same_time_and_one_that_ends_takes_nothing_of_the_other(
-    tmp_path, client, spec_of, forkserver):
+    tmp_path, client, spec_of, supervisor):
     """They start in the same seconds, and what one removes of hosts that have ended is none of the other's."""
     before, one = set(left_behind()), example("SD3")
     other = subprocess.Popen([sys.executable, "-c", OTHER_HOST, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, text=True)
-    second = Client(("cpu", "cpu"), forkserver=forkserver)
+    second = Client(("cpu", "cpu"), supervisor=supervisor)
     try:
         result, = second.predict(spec_of("SD3"), layout(ulysses=2), 4, [call_of(one)])
         assert other.stdout.readline() == "ready\n"
@@ -51,8 +51,8 @@ def test_two_hosts_have_workers_at_the_same_time_and_one_that_ends_takes_nothing
 
 
 @pytest.mark.slow
-def test_one_group_decodes_while_another_computes_steps(client, spec_of, forkserver):
-    one, decoder, both = example("SD3"), Client(("cpu",), forkserver=forkserver), threading.Barrier(2)
+def test_one_group_decodes_while_another_computes_steps(client, spec_of, supervisor):
+    one, decoder, both = example("SD3"), Client(("cpu",), supervisor=supervisor), threading.Barrier(2)
 
     def sample():
         both.wait()
@@ -65,12 +65,12 @@ def test_one_group_decodes_while_another_computes_steps(client, spec_of, forkser
     try:
         assert client.group.alive and decoder.group.alive
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            predictions, pictures = pool.submit(sample), pool.submit(draw)
-            assert len(predictions.result()) == len(pictures.result()) == 5
+            predictions, images = pool.submit(sample), pool.submit(draw)
+            assert len(predictions.result()) == len(images.result()) == 5
     finally:
         decoder.close()
 
     for result in predictions.result():
         within((result - one.run()).abs().max(), 1e-6)
-    for picture in pictures.result():
-        within((picture - decoded()).abs().max(), 1e-6)
+    for image in images.result():
+        within((image - decoded()).abs().max(), 1e-6)

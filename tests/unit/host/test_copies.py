@@ -65,12 +65,12 @@ def set_environment(monkeypatch, faults, **variables):
     (0, {}), (1, {"ulysses": 2}), pytest.param(0, {"pipefusion": 2}, marks=pytest.mark.slow), (1, {"pipefusion": 2})],
     ids=str)
 def test_a_copy_that_fails_fails_its_run_in_words_and_the_next_one_is_right(
-    rank, degrees, faults, folder, monkeypatch, forkserver):       # noqa: F811
+    rank, degrees, faults, folder, monkeypatch, supervisor):       # noqa: F811
     """Whatever rank it is, none waits on for it, and the prompt after has workers whose copies all come."""
     set_environment(monkeypatch, faults)
     checkpoint, one = open_checkpoint(folder), example("Flux.1", torch.float32)
     spec = checkpoint.spec("float32", "float32", Stages(2, 1) if "pipefusion" in degrees else None, weights_memory=1)
-    client = Client(("cpu",) * (2 if degrees else 1), forkserver=forkserver)
+    client = Client(("cpu",) * (2 if degrees else 1), supervisor=supervisor)
 
     def predict():
         result, = client.predict(spec, layout(**degrees), checkpoint.family.num_channels(one.config), [call_of(one)])
@@ -90,10 +90,10 @@ def test_a_copy_that_fails_fails_its_run_in_words_and_the_next_one_is_right(
 
 
 @pytest.mark.slow
-def test_a_copy_that_fails_while_a_vae_decodes_fails_it_in_words(faults, monkeypatch, forkserver):
+def test_a_copy_that_fails_while_a_vae_decodes_fails_it_in_words(faults, monkeypatch, supervisor):
     """On one of the two that share it, and the next decode has other workers."""
     set_environment(monkeypatch, faults)
-    client = Client(("cpu", "cpu"), forkserver=forkserver)
+    client = Client(("cpu", "cpu"), supervisor=supervisor)
     vae = Autoencoder("vae", "float64", lambda: random_decoder(32), from_host=True)
 
     def decode():
@@ -113,13 +113,13 @@ def test_a_copy_that_fails_while_a_vae_decodes_fails_it_in_words(faults, monkeyp
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("fork", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_piece_is_copied_by_as_many_threads_as_the_worker_has(
-    fork, num_threads, faults, folder, monkeypatch, forkserver):   # noqa: F811
+    fork, num_threads, faults, folder, monkeypatch, supervisor):   # noqa: F811
     """Also in a worker that was forked from a process whose libraries have one, and though the thread that copies is
     not the one that said how many."""
     set_environment(monkeypatch, faults, OMP_NUM_THREADS=str(num_threads), XDIT_FORK=fork)
     checkpoint, one = open_checkpoint(folder), example("Flux.1", torch.float32)
     spec = checkpoint.spec("float32", "float32", weights_memory=1)
-    client = Client(("cpu", "cpu"), forkserver=forkserver)
+    client = Client(("cpu", "cpu"), supervisor=supervisor)
     (faults / "threads").touch()
     try:
         client.predict(spec, layout(ulysses=2), checkpoint.family.num_channels(one.config), [call_of(one)])

@@ -214,7 +214,7 @@ def test_a_failure_in_a_cancelled_step_is_not_passed_over(group):
 def test_ranks_are_told_of_a_load_or_a_decode_that_was_given_up_and_of_nothing_that_they_do_not_leave(group):
     spec = ModelSpec("name", "SD3", "file.safetensors", "float32", "float32")
     decode = functools.partial(Decode, autoencoder="vae", latent=Segment("/a", "float32", (1,)),
-                               picture=Segment("/b", "float32", (1,)))
+                               image=Segment("/b", "float32", (1,)))
     for command, told in ((lambda request: LoadModel(request, spec), [Abort(1)]), (decode, [Abort(2)]),
                           (ReportMemory, [])):
         request = group.post(command)

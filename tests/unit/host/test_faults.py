@@ -6,7 +6,7 @@ from xdit_backend.host import handshake
 SLICE = (0, 1, 2, 4, 7, 9, 11, 26, 27, 63, 81, 112)           # each kind, each phase and each method is among them
 
 
-def test_workers_that_are_killed_stopped_or_cancelled_leave_words_or_a_picture_and_nothing_else(monkeypatch):
+def test_workers_that_are_killed_stopped_or_cancelled_leave_words_or_a_image_and_nothing_else(monkeypatch):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "60")         # suffer_all sets its own, for this test alone
     monkeypatch.setattr(handshake, "START_TIMEOUT_S", handshake.START_TIMEOUT_S)
 

@@ -34,7 +34,7 @@ def pids(group):
 
 
 def test_ranks_are_forked_and_share_the_pages_of_their_libraries(forkserver):
-    group = WorkerGroup(("cpu", "cpu"), forkserver=forkserver)
+    group = WorkerGroup(("cpu", "cpu"), supervisor=forkserver)
     try:
         workers = pids(group)
         torchruns = {psutil.Process(pid).parent() for pid in workers}
@@ -58,7 +58,7 @@ def test_where_forking_is_unsafe_each_rank_is_a_program_of_its_own(tmp_path, mon
     (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
     monkeypatch.setattr(torchrun, "ROOT", tmp_path)
     before, server = set(left_behind()), Forkserver()
-    group = WorkerGroup(("cpu", "cpu"), forkserver=server)
+    group = WorkerGroup(("cpu", "cpu"), supervisor=server)
     try:
         environments = [psutil.Process(pid).environ() for pid in pids(group)]
     finally:
@@ -72,7 +72,7 @@ def test_where_forking_is_unsafe_each_rank_is_a_program_of_its_own(tmp_path, mon
 
 def test_several_groups_have_one_forkserver_and_the_end_of_one_is_not_that_of_another():
     server = Forkserver()
-    one, two = (WorkerGroup(("cpu",), forkserver=server) for _ in range(2))
+    one, two = (WorkerGroup(("cpu",), supervisor=server) for _ in range(2))
     try:
         [first], [second] = pids(one), pids(two)
         servers = {psutil.Process(pid).parent().parent().pid for pid in (first, second)}
@@ -87,7 +87,7 @@ def test_several_groups_have_one_forkserver_and_the_end_of_one_is_not_that_of_an
 
 def test_a_killed_forkserver_ends_its_groups_and_the_next_starts_another():
     before, server = set(left_behind()), Forkserver()
-    client = Client(("cpu", "cpu"), forkserver=server)
+    client = Client(("cpu", "cpu"), supervisor=server)
     try:
         workers = [psutil.Process(pid) for pid in pids(client.group)]
         torchrun = workers[0].parent()
@@ -106,16 +106,16 @@ def test_a_killed_forkserver_ends_its_groups_and_the_next_starts_another():
 def test_a_forkserver_that_is_stopped_is_noticed_and_replaced(monkeypatch):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "3")
     server = Forkserver()
-    WorkerGroup(("cpu",), forkserver=server).close()
+    WorkerGroup(("cpu",), supervisor=server).close()
     before = set(left_behind())
     process, = (psutil.Process(each.process.pid) for each in server._servers.values())
     process.suspend()
     try:
         with pytest.raises(WorkerStartError, match="The process that workers are forked from has given no sign of "
                                                    "life for"):
-            WorkerGroup(("cpu",), forkserver=server)
+            WorkerGroup(("cpu",), supervisor=server)
         assert not process.is_running()
-        WorkerGroup(("cpu",), forkserver=server).close()
+        WorkerGroup(("cpu",), supervisor=server).close()
     finally:
         server.close()
 
@@ -129,7 +129,7 @@ def test_libraries_that_cannot_be_imported_are_an_error_with_the_reason(tmp_path
     before, server = set(left_behind()), Forkserver()
     try:
         with pytest.raises(WorkerStartError) as error:
-            WorkerGroup(("cpu", "cpu"), forkserver=server)
+            WorkerGroup(("cpu", "cpu"), supervisor=server)
     finally:
         server.close()
 
@@ -145,9 +145,9 @@ def test_giving_up_while_libraries_are_loaded_keeps_the_forkserver_for_the_next(
         raise KeyboardInterrupt
     try:
         with pytest.raises(KeyboardInterrupt):
-            WorkerGroup(("cpu",), check=cancel, forkserver=server)
+            WorkerGroup(("cpu",), check=cancel, supervisor=server)
         [process] = [each.process.pid for each in server._servers.values()]
-        group = WorkerGroup(("cpu",), forkserver=server)
+        group = WorkerGroup(("cpu",), supervisor=server)
         parent = psutil.Process(pids(group)[0]).parent().parent().pid
         group.close()
     finally:
@@ -161,7 +161,7 @@ import os, sys, time
 from xdit_backend.host.forkserver import OF_THE_SERVER, Forkserver
 from xdit_backend.host.launcher import WorkerGroup
 server = Forkserver()
-group = WorkerGroup(('cpu', 'cpu'), forkserver=server)
+group = WorkerGroup(('cpu', 'cpu'), supervisor=server)
 from xdit_backend.protocol.messages import ReportMemory
 group.request(ReportMemory)
 if os.fork():
@@ -270,7 +270,7 @@ def test_variables_for_a_record_of_exchanges_reach_workers_without_another_forks
             monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / size))
             for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", "NCCL_DEBUG"):
                 monkeypatch.setenv(name, size)
-            group = WorkerGroup(("cpu",), forkserver=server)
+            group = WorkerGroup(("cpu",), supervisor=server)
             try:
                 os.kill(pids(group)[0], signal.SIGUSR2)
                 group.request(ReportMemory)

@@ -34,13 +34,13 @@ dist.all_to_all_single = faulty
 
 @pytest.mark.slow
 def test_a_lost_exchange_is_noticed_and_replaced_and_a_late_one_is_waited_for(
-    spec_of, tmp_path, monkeypatch, forkserver):
+    spec_of, tmp_path, monkeypatch, supervisor):
     (tmp_path / "sitecustomize.py").write_text(LATE_OR_LOST.format(folder=str(tmp_path)))
     (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
     monkeypatch.setattr(torchrun, "ROOT", tmp_path)
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "5")
     before, one = set(left_behind()), example("SD3")
-    client = Client(("cpu", "cpu"), forkserver=forkserver)
+    client = Client(("cpu", "cpu"), supervisor=supervisor)
     client.begin_step("step 3 of 20")
 
     def predict():

@@ -32,12 +32,12 @@ def gone(before, within_s=120):
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_start_says_why(monkeypatch, forkserver):
+def test_a_worker_that_cannot_start_says_why(monkeypatch, supervisor):
     before, phases = set(left_behind()), []
     monkeypatch.setattr(preflight, "check_devices", lambda devices: None)      # as for a device that fails later
 
     with pytest.raises(WorkerStartError) as error:
-        WorkerGroup(("cuda:99",), phases.append, forkserver=forkserver)
+        WorkerGroup(("cuda:99",), phases.append, supervisor=supervisor)
 
     assert "cuda:99" in str(error.value) and "Error" in str(error.value)
     assert phases and phases[0].text == "starting workers"
@@ -45,13 +45,13 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch, forkserver):
 
 
 @pytest.mark.slow
-def test_workers_take_nothing_from_the_environment_that_changes_results(spec_of, monkeypatch, forkserver):
+def test_workers_take_nothing_from_the_environment_that_changes_results(spec_of, monkeypatch, supervisor):
     """The first of these sends diffusers' attention past the hook, the second is read by CPU kernels."""
     one = example("Flux.1")
     monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "_native_math")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     monkeypatch.setenv("LC_ALL", "C")
-    client = Client(("cpu", "cpu"), forkserver=forkserver)
+    client = Client(("cpu", "cpu"), supervisor=supervisor)
     try:
         pid = int(client.report_memory()[0]["pid"])
         theirs = psutil.Process(pid).environ()
@@ -76,14 +76,14 @@ def test_cuda_workers_have_an_allocator_of_their_own(monkeypatch):
 
 def test_communicators_are_blocking_and_variables_for_a_record_of_exchanges_are_inherited(monkeypatch):
     """torch 2.6.0 to 2.7.0 hang at random with others."""
-    asked = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_FR_CPP_STACK": "1", "NCCL_DEBUG": "INFO"}
-    for name, value in {**asked, "TORCH_NCCL_USE_COMM_NONBLOCKING": "1", "TORCH_LOGS": "all"}.items():
+    requested = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_FR_CPP_STACK": "1", "NCCL_DEBUG": "INFO"}
+    for name, value in {**requested, "TORCH_NCCL_USE_COMM_NONBLOCKING": "1", "TORCH_LOGS": "all"}.items():
         monkeypatch.setenv(name, value)
 
     for devices in (("cuda:0", "cuda:1"), ("cpu", "cpu")):
         environment = environment_of(devices)
         assert environment["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0" and "TORCH_LOGS" not in environment
-        assert asked.items() <= environment.items()
+        assert requested.items() <= environment.items()
 
 
 def test_interfaces_are_named_exactly_and_streams_have_queues_of_their_own(monkeypatch):
@@ -128,7 +128,7 @@ def test_a_group_starts_serves_and_ends(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(
-    spec_of, tmp_path, monkeypatch, forkserver):
+    spec_of, tmp_path, monkeypatch, supervisor):
     """What the workers printed stays, in the private folder that the error names; the doctor tells of the error, but
     not of folders.
 
@@ -136,11 +136,11 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(
     """
     monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
     before = set(left_behind())
-    client, call = Client(("cpu", "cpu"), forkserver=forkserver), call_of(example("SD3"))
+    client, call = Client(("cpu", "cpu"), supervisor=supervisor), call_of(example("SD3"))
     try:
         want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         victim = int(client.report_memory()[1]["pid"])
-        (client.group._resources.traces.folder / logs.TORCHRUN).unlink()
+        (client.group._resources.exit_report.folder / logs.TORCHRUN).unlink()
         monkeypatch.setattr(logs, "MIN_BYTES", 2 ** 62)
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=r"Worker rank 1 \(cpu\) died \(exit code -9, killed\)") as died:

@@ -116,7 +116,7 @@ def test_a_file_that_is_written_to_fails_the_run_in_words_and_one_that_is_remove
     client.drop(spec.name)
 
 
-def test_waits_for_weights_are_told_apart_in_the_picture_of_a_run(client, folder):
+def test_waits_for_weights_are_told_apart_in_the_image_of_a_run(client, folder):
     checkpoint, one = open_checkpoint(folder), example("Flux.1", torch.float32)
     with torch.device("meta"):
         model = build(checkpoint.family, checkpoint.config)

@@ -9,21 +9,21 @@ import torch
 from tests.support.model_zoo import example
 from tests.support.tolerances import within
 from tests.unit.host.conftest import call_of, layout
-from xdit_backend.host.oom_report import remedies, shortage_words
+from xdit_backend.host.oom_report import describe_out_of_memory, remedies
 from xdit_backend.protocol.errors import WorkerFailedError
-from xdit_backend.worker.engine import TRIED_TO_ALLOCATE, UNITS, is_shortage
+from xdit_backend.worker.engine import TRIED_TO_ALLOCATE, UNITS, is_out_of_memory
 
 GB = 2 ** 30
 
 
 def test_words_say_who_holds_what_and_what_would_fit():
     """6 GB of 24 are the run's or free, and it would have taken 8: three quarters of it fits."""
-    numbers = {"asked_bytes": 3 * GB, "free_bytes": GB, "total_bytes": 24 * GB, "weight_bytes": 14 * GB,
+    numbers = {"requested_bytes": 3 * GB, "free_bytes": GB, "total_bytes": 24 * GB, "weight_bytes": 14 * GB,
                "cast_bytes": 0, "key_value_bytes": 2 * GB, "activation_bytes": 3 * GB, "other_bytes": 4 * GB,
                "num_conditionings": 3}
     words = remedies(numbers, 2)
 
-    assert shortage_words(numbers).startswith(
+    assert describe_out_of_memory(numbers).startswith(
         "3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free: 2.0 GB are lacking. Held by: weights 14.0 GB, "
         "keys and values 2.0 GB, "
         "activations 3.0 GB, other programs and libraries 4.0 GB.")
@@ -35,7 +35,7 @@ def test_words_say_who_holds_what_and_what_would_fit():
 
 
 def test_what_would_fit_is_of_what_was_done():
-    numbers = {"asked_bytes": 3 * GB, "free_bytes": GB, "weight_bytes": 10 * GB, "activation_bytes": 2 * GB}
+    numbers = {"requested_bytes": 3 * GB, "free_bytes": GB, "weight_bytes": 10 * GB, "activation_bytes": 2 * GB}
 
     assert remedies(numbers, 2, "LoadModel").startswith('Use weights_memory "auto", or fewer GB than now')
     assert "smaller" not in remedies(numbers, 2, "LoadModel")
@@ -45,16 +45,16 @@ def test_what_would_fit_is_of_what_was_done():
 
 
 def test_only_types_that_would_fit_are_named():
-    words = remedies({"asked_bytes": 9 * GB, "free_bytes": GB, "weight_bytes": 14 * GB}, 1)
+    words = remedies({"requested_bytes": 9 * GB, "free_bytes": GB, "weight_bytes": 14 * GB}, 1)
 
     assert "weight_dtype nf4, with the package bitsandbytes (3.9 GB);" in words
-    assert "weight_dtype" not in remedies({"asked_bytes": 12 * GB, "free_bytes": GB, "weight_bytes": 14 * GB}, 1)
+    assert "weight_dtype" not in remedies({"requested_bytes": 12 * GB, "free_bytes": GB, "weight_bytes": 14 * GB}, 1)
 
 
 def test_nothing_is_reckoned_from_what_is_not_known():
     numbers = {"free_bytes": 100.0, "weight_bytes": 0.0}
 
-    assert shortage_words(numbers) == "it asked for more, and 0 MB are free."
+    assert describe_out_of_memory(numbers) == "it asked for more, and 0 MB are free."
     assert remedies(numbers, 1) == "Use a smaller latent; or more devices."
 
 
@@ -65,8 +65,8 @@ def test_nothing_is_reckoned_from_what_is_not_known():
 def test_what_was_asked_for_is_read_from_torchs_words(words, num_bytes):
     error, found = torch.OutOfMemoryError(words), TRIED_TO_ALLOCATE.search(words)
 
-    assert is_shortage(error) and float(found[1]) * UNITS[found[2]] == num_bytes
-    assert not is_shortage(RuntimeError("CUDA error: an illegal memory access"))
+    assert is_out_of_memory(error) and float(found[1]) * UNITS[found[2]] == num_bytes
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
 
 
 def test_a_worker_without_memory_says_so_in_numbers_and_draws_the_next_one(client, spec_of):

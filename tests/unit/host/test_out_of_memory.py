@@ -50,8 +50,8 @@ QUICK = [("cfg", "block", 1), ("data", "block", 0), ("ulysses", "block", 0), ("r
 class Starved:
     """A client whose workers can be made to run out of memory, and what its runs give otherwise."""
 
-    def __init__(self, folder, forkserver):
-        self.client, self.folder, self.phases = Client(("cpu", "cpu"), forkserver=forkserver), folder, []
+    def __init__(self, folder, supervisor):
+        self.client, self.folder, self.phases = Client(("cpu", "cpu"), supervisor=supervisor), folder, []
         self.client.workers.on_phase = self.phases.append
         self.one = example("SD3", rows=24, columns=24, batch=2, more={"num_layers": 4})
         self.one.model.save_pretrained(folder / "transformer")
@@ -82,10 +82,11 @@ class Starved:
             x = call.latent
             for sigma, following in zip(SIGMAS, SIGMAS[1:]):
                 self.client.begin_step("step 2 of 3")
-                asked = dataclasses.replace(call, latent=x, timestep=torch.full((2,), 1000.0 * sigma, dtype=x.dtype))
-                other = dataclasses.replace(asked, conditioning={name: tensor / 2 for name, tensor
+                requested = dataclasses.replace(call, latent=x,
+                                                timestep=torch.full((2,), 1000.0 * sigma, dtype=x.dtype))
+                other = dataclasses.replace(requested, conditioning={name: tensor / 2 for name, tensor
                                                                  in call.conditioning.items()})
-                x = x + (following - sigma) * sum(self.client.predict(spec, layout, 4, [asked, other])).to(x.dtype)
+                x = x + (following - sigma) * sum(self.client.predict(spec, layout, 4, [requested, other])).to(x.dtype)
             return x
         finally:
             self.client.begin_step("")
@@ -121,10 +122,10 @@ class Starved:
 
 
 @pytest.fixture(scope="module")
-def starved(tmp_path_factory, forkserver):
+def starved(tmp_path_factory, supervisor):
     folder, before = tmp_path_factory.mktemp("starved"), set(left_behind())
     undo = can_run_out(folder)
-    starved = Starved(folder, forkserver)
+    starved = Starved(folder, supervisor)
     try:
         yield starved
     finally:

@@ -47,11 +47,11 @@ def highest(pids):
 
 
 @pytest.mark.slow
-def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of, forkserver):
+def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of, supervisor):
     """The most that is held while it is loaded and used.
     What a worker imports and makes in any case is loaded before."""
     figures, one, specs = {}, example("SD3"), [large_spec(dtype) for dtype in ("float32", "bfloat16")]
-    client = Client(("cpu",) * 4, forkserver=forkserver)
+    client = Client(("cpu",) * 4, supervisor=supervisor)
 
     try:
         pids = [int(numbers["pid"]) for numbers in client.report_memory().values()]
@@ -75,8 +75,8 @@ def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of,
 
 
 @pytest.fixture(scope="module")
-def two_workers(forkserver):
-    client = Client(("cpu", "cpu"), forkserver=forkserver)
+def two_workers(supervisor):
+    client = Client(("cpu", "cpu"), supervisor=supervisor)
     yield client
     client.close()
 
@@ -88,17 +88,17 @@ def test_parked_weights_are_in_memory_once_and_come_back(large_spec, two_workers
     what was cast is held once."""
     spec, client, figures = large_spec(dtype), two_workers, []
 
-    def held_bytes():
+    def resident_bytes():
         """Of both ranks; what they share is counted once."""
         return sum(psutil.Process(pid).memory_full_info().pss for pid in pids)
 
     def measured(what, step):
         started_s = time.perf_counter()
         step()
-        figures.append((what, time.perf_counter() - started_s, held_bytes() - before))
+        figures.append((what, time.perf_counter() - started_s, resident_bytes() - before))
 
     pids = [int(numbers["pid"]) for numbers in client.report_memory().values()]
-    before = held_bytes()
+    before = resident_bytes()
     measured("read from the file", lambda: client.models.load(spec))
     rank_bytes = client.models.memory(spec.name).weight_bytes[0]
     measured("parked", lambda: client.models.park(spec.name, 2 ** 40))

@@ -35,18 +35,18 @@ def cuts(one, num_patches):
     return cut_patches(one.latent.shape, size, choose_num_patches(num_patches, 1, one.latent.shape, size))
 
 
-def sample(client, spec, one, layout, num_patches, warmup_steps, by_image=False, forecast=0.0):
+def sample(client, spec, one, layout, num_patches, warmup_steps, by_image=False, extrapolation=0.0):
     """A run as the bench drives it; every patch goes on as soon as its own prediction is there."""
     x = euler(client, Model(spec, one.latent.shape[1], one.family.time_scale), call_of(one), Sampling(SIGMAS),
-              Method(layout, warmup_steps, cuts(one, num_patches), forecast, by_image))
+              Method(layout, warmup_steps, cuts(one, num_patches), extrapolation, by_image))
     client.end_run()
     return x
 
 
-def oracle(one, num_patches, warmup_steps, forecast=0.0):
+def oracle(one, num_patches, warmup_steps, extrapolation=0.0):
     patches, latent = cuts(one, num_patches), one.latent
     result = simulate(one, [(patch.start, patch.start + rows) for patch, rows in patches],
-                      warmup_steps, SIGMAS, patches[0][0].dim, forecast)
+                      warmup_steps, SIGMAS, patches[0][0].dim, extrapolation)
     one.latent = latent
     return result
 
@@ -56,14 +56,14 @@ def oracle(one, num_patches, warmup_steps, forecast=0.0):
 def test_host_driven_patches_equal_the_oracle(client, spec_of, name):
     """Requests of different shapes one after the other: a run leaves nothing that the next can see.
     tests/integration/sampling/test_pipefusion.py has every family that ComfyUI has."""
-    for settings, forecast, more in [((4, 1), 0.8, {}), ((3, 0), 0.5, {"batch": 2}), ((2, 0), 0.0, {"rows": 8}),
+    for settings, extrapolation, more in [((4, 1), 0.8, {}), ((3, 0), 0.5, {"batch": 2}), ((2, 0), 0.0, {"rows": 8}),
                                      ((3, 2), 0.0, {"num_text_tokens": 5}), ((4, 4), 0.8, {}), ((1, 1), 0.0, {})]:
         one = small(name, **more)
 
         result = sample(client, spec_of(name, stages=STAGES), one, Layout(pipefusion_degree=2), *settings,
-                        forecast=forecast)
+                        extrapolation=extrapolation)
 
-        within((result - oracle(one, *settings, forecast)).abs().max(), 1e-6, settings)
+        within((result - oracle(one, *settings, extrapolation)).abs().max(), 1e-6, settings)
 
 
 @pytest.mark.parametrize("name", having("pipefusion", BARE))
@@ -192,11 +192,11 @@ def test_a_run_whose_workers_died_is_not_continued_by_a_new_group(client, spec_o
 
 
 @pytest.mark.slow
-def test_a_stage_that_hangs_is_named(spec_of, monkeypatch, forkserver):
+def test_a_stage_that_hangs_is_named(spec_of, monkeypatch, supervisor):
     monkeypatch.setenv("XDIT_STAGE_TIMEOUT_S", "3")
     monkeypatch.setattr(launcher, "STRAGGLER_S", 1)            # the stopped one will not answer
     one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
-    client = Client(("cpu", "cpu"), forkserver=forkserver)
+    client = Client(("cpu", "cpu"), supervisor=supervisor)
     try:
         finish(client, keep_flying(client, spec, one, rounds=1))
         os.kill(int(client.report_memory()[0]["pid"]), signal.SIGSTOP)

@@ -15,7 +15,7 @@ import torch
 
 from tests.conftest import left_behind, still_there
 from xdit_backend.host import handshake, preflight, torchrun
-from xdit_backend.host.exit_report import Traces
+from xdit_backend.host.exit_report import ExitReport
 from xdit_backend.host.launcher import WorkerGroup
 from xdit_backend.protocol.channel import Channel
 from xdit_backend.protocol.errors import LinkError, WorkerStartError
@@ -31,14 +31,14 @@ GB = 2 ** 30
 def test_packages_that_are_too_old_or_missing_are_named(monkeypatch, package, version, words):
     real = importlib.metadata.version
 
-    def pretended(name):
+    def fake(name):
         if name != package:
             return real(name)
         if version is None:
             raise importlib.metadata.PackageNotFoundError(name)
         return version
     preflight.check_versions()
-    monkeypatch.setattr(importlib.metadata, "version", pretended)
+    monkeypatch.setattr(importlib.metadata, "version", fake)
 
     with pytest.raises(WorkerStartError, match=words):
         preflight.check_versions()
@@ -195,10 +195,10 @@ class Torchrun:
 
 def greet(torchrun, folder, check, ways=2):
     """Wait for the workers of two CUDA devices of this machine."""
-    traces = Traces(("cuda:0", "cuda:1"), {}, folder)
-    traces.processes = torchrun
-    group_start = handshake.GroupStart(("cuda:0", "cuda:1"), [0, 1], torchrun, torchrun, [], {}, traces, ways > 1)
-    handshake.Greeting(group_start, {}, {}, lambda phase: None, check).run()
+    exit_report = ExitReport(("cuda:0", "cuda:1"), {}, folder)
+    exit_report.processes = torchrun
+    group_start = handshake.GroupStart(("cuda:0", "cuda:1"), [0, 1], torchrun, torchrun, [], {}, exit_report, ways > 1)
+    handshake.Handshake(group_start, {}, {}, lambda phase: None, check).run()
 
 
 @pytest.mark.parametrize("said, words", [

@@ -32,7 +32,7 @@ def test_no_process_of_a_group_unpickles_a_name(fork, spec_of, tmp_path, monkeyp
     monkeypatch.setenv("PYTHONPATH", audit_pickle.install(tmp_path / "code", tmp_path / "events"))
     monkeypatch.setenv("XDIT_FORK", fork)
     one, server = example("SD3"), Forkserver()
-    client = Client(("cpu", "cpu"), forkserver=server)
+    client = Client(("cpu", "cpu"), supervisor=server)
 
     def predict(check=lambda: None):
         client.workers.check = check

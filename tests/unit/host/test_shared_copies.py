@@ -60,45 +60,45 @@ def same(results, wanted):
 def test_steps_of_both_kinds_in_any_order_predict_the_same(client, folder, degrees, storage):  # noqa: F811
     """Also after one that only a part of the ranks had something to do in, and after weights were parked on one rank:
     what they hold in their buffers is then not the same."""
-    asked = Asked(client, folder, degrees, storage)
-    want = asked.predict(is_shared=False)
+    requested = Asked(client, folder, degrees, storage)
+    want = requested.predict(is_shared=False)
     for is_shared in (True, True, False, True, False, False, True):
-        assert same(asked.predict(is_shared), want)
-    one = asked.predict(is_shared=False, num_calls=1)
-    assert same(asked.predict(num_calls=1), one) and same(asked.predict(), want)
-    client.models.park(asked.spec.name, 2 ** 34)
-    assert same(asked.predict(), want)
-    client.drop(asked.spec.name)
+        assert same(requested.predict(is_shared), want)
+    one = requested.predict(is_shared=False, num_calls=1)
+    assert same(requested.predict(num_calls=1), one) and same(requested.predict(), want)
+    client.models.park(requested.spec.name, 2 ** 34)
+    assert same(requested.predict(), want)
+    client.drop(requested.spec.name)
 
 
 def test_weights_that_are_changed_and_changed_back_are_shared_as_they_are_then(client, folder):      # noqa: F811
     """As a LoRA that is switched on and off."""
-    asked = Asked(client, folder, {"cfg": 2})
-    names = [name for name in asked.checkpoint.shapes if name.endswith("to_q.weight")]
-    up, down = torch.full((asked.checkpoint.shapes[names[0]][0], 1), 0.5), torch.full(
-        (1, asked.checkpoint.shapes[names[0]][1]), 0.25)
+    requested = Asked(client, folder, {"cfg": 2})
+    names = [name for name in requested.checkpoint.shapes if name.endswith("to_q.weight")]
+    up, down = torch.full((requested.checkpoint.shapes[names[0]][0], 1), 0.5), torch.full(
+        (1, requested.checkpoint.shapes[names[0]][1]), 0.25)
 
     def made(share):
         return specs.Change(None, (specs.LowRank(share(up), share(down), 1.0),), "float32", "float32")
-    plain = asked.predict(is_shared=False)
+    plain = requested.predict(is_shared=False)
     for changes in ({name: Change(("lora",), 1, made) for name in names}, {}):
-        client.models.load(asked.spec, changes)
-        want = asked.predict(is_shared=False)
-        assert same(asked.predict(), want) and same(asked.predict(), want)
+        client.models.load(requested.spec, changes)
+        want = requested.predict(is_shared=False)
+        assert same(requested.predict(), want) and same(requested.predict(), want)
         assert same(want, plain) == (not changes)
-    client.drop(asked.spec.name)
+    client.drop(requested.spec.name)
 
 
 @pytest.mark.parametrize("degrees", METHODS, ids=str)
 def test_after_a_cancel_in_mid_run_the_next_one_is_right(client, folder, degrees):      # noqa: F811
     """What was sent before is carried out by all ranks, whole."""
-    asked = Asked(client, folder, degrees)
-    want = asked.predict(is_shared=False)
+    requested = Asked(client, folder, degrees)
+    want = requested.predict(is_shared=False)
 
     def cancelled():
         raise Cancelled
     for _ in range(5):
-        handles = [asked.submit(True) for _ in range(3)]
+        handles = [requested.submit(True) for _ in range(3)]
         client.workers.check = cancelled
         try:
             with pytest.raises(Cancelled):
@@ -106,34 +106,34 @@ def test_after_a_cancel_in_mid_run_the_next_one_is_right(client, folder, degrees
                     client.wait(handles)
         finally:
             client.workers.check = lambda: None
-        assert same(asked.predict(), want)
-    client.drop(asked.spec.name)
+        assert same(requested.predict(), want)
+    client.drop(requested.spec.name)
 
 
 @pytest.mark.parametrize("fault", ["kill", "copy"])
 @pytest.mark.parametrize("degrees", METHODS, ids=str)
 def test_a_rank_that_ends_or_whose_copy_fails_is_told_as_everywhere(
-        degrees, fault, faults, folder, monkeypatch, forkserver):       # noqa: F811
+        degrees, fault, faults, folder, monkeypatch, supervisor):       # noqa: F811
     """The other one waits for it in an exchange."""
     set_environment(monkeypatch, faults)
-    client = Client(("cpu", "cpu"), forkserver=forkserver)
+    client = Client(("cpu", "cpu"), supervisor=supervisor)
     try:
-        asked = Asked(client, folder, degrees)
-        want = asked.predict(is_shared=False)
-        assert same(asked.predict(), want)
+        requested = Asked(client, folder, degrees)
+        want = requested.predict(is_shared=False)
+        assert same(requested.predict(), want)
         group = client.group
         if fault == "copy":
             (faults / "fails-1").touch()
         else:
             pid = int(client.report_memory()[1]["pid"])
             os.kill(pid, signal.SIGSTOP)
-            handle = asked.submit(True)
+            handle = requested.submit(True)
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(CopyError if fault == "copy" else WorkerDiedError, match="Queue the prompt again"):
             if fault == "copy":
-                asked.predict()
+                requested.predict()
             else:
                 client.wait([handle])
-        assert same(asked.predict(), want) and client.group is not group
+        assert same(requested.predict(), want) and client.group is not group
     finally:
         client.close()

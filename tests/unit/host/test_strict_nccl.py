@@ -17,9 +17,9 @@ from xdit_backend.protocol.specs import Layout, Stages
 @pytest.fixture(scope="module")
 def strict_forkserver():
     """With the simulation on the path of what is forked from it."""
-    forkserver = Forkserver()
-    yield forkserver
-    forkserver.close()
+    supervisor = Forkserver()
+    yield supervisor
+    supervisor.close()
 
 
 @pytest.mark.slow
@@ -30,16 +30,16 @@ def test_a_run_of_real_workers_keeps_nccls_rules(monkeypatch, tmp_path, strict_f
     with server.strict_world(tmp_path, queues) as world:
         monkeypatch.setenv("PYTHONPATH", str(Path(server.__file__).parent / "in_workers"))
         monkeypatch.setenv("XDIT_STRICT_NCCL", f"{world.address}:{queues}")
-        client = Client(("cpu", "cpu"), forkserver=strict_forkserver)
+        client = Client(("cpu", "cpu"), supervisor=strict_forkserver)
         try:
             ring, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call_of(one)])
             run = sample(client, spec_of("SD3", stages=stages), one, Layout(pipefusion_degree=2), 4, 2)
-            picture = decode(client)
+            image = decode(client)
         finally:
             client.close()
 
     within((ring - one.run()).abs().max(), 1e-6)
     within((run - oracle(one, 4, 2)).abs().max(), 1e-6)
-    within((picture - decoded()).abs().max(), 1e-6)
+    within((image - decoded()).abs().max(), 1e-6)
     referee, = world.referees.values()
     assert not referee.failure and referee.num_operations["p2p"] > 20 and referee.num_operations["all_to_all"] > 1

@@ -19,15 +19,15 @@ class Stream:
     """What is asked of it is done later: by `run`."""
 
     def __init__(self):
-        self.asked = []
+        self.requested = []
 
     def record_event(self):
         event = threading.Event()
-        self.asked.append((None, event.set))
+        self.requested.append((None, event.set))
         return event
 
     def wait_event(self, event):
-        self.asked.append((event, lambda: None))
+        self.requested.append((event, lambda: None))
 
     def synchronize(self):
         pass
@@ -35,7 +35,7 @@ class Stream:
 
 def run(first, second):
     """Do all that two streams have been asked for; the first is ahead of the second wherever its events allow it."""
-    queues = [list(first.asked), list(second.asked)]
+    queues = [list(first.requested), list(second.requested)]
     while any(queues):
         for queue in queues:
             if queue and (queue[0][0] is None or queue[0][0].is_set()):
@@ -52,7 +52,7 @@ class LateStaging:
         self._stream = stream
 
     def copy(self, source, target):
-        self._stream.asked.append((None, lambda: target.copy_(source)))
+        self._stream.requested.append((None, lambda: target.copy_(source)))
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def steps(compute, offloaded, weights):
         offloaded.begin(range(NUM_BLOCKS))
         for number, weight in enumerate(weights):
             offloaded.enter(number)
-            compute.asked.append((None, lambda weight=weight.data: found.append(weight.clone().unique().tolist())))
+            compute.requested.append((None, lambda weight=weight.data: found.append(weight.clone().unique().tolist())))
             offloaded.leave(number)
     offloaded._copies.start([]).result()                       # all copies have been asked for
     return found

@@ -17,16 +17,16 @@ CARD = "0000:3b:00.0"
 OWN = sorted(os.sched_getaffinity(0))
 
 
-def sysfs(folder, nodes=(f"{OWN[0]}", f"{OWN[-1]}"), of_card="1"):
+def sysfs(folder, nodes=(f"{OWN[0]}", f"{OWN[-1]}"), of_gpu="1"):
     """A machine with these processors in each node. of_card: what it says of the card's node; None: nothing."""
     for number, processors in enumerate(nodes):
         node = folder / f"devices/system/node/node{number}"
         node.mkdir(parents=True)
         (node / "cpulist").write_text(f"{processors}\n")
-    if of_card is not None:
-        card = folder / "bus/pci/devices" / CARD
-        card.mkdir(parents=True)
-        (card / "numa_node").write_text(f"{of_card}\n")
+    if of_gpu is not None:
+        gpu = folder / "bus/pci/devices" / CARD
+        gpu.mkdir(parents=True)
+        (gpu / "numa_node").write_text(f"{of_gpu}\n")
     return folder
 
 
@@ -53,9 +53,9 @@ def affinities(work):
 
 @pytest.mark.skipif(len(OWN) < 2, reason="a machine with one processor")
 @pytest.mark.parametrize("node, processor", [("0", OWN[0]), ("1", OWN[-1])])
-def test_a_thread_and_those_that_it_begins_belong_to_the_node_of_the_card(tmp_path, caplog, node, processor):
+def test_a_thread_and_those_that_it_begins_belong_to_the_node_of_the_gpu(tmp_path, caplog, node, processor):
     with caplog.at_level(logging.INFO):
-        own, of_child, given = affinities(lambda: stay_near(CARD, sysfs(tmp_path, of_card=node)))
+        own, of_child, given = affinities(lambda: stay_near(CARD, sysfs(tmp_path, of_gpu=node)))
 
     assert own == of_child == given == {processor}
     assert os.sched_getaffinity(0) == set(OWN)                 # no other thread's
@@ -72,8 +72,8 @@ def test_a_thread_and_those_that_it_begins_belong_to_the_node_of_the_card(tmp_pa
     ("7", None, CARD, "No such file"),
     ("1", None, "", "this PyTorch does not tell its address")])
 def test_where_the_node_is_not_known_or_not_this_process_s_a_thread_stays_as_it_is_and_says_so_once(
-        tmp_path, caplog, of_card, nodes, address, why):
-    folder = sysfs(tmp_path, *([nodes] if nodes else []), of_card=of_card)
+        tmp_path, caplog, of_gpu, nodes, address, why):
+    folder = sysfs(tmp_path, *([nodes] if nodes else []), of_gpu=of_gpu)
     with caplog.at_level(logging.INFO):
         own, _, given = affinities(lambda: stay_near(address, folder))
 
@@ -105,7 +105,7 @@ def test_a_list_of_processors_is_read_as_linux_writes_it():
 
 
 @pytest.mark.skipif(len(OWN) < 2, reason="a machine with one processor")
-def test_copies_are_made_near_the_card_and_what_asks_for_them_stays(tmp_path, monkeypatch):
+def test_copies_are_made_near_the_gpu_and_what_asks_for_them_stays(tmp_path, monkeypatch):
     """By the thread, with its page-locked memory, which it makes when it copies for the first time."""
     found, folder = [], sysfs(tmp_path)
     properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3b, pci_device_id=0)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from tests.support.fake_cuda import CUDA, pretended_cuda
+from tests.support.fake_cuda import CUDA, fake_cuda_device
 from xdit_backend.memory import staging as transfers
 from xdit_backend.memory.staging import PinnedAhead, StagingBuffers, on_device
 
@@ -18,7 +18,7 @@ class LateCopies:
     or when the next one to the same piece has to be over."""
 
     def __init__(self, monkeypatch):
-        self.asked, self.copy = [], torch.Tensor.copy_
+        self.requested, self.copy = [], torch.Tensor.copy_
         monkeypatch.setattr(torch.Tensor, "copy_",
                             lambda to, given, non_blocking=False: self.ask(to, given, non_blocking))
         monkeypatch.setattr(transfers, "Arrived", self.event)
@@ -26,7 +26,7 @@ class LateCopies:
     def ask(self, to, given, non_blocking):
         if non_blocking:
             assert to.dtype == given.dtype, "what is converted on its way may go through memory that nobody keeps"
-            self.asked.append((to, given))
+            self.requested.append((to, given))
         else:
             self.copy(to, given)
         return to
@@ -38,17 +38,17 @@ class LateCopies:
             seen = 0
 
             def record(self):
-                self.seen = len(device.asked)
+                self.seen = len(device.requested)
 
             def synchronize(self):
                 device.run(self.seen)
         return Event()
 
     def run(self, end):
-        for index, job in enumerate(self.asked[:end]):
+        for index, job in enumerate(self.requested[:end]):
             if job is not None:
                 self.copy(*job)
-                self.asked[index] = None
+                self.requested[index] = None
 
 
 @pytest.mark.parametrize("piece_bytes", [None, 8, 64, 1000, 10 ** 6])
@@ -65,12 +65,12 @@ def test_every_element_arrives(shape, piece_bytes):
 def test_strided_tensors_arrive():
     """A decoded picture's channels come last in shared memory, and its columns are a part of it."""
     staging, source = StagingBuffers(CPU, 256), torch.randn(3, 20, 30)
-    picture = torch.zeros(20, 50, 3)
+    image = torch.zeros(20, 50, 3)
 
-    staging.to_host(source.movedim(0, -1), picture[:, 10:40])
+    staging.to_host(source.movedim(0, -1), image[:, 10:40])
 
-    assert (torch.equal(picture[:, 10:40].movedim(-1, 0), source)
-            and picture[:, :10].abs().sum() == picture[:, 40:].abs().sum() == 0)
+    assert (torch.equal(image[:, 10:40].movedim(-1, 0), source)
+            and image[:, :10].abs().sum() == image[:, 40:].abs().sum() == 0)
     for each in (staging, StagingBuffers(CPU)):
         brought = each.to_device(source.movedim(0, -1))
         assert torch.equal(brought, source.movedim(0, -1)) and brought.is_contiguous()
@@ -85,7 +85,7 @@ def test_a_piece_is_filled_again_only_when_it_has_travelled(monkeypatch, never_w
         monkeypatch.setattr(transfers, "Arrived", _NeverWaits)
 
     brought = staging.to_device(source)
-    device.run(len(device.asked))
+    device.run(len(device.requested))
     staging.to_host(source, target)
 
     assert (torch.equal(brought, source) and torch.equal(target, source)) is not never_waits
@@ -106,7 +106,7 @@ def test_waiting_for_a_piece_leaves_the_core_to_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options) or transfers.Arrived())
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **options: empty(*shape, **options))
 
-    with pretended_cuda(monkeypatch):
+    with fake_cuda_device(monkeypatch):
         StagingBuffers(CUDA)._next(torch.Size((8,)), torch.float32)
 
     assert made == [{"blocking": True}] * 2

@@ -41,12 +41,12 @@ def test_a_file_is_read_at_the_rate_at_which_its_pages_come(tmp_path, monkeypatc
     path = tmp_path / "weights"
     path.write_bytes(bytes(2 ** 22))
     pages = system_memory.mmap.mmap
-    asked = []
+    requested = []
 
     class Slow:
         def __init__(self, *args, **options):
             self.pages = pages(*args, **options)
-            asked.append(options["offset"])
+            requested.append(options["offset"])
 
         def __enter__(self):
             return self
@@ -62,7 +62,7 @@ def test_a_file_is_read_at_the_rate_at_which_its_pages_come(tmp_path, monkeypatc
 
     assert system_memory.disk_bytes_s(path) == pytest.approx(2 ** 22 / 0.2, rel=0.3) and fast > 2 ** 22 / 0.1
     assert system_memory.disk_bytes_s(path, 2 ** 20) == pytest.approx(2 ** 20 / 0.2, rel=0.3)
-    assert asked == [0, 3 * 2 ** 19]
+    assert requested == [0, 3 * 2 ** 19]
 
 
 def test_a_file_that_host_memory_has_room_for_is_not_timed(tmp_path):
@@ -72,5 +72,5 @@ def test_a_file_that_host_memory_has_room_for_is_not_timed(tmp_path):
         path.write_bytes(bytes(size))
 
     assert system_memory.pages_of(files, lambda: (2 ** 12 + 2 ** 16, 0)) == system_memory.AMPLE
-    room, bytes_s = system_memory.pages_of(files, lambda: (2 ** 16, 0))
-    assert room == 2 ** 16 and 0 < bytes_s < math.inf
+    free_bytes, bytes_s = system_memory.pages_of(files, lambda: (2 ** 16, 0))
+    assert free_bytes == 2 ** 16 and 0 < bytes_s < math.inf

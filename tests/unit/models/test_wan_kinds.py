@@ -46,7 +46,7 @@ def test_a_cameras_way_is_as_long_as_the_latent(patch, frames):
 
 @pytest.mark.parametrize("patch, frames", [(None, 2), (Patch(2, 0, 2), 1), (Patch(3, 2, 6), 2)],
                          ids=["whole", "a frame of it", "rows of it"])
-def test_a_model_of_pictures_refuses_a_video_by_its_piece_too(patch, frames):
+def test_a_model_of_images_refuses_a_video_by_its_piece_too(patch, frames):
     """Stages get pieces alone where no step is whole, and a frame of a video looks like a picture."""
     rule = next(iter(FAMILIES["Krea 2"].arguments.values()))
 

@@ -70,7 +70,7 @@ def pair(listener):
 def join(listener, key=None, **hello):
     """(link, answer) of who says Hello so."""
     link = connect((listener.address, listener.port), key or listener._key)
-    link.send(JoinRequest(**{"purpose": "machine", "name": "other", "versions": versions(), "cards": CARDS} | hello))
+    link.send(JoinRequest(**{"purpose": "machine", "name": "other", "versions": versions(), "gpus": CARDS} | hello))
     return link, link.receive()[1]
 
 
@@ -78,7 +78,7 @@ def test_a_machine_with_the_key_joins_and_is_known_by_its_name(listener):
     commands, welcome = join(listener)
     replies, _ = join(listener, purpose="replies", session=welcome.session)
 
-    assert isinstance(welcome, JoinAccepted) and listener.cards("other") == CARDS and listener.joined() == ["other"]
+    assert isinstance(welcome, JoinAccepted) and listener.gpus("other") == CARDS and listener.joined() == ["other"]
     session = listener.take("other")
     assert session.is_open and session.name == "other"
     session.close()
@@ -466,7 +466,7 @@ def test_pieces_outside_of_a_tensor_are_refused(pair):
 
 def test_commands_name_all_their_segments():
     one, two, three, four = (Segment(f"/dev/shm/x/{name}", "float32", (1,)) for name in "1234")
-    branch = specs.Branch(one, two, "c", three, {"a": two}, scores=one, parts={"sound": four})
+    branch = specs.Branch(one, two, "c", three, {"a": two}, scores=one, parts={"audio": four})
     command = messages.Predict(1, "m", specs.Layout(), [branch])
 
     assert [(segment.path[-1], is_result) for segment, is_result in segment_transfer.segments_of(command)] == [
@@ -476,8 +476,8 @@ def test_commands_name_all_their_segments():
     assert all(segment.path.startswith("here") for segment, _ in segment_transfer.segments_of(moved))
     assert moved.branches[0].conditioning == "c" and segment_transfer.replaced(command,
                                                                                lambda segment: segment) is command
-    for asked in (messages.Decode(1, "v", one, two), messages.Encode(1, "v", one, two)):
-        pending_command = segment_transfer.pending_command(asked, (2, 3))
+    for requested in (messages.Decode(1, "v", one, two), messages.Encode(1, "v", one, two)):
+        pending_command = segment_transfer.pending_command(requested, (2, 3))
         assert pending_command == segment_transfer.PendingCommand({2, 3}, {one.path: one, two.path: two}, [two.path])
 
 

@@ -53,7 +53,7 @@ def worker_of(joined):
 
 
 @pytest.mark.slow
-def test_ranks_on_another_machine(files, tmp_path, forkserver):
+def test_ranks_on_another_machine(files, tmp_path, supervisor):
     """Two addresses of this machine stand for two; what goes between them goes through a relay,
     which is cut in the middle of a step."""
     here, there = files
@@ -61,7 +61,7 @@ def test_ranks_on_another_machine(files, tmp_path, forkserver):
     listener = Listener("127.0.0.2:0", tmp_path / "key")
     relay = Relay(listener.address, listener.port)
     joined = start_join(listener, there.parent, tmp_path, f"127.0.0.1:{relay.port}")
-    client = Client(("cpu", "other/cpu"), listener, forkserver)
+    client = Client(("cpu", "other/cpu"), listener, supervisor)
     client.workers.on_phase = lambda phase: told.append(phase.text)
 
     def predict(spec, **degrees):

@@ -56,7 +56,7 @@ def test_nothing_else_shows_the_key(host, tmp_path, monkeypatch, capsys, caplog)
     monkeypatch.setenv("XDIT_JOIN_TIMEOUT_S", "0")
     monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
     told = []
-    for ask in (host.take, host.cards):
+    for ask in (host.take, host.gpus):
         with pytest.raises(WorkerStartError) as error:
             ask("absent", told.append)
         told.append(str(error.value))

@@ -27,7 +27,7 @@ from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.parallel.displaced import StaleSplit, corrected_moments, correction_of, image_moments
 from xdit_backend.parallel.displaced_exchange import Exchange, fill_buckets
-from xdit_backend.parallel.vae_memory import LiveBytes
+from xdit_backend.parallel.vae_memory import ActivationBytes
 from xdit_backend.partition import attended, cut_bands, halved
 from xdit_backend.planner.cost_model import Degrees, Job, ModelDims
 from xdit_backend.planner.memory_model import rank_memory
@@ -68,10 +68,10 @@ def stepped(x, length, change):
     return torch.cat([x[:, :change.shape[1]] + length * change, x[:, change.shape[1]:]], 1)
 
 
-def simulated(name, starts, shape, warmup_steps, heun, mode, forecast):
+def simulated(name, starts, shape, warmup_steps, heun, mode, extrapolation):
     """(the oracle's latent, the one model's own). starts: the first row of each rank, and their number."""
     one = example(name, **shape)
-    stale = StaleUNet(one.model, list(zip(starts, starts[1:])), mode, forecast)
+    stale = StaleUNet(one.model, list(zip(starts, starts[1:])), mode, extrapolation)
 
     def oracle(x, timestep, is_stale):
         return stale.predict(is_stale and mode != "full_sync",
@@ -82,7 +82,7 @@ def simulated(name, starts, shape, warmup_steps, heun, mode, forecast):
     return sample(oracle, one.latent, warmup_steps, heun), sample(model, one.latent, warmup_steps, heun)
 
 
-def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0, backend=""):
+def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), extrapolation=0.0, backend=""):
     """The latents that the ranks together make, one for each case, on one model; what the exchanges were like; how many
     modules of each kind have hooks; and how often the text was projected in each case."""
     torch.set_grad_enabled(False)
@@ -97,7 +97,7 @@ def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0
     for shape, warmup_steps, heun, mode_name, bucket_bytes in cases:
         projected.clear()
         given, mode = example(name, **shape), MODES[mode_name]
-        exchange, addresses = Exchange(mesh.displaced_group, world_size, rank, bucket_bytes, forecast), set()
+        exchange, addresses = Exchange(mesh.displaced_group, world_size, rank, bucket_bytes, extrapolation), set()
 
         predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses, backend)
         results.append(sample(predict, given.latent, warmup_steps, heun))
@@ -135,15 +135,15 @@ def predicted(loaded, mesh, exchange, conditioning, mode, addresses, backend, x,
     return all_gather(rows, sizes, 2, mesh.displaced_group, Traffic())
 
 
-def check(name, starts, cases, mutant=None, speeds=(), forecast=0.0, backend=""):
+def check(name, starts, cases, mutant=None, speeds=(), extrapolation=0.0, backend=""):
     """[(error against the oracle, against the one model)] of each case.
     starts: the bands, which the ranks have to find by themselves."""
-    on_all = run_ranks(on_ranks, len(starts) - 1, name, cases, mutant, speeds, forecast, backend, timeout_s=1800)
+    on_all = run_ranks(on_ranks, len(starts) - 1, name, cases, mutant, speeds, extrapolation, backend, timeout_s=1800)
     errors = []
     for index, (shape, warmup_steps, heun, mode, _) in enumerate(cases):
         result = on_all[0][0][index]
         assert all(torch.equal(result, other[0][index]) for other in on_all)
-        oracle, single = simulated(name, starts, shape, warmup_steps, heun, mode, forecast)
+        oracle, single = simulated(name, starts, shape, warmup_steps, heun, mode, extrapolation)
         errors.append(((result - oracle).abs().max().item(), (result - single).abs().max().item()))
     return errors
 
@@ -241,29 +241,30 @@ def test_what_is_kept_is_the_formula_to_the_byte(name, num_ranks, shape):
     assert [seen[0][4] for _, seen, *_ in on_all] == [num_ranks * told] * num_ranks
 
 
-def peak_of_first_call(rank, world_size, net, tokens, bucket_bytes, forecast):
+def peak_of_first_call(rank, world_size, net, tokens, bucket_bytes, extrapolation):
     """(the most that lived in a call in which keys and values of each block are told first, what was kept of it)"""
-    exchange = Exchange(dist.group.WORLD, world_size, rank, bucket_bytes, forecast)
+    exchange = Exchange(dist.group.WORLD, world_size, rank, bucket_bytes, extrapolation)
     shape = 2, 1, net.heads, tokens // world_size, net.width // net.heads
-    with LiveBytes() as live, exchange.call(Traffic(), False):
+    with ActivationBytes() as live, exchange.call(Traffic(), False):
         for block in range(net.blocks):
             exchange.share(block, torch.ones(shape, dtype=torch.bfloat16), [shape] * world_size)
     return live.peak_bytes, exchange.num_bytes
 
 
-@pytest.mark.parametrize("forecast", [0.0, 0.5])
+@pytest.mark.parametrize("extrapolation", [0.0, 0.5])
 @pytest.mark.parametrize("layers", [0.5, 3.5], ids=["a bucket each", "three a bucket"])
-def test_what_a_first_call_holds_is_what_a_run_is_refused_by(layers, forecast):
+def test_what_a_first_call_holds_is_what_a_run_is_refused_by(layers, extrapolation):
     """But for a bucket and a layer that are on their way.
     What is told is not held beside the buckets that are made of it."""
     net, degrees, config = ModelDims(40, 64, 4, 12.0,
-                               1e6), Degrees(displaced=2), ParallelConfig(forecast_keys_values=forecast)
+                               1e6), Degrees(displaced=2), ParallelConfig(forecast_keys_values=extrapolation)
     a_block = 2 * 100 * net.width * net.element_bytes
     counted = rank_memory(net, Job(100, 0, 20), degrees, memory_settings(config)).keys_values
 
-    for peak_bytes, kept_bytes in run_ranks(peak_of_first_call, 2, net, 100, int(layers * a_block / 2), forecast):
-        assert kept_bytes == counted == (1 + (forecast > 0)) * net.blocks * a_block
-        assert kept_bytes <= peak_bytes <= counted + 4 * a_block
+    for peak_bytes, cached_bytes in run_ranks(peak_of_first_call, 2, net, 100, int(layers * a_block / 2),
+                                              extrapolation):
+        assert cached_bytes == counted == (1 + (extrapolation > 0)) * net.blocks * a_block
+        assert cached_bytes <= peak_bytes <= counted + 4 * a_block
 
 
 def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds, backend=""):
@@ -367,7 +368,8 @@ def test_uneven_shards_equal_the_oracle(name, layout, num_text_tokens, speeds, s
 @pytest.mark.parametrize("mode", ["corrected_async_gn", pytest.param("sync_gn", marks=pytest.mark.slow)])
 def test_a_unet_foretells_keys_and_values_as_the_oracle_does(mode):
     """And neither halos nor moments; calls at one time and between steps."""
-    errors = check("SDXL", (0, 8, 16), [(SMALL, 1, second, mode, 4096) for second in (0, 1, 0.5)], forecast=FORECAST)
+    errors = check("SDXL", (0, 8, 16), [(SMALL, 1, second, mode, 4096) for second in (0, 1, 0.5)],
+                   extrapolation=FORECAST)
 
     within(max(of_oracle for of_oracle, _ in errors), EXACT)
 
@@ -382,7 +384,7 @@ def extrapolated_on_ranks(rank, world_size, name, layout, shape, mutant):
     torch.set_grad_enabled(False)
     if mutant is not None:
         MUTANTS[mutant]()
-    mesh, one, results, kept, addresses = build_mesh(layout, world_size), example(name, **shape), [], [], []
+    mesh, one, results, cached, addresses = build_mesh(layout, world_size), example(name, **shape), [], [], []
     hooks = Hooks(one.model, one.family.plan)
     loaded = one.loaded(hooks)
     for warmup_steps, second in FORETOLD:
@@ -395,9 +397,9 @@ def extrapolated_on_ranks(rank, world_size, name, layout, shape, mutant):
             return result
         results.append(sample(noted, one.latent, warmup_steps, second, one.family.time_scale))
         exchange.drain()
-        kept.append(exchange.num_bytes)
+        cached.append(exchange.num_bytes)
         addresses.append(len(seen))
-    return results, kept, addresses
+    return results, cached, addresses
 
 
 def of_latent(predict, x, timestep, is_stale):
@@ -408,7 +410,7 @@ def check_extrapolated(name, layout, mutant=None):
     """([(error against the oracle, against the oracle without a forecast, against the model) of each case],
     what is kept)"""
     num_shards = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
-    (results, kept, addresses), *others = run_ranks(extrapolated_on_ranks, num_shards, name, layout, TRANSFORMER,
+    (results, cached, addresses), *others = run_ranks(extrapolated_on_ranks, num_shards, name, layout, TRANSFORMER,
                                                     mutant, timeout_s=1800)
     assert all(torch.equal(a, b) for other in others for a, b in zip(results, other[0])) and set(addresses) == {1}
     one, errors = example(name, **TRANSFORMER), []
@@ -419,13 +421,13 @@ def check_extrapolated(name, layout, mutant=None):
     for (warmup_steps, second), result in zip(FORETOLD, results):
         given = example(name, **TRANSFORMER)
         oracles = [StaleTransformer(example(name, **TRANSFORMER), layout.displaced_degree, num_shards,
-                                    forecast=strength).predict
+                                    extrapolation=strength).predict
                    for strength in (FORECAST, 0.0)]
         wanted = [sample(functools.partial(of_latent, predict), given.latent, warmup_steps, second,
                          given.family.time_scale)
                   for predict in (*oracles, model)]
         errors.append(tuple((result - each).abs().max().item() for each in wanted))
-    return errors, kept
+    return errors, cached
 
 
 @pytest.mark.parametrize("name, layout", [
@@ -437,11 +439,11 @@ def check_extrapolated(name, layout, mutant=None):
 def test_foretold_keys_and_values_equal_the_oracle(name, layout):
     """After one call, after two, with calls at one time and between steps.
     There is no slope, or nothing stale, where all is as without."""
-    errors, kept = check_extrapolated(name, layout)
+    errors, cached = check_extrapolated(name, layout)
 
     within(max(of_oracle for of_oracle, _, _ in errors), EXACT)
     within(errors[-1][2], EXACT)
-    assert min(without for _, without, _ in errors[:-1]) > 1e-6 and kept[0] == kept[-1] > 0
+    assert min(without for _, without, _ in errors[:-1]) > 1e-6 and cached[0] == cached[-1] > 0
 
 
 @pytest.mark.slow
@@ -453,12 +455,12 @@ def test_a_wrong_forecast_is_noticed(mutant):
     assert max(of_oracle for of_oracle, _, _ in errors) > 1e-6
 
 
-def told_at_times(rank, world_size, forecast):
+def told_at_times(rank, world_size, extrapolation):
     """(What each call knows of the other rank's value of a layer that drifts, and of one that does not, bytes kept).
 
     Both tell 1, 2, 4 and 5 at times 3, 2, 1 and 1; the calls after the first are stale.
     """
-    exchange, known = Exchange(torch.distributed.group.WORLD, world_size, rank, 64, forecast), []
+    exchange, known = Exchange(torch.distributed.group.WORLD, world_size, rank, 64, extrapolation), []
     for value, time in ((1.0, 3.0), (2.0, 2.0), (4.0, 1.0), (5.0, 1.0)):
         with exchange.call(Traffic(), bool(known), time=time):
             known.append([exchange.share(key, torch.full((8,), value), [(8,)] * world_size,
@@ -470,11 +472,11 @@ def told_at_times(rank, world_size, forecast):
 
 def test_what_drifts_goes_on_from_its_last_two_calls_and_everything_is_kept_twice():
     """A call has no slope from one before it, and none from one at its own time."""
-    known, kept = run_ranks(told_at_times, 2, 0.5)[0]
+    known, cached = run_ranks(told_at_times, 2, 0.5)[0]
     without, kept_once = run_ranks(told_at_times, 2, 0.0)[0]
 
     assert known == [[1, 1], [1, 1], [2.5, 2], [4, 4]] and without == [[1, 1], [1, 1], [2, 2], [4, 4]]
-    assert kept == 2 * kept_once > 0
+    assert cached == 2 * kept_once > 0
 
 
 def test_a_transformer_whose_own_keys_are_stale_is_noticed():
@@ -498,7 +500,7 @@ def own_keys_stale():
 
 
 def forecast_in_calls_not_in_time():
-    exchange_module.forecast_weight = lambda strength, time, last, before: 1.0 + strength
+    exchange_module.extrapolation_weight = lambda strength, time, last, before: 1.0 + strength
 
 
 def forecast_of_a_forecast():
@@ -630,13 +632,13 @@ def test_buckets_are_of_layers_that_follow_one_another():
 
 
 @pytest.mark.parametrize("mode, forecast", [("corrected_async_gn", 0.0), ("sync_gn", 0.6)])
-def test_ranks_in_one_process_equal_the_oracle(mode, forecast):
+def test_ranks_in_one_process_equal_the_oracle(mode, extrapolation):
     """Those that tests/programs/displaced_unets.py measures modes with."""
     with torch.no_grad():
         model, bands = displaced_unets.new("sdxl").double().eval(), (0, 4, 8)
         ranks, oracle = displaced_unets.Ranks(model, 2), StaleUNet(
-            copy.deepcopy(model), [(0, 4), (4, 8)], mode, forecast)
-        ranks.begin(forecast)
+            copy.deepcopy(model), [(0, 4), (4, 8)], mode, extrapolation)
+        ranks.begin(extrapolation)
         torch.manual_seed(1)
         noise, context = torch.randn(1, 3, 8, 4).double(), torch.randn(2, 5, displaced_unets.WIDTH).double()
         predictors = (lambda step, time, **inputs: ranks.predict(step > 0, MODES[mode], bands, time, **inputs),

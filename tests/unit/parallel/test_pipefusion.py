@@ -38,8 +38,8 @@ SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan": {"rows": 10, "columns": 6
 class Pipeline:
     """One rank of a pipeline, as the engine drives it, on a model of the zoo that every rank has whole."""
 
-    def __init__(self, rank, world_size, one, layout, num_blocks=None, offload=False, forecast=0.0):
-        self.one, self.mesh, self.forecast = one, build_mesh(layout, world_size), forecast
+    def __init__(self, rank, world_size, one, layout, num_blocks=None, offload=False, extrapolation=0.0):
+        self.one, self.mesh, self.extrapolation = one, build_mesh(layout, world_size), extrapolation
         splits = hold_share(one.model, one.family.plan, layout.tensor_degree, self.mesh.ranks["tensor"])
         hooks = Hooks(one.model, one.family.plan, splits)
         self.key_values = KeyValues(Offload(torch.device("cpu")) if offload else None)
@@ -52,7 +52,8 @@ class Pipeline:
     def predict(self, latent, timestep, patch=None):
         """The prediction for a latent or a patch of it, on every rank: the last stage tells the others."""
         context = self.loaded.context(self.mesh, self.traffic, latent, timestep, self.one.conditioning, patch,
-                                      key_values=self.key_values, num_images=latent.shape[0], forecast=self.forecast)
+                                      key_values=self.key_values, num_images=latent.shape[0],
+                                      extrapolation=self.extrapolation)
         if self.loaded.blocks.start > 0:
             size = self.loaded.received_size(self.mesh, latent.shape, self.one.conditioning, patch)
             handle = self.link.post_receive(size, latent.dtype)
@@ -69,7 +70,7 @@ class Pipeline:
 
     def sample(self, patches, warmup_steps, dim, sigmas=SIGMAS):
         """Euler steps, as in the oracle. patches: of partition.cut_patches."""
-        self.key_values.kept.clear()
+        self.key_values.cached.clear()
         self.key_values.once.clear()
         self.key_values.edges.clear()
         x = self.one.latent
@@ -94,7 +95,7 @@ def made(name, options):
     return example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}), **options)
 
 
-def samples(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, options={}, forecast=0.0,
+def samples(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, options={}, extrapolation=0.0,
             offload=False, sigmas=SIGMAS):
     """The latents of each (num_patches, warmup_steps), one after the other on one model."""
     if mutant:
@@ -102,7 +103,7 @@ def samples(rank, world_size, name, layout, settings, num_blocks=None, mutant=No
     with torch.no_grad(), unrounded(layout.tensor_degree):
         one = made(name, options)
         pipeline, latent, results = Pipeline(rank, world_size, one, layout, num_blocks, offload,
-                                             forecast), one.latent, []
+                                             extrapolation), one.latent, []
         for num, warmup_steps in settings:
             one.latent = latent
             patches = cuts(one, num, layout.ring_degree * layout.ulysses_degree)
@@ -113,11 +114,11 @@ def samples(rank, world_size, name, layout, settings, num_blocks=None, mutant=No
         return results
 
 
-def oracle(name, layout, num_patches, warmup_steps, options={}, forecast=0.0, sigmas=SIGMAS):
+def oracle(name, layout, num_patches, warmup_steps, options={}, extrapolation=0.0, sigmas=SIGMAS):
     """The latent of one process; once for all layouts whose patches are the same."""
     options, in_double = tuple(options.items()), layout.tensor_degree > 1
     pieces, dim = _pieces(name, num_patches, layout.ring_degree * layout.ulysses_degree, options)
-    return _oracle(name, pieces, dim, in_double, warmup_steps, options, forecast, tuple(sigmas))
+    return _oracle(name, pieces, dim, in_double, warmup_steps, options, extrapolation, tuple(sigmas))
 
 
 @functools.cache
@@ -128,9 +129,9 @@ def _pieces(name, num_patches, sequence_degree, options):
 
 
 @functools.cache
-def _oracle(name, pieces, dim, in_double, warmup_steps, options, forecast, sigmas):
+def _oracle(name, pieces, dim, in_double, warmup_steps, options, extrapolation, sigmas):
     with torch.no_grad(), InDouble() if in_double else nullcontext():
-        return simulate(made(name, dict(options)), list(pieces), warmup_steps, sigmas, dim, forecast)
+        return simulate(made(name, dict(options)), list(pieces), warmup_steps, sigmas, dim, extrapolation)
 
 
 def error(name, layout, settings, num_blocks=None, mutant=None, options={}):
@@ -282,15 +283,15 @@ def offloaded(rank, world_size, name):
         pipeline = Pipeline(rank, world_size, one, Layout(pipefusion_degree=world_size), offload=offload)
         results.append(pipeline.sample(cuts(one, 3), 1, 2))
         resident.append(pipeline.key_values.num_bytes)
-        largest = max(entry.num_bytes for entry in pipeline.key_values.kept.values())
+        largest = max(entry.num_bytes for entry in pipeline.key_values.cached.values())
     return torch.equal(*results), *resident, largest
 
 
 @pytest.mark.parametrize("name", ["SD3", "Flux.1"])
 def test_offloaded_keys_and_values_change_nothing_and_leave_two_attentions_on_the_device(name):
-    same, kept, with_offload, largest = run_ranks(offloaded, 1, name)[0]
+    same, cached, with_offload, largest = run_ranks(offloaded, 1, name)[0]
 
-    assert same and with_offload <= 2 * largest < kept
+    assert same and with_offload <= 2 * largest < cached
     assert all(result[0] for result in run_ranks(offloaded, 2, name))
 
 
@@ -360,11 +361,11 @@ def own_shard_is_kept_only():
     update = KeyValues.update
 
     def own_only(self, key, keys, values, context, streams):
-        before = self.kept.get(key)
+        before = self.cached.get(key)
         old = before and before.both_KBNTH.clone()
         result = update(self, key, keys, values, context, streams)
         if old is not None and context.patch is not None:
-            entry, offset = self.kept[key], 0
+            entry, offset = self.cached[key], 0
             for index, (stream, start, size) in enumerate(context.tokens.pieces(streams)):
                 slot = start if stream == "text" else entry.num_text + context.first_token + start
                 if index // len(streams) != context.tokens.shard:
@@ -380,7 +381,7 @@ def text_with_every_patch_forgotten():
 
     def without_text(self, key, keys, values, context, streams):
         keys, values = update(self, key, keys, values, context, streams)
-        start = self.kept[key].num_text if not context.opens else 0
+        start = self.cached[key].num_text if not context.opens else 0
         return keys[:, :, start:], values[:, :, start:]
     KeyValues.update = without_text
 
@@ -390,9 +391,9 @@ def cold_tokens_are_zero():
     update = KeyValues.update
 
     def zeros(self, key, keys, values, context, streams):
-        first = key not in self.kept
+        first = key not in self.cached
         result = update(self, key, keys, values, context, streams)
-        entry = self.kept[key]
+        entry = self.cached[key]
         if first and context.patch is not None:
             entry.both_KBNTH[:, :, :, entry.num_filled:] = 0
             entry.num_filled = entry.both_KBNTH.shape[3]
@@ -446,7 +447,8 @@ def forecast_of_a_forecast():
 def edges_of_this_step_alone():
     """What a patch reads of the one after it is as if that were beyond the picture."""
     neighbours = KeyValues.neighbours
-    KeyValues.neighbours = lambda self, *asked: (neighbours(self, *asked)[0], neighbours(self, *asked)[1][:, :, :0])
+    KeyValues.neighbours = lambda self, *requested: (neighbours(self, *requested)[0],
+                                                     neighbours(self, *requested)[1][:, :, :0])
 
 
 MUTANTS = {function.__name__: function for function in (
@@ -487,10 +489,10 @@ def stale_share(rank, world_size):
     timestep = torch.full((1,), 700.0, dtype=torch.float64)
     pipeline.predict(one.latent, timestep)
     for patch, rows in patches:
-        before = [entry.both_KBNTH[0].clone() for entry in pipeline.key_values.kept.values()]
+        before = [entry.both_KBNTH[0].clone() for entry in pipeline.key_values.cached.values()]
         pipeline.predict(one.latent.narrow(2, patch.start, rows) + 1, timestep, patch)
         changed.append([(now.both_KBNTH[0] != then).any(-1).any(1)[0].nonzero().flatten().tolist()
-                        for now, then in zip(pipeline.key_values.kept.values(), before)])
+                        for now, then in zip(pipeline.key_values.cached.values(), before)])
     return changed
 
 
@@ -511,7 +513,7 @@ def replicas(rank, world_size, layout):
     pipeline.predict(one.latent, timestep)
     patch, rows = cuts(one, 3)[1]
     pipeline.predict(one.latent.narrow(2, patch.start, rows) + 1, timestep, patch)
-    return [entry.both_KBNTH[0].clone() for entry in pipeline.key_values.kept.values()]
+    return [entry.both_KBNTH[0].clone() for entry in pipeline.key_values.cached.values()]
 
 
 def kept_heads(rank, world_size, layout):
@@ -519,7 +521,7 @@ def kept_heads(rank, world_size, layout):
     one = example("Lumina 2", rows=12, columns=6)
     pipeline = Pipeline(rank, world_size, one, layout)
     pipeline.predict(one.latent, one.timestep)
-    return {entry.both_KBNTH.shape[2] for entry in pipeline.key_values.kept.values()}
+    return {entry.both_KBNTH.shape[2] for entry in pipeline.key_values.cached.values()}
 
 
 @pytest.mark.parametrize("layout, heads", [(Layout(), 2), (Layout(ring_degree=2), 2), (Layout(ulysses_degree=2), 1),

@@ -37,21 +37,21 @@ def quantise(model, names, format_, rotated=ROTATED):
         if type(linear) is not torch.nn.Linear or name.partition(".")[0] not in names or linear.in_features % columns:
             continue
         weight = linear.weight.data.float()
-        shape, beside = tuple(weight.shape), {}
+        shape, auxiliary = tuple(weight.shape), {}
         if format_ == "convrot_w4a4":
             numbers, scale = layouts.quantize_convrot_w4a4_weight(weight, ROTATED)
         elif format_ == "nvfp4":
             numbers, params = layouts.TensorCoreNVFP4Layout.quantize(weight)
-            numbers, scale, beside = numbers[:shape[0]], params.block_scale, {"weight_scale_2": params.scale}
+            numbers, scale, auxiliary = numbers[:shape[0]], params.block_scale, {"weight_scale_2": params.scale}
         else:
             numbers, params = layouts.TensorWiseINT8Layout.quantize(
                 weight, per_channel=True, convrot=bool(rotated), convrot_groupsize=rotated)
             scale = params.scale
-        beside |= {"weight_scale": scale}
-        layer = Layer(format_, shape, dict.fromkeys(beside, ""), 0 if format_ == "nvfp4" else shape[0],
+        auxiliary |= {"weight_scale": scale}
+        layer = Layer(format_, shape, dict.fromkeys(auxiliary, ""), 0 if format_ == "nvfp4" else shape[0],
                       0 if format_ == "nvfp4" else rotated)
         linear.weight = torch.nn.Parameter(numbers.contiguous().view(FORMATS[format_].held), requires_grad=False)
-        for buffer, tensor in layer.by_rows(beside).items():
+        for buffer, tensor in layer.by_rows(auxiliary).items():
             linear.register_buffer(buffer, tensor)
         linear.weight_block, linear.rounds_inputs, linear.agreed = layer.block, layer.rounds_inputs, layer.agreed
         packed[f"{name}.weight"] = Packed("", (), layer.type, numbers.shape[1], {}, layer)
@@ -262,13 +262,13 @@ def roundings(rank, world_size, name, format_, layout):
     hooks, seen = Hooks(one.model, one.family.plan), []
     rounded, product = kitchen_layers.rounded_inputs, kitchen_layers.product
 
-    def counted(layer, beside, tensor):
+    def counted(layer, auxiliary, tensor):
         seen.append("rounded")
-        return rounded(layer, beside, tensor)
+        return rounded(layer, auxiliary, tensor)
 
-    def compared(layer, weight, beside, tensor, bias, inputs):
-        result = product(layer, weight, beside, tensor, bias, inputs)
-        given = beside if mesh.sequence_degree == 1 else beside | {"input_scale": inputs.params.scale}
+    def compared(layer, weight, auxiliary, tensor, bias, inputs):
+        result = product(layer, weight, auxiliary, tensor, bias, inputs)
+        given = auxiliary if mesh.sequence_degree == 1 else auxiliary | {"input_scale": inputs.params.scale}
         seen.append("product" if torch.equal(result, product(layer, weight, given, tensor, bias, rounded(
             layer, given, tensor))) else "other")
         return result

@@ -11,7 +11,7 @@ from tests.support.model_zoo import CONFIGS, example
 from tests.support.ranks import run_ranks
 from tests.support.tolerances import within
 from tests.unit.hooks.test_hooks import EXACT, LAYOUTS, num_ranks
-from xdit_backend.checkpoints.model_dims import net_of
+from xdit_backend.checkpoints.model_dims import dims_of
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import build_mesh
 from xdit_backend.hooks.transformer import Hooks
@@ -31,18 +31,18 @@ class Oracle:
 
     def __init__(self, one):
         self.module = __import__(type(one.model).__module__, fromlist=["dispatch_attention_fn"])
-        self.attend, self.kept, self.images = self.module.dispatch_attention_fn, [], None
+        self.attend, self.cached, self.images = self.module.dispatch_attention_fn, [], None
 
     def __call__(self, query, key, value, **options):
         if self.images is None:
-            self.kept.append((key[:, -self.num_tokens:], value[:, -self.num_tokens:]))
+            self.cached.append((key[:, -self.num_tokens:], value[:, -self.num_tokens:]))
         else:
             keys, values = next(self.coming)
             key, value = torch.cat([key, keys[self.images]], 1), torch.cat([value, values[self.images]], 1)
         return self.attend(query, key, value, **options)
 
     def run(self, one, images=None):
-        self.images, self.coming = images, iter(self.kept)
+        self.images, self.coming = images, iter(self.cached)
         self.num_tokens = one.family.lengths["reference"](one.conditioning)
         self.module.dispatch_attention_fn = self
         try:
@@ -101,12 +101,12 @@ def test_later_calls_attend_to_kept_references(name, layout):
     results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout])
 
     within(max(max(found) for found, _ in results), EXACT)
-    net = dataclasses.replace(net_of(FAMILIES[name], example(name).model), element_bytes=8)
+    net = dataclasses.replace(dims_of(FAMILIES[name], example(name).model), element_bytes=8)
     references = calls_of(name)[0][0].family.lengths["reference"](calls_of(name)[0][0].conditioning)
-    job = Job(6 * 10, 7 + references, steps=1, images=2, kept=references)
+    job = Job(6 * 10, 7 + references, steps=1, images=2, cached=references)
     degrees = Degrees(ulysses=LAYOUTS[layout].ulysses_degree, ring=LAYOUTS[layout].ring_degree)
-    kept = statistics.mean(num_bytes for _, num_bytes in results)
-    assert rank_memory(net, job, degrees).keys_values == pytest.approx(kept)
+    cached = statistics.mean(num_bytes for _, num_bytes in results)
+    assert rank_memory(net, job, degrees).keys_values == pytest.approx(cached)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

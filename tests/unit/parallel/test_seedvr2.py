@@ -56,8 +56,8 @@ def test_every_method_equals_one_device(kind, tmp_path):
     branches = examples(NAME, (7, 9, 7), KINDS[kind])
     saved = Saved(NAME, branches, save(branches[0], tmp_path))
     for count in (2, 4):
-        asked = [(NAME, layout) for layout in LAYOUTS if words(layout).count(" x ") == count // 2 - 1]
-        outcomes = errors_of_saved(asked, lambda name: saved, count, execute=execute_7b)
+        requested = [(NAME, layout) for layout in LAYOUTS if words(layout).count(" x ") == count // 2 - 1]
+        outcomes = errors_of_saved(requested, lambda name: saved, count, execute=execute_7b)
 
         assert [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)] == []
         within(max(outcomes.values()), TOLERANCE)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.fake_cuda import CUDA, pretended_cuda
+from tests.support.fake_cuda import CUDA, fake_cuda_device
 from tests.support.ranks import run_ranks
 from tests.support.tolerances import within
 from xdit_backend.attention.log_sum_exp import attention_with_lse, merge_attention
@@ -96,7 +96,7 @@ def test_ring_in_half_precision_is_as_exact_as_attention(dtype):
 def test_a_merge_moves_18_bytes_a_number(monkeypatch):
     """Of a block in bfloat16: it is read and made float32 (6), and then there are it,
     what was there before and what comes of them."""
-    with pretended_cuda(monkeypatch) as work_of:
+    with fake_cuda_device(monkeypatch) as work_of:
         out, lse, block_out, block_lse = (torch.empty(1, 24, 256, size, dtype=dtype, device=CUDA) for size, dtype in (
             (128, torch.float32), (1, torch.float32), (128, torch.bfloat16), (1, torch.float32)))
         work = work_of(merge_attention, out, lse, block_out, block_lse)

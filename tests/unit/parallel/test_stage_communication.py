@@ -53,9 +53,9 @@ def send_many(rank, world_size):
             link.send(torch.ones(1000), Traffic())
         else:
             link.receive(link.post_receive(1000, torch.float32))
-    kept = len(link._sent)
+    cached = len(link._sent)
     link.drain()
-    return kept
+    return cached
 
 
 def test_messages_that_have_arrived_are_let_go():

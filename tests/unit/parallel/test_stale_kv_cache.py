@@ -25,7 +25,7 @@ class LateDevice:
     """Stands for CUDA in this process. It is the stream of Offload's copies, too."""
 
     def __init__(self, patch=setattr, refused_after=10 ** 6):
-        self.asked, self.num_made, self.pinned, self.most_pinned, self.left = [], 0, {}, 0, refused_after
+        self.requested, self.num_made, self.pinned, self.most_pinned, self.left = [], 0, {}, 0, refused_after
         self.copy = torch.Tensor.copy_
         compute = SimpleNamespace(wait_stream=lambda stream: self.synchronize(), wait_event=self.make)
         patch(torch.Tensor, "copy_", lambda to, given, non_blocking=False: self.ask(to, given, non_blocking))
@@ -36,7 +36,7 @@ class LateDevice:
 
     @property
     def num_in_flight(self):
-        return len(self.asked) - self.num_made
+        return len(self.requested) - self.num_made
 
     def offload(self):
         offload = Offload(CPU)
@@ -46,11 +46,11 @@ class LateDevice:
     def ask(self, to, given, non_blocking):
         if not non_blocking:
             return self.copy(to, given)
-        self.asked.append((to, given))
+        self.requested.append((to, given))
         return to
 
     def make(self, end):
-        for to, given in self.asked[self.num_made:end]:
+        for to, given in self.requested[self.num_made:end]:
             self.copy(to, given)
         self.num_made = max(end, self.num_made)
 
@@ -58,15 +58,15 @@ class LateDevice:
         """What the compute stream is asked for is done at once."""
 
     def record_event(self):
-        return len(self.asked)
+        return len(self.requested)
 
     def synchronize(self):
-        self.make(len(self.asked))
+        self.make(len(self.requested))
 
     def touches(self, buffer):
         """Is a copy under way to or from this memory?"""
         return any(buffer.untyped_storage().data_ptr() == side.untyped_storage().data_ptr()
-                   for pair in self.asked[self.num_made:] for side in pair)
+                   for pair in self.requested[self.num_made:] for side in pair)
 
     def register(self, address, num_bytes, flags):
         if len(self.pinned) == self.left:
@@ -82,19 +82,19 @@ class LateDevice:
         return 0
 
 
-def kept_late(rank, world_size, name, forecast):
+def kept_late(rank, world_size, name, extrapolation):
     """(Is the result that without offload?, copies under way at a run's end, after close(), bytes pinned, of entries,
     left)"""
     torch.set_grad_enabled(False)
     results, device = [], None
     for offload in (False, True):
         one = example(name, rows=12, columns=6)
-        pipeline = Pipeline(rank, world_size, one, Layout(), offload=offload, forecast=forecast)
+        pipeline = Pipeline(rank, world_size, one, Layout(), offload=offload, extrapolation=extrapolation)
         if offload:
             device = LateDevice()
             pipeline.key_values.offload = device.offload()
         results.append(pipeline.sample(cuts(one, 3), 1, 2))
-    in_flight, entries = device.num_in_flight, list(pipeline.key_values.kept.values())
+    in_flight, entries = device.num_in_flight, list(pipeline.key_values.cached.values())
     pipeline.key_values.close()
     sizes = [-(-both.numel() * both.element_size() // PAGE_BYTES) * PAGE_BYTES
              for entry in entries for both in (entry.both_KBNTH, entry.before_KBNTH) if both is not None]
@@ -102,9 +102,9 @@ def kept_late(rank, world_size, name, forecast):
 
 
 @pytest.mark.parametrize("name, forecast", [("SD3", 0.0), ("Flux.1", 0.5)])
-def test_copies_that_are_late_change_nothing_and_are_over_when_memory_goes(name, forecast):
+def test_copies_that_are_late_change_nothing_and_are_over_when_memory_goes(name, extrapolation):
     """What nobody will use is under way at the end of every step. Of what is pinned, entries are all."""
-    (same, in_flight, after, most_pinned, entries, left), = run_ranks(kept_late, 1, name, forecast)
+    (same, in_flight, after, most_pinned, entries, left), = run_ranks(kept_late, 1, name, extrapolation)
 
     assert same and in_flight > 0 == after
     assert most_pinned == entries > 0 == left
@@ -137,17 +137,17 @@ def test_a_buffer_that_is_too_small_goes_when_its_copies_are_over(monkeypatch):
 def dropped(rank, world_size):
     """(copies under way, pieces of pinned memory) before and after conditioning is dropped,
     and how many buffers are left."""
-    engine, device, kept = Engine(rank, CPU, lambda *phase: None), LateDevice(), {}
+    engine, device, cached = Engine(rank, CPU, lambda *phase: None), LateDevice(), {}
     for name in ("cond", "uncond"):
         offload = device.offload()
         offload.take(KeyValueEntry(offload.host_buffer((2, 1, 1, 3, 4), torch.ones(1)), 0), entry(3))
-        kept[name] = KeyValues(offload)
-    engine._predictions._key_values.update(kept)
-    buffers = [weakref.ref(buffer) for key_values in kept.values() for buffer in key_values.offload._buffers[:2]]
+        cached[name] = KeyValues(offload)
+    engine._predictions._key_values.update(cached)
+    buffers = [weakref.ref(buffer) for key_values in cached.values() for buffer in key_values.offload._buffers[:2]]
     before = device.num_in_flight, len(device.pinned)
-    engine.execute(messages.DropConditioning(1, list(kept)))
+    engine.execute(messages.DropConditioning(1, list(cached)))
     after = device.num_in_flight, len(device.pinned)
-    device.asked, device.num_made = [], 0
+    device.requested, device.num_made = [], 0
     return before, after, sum(buffer() is not None for buffer in buffers)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import tests.support.model_zoo as zoo
 import xdit_backend.parallel.tensor_parallel as tensor
 from tests.conftest import ROOT
-from tests.support.fake_cuda import CUDA, pretended_cuda
+from tests.support.fake_cuda import CUDA, fake_cuda_device
 from tests.support.model_zoo import CONFIGS, example, having, hold_share
 from tests.support.ranks import run_ranks
 from tests.support.tiers import FEW_FAMILIES
@@ -155,7 +155,7 @@ def test_modulations_that_differ_from_block_to_block_are_asked_for_by_each(name,
 def test_a_norm_over_all_heads_moves_ten_bytes_a_number(monkeypatch):
     """In bfloat16: it is read for its squares, read and written by their root, and read and written by the weights."""
     monkeypatch.setattr(tensor, "_sums", lambda tensors, now: tensors)
-    with pretended_cuda(monkeypatch) as work_of, torch.device(CUDA):
+    with fake_cuda_device(monkeypatch) as work_of, torch.device(CUDA):
         attention, now = torch.nn.Module(), SimpleNamespace(precomputed={})
         attention.to_q, attention.norm_q = torch.nn.Identity(), torch.nn.RMSNorm(2560, eps=1e-6, dtype=torch.bfloat16)
         tensor._install_norms(attention, "attn", {"norm_q": 5120}, lambda: now)
@@ -304,12 +304,12 @@ def warmed_up(rank, world_size, name, layout):
             hooks.run(context)
         results = hooks.run_in_turn(together)
         predicted = [each.family.prediction(output, each.latent) for each, (output, _) in zip(examples, results)]
-        kept = [(mine.key_values.kept[key].both_KBNTH, entry.both_KBNTH) for mine, other in zip(together, alone)
-                for key, entry in other.key_values.kept.items()]
-        assert (kept and all(len(mine.key_values.kept) == len(other.key_values.kept)
+        cached = [(mine.key_values.cached[key].both_KBNTH, entry.both_KBNTH) for mine, other in zip(together, alone)
+                for key, entry in other.key_values.cached.items()]
+        assert (cached and all(len(mine.key_values.cached) == len(other.key_values.cached)
                              for mine, other in zip(together, alone)))
         return [max((mine - want).abs().max().item() for mine, want in pairs)
-                for pairs in (zip(predicted, wanted), kept)]
+                for pairs in (zip(predicted, wanted), cached)]
 
 
 @pytest.mark.parametrize("name, layout",

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import run_ranks
 from tests.support.tolerances import within
-from tests.support.vae_zoo import KINDS, latent, picture, tiny_vae
+from tests.support.vae_zoo import KINDS, image, latent, tiny_vae
 from xdit_backend.parallel import vae_memory
 from xdit_backend.parallel.vae_memory import (
     MARGIN,
-    LiveBytes,
+    ActivationBytes,
     RowPlanner,
     free_bytes,
     least_free,
@@ -31,13 +31,13 @@ SIZE = (1, 48, 8)
 
 def peak_bytes(rank, world_size, kind, way, block_size):
     vae, ranks = tiny_vae(kind, torch.float32), Ranks(dist.group.WORLD)
-    given = latent(kind, *SIZE, torch.float32) if way == "decode" else picture(kind, *SIZE, torch.float32)
-    with LiveBytes() as live:
+    given = latent(kind, *SIZE, torch.float32) if way == "decode" else image(kind, *SIZE, torch.float32)
+    with ActivationBytes() as footprint:
         if way == "decode":
             decode_rows(vae, given, ranks, pieces=Pieces(block_size=block_size))
         else:
             encode_rows(vae, given, KINDS[kind].scale, ranks, pieces=Pieces(block_size=block_size))
-    return live.peak_bytes
+    return footprint.peak_bytes
 
 
 @pytest.mark.parametrize("way", ["decode", "encode"])
@@ -47,7 +47,7 @@ def peak_bytes(rank, world_size, kind, way, block_size):
 def test_measured_memory_is_what_was_estimated(kind, way, world_size):
     """But for the halos: at this size a rank borrows two rows for each 64 to 384 of its own."""
     shape, scale = ((latent(kind, *SIZE).shape, 1) if way == "decode"
-                    else (picture(kind, *SIZE).shape, KINDS[kind].scale))
+                    else (image(kind, *SIZE).shape, KINDS[kind].scale))
     meta_model = meta_copy(tiny_vae(kind, torch.float32))
     need = need_of(meta_model, shape, scale, world_size, whole=world_size == 1)
 
@@ -57,10 +57,10 @@ def test_measured_memory_is_what_was_estimated(kind, way, world_size):
 
 
 def peak_bytes_by_frames(rank, world_size, shape):
-    with LiveBytes() as live:
+    with ActivationBytes() as footprint:
         share = decode_rows(tiny_vae("ltx", torch.float32), torch.ones(shape), Ranks(dist.group.WORLD),
                             pieces=Pieces(block_size=4))
-    return live.peak_bytes, share.dim
+    return footprint.peak_bytes, share.dim
 
 
 def test_memory_by_frames_is_what_was_estimated_too():
@@ -146,7 +146,7 @@ def test_every_rank_refuses_what_does_not_fit_on_one_and_says_what_would_do():
 
 
 def test_refuses_what_fits_on_no_number_of_devices():
-    message, = run_ranks(plan, 1, "wan", picture("wan", 1, 2, 2).shape, 8, [1000])
+    message, = run_ranks(plan, 1, "wan", image("wan", 1, 2, 2).shape, 8, [1000])
 
     assert ("encoding 16 x 16 pixels and 9 frames needs" in message
             and "Use a smaller picture, or VAE Encode (Tiled)" in message)
@@ -160,15 +160,15 @@ def test_tells_the_free_memory_of_this_machine_or_of_its_container(monkeypatch):
 
 def test_views_and_inputs_are_counted_once():
     given = torch.ones(1000)
-    with LiveBytes() as live:
+    with ActivationBytes() as footprint:
         view = given[:10]
         made = given + 1
         other = made.view(10, 100)[0]
         del made
 
-        assert live.live_bytes == 4000
+        assert footprint.activation_bytes == 4000
         del other
-    assert (live.live_bytes, live.peak_bytes) == (0, 4000)
+    assert (footprint.activation_bytes, footprint.peak_bytes) == (0, 4000)
     assert view.numel() == 10
 
 
@@ -198,9 +198,9 @@ def decode_thin(rank, world_size, side, attention):
     for module in vae.decoder.modules():
         if isinstance(module, torch.nn.Conv2d):
             module.register_forward_hook(note)
-    with LiveBytes() as live:
+    with ActivationBytes() as footprint:
         share = decode_rows(vae, given, Ranks(dist.group.WORLD), pieces=Pieces(block_size=64))
-    return share.start, share.tensor[:, :, :2].clone(), max(shares), live.peak_bytes
+    return share.start, share.tensor[:, :, :2].clone(), max(shares), footprint.peak_bytes
 
 
 def test_a_thin_decoder_on_8_ranks_holds_an_eighth_of_the_rows():
@@ -239,9 +239,9 @@ def decode_without_bytes(rank, world_size, ranks):
     for one in ranks:
         # what others send is not there, its shape is
         dist.init_process_group("fake", store=FakeStore(), rank=one, world_size=8)
-        with Given() as given, LiveBytes() as live:
+        with Given() as given, ActivationBytes() as footprint:
             share = decode_rows(vae, torch.empty(LARGE, device="meta"), Ranks(dist.group.WORLD))
-        results.append((share.start, share.tensor.shape, max(given.borrowed), live.peak_bytes))
+        results.append((share.start, share.tensor.shape, max(given.borrowed), footprint.peak_bytes))
         dist.destroy_process_group()
     return results
 

@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.row_splits import apply_mutant
 from tests.support.tiers import by_default
 from tests.support.tolerances import within
-from tests.support.vae_zoo import KINDS, decoded, encoded, latent, picture, tiny_vae
+from tests.support.vae_zoo import KINDS, decoded, encoded, image, latent, tiny_vae
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.spatial_ops import all_sums
 from xdit_backend.parallel.vae_rows import Pieces, Ranks, decode_rows, encode_rows, split_dim
@@ -45,7 +45,7 @@ def decoded_size(kind, size):
 
 @functools.cache
 def encoded_size(kind, size):
-    return encoded(kind, picture(kind, *size))
+    return encoded(kind, image(kind, *size))
 
 
 class GivenUp(Exception):
@@ -57,32 +57,32 @@ def give_up(rank, world_size):
 
     Rank 0 alone wants it, at the sixth convolution. Meanwhile torch's functions are what they were for everyone else.
     """
-    asked, ranks, functions = [], Ranks(dist.group.WORLD), [getattr(F, name) for name in FUNCTIONS]
+    requested, ranks, functions = [], Ranks(dist.group.WORLD), [getattr(F, name) for name in FUNCTIONS]
 
     def step(split):
-        asked.append(split)
+        requested.append(split)
         assert functions == [getattr(F, name) for name in FUNCTIONS]
-        if all_sums(torch.tensor(float(rank == 0 and len(asked) == 6)), split):
+        if all_sums(torch.tensor(float(rank == 0 and len(requested) == 6)), split):
             raise GivenUp
 
     def twice(way, vae, *args):
-        asked.clear()
+        requested.clear()
         with pytest.raises(GivenUp):
             way(vae, *args, ranks, pieces=Pieces(on_convolution=step))
-        kept = sum(isinstance(each, torch.Tensor) for value in vars(vae).values() if isinstance(value, list)
+        cached = sum(isinstance(each, torch.Tensor) for value in vars(vae).values() if isinstance(value, list)
                    for each in value)
-        return len(asked), kept, way(vae, *args, ranks)
+        return len(requested), cached, way(vae, *args, ranks)
 
     told = {}
     for kind, one in KINDS.items():
         vae = tiny_vae(kind)
         told[kind] = [twice(decode_rows, vae, latent(kind, 1, 5, 4)),
-                      twice(encode_rows, vae, picture(kind, 1, 5, 4), one.scale)]
+                      twice(encode_rows, vae, image(kind, 1, 5, 4), one.scale)]
     return told
 
 
 @pytest.mark.parametrize("world_size", by_default([2], [1, 2]))
-def test_all_ranks_leave_a_picture_at_one_convolution_and_the_next_is_right(world_size):
+def test_all_ranks_leave_a_image_at_one_convolution_and_the_next_is_right(world_size):
     by_rank = run_ranks(give_up, world_size)
 
     for kind, one in KINDS.items():
@@ -237,14 +237,14 @@ def test_decode_without_a_group_is_the_vaes_own():
 # Encode
 
 
-def encode(rank, world_size, kind, picture, mutant=None):
+def encode(rank, world_size, kind, image, mutant=None):
     apply_mutant(mutant)
-    return encode_rows(tiny_vae(kind, picture.dtype), picture, KINDS[kind].scale, Ranks(dist.group.WORLD))
+    return encode_rows(tiny_vae(kind, image.dtype), image, KINDS[kind].scale, Ranks(dist.group.WORLD))
 
 
 def encode_sizes(rank, world_size, kind):
     ranks, vae = Ranks(dist.group.WORLD), tiny_vae(kind)
-    return [encode_rows(vae, picture(kind, *size), KINDS[kind].scale, ranks) for size in sizes_of(kind)]
+    return [encode_rows(vae, image(kind, *size), KINDS[kind].scale, ranks) for size in sizes_of(kind)]
 
 
 @pytest.mark.parametrize("kind, world_size", [*((kind, 3) for kind in KINDS), ("sd", 2)])
@@ -263,14 +263,14 @@ def test_encode_by_rows_equals_encode(kind, world_size):
 def test_encode_test_notices(kind, mutant):
     size = 1, 5, 4
 
-    result = put_together(run_ranks(encode, 2, kind, picture(kind, *size), mutant))
+    result = put_together(run_ranks(encode, 2, kind, image(kind, *size), mutant))
 
     assert (result - encoded_size(kind, size)).abs().max() > 1e-3
 
 
 def test_what_is_not_a_number_is_encoded_too():
     """Half precision overflows in some VAEs. CogVideoX's downsampler has its padded frames in another order."""
-    latent = encode_rows(tiny_vae("cogvideox"), torch.full_like(picture("cogvideox", 1, 2, 2), torch.nan), 8,
+    latent = encode_rows(tiny_vae("cogvideox"), torch.full_like(image("cogvideox", 1, 2, 2), torch.nan), 8,
                          pieces=Pieces(block_size=4)).tensor
 
     assert latent.isnan().all()

@@ -12,7 +12,7 @@ from tests.support.vae_zoo import minimax
 from xdit_backend.comfyui.install_location import find_comfyui
 from xdit_backend.distributed.spatial_ops import all_sums
 from xdit_backend.parallel import vae_tiles
-from xdit_backend.parallel.vae_memory import MARGIN, LiveBytes
+from xdit_backend.parallel.vae_memory import MARGIN, ActivationBytes
 from xdit_backend.parallel.vae_rows import Pieces, Ranks, decode_rows, encode_rows
 from xdit_backend.parallel.vae_tile_memory import TilePlanner, planner_of
 from xdit_backend.parallel.vae_tiles import num_rounds, turns_of
@@ -63,12 +63,12 @@ def by_tiles(rank, world_size, shapes, speeds=(), mutant=None):
 
 def two_by_two(send):
     """The later one first."""
-    kept = []
+    cached = []
 
     def later(made, *to):
-        kept.append(made)
-        if len(kept) == 2:
-            for one in (kept.pop(), kept.pop()):
+        cached.append(made)
+        if len(cached) == 2:
+            for one in (cached.pop(), cached.pop()):
                 send(one, *to)
     return later
 
@@ -118,15 +118,15 @@ class GivenUp(Exception):
 
 def give_up(rank, world_size, shape):
     """(rounds before it was given up, the next result). Rank 1 alone wants it, at the second round."""
-    asked, ranks, vae = [], Ranks(dist.group.WORLD), minimax()
+    requested, ranks, vae = [], Ranks(dist.group.WORLD), minimax()
 
     def step(split):
-        asked.append(split)
-        if all_sums(torch.tensor(float(rank == 1 and len(asked) == 2)), split):
+        requested.append(split)
+        if all_sums(torch.tensor(float(rank == 1 and len(requested) == 2)), split):
             raise GivenUp
     with pytest.raises(GivenUp):
         transformed(vae, shape, ranks, Pieces(on_convolution=step))
-    return len(asked), transformed(vae, shape, ranks)
+    return len(requested), transformed(vae, shape, ranks)
 
 
 def test_all_ranks_leave_at_one_tile_and_the_next_result_is_right():
@@ -162,7 +162,7 @@ def test_ranks_are_asked_when_the_slowest_has_taken_its_turn():
 # Memory
 
 
-class OnDevice(LiveBytes):
+class OnDevice(ActivationBytes):
     """Without what ranks that do not blend have in the place of tiles."""
 
     def _count(self, tensor, args):
@@ -173,9 +173,9 @@ class OnDevice(LiveBytes):
 def measured(rank, world_size, shapes):
     vae, ranks, told = minimax(), Ranks(dist.group.WORLD), []
     for shape in shapes:
-        with OnDevice() as live:
+        with OnDevice() as footprint:
             transformed(vae, shape, ranks)
-        told.append(live.peak_bytes)
+        told.append(footprint.peak_bytes)
     return told
 
 

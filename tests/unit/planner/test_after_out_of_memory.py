@@ -43,9 +43,9 @@ def test_types_of_weights_are_named_that_leave_the_run_what_it_took():
 def test_another_method_on_the_same_devices_is_named_that_fits(method, text):
     """Ulysses halves the activations of the run, tensor parallelism and PipeFusion the weights."""
     run = rank_memory(NET, JOB, CFG).activations
-    has_room = measured(24e9 + 0.8 * run, run) if text and "ulysses" in text else measured(24e9, run)
+    has_capacity = measured(24e9 + 0.8 * run, run) if text and "ulysses" in text else measured(24e9, run)
 
-    words = layouts_that_fit(has_room, NET, JOB, method)
+    words = layouts_that_fit(has_capacity, NET, JOB, method)
 
     assert bool(words) is bool(text) and all(word.startswith((text or "", "tensor_degree=2")) for word in words)
 

@@ -10,8 +10,8 @@ from xdit_backend.attention.backends import KERNELS
 from xdit_backend.host import machine_profiles
 from xdit_backend.planner.calibration import MIN_FACTOR, Calibration, after, calibrated
 from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, ModelDims
-from xdit_backend.planner.descriptions import plan_words
-from xdit_backend.planner.layout_search import Machine, forecast
+from xdit_backend.planner.descriptions import describe_plan
+from xdit_backend.planner.layout_search import Machine, estimate
 
 FLUX, JOB = ModelDims(57, 3072, 24, 12.0, 11.9e9), Job(4096, 512, 20)
 CARD = Device(1e14, 1e14, 1e12, name="a card")
@@ -33,7 +33,7 @@ def test_one_device_takes_what_was_learnt_and_links_stay():
              ("Flux.1", "another"): Calibration(3.0, 1)}
     machine = calibrated(PAIR, known, "Flux.1")
 
-    one, before = (forecast(FLUX, JOB, Degrees(data=2), each).seconds for each in (machine, PAIR))
+    one, before = (estimate(FLUX, JOB, Degrees(data=2), each).seconds for each in (machine, PAIR))
     within(abs(one / before - 1.5), 1e-9)
     assert machine.links is PAIR.links and calibrated(PAIR, known, "SD3") is PAIR
 
@@ -48,15 +48,15 @@ def test_a_measurement_is_of_the_packages_that_it_timed(tmp_path, monkeypatch):
             raise importlib.metadata.PackageNotFoundError(package)
         return versions[package]
     monkeypatch.setattr(importlib.metadata, "version", version)
-    devices, card = ["cpu", "cpu"], lambda device: ("a card", 1e9)
+    devices, gpu = ["cpu", "cpu"], lambda device: ("a card", 1e9)
     machine = Machine((dataclasses.replace(CARD, products={"nvfp4": 2.5}, kernels={"sage 128": 1.5}),) * 2, PAIR.links)
-    machine_profiles.store_machine(tmp_path, devices, "float32", machine, card)
+    machine_profiles.store_machine(tmp_path, devices, "float32", machine, gpu)
 
-    kept = machine_profiles.stored_machine(tmp_path, devices, "float32", card).devices[0]
-    assert (kept.products, kept.kernels) == ({"nvfp4": 2.5}, {"sage 128": 1.5})
+    cached = machine_profiles.stored_machine(tmp_path, devices, "float32", gpu).devices[0]
+    assert (cached.products, cached.kernels) == ({"nvfp4": 2.5}, {"sage 128": 1.5})
     for changed in ({"sageattention": "2.2.0"}, {"comfy-kitchen": "0.3"}):
         versions = {"sageattention": "2.1.1"} | changed
-        assert machine_profiles.stored_machine(tmp_path, devices, "float32", card) is None
+        assert machine_profiles.stored_machine(tmp_path, devices, "float32", gpu) is None
 
 
 def test_what_was_learnt_is_kept_beside_the_probe(tmp_path):
@@ -77,10 +77,10 @@ def test_what_cannot_be_read_teaches_nothing(tmp_path, said):
 
 
 def test_words_say_a_range_until_it_was_measured():
-    chosen, one = (forecast(FLUX, JOB, degrees, PAIR) for degrees in (Degrees(ulysses=2), Degrees(data=2)))
+    chosen, one = (estimate(FLUX, JOB, degrees, PAIR) for degrees in (Degrees(ulysses=2), Degrees(data=2)))
     faster = one.seconds / chosen.seconds
 
-    text = plan_words(chosen, one, [chosen, one])
+    text = describe_plan(chosen, one, [chosen, one])
     words = f"about {faster:.1f}x as fast as one device ({faster * 0.85:.1f}x to {faster * 1.15:.1f}x, "
     assert words in text and "measured" not in text
 
@@ -89,7 +89,7 @@ def test_words_say_a_range_until_it_was_measured():
     ((10.0, None), "Plan: Ulysses 2, 10 s the last time. "),
     ((10.0, 18.0), "Plan: Ulysses 2, 10 s the last time (1.8x as fast as one device). ")])
 def test_what_was_measured_stands_beside_what_was_measured_and_no_forecast(measured_s, words):
-    chosen, one = (forecast(FLUX, JOB, degrees, PAIR) for degrees in (Degrees(ulysses=2), Degrees(data=2)))
+    chosen, one = (estimate(FLUX, JOB, degrees, PAIR) for degrees in (Degrees(ulysses=2), Degrees(data=2)))
 
-    text = plan_words(chosen, one, [chosen, one], measured_s)
+    text = describe_plan(chosen, one, [chosen, one], measured_s)
     assert words in text and text.count("as fast") == (measured_s[1] is not None)

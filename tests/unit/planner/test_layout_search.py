@@ -9,8 +9,16 @@ import pytest
 from tests.support.tolerances import within
 from xdit_backend.config import ParallelConfig
 from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, ModelDims
-from xdit_backend.planner.for_speed import FASTER, spread_for_speed
-from xdit_backend.planner.layout_search import Machine, are_alike, candidates, choose, forecast, forecasts, is_worth_it
+from xdit_backend.planner.for_speed import FASTER, placement_for_speed
+from xdit_backend.planner.layout_search import (
+    Machine,
+    are_identical,
+    candidates,
+    choose,
+    estimate,
+    estimates,
+    is_worth_it,
+)
 from xdit_backend.planner.memory_model import ActivationFootprint, MemorySettings
 from xdit_backend.planner.planner import USUAL_JOB, Devices
 from xdit_backend.planner.run_time import run_seconds
@@ -71,19 +79,19 @@ def test_stages_on_two_machines_wait_for_the_network_that_their_ranks_share():
     (FLUX, Job(16384, 512, 28), 8, L40, PCIE, Degrees(pipefusion=8, num_patches=8)),
     (FLUX, Job(4096, 512, 28), 1, L40, PCIE, Degrees())],
                          ids=["cfg-nvlink", "cfg-pcie", "ulysses-nvlink", "pipefusion-pcie", "one"])
-def test_golden_choices(net, job, devices, device, between, expected):
-    assert choose(forecasts(net, job, machine(devices, device, between))).degrees == expected
+def test_golden_choices(dims, job, devices, device, between, expected):
+    assert choose(estimates(dims, job, machine(devices, device, between))).degrees == expected
 
 
 def test_an_exact_layout_wins_what_is_nearly_a_tie():
-    ordered = forecasts(FLUX, Job(16384, 512, 28), machine(2, A100, NVLINK))
+    ordered = estimates(FLUX, Job(16384, 512, 28), machine(2, A100, NVLINK))
 
     assert not ordered[0].is_exact and choose(ordered).is_exact and choose(ordered).seconds <= 1.05 * ordered[0].seconds
 
 
 def test_what_does_not_fit_comes_last():
     job = Job(4096, 512, 28)
-    ordered = forecasts(FLUX, job, machine(2, replace(A100, memory_bytes=16 * GB), NVLINK))
+    ordered = estimates(FLUX, job, machine(2, replace(A100, memory_bytes=16 * GB), NVLINK))
 
     assert ordered[0].fits and ordered[0].degrees.pipefusion == 2 and choose(ordered) == ordered[0]
     assert [one.fits for one in ordered] == sorted((one.fits for one in ordered), reverse=True)
@@ -115,13 +123,13 @@ EVERY = [Degrees(), Degrees(cfg=2), Degrees(data=2), Degrees(ulysses=4), Degrees
 
 
 @pytest.mark.parametrize("degrees", EVERY, ids=str)
-@pytest.mark.parametrize("net", [FLUX, PIXART, replace(FLUX, skips=True, key_heads=8),
+@pytest.mark.parametrize("dims", [FLUX, PIXART, replace(FLUX, skips=True, key_heads=8),
                                  replace(PIXART, attention="linear")],
                          ids=["flux", "pixart", "skips", "linear"])
-def test_faster_is_never_slower(net, degrees):
+def test_faster_is_never_slower(dims, degrees):
     """A faster link, device or host, or less to do, takes no longer."""
     job = Job(4096, 512, 20, branches=2, images=2)
-    slow = forecast(net, job, degrees, machine(8, L40, PCIE)).seconds
+    slow = estimate(dims, job, degrees, machine(8, L40, PCIE)).seconds
 
     faster_links = replace(PCIE, rates={name: 2 * rate for name, rate in PCIE.rates.items()})
     host = {name: getattr(L40, name) / 2
@@ -129,16 +137,16 @@ def test_faster_is_never_slower(net, degrees):
     for device, between in ((L40, faster_links), (replace(L40, matrix_flops_s=3e14, attention_flops_s=3e14), PCIE),
                             (replace(L40, **host), PCIE), (L40, replace(PCIE, hidden=1.0)),
                             (L40, replace(PCIE, latency_s=0.0))):
-        assert forecast(net, job, degrees, machine(8, device, between)).seconds <= slow * (1 + 1e-12)
+        assert estimate(dims, job, degrees, machine(8, device, between)).seconds <= slow * (1 + 1e-12)
     for less in (replace(job, steps=10), replace(job, branches=1), replace(job, tokens=2048), replace(job, images=1)):
-        assert forecast(net, less, degrees, machine(8, L40, PCIE)).seconds <= slow * (1 + 1e-12)
+        assert estimate(dims, less, degrees, machine(8, L40, PCIE)).seconds <= slow * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("degrees", EVERY, ids=str)
 def test_forecasts_of_absurd_sizes_are_finite(degrees):
     sizes = itertools.product((1, 10 ** 12), (0, 10 ** 9), (1, 10 ** 9))
-    for (tokens, text, steps), net in itertools.product(sizes, (FLUX, PIXART, replace(PIXART, skips=True))):
-        made = forecast(net, Job(tokens, text, steps, branches=2), degrees, machine(8, A100, NVLINK))
+    for (tokens, text, steps), dims in itertools.product(sizes, (FLUX, PIXART, replace(PIXART, skips=True))):
+        made = estimate(dims, Job(tokens, text, steps, branches=2), degrees, machine(8, A100, NVLINK))
 
         assert math.isfinite(made.seconds) and made.seconds > 0 and math.isfinite(made.memory.total)
         assert all(seconds >= 0 for seconds in made.causes.values())
@@ -147,26 +155,27 @@ def test_forecasts_of_absurd_sizes_are_finite(degrees):
 def test_memory_adds_up_over_ranks():
     """Stages and shards of tensors hold the weights once, in all; stages the keys and values. Of activations each shard
     of a sequence has what is whole, its part of the rest, and what Ulysses packs."""
-    job, net = Job(4096, 512, 20), replace(FLUX, blocks=56)
-    one = forecast(net, job, Degrees(), EIGHT).memory
-    four, eight = (forecast(net, job, Degrees(pipefusion=stages), EIGHT).memory for stages in (4, 8))
-    shards = forecast(FLUX, job, Degrees(ulysses=4), EIGHT).memory
-    tensors = forecast(FLUX, job, Degrees(tensor=4), EIGHT).memory
+    job, dims = Job(4096, 512, 20), replace(FLUX, blocks=56)
+    one = estimate(dims, job, Degrees(), EIGHT).memory
+    four, eight = (estimate(dims, job, Degrees(pipefusion=stages), EIGHT).memory for stages in (4, 8))
+    shards = estimate(FLUX, job, Degrees(ulysses=4), EIGHT).memory
+    tensors = estimate(FLUX, job, Degrees(tensor=4), EIGHT).memory
 
     assert one.total == one.weights + one.keys_values + one.activations and one.keys_values == 0
     within(abs(4 * four.weights / (one.weights) - 1), 1e-12)
     within(abs(4 * tensors.weights / (one.weights) - 1), 1e-12)
     within(abs(4 * four.keys_values / (8 * eight.keys_values) - 1), 1e-12)
     within(abs(4 * four.keys_values / (2 * (4096 + 512) * 3072 * 56 * 2) - 1), 1e-12)      # 2 B (S + S_t) h
-    live = ActivationFootprint()
-    within(abs(shards.activations / one.activations * live.alone / (live.held + live.exchange / 4) - 1), 1e-12)
-    assert forecast(FLUX, job, Degrees(pipefusion=4, warmup_by_sequence=True), EIGHT).memory.weights == one.weights
-    twice, away = (forecast(net, job, Degrees(pipefusion=4), EIGHT, settings).memory
+    footprint = ActivationFootprint()
+    within(abs(shards.activations / one.activations * footprint.alone / (footprint.held + footprint.exchange / 4) - 1),
+           1e-12)
+    assert estimate(FLUX, job, Degrees(pipefusion=4, warmup_by_sequence=True), EIGHT).memory.weights == one.weights
+    twice, away = (estimate(dims, job, Degrees(pipefusion=4), EIGHT, settings).memory
                    for settings in (MemorySettings(cached_steps=2), MemorySettings(offload=True)))
     assert twice.keys_values == 2 * four.keys_values
     # two blocks' are on the device
     assert away.host == four.keys_values and away.keys_values == 2 / (56 / 4) * four.keys_values
-    outside = forecast(replace(net, outside_bytes=GB), job, Degrees(pipefusion=4), EIGHT).memory
+    outside = estimate(replace(dims, outside_bytes=GB), job, Degrees(pipefusion=4), EIGHT).memory
     within(abs(outside.weights - (GB + (one.weights - GB) / 4)) / GB, 1e-12)
 
 
@@ -176,7 +185,7 @@ def test_memory_adds_up_over_ranks():
     (Job(64, 16, 20), Degrees(ulysses=2), NVLINK, "launch"),
     (Job(65536, 512, 4), Degrees(pipefusion=8, num_patches=16), NVLINK, "warm-up")])
 def test_what_limits_a_run_is_named(job, degrees, between, cause):
-    assert forecast(FLUX, job, degrees, machine(8, A100, between)).limited_by == cause
+    assert estimate(FLUX, job, degrees, machine(8, A100, between)).limited_by == cause
 
 
 def test_a_schedule_is_that_of_its_slots():
@@ -184,13 +193,13 @@ def test_a_schedule_is_that_of_its_slots():
     ideal = Device(1e14, 1e14, 1e30, half_rows=0, half_keys=0, block_launch_s=0, collective_launch_s=0,
                    round_launch_s=0, slot_launch_s=0)
     free = links((1e12,) * 3, (1e12,) * 3, latency_s=0.0)
-    net, job = replace(FLUX, blocks=56), Job(4096, 0, 16)
-    one = forecast(net, job, Degrees(), machine(8, ideal, free)).seconds
+    dims, job = replace(FLUX, blocks=56), Job(4096, 0, 16)
+    one = estimate(dims, job, Degrees(), machine(8, ideal, free)).seconds
 
     for stages, patches, warmup in ((2, 4, 1), (4, 4, 0), (4, 8, 3), (4, 2, 1)):
         layout = Degrees(pipefusion=stages, num_patches=patches, warmup_steps=warmup)
         slots = (16 - warmup - 1) * max(patches, stages) + patches + stages - 1
-        made = forecast(net, job, layout, machine(8, ideal, free)).seconds
+        made = estimate(dims, job, layout, machine(8, ideal, free)).seconds
         within(abs(made / (one / 16 * (warmup + slots / (stages * patches))) - 1), 1e-6)
 
 
@@ -216,21 +225,21 @@ FAST, IDEAL = Device(1e14, 1e14, 1e30, half_rows=0, half_keys=0, block_launch_s=
 def test_unlike_devices_share_out_tokens_and_blocks_by_speed_and_else_wait_for_the_slower(slower, degrees, ratio):
     """With two branches: the fast device alone takes both."""
     unlike = Machine((FAST, FAST.slower(slower)), IDEAL)
-    net, job = replace(FLUX, blocks=56), Job(16384, 0, 20, branches=2)
-    one = forecast(net, job, Degrees(data=2), unlike)
+    dims, job = replace(FLUX, blocks=56), Job(16384, 0, 20, branches=2)
+    one = estimate(dims, job, Degrees(data=2), unlike)
 
     assert one.working == 1
-    within(abs(forecast(net, job, degrees, unlike).seconds / one.seconds / ratio - 1), 0.02)
+    within(abs(estimate(dims, job, degrees, unlike).seconds / one.seconds / ratio - 1), 0.02)
 
 
 @pytest.mark.parametrize("slower, expected", [(1.0, {"cfg": 2}), (1.6, {"cfg": 2}), (2.75, {"data": 2})])
-def test_a_slow_card_is_left_out_where_it_would_hold_the_other_up(slower, expected):
+def test_a_slow_gpu_is_left_out_where_it_would_hold_the_other_up(slower, expected):
     """Branches are shared out only where the slower card has more than half of the faster one's speed."""
     unlike, job = Machine((A100, A100.slower(slower)), NVLINK), Job(4096, 512, 20, branches=2)
-    exact = forecasts(FLUX, job, unlike, [Degrees(cfg=2), Degrees(data=2)])
+    exact = estimates(FLUX, job, unlike, [Degrees(cfg=2), Degrees(data=2)])
 
-    assert choose(exact, are_alike(FLUX, job, unlike.devices)).degrees == Degrees(**expected)
-    assert are_alike(FLUX, job, unlike.devices) == (slower == 1.0)
+    assert choose(exact, are_identical(FLUX, job, unlike.devices)).degrees == Degrees(**expected)
+    assert are_identical(FLUX, job, unlike.devices) == (slower == 1.0)
 
 
 @pytest.mark.parametrize("fast_first", [True, False])
@@ -238,61 +247,61 @@ def test_a_slow_card_is_left_out_where_it_would_hold_the_other_up(slower, expect
 def test_images_go_where_they_are_done_soonest(images, working, fast_first):
     """Of four images the slow card (a third as fast) takes one; of two none: then the fast one works alone."""
     devices = (FAST, FAST.slower(3)) if fast_first else (FAST.slower(3), FAST)
-    made = forecast(FLUX, Job(16384, 0, 20, images=images), Degrees(data=2), Machine(devices, IDEAL))
-    one = forecast(FLUX, Job(16384, 0, 20), Degrees(data=2), Machine(devices, IDEAL))
+    made = estimate(FLUX, Job(16384, 0, 20, images=images), Degrees(data=2), Machine(devices, IDEAL))
+    one = estimate(FLUX, Job(16384, 0, 20), Degrees(data=2), Machine(devices, IDEAL))
 
     assert made.working == working
     within(abs(made.seconds / one.seconds / min(images, 3) - 1), 0.02)
 
 
-def test_tokens_by_speed_make_a_slow_card_worth_having():
+def test_tokens_by_speed_make_a_slow_gpu_worth_having():
     """A card a third as fast: 1.3 times the fast one alone; one 30 times slower is left out."""
     job = Job(16384, 512, 20)
     for slower, working in ((3, 2), (30, 1)):
         unlike = Machine((A100, A100.slower(slower)), NVLINK)
-        exact = [one for one in forecasts(FLUX, job, unlike) if one.is_exact]
+        exact = [one for one in estimates(FLUX, job, unlike) if one.is_exact]
 
-        assert choose(exact, are_alike(FLUX, job, unlike.devices)).working == working
+        assert choose(exact, are_identical(FLUX, job, unlike.devices)).working == working
 
 
 def test_a_large_model_fits_where_stages_have_room_together():
     """24 and 12 GB hold 30 GB of blocks that neither half of which fits on the small card."""
-    cards = [replace(A100, memory_bytes=size * GB) for size in (24, 12)]
-    net, job = replace(FLUX, weight_bytes=28e9), Job(1024, 128, 20)
+    gpus = [replace(A100, memory_bytes=size * GB) for size in (24, 12)]
+    dims, job = replace(FLUX, weight_bytes=28e9), Job(1024, 128, 20)
 
-    assert forecast(net, job, Degrees(pipefusion=2), Machine(tuple(cards), NVLINK)).fits
-    assert not forecast(net, job, Degrees(pipefusion=2), Machine((cards[1], cards[1]), NVLINK)).fits
+    assert estimate(dims, job, Degrees(pipefusion=2), Machine(tuple(gpus), NVLINK)).fits
+    assert not estimate(dims, job, Degrees(pipefusion=2), Machine((gpus[1], gpus[1]), NVLINK)).fits
 
 
 def test_small_gains_are_not_promised():
     """One device is as fast: a small picture over a slow link, or few seconds in all."""
     job = Job(256, 16, 4)
-    chosen, one = choose(forecasts(FLUX, job, machine(2, A100, PCIE))), forecast(
+    chosen, one = choose(estimates(FLUX, job, machine(2, A100, PCIE))), estimate(
         FLUX, job, Degrees(data=2), machine(2, A100, PCIE))
 
     assert chosen.working == 1 and not is_worth_it(chosen, one)
     job = Job(16384, 512, 28)
     two = machine(2, A100, NVLINK)
-    assert is_worth_it(choose(forecasts(FLUX, job, two)), forecast(FLUX, job, Degrees(data=2), two))
+    assert is_worth_it(choose(estimates(FLUX, job, two)), estimate(FLUX, job, Degrees(data=2), two))
 
 
 def test_devices_that_share_a_machine_are_faster_alone():
     shared, job = machine(2, A100, NVLINK, alone=1.25), Job(16384, 512, 28)
 
-    within(abs(forecast(FLUX, job, Degrees(data=2), machine(2, A100, NVLINK)).seconds
-               / forecast(FLUX, job, Degrees(data=2), shared).seconds - 1.25), 0.01)
+    within(abs(estimate(FLUX, job, Degrees(data=2), machine(2, A100, NVLINK)).seconds
+               / estimate(FLUX, job, Degrees(data=2), shared).seconds - 1.25), 0.01)
 
 
 def test_what_the_host_launches_takes_a_cpus_own_time():
     """A block of few tokens, whose launch passes beside computing on a card,
     and adds to it where the host is the device."""
     job = Job(64, 16, 1)
-    card, cpu = (forecast(FLUX, job, Degrees(), machine(1, replace(A100, launch_hidden=hidden), PCIE)).causes
+    gpu, cpu = (estimate(FLUX, job, Degrees(), machine(1, replace(A100, launch_hidden=hidden), PCIE)).causes
                  for hidden in (1.0, 0.0))
 
     launched = FLUX.blocks * FLUX.kernels * A100.block_launch_s
-    within(abs((cpu["compute"] - card["compute"]) / launched - 1), 1e-6)
-    assert card["launch"] > 0 and cpu["launch"] == 0
+    within(abs((cpu["compute"] - gpu["compute"]) / launched - 1), 1e-6)
+    assert gpu["launch"] > 0 and cpu["launch"] == 0
 
 
 SLOW_GB = (5, 5, 5)
@@ -303,16 +312,16 @@ SLOW_GB = (5, 5, 5)
     ((200, 200, 200), 2, (1,), None)], ids=str)
 def test_for_speed_takes_stages_where_they_are_much_faster_than_anything_exact(between, count, branches, expected):
     """By what forecasts say of all layouts; and never one that only "allowed" is said of."""
-    net, memory = replace(FLUX, branches_apart=True), 80 * GB
+    dims, memory = replace(FLUX, branches_apart=True), 80 * GB
     group = machine(count, replace(A100, memory_bytes=memory), links(between, between))
     devices = Devices([memory] * count, machine=group)
 
-    faster = spread_for_speed(ParallelConfig(approximate="for speed"), net, devices, branches)
+    faster = placement_for_speed(ParallelConfig(approximate="for speed"), dims, devices, branches)
 
-    assert (faster and faster.spread.stages.pipefusion_degree) == expected
+    assert (faster and faster.placement.stages.pipefusion_degree) == expected
     gains = []
     for each in branches:
-        every = forecasts(net, replace(USUAL_JOB, branches=each), group, settings=MemorySettings(2))
+        every = estimates(dims, replace(USUAL_JOB, branches=each), group, settings=MemorySettings(2))
         best = {is_exact: min(one.seconds for one in every if one.is_exact == is_exact and one.fits)
                 for is_exact in (True, False)}
         gains.append(best[True] / best[False])
@@ -320,18 +329,19 @@ def test_for_speed_takes_stages_where_they_are_much_faster_than_anything_exact(b
     for other in (ParallelConfig(), ParallelConfig(approximate="not allowed"),
                   ParallelConfig(approximate="for speed", num_patches=1),
                   ParallelConfig(approximate="for speed", mode="manual")):
-        assert spread_for_speed(other, net, devices, branches) is None
-    assert spread_for_speed(ParallelConfig(approximate="for speed"), net, replace(devices, machine=None)) is None
+        assert placement_for_speed(other, dims, devices, branches) is None
+    assert placement_for_speed(ParallelConfig(approximate="for speed"), dims, replace(devices, machine=None)) is None
     if faster:
         assert faster.words.startswith(f"PipeFusion {count}, {2 * count} patches for speed: ")
 
 
 def test_for_speed_takes_no_stages_without_room_for_their_keys_and_values():
-    net, memory = replace(FLUX, branches_apart=True), FLUX.held_bytes / 0.79
+    dims, memory = replace(FLUX, branches_apart=True), FLUX.resident_bytes / 0.79
     group = machine(2, replace(A100, memory_bytes=memory), links(SLOW_GB, SLOW_GB))
-    large = replace(net, width=net.width * 8, elements=net.elements / 64)
-    for each, expected in ((net, True), (large, False)):
-        faster = spread_for_speed(ParallelConfig(approximate="for speed"), each, Devices([memory] * 2, machine=group),
+    large = replace(dims, width=dims.width * 8, elements=dims.elements / 64)
+    for each, expected in ((dims, True), (large, False)):
+        faster = placement_for_speed(ParallelConfig(approximate="for speed"), each,
+                                     Devices([memory] * 2, machine=group),
                                   (1,))
         assert bool(faster) == expected
 
@@ -341,7 +351,7 @@ def test_for_speed_takes_no_stages_without_room_for_their_keys_and_values():
 def test_forecasts_know_in_which_form_tensors_travel(degrees, keys, everything):
     """Over links so slow that nothing else counts: the seconds are those of the bytes."""
     slow, job = machine(2, A100, links((1e-3, 1e-3, 1e-3), (1e-3, 1e-3, 1e-3))), Job(4096, 512, 20, branches=2)
-    whole, of_keys, of_all = (forecast(FLUX, job, degrees, slow.exchanging(exchange)).causes["link"]
+    whole, of_keys, of_all = (estimate(FLUX, job, degrees, slow.exchanging(exchange)).causes["link"]
                               for exchange in EXCHANGES)
 
     within(abs(of_keys - keys * whole), 0.01 * whole + 1e-9)

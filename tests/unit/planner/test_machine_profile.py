@@ -15,7 +15,7 @@ LINKS = {"all_to_all": {"2": {"bytes_s": 1e10}}, "hop": {"2": {"bytes_s": 1e10}}
 
 
 def test_a_machine_is_read_as_it_was_written(tmp_path):
-    fast = Device(1e14, 2e14, 1e12, half_rows=0.0, name="fast", memory_bytes=24e9, narrow_share=0.7,
+    fast = Device(1e14, 2e14, 1e12, half_rows=0.0, name="fast", memory_bytes=24e9, narrow_fraction=0.7,
                   kernels={"sage 128": 1.9})
     rates = {("all_to_all", 2): 1e10, ("hop", 2): 2e10, ("gather", 2): 3e9}
     machine = Machine((fast, replace(fast, name="slow", matrix_flops_s=5e13)),

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.tools.dry_run.rows import published, spec_of
-from xdit_backend.checkpoints.model_dims import net_of
+from xdit_backend.checkpoints.model_dims import dims_of
 from xdit_backend.config import ParallelConfig
 from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, ModelDims
-from xdit_backend.planner.descriptions import weights_words
-from xdit_backend.planner.layout_search import Machine, forecast
-from xdit_backend.planner.memory_model import DEFAULT_SETTINGS, Memory, room_of
+from xdit_backend.planner.descriptions import describe_weights
+from xdit_backend.planner.layout_search import Machine, estimate
+from xdit_backend.planner.memory_model import DEFAULT_SETTINGS, Memory, memory_budget
 from xdit_backend.planner.offload_cost import NUM_BUFFERS, num_buffers, offloaded_memory, plan_offload, step_seconds
-from xdit_backend.planner.planner import EVERYWHERE, Devices, WeightPlacement, choose_spread, plan_run, usual_job
+from xdit_backend.planner.planner import EVERYWHERE, Devices, WeightPlacement, choose_placement, plan_run, usual_job
 from xdit_backend.protocol.specs import Stages
 from xdit_backend.tools.bench.size import parse_layout
 from xdit_backend.tools.dry_run.simulated_rank import outline
@@ -22,14 +22,14 @@ from xdit_backend.tools.dry_run.simulated_rank import outline
 MS_10 = dict.fromkeys(range(40), 10.0)
 
 
-def held_bytes(plan, sizes, beside_bytes):
+def resident_bytes(plan, sizes, extra_bytes):
     """What the device holds, counted anew."""
     stays = sum(size for block, size in sizes.items() if block not in plan.blocks)
     largest = max((sizes[block] for block in plan.blocks), default=0)
-    return beside_bytes + stays + num_buffers(len(plan.blocks)) * largest
+    return extra_bytes + stays + num_buffers(len(plan.blocks)) * largest
 
 
-def spread(count, blocks=40):
+def placement(count, blocks=40):
     return tuple((2 * number + 1) * blocks // (2 * count) for number in range(count))
 
 
@@ -38,11 +38,11 @@ def test_weights_keep_to_the_budget_wherever_some_choice_does(sizes):
     """Of small models, every choice is looked at: where one fits, the plan does, and where none does, it has least."""
     sizes = dict(enumerate(sizes))
     choices = [chosen for count in range(len(sizes) + 1) for chosen in itertools.combinations(sizes, count)]
-    least = min(held_bytes(plan_offload(sizes, sizes, 10, 0), sizes, 10), 10 + sum(sizes.values()))
+    least = min(resident_bytes(plan_offload(sizes, sizes, 10, 0), sizes, 10), 10 + sum(sizes.values()))
 
     for budget in range(10, 12 + sum(sizes.values()), 3):
         plan = plan_offload(sizes, sizes, 10, budget)
-        assert plan.device_bytes == held_bytes(plan, sizes, 10)
+        assert plan.device_bytes == resident_bytes(plan, sizes, 10)
         assert plan.device_bytes + plan.offloaded_bytes - plan.buffer_bytes == 10 + sum(sizes.values())
         assert plan.device_bytes <= budget or (plan.device_bytes == least and budget < least)
     of_choices = [10 + sum(sizes.values()) - sum(sizes[block] for block in chosen)
@@ -78,7 +78,7 @@ def test_a_step_takes_what_threads_took(a_copy, count, took_ms, took_at_the_end_
     for the copies, whose blocks and copies slept."""
     copies = dict.fromkeys(range(40), float(a_copy))
 
-    evenly, at_the_end = (step_seconds(MS_10, copies, blocks) for blocks in (spread(count),
+    evenly, at_the_end = (step_seconds(MS_10, copies, blocks) for blocks in (placement(count),
                                                                              tuple(range(40 - count, 40))))
 
     assert bound_ms <= evenly <= took_ms < 1.15 * evenly
@@ -112,21 +112,21 @@ LINKS = Links({(name, 2): 6e9 for name in ("all_to_all", "hop", "all_reduce", "g
 COMING = replace(DEFAULT_SETTINGS, weights_memory=math.inf)
 
 
-@pytest.mark.parametrize("room", [8e9, 12e9, 16e9, 24e9])
-def test_forecasts_count_what_a_plan_of_blocks_would_hold(room):
+@pytest.mark.parametrize("free_bytes", [8e9, 12e9, 16e9, 24e9])
+def test_forecasts_count_what_a_plan_of_blocks_would_hold(free_bytes):
     """To a block, of blocks that are alike."""
     needed = Memory(NET.weight_bytes, 0.5e9, 1e9)
     a_block = (NET.weight_bytes - NET.outside_bytes) / NET.blocks
     sizes = dict.fromkeys(range(NET.blocks), int(a_block))
 
-    plan = plan_offload(sizes, sizes, int(NET.outside_bytes), room - 1.5e9)
-    memory = offloaded_memory(NET, needed, room, math.inf)
+    plan = plan_offload(sizes, sizes, int(NET.outside_bytes), free_bytes - 1.5e9)
+    memory = offloaded_memory(NET, needed, free_bytes, math.inf)
 
-    assert memory.total <= room
+    assert memory.total <= free_bytes
     little = offloaded_memory(NET, needed, NET.weight_bytes + 1.5e9 - a_block / 2, math.inf)
-    assert little.come == NUM_BUFFERS * a_block and len(plan_offload(
+    assert little.streamed == NUM_BUFFERS * a_block and len(plan_offload(
         sizes, sizes, int(NET.outside_bytes), NET.weight_bytes - a_block / 2).blocks) == NUM_BUFFERS
-    assert abs(memory.come - plan.offloaded_bytes) <= a_block and abs(memory.weights - plan.device_bytes) <= a_block
+    assert abs(memory.streamed - plan.offloaded_bytes) <= a_block and abs(memory.weights - plan.device_bytes) <= a_block
     assert offloaded_memory(NET, needed, NET.outside_bytes + 1.5e9, math.inf) is None
     assert offloaded_memory(NET, needed, 40e9, math.inf) == needed
     assert offloaded_memory(NET, needed, 40e9, 10e9).weights == 10e9
@@ -134,22 +134,23 @@ def test_forecasts_count_what_a_plan_of_blocks_would_hold(room):
 
 def test_a_step_takes_as_long_as_computing_or_as_its_weights_come():
     """On one card that is too small; beside it one that is not."""
-    large = forecast(NET, JOB, Degrees(), Machine((replace(CARD, memory_bytes=48e9),), Links()), COMING)
+    large = estimate(NET, JOB, Degrees(), Machine((replace(CARD, memory_bytes=48e9),), Links()), COMING)
     for host_bytes_s in (0.0, 24e9, 6e9, 1e9):
-        made = forecast(NET, JOB, Degrees(), Machine((replace(CARD, host_bytes_s=host_bytes_s),), Links()), COMING)
+        made = estimate(NET, JOB, Degrees(), Machine((replace(CARD, host_bytes_s=host_bytes_s),), Links()), COMING)
         assert made.fits == (host_bytes_s > 0)
         if made.fits:
-            assert made.memory.total <= room_of(CARD.memory_bytes) and made.memory.come > 8e9
-            assert made.come_s == made.memory.come / host_bytes_s
-            assert made.seconds == pytest.approx(max(large.seconds, JOB.steps * made.come_s))
+            assert made.memory.total <= memory_budget(CARD.memory_bytes) and made.memory.streamed > 8e9
+            assert made.streaming_s == made.memory.streamed / host_bytes_s
+            assert made.seconds == pytest.approx(max(large.seconds, JOB.steps * made.streaming_s))
             assert (made.limited_by == "weights") == (host_bytes_s == 1e9)
         alone = replace(CARD, host_bytes_s=host_bytes_s, host_alone_bytes_s=20e9)
-        both = [forecast(NET, JOB, degrees, Machine((alone,) * 2, Links(dict.fromkeys(LINKS.rates, 2e9))), COMING)
+        both = [estimate(NET, JOB, degrees, Machine((alone,) * 2, Links(dict.fromkeys(LINKS.rates, 2e9))), COMING)
                 for degrees in (Degrees(), Degrees(ulysses=2))] if host_bytes_s else []
         # a card that copies alone, and two at once
-        assert [one.memory.come / one.come_s for one in both] == pytest.approx([20e9, host_bytes_s][:len(both)])
-    assert large.memory.come == large.come_s == 0
-    assert not forecast(NET, JOB, Degrees(), Machine((CARD,), Links())).fits
+        assert [one.memory.streamed / one.streaming_s for one in both] == pytest.approx([20e9,
+                                                                                         host_bytes_s][:len(both)])
+    assert large.memory.streamed == large.streaming_s == 0
+    assert not estimate(NET, JOB, Degrees(), Machine((CARD,), Links())).fits
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -160,7 +161,7 @@ def test_weights_come_into_whatever_room_has_two_blocks(num_stages):
         beside = number * 1234567.891
         needed = Memory(NET.weight_bytes, beside / 3, beside * 2 / 3)
         held = offloaded_memory(NET, needed, least + beside + 10 * number + 1, math.inf, num_stages)
-        assert held.come > 0 and held.total <= least + beside + 10 * number + 2
+        assert held.streamed > 0 and held.total <= least + beside + 10 * number + 2
         assert offloaded_memory(NET, needed, least + beside - 1, math.inf, num_stages) is None
 
 
@@ -170,14 +171,14 @@ def test_auto_weighs_weights_that_come_with_spreading_them():
     for host_bytes_s, expected in ((40e9, True), (1e9, False), (0.0, False)):
         machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, 6e10)))
         devices = Devices([CARD.memory_bytes] * 2, 0, machine)
-        spread = choose_spread(ParallelConfig(), NET, devices)
-        assert (spread == EVERYWHERE) == expected, spread
+        placement = choose_placement(ParallelConfig(), NET, devices)
+        assert (placement == EVERYWHERE) == expected, placement
         config = ParallelConfig(weights_memory="all on the device")
-        assert choose_spread(config, NET, devices) != EVERYWHERE
+        assert choose_placement(config, NET, devices) != EVERYWHERE
     large = replace(NET, weight_bytes=80e9)
-    assert choose_spread(ParallelConfig(), large, Devices([16e9] * 2), has_own_memory=True) == EVERYWHERE
-    assert choose_spread(ParallelConfig(), large, Devices([16e9] * 2)) != EVERYWHERE
-    assert choose_spread(ParallelConfig(weights_memory="9"), NET, Devices([16e9] * 2)) == EVERYWHERE
+    assert choose_placement(ParallelConfig(), large, Devices([16e9] * 2), has_own_memory=True) == EVERYWHERE
+    assert choose_placement(ParallelConfig(), large, Devices([16e9] * 2)) != EVERYWHERE
+    assert choose_placement(ParallelConfig(weights_memory="9"), NET, Devices([16e9] * 2)) == EVERYWHERE
 
 
 HALF_TOO_LARGE = replace(NET, weight_bytes=48e9)               # stages and shards of 24 GB, on cards of 16
@@ -191,21 +192,21 @@ def test_auto_weighs_stages_and_shards_that_are_too_large_as_well(host_bytes_s, 
     """No card has room for its half. Over a slow way from the host a half comes sooner than all, of stages once for one
     patch; over a fast one stages are busy with a patch each; over a fast link between the cards exact methods win."""
     machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, link_bytes_s)))
-    spread = choose_spread(ParallelConfig(), HALF_TOO_LARGE, Devices([CARD.memory_bytes] * 2, 0, machine),
+    placement = choose_placement(ParallelConfig(), HALF_TOO_LARGE, Devices([CARD.memory_bytes] * 2, 0, machine),
                            lambda degree: can_split)
-    chosen = plan_run(ParallelConfig(), machine, HALF_TOO_LARGE, JOB, *spread).chosen
-    stages = [forecast(HALF_TOO_LARGE, JOB, Degrees(pipefusion=2, num_patches=count), machine, COMING)
+    chosen = plan_run(ParallelConfig(), machine, HALF_TOO_LARGE, JOB, *placement).chosen
+    stages = [estimate(HALF_TOO_LARGE, JOB, Degrees(pipefusion=2, num_patches=count), machine, COMING)
               for count in (1, 2, 4)]
 
-    assert chosen.degrees == Degrees(**expected) and chosen.fits and chosen.memory.come > 0
-    assert chosen.memory.total <= room_of(CARD.memory_bytes)
+    assert chosen.degrees == Degrees(**expected) and chosen.fits and chosen.memory.streamed > 0
+    assert chosen.memory.total <= memory_budget(CARD.memory_bytes)
     # a stage's weights come once for each patch, and of one patch no keys and values are kept
     assert stages[0].memory.keys_values == 0 < stages[1].memory.keys_values
-    assert [round(one.come_s * host_bytes_s / one.memory.come) for one in stages] == [1, 2, 4]
+    assert [round(one.streaming_s * host_bytes_s / one.memory.streamed) for one in stages] == [1, 2, 4]
     assert stages[1].seconds <= stages[2].seconds
-    asked = plan_run(ParallelConfig(num_patches=4), machine, HALF_TOO_LARGE, JOB, Stages(2)).chosen
-    assert asked.degrees.num_patches == 4
-    assert not forecast(HALF_TOO_LARGE, JOB, Degrees(pipefusion=2), machine).fits
+    requested = plan_run(ParallelConfig(num_patches=4), machine, HALF_TOO_LARGE, JOB, Stages(2)).chosen
+    assert requested.degrees.num_patches == 4
+    assert not estimate(HALF_TOO_LARGE, JOB, Degrees(pipefusion=2), machine).fits
 
 
 @pytest.mark.parametrize("host_bytes_s, link_bytes_s, of_one, of_both", [
@@ -216,8 +217,8 @@ def test_weights_are_spread_for_runs_with_and_without_guidance(host_bytes_s, lin
     machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, link_bytes_s)))
     devices = Devices([CARD.memory_bytes] * 2, 0, machine)
 
-    assert choose_spread(ParallelConfig(), HALF_TOO_LARGE, devices, branches=(1,)) == of_one
-    assert choose_spread(ParallelConfig(), HALF_TOO_LARGE, devices) == of_both
+    assert choose_placement(ParallelConfig(), HALF_TOO_LARGE, devices, branches=(1,)) == of_one
+    assert choose_placement(ParallelConfig(), HALF_TOO_LARGE, devices) == of_both
 
 
 @pytest.mark.parametrize("name, memory_bytes", [
@@ -228,14 +229,14 @@ def test_auto_spreads_models_of_videos_by_a_usual_video(name, memory_bytes):
     come do."""
     checkpoint, _ = published(name, None)
     spec = spec_of(checkpoint, parse_layout("one"))
-    net = net_of(checkpoint.family, outline(checkpoint, spec)[0], spec)
+    dims = dims_of(checkpoint.family, outline(checkpoint, spec)[0], spec)
     machine = Machine((Device(7e13, 7e13, 9e11, memory_bytes=memory_bytes, host_bytes_s=12e9),) * 2,
                       Links(dict.fromkeys(LINKS.rates, 6e9)))
 
-    def fits(net):
-        spread = choose_spread(ParallelConfig(), net, Devices([memory_bytes] * 2, 0, machine))
-        return plan_run(ParallelConfig(), machine, net, usual_job(net, 2), *spread).chosen.fits
-    assert net.usual_tokens == 32760 and fits(net)
+    def fits(dims):
+        placement = choose_placement(ParallelConfig(), dims, Devices([memory_bytes] * 2, 0, machine))
+        return plan_run(ParallelConfig(), machine, dims, usual_job(dims, 2), *placement).chosen.fits
+    assert dims.usual_tokens == 32760 and fits(dims)
 
 
 def test_auto_knows_what_comes_from_the_disk():
@@ -246,24 +247,24 @@ def test_auto_knows_what_comes_from_the_disk():
     ample, scarce = machine.reading((100e9, 2e9)), machine.reading((20e9, 2e9))
     for degrees, parts, times in ((Degrees(ulysses=2), 1, 1), (Degrees(tensor=2), 2, 1),
                                   (Degrees(pipefusion=2, num_patches=2), 2, 2)):
-        one, disk = (forecast(HALF_TOO_LARGE, JOB, degrees, each, COMING) for each in (ample, scarce))
-        assert one.memory == disk.memory and one.come_s == pytest.approx(times * one.memory.come / 25e9)
-        if parts * one.memory.come > 20e9:
-            assert disk.come_s == pytest.approx(times * parts * one.memory.come / 2e9)
+        one, disk = (estimate(HALF_TOO_LARGE, JOB, degrees, each, COMING) for each in (ample, scarce))
+        assert one.memory == disk.memory and one.streaming_s == pytest.approx(times * one.memory.streamed / 25e9)
+        if parts * one.memory.streamed > 20e9:
+            assert disk.streaming_s == pytest.approx(times * parts * one.memory.streamed / 2e9)
             assert disk.limited_by == "weights"
             comings = JOB.steps - 1 + 1 / times                # the warm-up step is whole
-            assert disk.seconds == pytest.approx(max(one.seconds, comings * disk.come_s))
+            assert disk.seconds == pytest.approx(max(one.seconds, comings * disk.streaming_s))
         else:
             assert disk == one
 
     def chosen(machine):
-        spread = choose_spread(ParallelConfig(), HALF_TOO_LARGE, Devices([CARD.memory_bytes] * 2, 0, machine),
+        placement = choose_placement(ParallelConfig(), HALF_TOO_LARGE, Devices([CARD.memory_bytes] * 2, 0, machine),
                                lambda degree: False)
-        return plan_run(ParallelConfig(), machine, HALF_TOO_LARGE, JOB, *spread).chosen
+        return plan_run(ParallelConfig(), machine, HALF_TOO_LARGE, JOB, *placement).chosen
     assert chosen(ample).degrees.num_patches == 2 and chosen(scarce).degrees.num_patches == 1
 
 
-def two_cards(gather_bytes_s, host_bytes_s=1e9, **links):
+def two_gpus(gather_bytes_s, host_bytes_s=1e9, **links):
     rates = LINKS.rates | {("gather", 2): gather_bytes_s}
     return Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(rates, **links))
 
@@ -274,53 +275,53 @@ def two_cards(gather_bytes_s, host_bytes_s=1e9, **links):
 def test_devices_with_fast_links_bring_a_part_each_of_what_all_hold(degrees, num_alike):
     """What comes takes half as long, and its exchange beside."""
     # of displaced patches there is no room for more
-    net, job = HALF_TOO_LARGE, JOB if degrees.displaced > 1 else replace(JOB, branches=2, images=2)
-    slow, fast = (forecast(net, job, degrees, two_cards(rate), COMING) for rate in (2.9e9, 100e9))
+    dims, job = HALF_TOO_LARGE, JOB if degrees.displaced > 1 else replace(JOB, branches=2, images=2)
+    slow, fast = (estimate(dims, job, degrees, two_gpus(rate), COMING) for rate in (2.9e9, 100e9))
 
-    assert slow.limited_by == "weights" and not slow.shares_weights and fast.shares_weights == (num_alike == 2)
+    assert slow.limited_by == "weights" and not slow.shards_weights and fast.shards_weights == (num_alike == 2)
     if num_alike == 2:
-        once_s = slow.memory.come * (1 / 2 / 1e9 + 1 / 2 / 100e9)
-        assert fast.come_s == pytest.approx(once_s) and fast.seconds == pytest.approx(JOB.steps * once_s)
+        once_s = slow.memory.streamed * (1 / 2 / 1e9 + 1 / 2 / 100e9)
+        assert fast.streaming_s == pytest.approx(once_s) and fast.seconds == pytest.approx(JOB.steps * once_s)
     else:
         assert fast.seconds == slow.seconds
 
 
 def test_devices_do_not_share_what_comes_where_that_gains_nothing_or_some_rest():
     two, one_branch = replace(JOB, branches=2, images=2), replace(JOB, images=1)
-    fast = two_cards(100e9)
-    assert forecast(NET, two, Degrees(cfg=2), fast, COMING).shares_weights
+    fast = two_gpus(100e9)
+    assert estimate(NET, two, Degrees(cfg=2), fast, COMING).shards_weights
     for job, degrees, machine in (
-            (two, Degrees(cfg=2), two_cards(100e9, 30e9)),     # it is hidden
+            (two, Degrees(cfg=2), two_gpus(100e9, 30e9)),     # it is hidden
             (two, Degrees(), fast),                            # the other card rests
             (one_branch, Degrees(data=2), fast), (one_branch, Degrees(cfg=2), fast),
-            (two, Degrees(cfg=2), two_cards(100e9, per_machine=1)),
+            (two, Degrees(cfg=2), two_gpus(100e9, per_machine=1)),
             (two, Degrees(cfg=2), replace(fast, links=Links({key: rate for key, rate in fast.links.rates.items()
                                                              if key[0] != "gather"})))):
-        assert not forecast(NET, job, degrees, machine, COMING).shares_weights, (job, degrees, machine)
+        assert not estimate(NET, job, degrees, machine, COMING).shards_weights, (job, degrees, machine)
 
 
 def test_the_node_says_where_weights_are_and_what_they_cost():
     for host_bytes_s, says in ((12e9, "hidden"), (1e9, "which takes")):
         machine = Machine((replace(CARD, host_bytes_s=host_bytes_s),) * 2, Links(dict.fromkeys(LINKS.rates, 2e9)))
         chosen = plan_run(ParallelConfig(), machine, NET, replace(JOB, branches=2)).chosen
-        words = weights_words(chosen.memory.weights, chosen.memory.come, chosen, JOB.steps)
+        words = describe_weights(chosen.memory.weights, chosen.memory.streamed, chosen, JOB.steps)
         # where the link is all that counts, a second card gains nothing
         assert chosen.working == (2 if says == "hidden" else 1)
         assert words.startswith("Weights: 1") and says in words
-    shared = replace(chosen, shares_weights=True)
-    assert ", a part over each device, which send them to each other, " in weights_words(1e9, 2e9, shared, 20)
-    assert weights_words(1e9, 2e9, None, 20) == ("Weights: 1 GB of each device, and 2 GB come from host memory in "
+    shared = replace(chosen, shards_weights=True)
+    assert ", a part over each device, which send them to each other, " in describe_weights(1e9, 2e9, shared, 20)
+    assert describe_weights(1e9, 2e9, None, 20) == ("Weights: 1 GB of each device, and 2 GB come from host memory in "
                                                  "every step")
 
 
 def test_a_plan_knows_what_a_lora_takes():
     """Its factors have no room any more, so that as much more comes; what it takes beside the largest weight too."""
-    net = replace(NET, unpack_bytes=2e9, lora_unpack_bytes=(6e9, 0.0))
+    dims = replace(NET, unpack_bytes=2e9, lora_unpack_bytes=(6e9, 0.0))
     machine = Machine((replace(CARD, host_bytes_s=6e9),) * 2, Links(dict.fromkeys(LINKS.rates, 6e9)))
 
     def chosen(*changed):
-        return plan_run(ParallelConfig(), machine, net, JOB, changed=changed).chosen.memory
+        return plan_run(ParallelConfig(), machine, dims, JOB, changed=changed).chosen.memory
     plain, with_factors, whole = chosen(), chosen(False, 1e9), chosen(True, 1e9)
 
-    assert plain.come > 0 and with_factors.come > plain.come + 0.99e9 and with_factors.total <= plain.total
-    assert whole.activations > plain.activations and whole.come > with_factors.come
+    assert plain.streamed > 0 and with_factors.streamed > plain.streamed + 0.99e9 and with_factors.total <= plain.total
+    assert whole.activations > plain.activations and whole.streamed > with_factors.streamed

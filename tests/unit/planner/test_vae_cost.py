@@ -25,7 +25,7 @@ def machine(count, rate=20e9, latency_s=3e-5, device=CARD):
     (LARGE, Machine((CARD.slower(10), CARD), machine(2).links), (1, 1)),
     (SMALL, Machine((CARD.slower(2), CARD.slower(3), CARD), machine(2).links), (1, 2))],
     ids=["large", "small", "small-quick-links", "slow-links", "one", "a-slow-second", "a-slow-first", "a-fast-last"])
-def test_a_picture_is_shared_by_the_devices_that_make_it_faster(work, made, expected):
+def test_a_image_is_shared_by_the_devices_that_make_it_faster(work, made, expected):
     assert next(iter(choose_ranks(work, made, len(made.devices)))) == expected
 
 

@@ -160,10 +160,10 @@ def test_a_pair_has_room_until_it_is_full_and_wakes_up_when_it_is_ended():
                 near.send(Stop())
         except ChannelClosedError as error:
             outcome.append(error)
-    assert near.has_room
+    assert near.has_capacity
     waiting = threading.Thread(target=fill_and_wait)
     waiting.start()
-    while near.has_room:
+    while near.has_capacity:
         waiting.join(0.01)
     assert far.receive() == Stop() and not outcome
     far.end()

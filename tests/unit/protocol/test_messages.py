@@ -117,7 +117,7 @@ def enlarged(key, value):
         for index, item in enumerate(value):
             yield from (([*value[:index], one, *value[index + 1:]], raw) for one, raw in enlarged(None, item))
     if isinstance(value, dict):
-        if key in (*FREE_NAMES, "control", "operations", "versions", "cards") and value:
+        if key in (*FREE_NAMES, "control", "operations", "versions", "gpus") and value:
             item = json.dumps(next(iter(value.values())))
             yield LARGE, "{" + ",".join(f'"{number}":{item}' for number in range(MAX_ITEMS + 1)) + "}"
             yield LARGE, '{"' + "x" * (MAX_NAME + 1) + f'": {item}}}'

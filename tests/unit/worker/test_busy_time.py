@@ -30,8 +30,8 @@ def test_cuda_work_is_counted_when_it_is_over(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     Event.times, Event.now = [1.0, 2.0, 5.0, 6.0, 6.0, 9.0], 0.0
     clock = Clock(torch.device("cuda:0"))
-    start, asked, came, end = (clock.mark() for _ in range(4))
-    clock.add(start, end, [(asked, came)])
+    start, requested, came, end = (clock.mark() for _ in range(4))
+    clock.add(start, end, [(requested, came)])
     clock.add(clock.mark(), clock.mark(), [])
 
     assert clock.take() == 0

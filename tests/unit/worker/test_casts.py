@@ -77,18 +77,19 @@ def test_no_cast_is_repeated_for_each_patch_as_far_as_there_is_room(tmp_path):
     header = open_checkpoint(tmp_path)
     spec = header.spec("float8_e4m3fn", "float32", Stages(2))
     try:
-        for room in (2 ** 40, 60_000, 0):
-            results[room], ranks = play(store, one, spec, room)
+        for free_bytes in (2 ** 40, 60_000, 0):
+            results[free_bytes], ranks = play(store, one, spec, free_bytes)
             for counted in ranks:
                 whole, patch, steps = counted[2], counted[3], counted[4 + NUM_PATCHES:3 + 3 * NUM_PATCHES]
                 held, after = (counted[index + 3 * NUM_PATCHES][2]["cast_bytes"] for index in (3, 5))
                 repeated = [num_bytes for _, num_bytes, _ in steps]
                 assert whole[0] >= patch[0] > 10 and counted[-1][0] == whole[0]          # another run begins anew
                 assert after == 0
-                if room == 2 ** 40:
+                if free_bytes == 2 ** 40:
                     assert not any(repeated) and whole[1] / 2 < held <= whole[1]
-                elif room:
-                    assert room / 2 < held <= room and 0 < min(repeated) and max(repeated) <= whole[1] - held
+                elif free_bytes:
+                    assert free_bytes / 2 < held <= free_bytes
+                    assert 0 < min(repeated) and max(repeated) <= whole[1] - held
                 else:
                     assert held == 0 and min(repeated) > whole[1] / 3
     finally:

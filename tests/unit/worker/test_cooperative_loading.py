@@ -6,7 +6,7 @@ import types
 import pytest
 
 from xdit_backend.protocol.specs import Stages
-from xdit_backend.worker.cooperative_loading import can_share, is_alike
+from xdit_backend.worker.cooperative_loading import can_cooperate, is_identical
 
 AXES = "data", "cfg"
 
@@ -20,7 +20,7 @@ def spec(stages=None, tensor_degree=1):
     (2, spec(tensor_degree=2), False), (4, spec(tensor_degree=2), False),
     (4, spec(Stages(2, 2, every_block=True)), False)])
 def test_ranks_share_what_they_both_hold_and_run(world_size, of, expected):
-    assert can_share(of, world_size) is expected
+    assert can_cooperate(of, world_size) is expected
 
 
 def branch(conditioning, images=2, **operations):
@@ -45,4 +45,4 @@ BOTH = [branch("a"), branch("b")]
     ([BOTH[0], branch("b", block="skip")], mesh(cfg=2), False, False)])
 def test_ranks_share_where_each_runs_all_blocks_as_often(branches, of, by_image, expected):
     command = types.SimpleNamespace(branches=branches, by_image=by_image)
-    assert is_alike(command, of) is expected
+    assert is_identical(command, of) is expected

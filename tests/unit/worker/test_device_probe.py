@@ -17,7 +17,7 @@ from xdit_backend.attention import backends
 from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.planner.cost_model import Device, Job, ModelDims
-from xdit_backend.planner.layout_search import choose, forecasts
+from xdit_backend.planner.layout_search import choose, estimates
 from xdit_backend.planner.machine_from_probe import ACROSS_BYTES, LARGE_BYTES, SENT, SMALL_BYTES, machine_of_probe
 from xdit_backend.worker import device_probe
 
@@ -47,7 +47,7 @@ def test_workers_measure_what_a_forecast_needs(world_size, per_machine, sizes):
     assert (results[0][1][0] == ("measuring the devices", 0, len(results[0][1]))
             and results[0][1][-1][0] == "measuring the links")
     machine = machine_of_probe(numbers, ["CPU"] * world_size, [1e12] * world_size, per_machine)
-    made = forecasts(ModelDims(8, 256, 4, 12.0, 1e7), Job(1024, 32, 10, branches=2), machine)
+    made = estimates(ModelDims(8, 256, 4, 12.0, 1e7), Job(1024, 32, 10, branches=2), machine)
     assert all(math.isfinite(one.seconds) and one.seconds > 0 for one in made) and choose(made).fits
 
 
@@ -116,7 +116,7 @@ def test_a_machine_is_found_from_the_times_that_it_would_take():
     for value, expected in (
             (device.matrix_flops_s, 1e14), (device.half_rows, 300), (device.attention_flops_s, 5e13),
             (device.half_keys, 200),
-            (device.narrow_share, 0.5), (machine.alone, 0.05 / 0.04 * 0.06 / 0.055),
+            (device.narrow_fraction, 0.5), (machine.alone, 0.05 / 0.04 * 0.06 / 0.055),
             (device.launch_hidden, 0.25), (device.host_bytes_s, 12e9), (device.host_alone_bytes_s, 20e9),
             (links.hidden, 0.5),
             (links.rate("hop", 2), 1e10),
@@ -172,12 +172,12 @@ def test_packages_are_timed_beside_torchs_own_attention_and_the_forecast_reads_t
     for name, value in {"ROUNDS": 1, "MIN_S": 0.0, "ON_CPU": (64, 64, 16, 96, 48, 2 ** 10)}.items():
         monkeypatch.setattr(device_probe, name, value)
     try:
-        numbers = device_probe.measure_kernels(torch.device("cpu"), torch.bfloat16)
+        numbers = device_probe.measure_backends(torch.device("cpu"), torch.bfloat16)
     finally:
         kernel_packages.forget()
 
     assert set(numbers) == {f"kernel {name} {head}" for name in ("flash", "sage") for head in (64, 128)}
     assert numbers["kernel sage 64"] < 0.5
     plain = Device(1e12, 1e12, 1e11, kernels={"sage 128": 2.0, "sage 64": 1.5})
-    assert plain.by_kernel("flash") == plain and plain.by_kernel("sage").attention_rate(128) == 2e12
-    within(plain.by_kernel("sage").attention_rate(64) / 1.5e12 - 1, 1e-12)
+    assert plain.by_backend("flash") == plain and plain.by_backend("sage").attention_rate(128) == 2e12
+    within(plain.by_backend("sage").attention_rate(64) / 1.5e12 - 1, 1e-12)

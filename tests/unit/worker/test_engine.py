@@ -82,15 +82,15 @@ def time_of(step):
 
 def with_no_room_for_one(rank, world_size, commands):
     """As execute, where there is no room for the second message of a prediction when its receive is posted ahead."""
-    post, asked = Link.post_receive, []
+    post, requested = Link.post_receive, []
 
     def failing(link, *arguments):
-        asked.append(arguments)
-        if len(asked) == 4:
+        requested.append(arguments)
+        if len(requested) == 4:
             raise torch.OutOfMemoryError("no room")
         return post(link, *arguments)
     Link.post_receive = failing
-    return execute(rank, world_size, commands) | {"asked": len(asked)}
+    return execute(rank, world_size, commands) | {"requested": len(requested)}
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def oracle(num_patches, tensor_degree):
 def play(store, folder, layout, stages, speeds=(), execute=execute):
     """A warm-up step and two stale steps of two branches with three images, on all ranks:
     [(predictions, oracle's)], measurements."""
-    commands, made, wanted = asked(store, folder, layout, stages, speeds)
+    commands, made, wanted = requested(store, folder, layout, stages, speeds)
     numbers = run_ranks(execute, world_size_of(layout), commands)
     return outcome(made, wanted), numbers
 
@@ -123,7 +123,7 @@ def world_size_of(layout):
     return math.prod(getattr(layout, f"{axis}_degree") for axis in (*AXES, "tensor"))
 
 
-def asked(store, folder, layout, stages, speeds=()):
+def requested(store, folder, layout, stages, speeds=()):
     """The commands of play, the segments that predictions come to be in, and what they are to be."""
     header = open_checkpoint(folder)
     spec = header.spec("float64", "float64", stages, layout.tensor_degree)
@@ -213,7 +213,7 @@ def test_mixtures_equal_the_oracle(store, folder, layout):
 @pytest.mark.slow
 def test_every_mixture_of_eight_ranks_equals_the_oracle(store, folder):
     """One after the other on the same ranks."""
-    plays = {name_of(layout): asked(store, folder, layout, stages_of(layout))
+    plays = {name_of(layout): requested(store, folder, layout, stages_of(layout))
              for layout in mixtures(8) if layout not in QUICK}
     ended = run_cases(execute, 8, [(commands,) for commands, _, _ in plays.values()])
 
@@ -237,7 +237,7 @@ def test_a_receive_that_found_no_room_ahead_is_posted_again_alone(store, folder)
     results, numbers = play(store, folder, Layout(pipefusion_degree=2), Stages(2, 1), execute=with_no_room_for_one)
 
     within(max((got - want).abs().max() for got, want in results), 1e-12)
-    assert numbers[1]["asked"] == numbers[1]["received"] + 1 == numbers[0]["sent"] + 1
+    assert numbers[1]["requested"] == numbers[1]["received"] + 1 == numbers[0]["sent"] + 1
 
 
 def load_and_drop(rank, world_size, spec):
@@ -282,8 +282,8 @@ def load_in_stages(rank, world_size, spec, kinds, flops_s):
 
 @pytest.mark.parametrize("kinds, speeds, expected", [
     ([(128, 8, 9), (144, 9, 0)], (), [1, 3]), ([(128, 8, 9), (128, 8, 9)], (), [2, 2]),
-    ([(128, 8, 9), (144, 9, 0)], (30, 10), [3, 1])], ids=["unlike", "alike", "measured before"])
-def test_stages_of_unlike_cards_that_nobody_has_measured_are_balanced_by_what_they_multiply(folder, kinds, speeds,
+    ([(128, 8, 9), (144, 9, 0)], (30, 10), [3, 1])], ids=["unlike", "identical", "measured before"])
+def test_stages_of_unlike_gpus_that_nobody_has_measured_are_balanced_by_what_they_multiply(folder, kinds, speeds,
                                                                                             expected):
     """A newer card with a few more processors may be three times as fast."""
     spec = open_checkpoint(folder).spec("float64", "float64", Stages(2, speeds=speeds))
@@ -306,30 +306,30 @@ def give_up_loading(rank, world_size, spec):
     aborted = AskedOf({1} if rank == 0 else ())
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None, aborted)
     numbers = engine.execute(messages.LoadModel(1, spec))
-    asked, is_there = aborted.num_asked, spec.name in engine._models
+    requested, is_there = aborted.num_asked, spec.name in engine._models
     engine.execute(messages.DropModel(2, spec.name))
-    return asked, is_there, numbers, engine.execute(messages.LoadModel(3, spec))
+    return requested, is_there, numbers, engine.execute(messages.LoadModel(3, spec))
 
 
 def test_a_load_that_is_given_up_ends_with_the_tensor_at_hand(folder):
     """Also in stages, whose ranks have agreed on their blocks first."""
     header = open_checkpoint(folder)
     spec = header.spec("float64", "float64", Stages(2))
-    (asked, is_there, numbers, again), (others, is_elsewhere, told, _) = run_ranks(give_up_loading, 2, spec)
+    (requested, is_there, numbers, again), (others, is_elsewhere, told, _) = run_ranks(give_up_loading, 2, spec)
 
-    assert (asked, is_there, numbers) == (3, False, None) and again["weight_bytes"] > 0
+    assert (requested, is_there, numbers) == (3, False, None) and again["weight_bytes"] > 0
     assert others > 20 and is_elsewhere and told["weight_bytes"] > 0
 
 
-def give_up_decoding(rank, world_size, weights, latent, pictures):
+def give_up_decoding(rank, world_size, weights, latent, images):
     """One rank is told that nobody waits for a decode; then all decode again."""
     aborted, said = AskedOf({2} if rank == min(1, world_size - 1) else ()), []
     engine = Engine(rank, torch.device("cpu"), lambda *phase: said.append(phase), aborted)
     engine.execute(messages.LoadAutoencoder(1, specs.AutoencoderSpec("vae", "float64", weights)))
-    given_up = engine.execute(messages.Decode(2, "vae", latent, pictures[0]))
+    given_up = engine.execute(messages.Decode(2, "vae", latent, images[0]))
     # who has no rows says nothing
-    asked, (_, done, total) = aborted.num_asked, said[-1] if said else ("", 0, 1)
-    return asked, done < total / 2, given_up, engine.execute(messages.Decode(3, "vae", latent, pictures[1]))[
+    requested, (_, done, total) = aborted.num_asked, said[-1] if said else ("", 0, 1)
+    return requested, done < total / 2, given_up, engine.execute(messages.Decode(3, "vae", latent, images[1]))[
         "busy_s"] > 0
 
 
@@ -338,13 +338,13 @@ def test_a_decode_that_is_given_up_ends_on_all_ranks_at_once(store, world_size):
     """Also on one that was not told, or has no rows, as the third here; the next decode is right."""
     weights, latent = random_decoder(32), torch.randn(1, 4, 2, 2, dtype=torch.float64,
                                                       generator=torch.Generator().manual_seed(0))
-    pictures = [store.create((1, 16, 16, 3), torch.float32)[0] for _ in range(2)]
-    told = run_ranks(give_up_decoding, world_size, store.share_all(weights), store.share(latent), pictures)
+    images = [store.create((1, 16, 16, 3), torch.float32)[0] for _ in range(2)]
+    told = run_ranks(give_up_decoding, world_size, store.share_all(weights), store.share(latent), images)
 
     assert told[:2] == [(3, True, None, True)] * min(2, world_size)
     with torch.no_grad():
         wanted = load_autoencoder(weights, torch.float64, torch.device("cpu"), {}).decode(latent).sample
-    within((map_segment(pictures[1]) - wanted.add(1).div(2).clamp(0, 1).movedim(1, -1)).abs().max(), 1e-6)
+    within((map_segment(images[1]) - wanted.add(1).div(2).clamp(0, 1).movedim(1, -1)).abs().max(), 1e-6)
 
 
 def test_a_rank_holds_its_share_of_weights_and_keys(store, folder):

@@ -100,7 +100,7 @@ def test_a_command_in_time_finds_the_memory(monkeypatch):
 
 @SAYS
 @pytest.mark.parametrize("unused_bytes, is_kept", [(4.2 * 200 * MB, True), (2 * 200 * MB, False)])
-def test_where_memory_is_short_a_run_s_is_given_back_at_once(unused_bytes, is_kept, monkeypatch):
+def test_where_memory_is_short_a_run_s_is_given_back_at_once(unused_bytes, is_cached, monkeypatch):
     memory = Memory(torch.device("cpu"))
     memory.give_back()
     monkeypatch.setattr(memory_module, "_status",
@@ -111,7 +111,7 @@ def test_where_memory_is_short_a_run_s_is_given_back_at_once(unused_bytes, is_ke
 
     memory.end_run(unused_bytes)
 
-    assert (memory.idle_timeout_s is not None) == is_kept
+    assert (memory.idle_timeout_s is not None) == is_cached
 
 
 @pytest.mark.parametrize("unused_bytes, num_emptied", [(4.1 * 200 * MB, 0), (3.9 * 200 * MB, 2)])
@@ -142,14 +142,14 @@ def test_the_next_run_of_a_queue_has_its_memory_mapped(tmp_path):
     setting = Setting(256, 1, 1, 2304, 64, "float32")
     write_model(setting, tmp_path)
     header = open_checkpoint(tmp_path)
-    spec, asked = header.spec("float32", "float32"), calls(setting, 1)
+    spec, requested = header.spec("float32", "float32"), calls(setting, 1)
     client = Client(("cpu",))
 
     def run():
         """(page faults, activation_bytes) of a run of two steps."""
         before = faults()
         for _ in range(2):
-            client.predict(spec, layout(), 16, asked, run="a run")
+            client.predict(spec, layout(), 16, requested, run="a run")
         client.end_run("a run")
         return faults() - before, client.report_memory()[0]["activation_bytes"]
 

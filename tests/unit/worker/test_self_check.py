@@ -15,7 +15,7 @@ from xdit_backend.multi_node.listener import version_differences
 from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.worker.self_check import check_pieces
 
-NAMES = [name for name, family in FAMILIES.items() if family.is_comfyuis and not family.is_whole]
+NAMES = [name for name, family in FAMILIES.items() if family.is_comfyuis and not family.is_replicated]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def with_plan(name, **changed):
 @pytest.mark.parametrize("family", [
     pytest.param(with_plan("Boogu-Image", attention={"attn": ("image", "reference", "text")}), id="order of tokens"),
     pytest.param(with_plan("Lens", positions={}), id="positions"),
-    pytest.param(with_plan("Wan HuMo", once_outside={"text_embedding": "run", "time_projection": "run",
+    pytest.param(with_plan("Wan HuMo", cacheable_outside={"text_embedding": "run", "time_projection": "run",
                                                      "patch_embedding": "run"}), id="what stays"),
     pytest.param(with_plan("Wan SCAIL", positions={}), id="frames before"),
     pytest.param(dataclasses.replace(with_plan("Wan Animate", places=None), adapt_model=lambda model, config: None),

@@ -194,12 +194,12 @@ class OffloadedBlocks:
             self._fetch(buffer, index)
         buffer.is_used = True
         if buffer.arriving is not None or buffer.needs_exchange:
-            asked = self._mark()
+            requested = self._mark()
             if buffer.arriving is not None:
                 self._await(buffer, index)
             if buffer.needs_exchange:
                 self._exchange(buffer, self._blocks[index])
-            self._waits.append((asked, self._mark()))
+            self._waits.append((requested, self._mark()))
 
     def _await(self, buffer, index):
         try:

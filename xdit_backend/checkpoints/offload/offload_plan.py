@@ -27,10 +27,10 @@ def plan_weights(model, family, spec, budget_bytes, blocks=None):
     model: on the meta device, as it is held. A U-Net's blocks are those of partition.unet_blocks. budget_bytes: of the
     device, that weights may take. blocks: of this rank; None: all.
     """
-    movable, beside_bytes = _by_block(model, family, spec, blocks)
+    movable, extra_bytes = _by_block(model, family, spec, blocks)
     costs = _costs(model, family)
     sizes = {block: sum(weights.values()) for block, weights in movable.items()}
-    plan = plan_offload(sizes, {block: costs[block] for block in sizes}, beside_bytes, budget_bytes)
+    plan = plan_offload(sizes, {block: costs[block] for block in sizes}, extra_bytes, budget_bytes)
     return plan, {name: block for block in plan.blocks for name in movable[block]}
 
 
@@ -92,15 +92,15 @@ def _tensors(model, family, spec):
 
 def _by_block(model, family, spec, blocks):
     """({block: {name of a weight: its bytes}}, bytes of what stays on the device in any case)."""
-    found, beside_bytes = {}, 0
+    found, extra_bytes = {}, 0
     for name, block, size in _tensors(model, family, spec):
         if block is not None and blocks is not None and block not in blocks:
             continue
         if block is None:
-            beside_bytes += size
+            extra_bytes += size
         else:
             found.setdefault(block, {})[name] = size
     for weights in found.values():
         least = SMALL * sum(weights.values())
-        beside_bytes += sum(weights.pop(name) for name in [name for name, size in weights.items() if size < least])
-    return found, beside_bytes
+        extra_bytes += sum(weights.pop(name) for name in [name for name, size in weights.items() if size < least])
+    return found, extra_bytes

@@ -96,47 +96,47 @@ def _is_multiplied(format_, capability):
     return torch.version.hip is None and known.get(format_, True) and capability >= FORMATS[format_].capability
 
 
-def in_tiles(layer, beside):
+def in_tiles(layer, auxiliary):
     """{what it is: tensor} beside some rows of a layer's weight, with scales of blocks in the order in which products
     read them: in tiles, which are filled up. The same where the layer has none."""
     if not layer.how.block:
-        return beside
+        return auxiliary
     from comfy_kitchen.float_utils import to_blocked
-    return beside | {"weight_scale": to_blocked(beside["weight_scale"], flatten=False)}
+    return auxiliary | {"weight_scale": to_blocked(auxiliary["weight_scale"], flatten=False)}
 
 
 def without_names(layer):
     """The Layer without what tells it from others that are held alike: their blocks then have one graph."""
-    return dataclasses.replace(layer, shape=(0, 0), beside=dict.fromkeys(layer.beside, ""))
+    return dataclasses.replace(layer, shape=(0, 0), auxiliary=dict.fromkeys(layer.auxiliary, ""))
 
 
-def unpacked(layer, weight, beside, dtype):
+def unpacked(layer, weight, auxiliary, dtype):
     """The numbers of rows of a layer's weight, in `dtype`. beside: {what it is: tensor} of these rows, in tiles."""
     if torch.compiler.is_compiling():                          # which knows no tensors of comfy-kitchen's
-        return unpacked_weight(*_told(layer, beside), weight, dtype_name(dtype))
+        return unpacked_weight(*_told(layer, auxiliary), weight, dtype_name(dtype))
     within = dtype if dtype in COMPUTED else torch.float32
-    return quantised_tensor(layer, weight, beside, within).dequantize().to(dtype)
+    return quantised_tensor(layer, weight, auxiliary, within).dequantize().to(dtype)
 
 
-def product(layer, weight, beside, tensor, bias, inputs=None):
+def product(layer, weight, auxiliary, tensor, bias, inputs=None):
     """F.linear of a tensor and the weight, with inputs that are rounded. inputs: these, of `rounded_inputs`, where they
     are known. Others: as of `unpacked`."""
     if torch.compiler.is_compiling():
-        return rounded_product(*_told(layer, beside), weight, tensor, bias)
+        return rounded_product(*_told(layer, auxiliary), weight, tensor, bias)
     within = _within(tensor)
     if inputs is None:
-        inputs = _rows(tensor) if layer.rounds_inputs else rounded_inputs(layer, beside, tensor)
-    held = quantised_tensor(layer, weight, beside, within)
+        inputs = _rows(tensor) if layer.rounds_inputs else rounded_inputs(layer, auxiliary, tensor)
+    held = quantised_tensor(layer, weight, auxiliary, within)
     result = F.linear(inputs, held, None if bias is None else bias.to(within))
     return result.view(*tensor.shape[:-1], len(weight)).to(tensor.dtype)
 
 
-def rounded_inputs(layer, beside, tensor):
+def rounded_inputs(layer, auxiliary, tensor):
     """Inputs in the type of a layer whose products do not round them by themselves, as comfy-kitchen's tensor.
     beside: as of `unpacked`; without input_scale float8 takes 1, and nvfp4 that of the largest of these numbers."""
     import comfy_kitchen
     from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
-    name, rows, scale = LAYOUTS[layer.format], _rows(tensor), beside.get("input_scale")
+    name, rows, scale = LAYOUTS[layer.format], _rows(tensor), auxiliary.get("input_scale")
     if not layer.format.startswith("float8"):
         if layer.format == "nvfp4":
             scale = agreed_scale(tensor, lambda largest: largest) if scale is None else scale
@@ -178,7 +178,7 @@ def rotation(size, device):
     return {dtype: matrix.T.to(dtype) for dtype in COMPUTED}
 
 
-def shared_product(layer, weight, beside, tensor, bias, agree, rotations=None):
+def shared_product(layer, weight, auxiliary, tensor, bias, agree, rotations=None):
     """`product` of the columns of an int8 weight, and of as many of each token's inputs, that a rank has. Inputs are
     rounded as if by one rank that had all of them.
 
@@ -190,7 +190,7 @@ def shared_product(layer, weight, beside, tensor, bias, agree, rotations=None):
         rows = (rows.view(len(rows), -1, layer.rotated) @ rotations[rows.dtype]).view_as(rows)
     scale = (agree(rows.abs().amax(1, keepdim=True).float()) / 127).clamp(min=1e-30)
     multiplied = scaled_product if torch.compiler.is_compiling() else _scaled_product
-    result = multiplied(weight, beside["weight_scale"], rows.contiguous(), scale)
+    result = multiplied(weight, auxiliary["weight_scale"], rows.contiguous(), scale)
     result = result if bias is None else result + bias.to(result.dtype)
     return result.view(*tensor.shape[:-1], len(weight)).to(tensor.dtype)
 
@@ -209,16 +209,16 @@ def _scaled_product(weight, weight_scale, rows, scale):
     return result
 
 
-def quantised_tensor(layer, weight, beside, dtype):
+def quantised_tensor(layer, weight, auxiliary, dtype):
     """comfy-kitchen's tensor of a weight, whose numbers are of `dtype`."""
     from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
-    name, scale = LAYOUTS[layer.format], beside.get("weight_scale")
+    name, scale = LAYOUTS[layer.format], auxiliary.get("weight_scale")
     shape = len(weight), weight.shape[1] * layer.how.numbers
     options = {}
     if scale is None:                                          # of a weight that was rounded to float8 as it is
         scale = torch.ones((), device=weight.device)
     elif layer.format == "nvfp4":
-        options, scale = {"block_scale": scale.view(torch.float8_e4m3fn)}, beside["weight_scale_2"].view(())
+        options, scale = {"block_scale": scale.view(torch.float8_e4m3fn)}, auxiliary["weight_scale_2"].view(())
     elif layer.format == "mxfp8":
         scale = scale.view(torch.float8_e8m0fnu)
     elif layer.format == "convrot_w4a4":
@@ -234,39 +234,39 @@ def quantised_tensor(layer, weight, beside, dtype):
 
 # --- operators of compiled blocks: torch.compile looks into none of comfy-kitchen's tensors ---
 
-def _told(layer, beside):
+def _told(layer, auxiliary):
     """(a Layer and what stands beside its weight in words, these tensors), as operators take them."""
-    return " ".join((layer.format, str(layer.rotated), layer.linear_dtype, *beside)), list(beside.values())
+    return " ".join((layer.format, str(layer.rotated), layer.linear_dtype, *auxiliary)), list(auxiliary.values())
 
 
-def _heard(how, beside):
+def _heard(how, auxiliary):
     format_, rotated, linear_dtype, *names = how.split()
-    given = dict(zip(names, beside, strict=True))
+    given = dict(zip(names, auxiliary, strict=True))
     return Layer(format_, (0, 0), dict.fromkeys(given, ""), 0, int(rotated), linear_dtype=linear_dtype), given
 
 
 @operator
-def unpacked_weight(how: str, beside: list[Tensor], weight: Tensor, dtype: str) -> Tensor:
+def unpacked_weight(how: str, auxiliary: list[Tensor], weight: Tensor, dtype: str) -> Tensor:
     """`unpacked`. how, beside: of _told."""
-    layer, given = _heard(how, beside)
+    layer, given = _heard(how, auxiliary)
     return unpacked(layer, weight, given, DTYPES[dtype]).contiguous()
 
 
 @unpacked_weight.register_fake
-def _(how, beside, weight, dtype):
-    columns = weight.shape[1] * _heard(how, beside)[0].how.numbers
+def _(how, auxiliary, weight, dtype):
+    columns = weight.shape[1] * _heard(how, auxiliary)[0].how.numbers
     return weight.new_empty(weight.shape[0], columns, dtype=DTYPES[dtype])
 
 
 @operator
-def rounded_product(how: str, beside: list[Tensor], weight: Tensor, tensor: Tensor, bias: Tensor | None) -> Tensor:
+def rounded_product(how: str, auxiliary: list[Tensor], weight: Tensor, tensor: Tensor, bias: Tensor | None) -> Tensor:
     """`product`. how, beside: of _told."""
-    layer, given = _heard(how, beside)
+    layer, given = _heard(how, auxiliary)
     return product(layer, weight, given, tensor, bias).contiguous()
 
 
 @rounded_product.register_fake
-def _(how, beside, weight, tensor, bias):
+def _(how, auxiliary, weight, tensor, bias):
     return tensor.new_empty(*tensor.shape[:-1], weight.shape[0])
 
 

@@ -84,7 +84,7 @@ class Layer:
 
     format: str
     shape: tuple[int, int]
-    beside: dict[str, str]
+    auxiliary: dict[str, str]
     num_scales: int
     rotated: int = 0
     exact: bool = False
@@ -120,16 +120,16 @@ class Layer:
     @property
     def agreed(self):
         """Of "each" token's inputs, or of "all" inputs, ranks are to agree on the largest number; "": of none."""
-        return "" if self.how.agreed == "all" and "input_scale" in self.beside else self.how.agreed
+        return "" if self.how.agreed == "all" and "input_scale" in self.auxiliary else self.how.agreed
 
-    def beside_as_held(self, num_rows):
+    def auxiliary_as_stored(self, num_rows):
         """{what it is: (shape, dtype)} of what a rank that has so many of the rows holds beside them."""
         shapes = {"weight_scale": ((num_rows if self.num_scales > 1 else 1, 1), torch.float32),
                   "weight_scale_2": ((1, 1), torch.float32), "input_scale": ((1, 1), torch.float32),
                   "pre_quant_scale": ((self.shape[1],), torch.float32)}
         if self.how.block:
             shapes["weight_scale"] = (num_rows, self.shape[1] // self.how.block), torch.uint8
-        return {name: shapes[name] for name in self.beside}
+        return {name: shapes[name] for name in self.auxiliary}
 
     def weight(self, tensor):
         """The weight as a rank holds it: the file's bytes."""
@@ -138,7 +138,7 @@ class Layer:
     def by_rows(self, tensors):
         """{what it is: tensor} of the file, as held of all rows: scales of blocks without the order of their tiles."""
         held = {}
-        for name, (shape, dtype) in self.beside_as_held(self.shape[0]).items():
+        for name, (shape, dtype) in self.auxiliary_as_stored(self.shape[0]).items():
             if dtype == torch.uint8:
                 from comfy_kitchen.float_utils import from_blocked
                 held[name] = from_blocked(tensors[name].view(dtype), *shape).contiguous()
@@ -158,15 +158,15 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
             if name.endswith(end):
                 whose = _nunchakus(name.removesuffix(end), shapes) or whose
                 raise _refusal(file_name, f"is quantised in a way that xDiT does not read ({name}: {whose})")
-    beside = {name for name in shapes if name.rpartition(".")[2] in BESIDE} | ({"scaled_fp8"} & shapes.keys())
+    auxiliary = {name for name in shapes if name.rpartition(".")[2] in BESIDE} | ({"scaled_fp8"} & shapes.keys())
     # without the mark, or beside the newer metadata, ComfyUI leaves such scales out
     is_marked = "scaled_fp8" in shapes and "_quantization_metadata" not in metadata
     said = {name.removesuffix(".scale_weight"): {
                 "format": FLOAT8.get(dtypes.get(_weight(name)), "float8_e4m3fn"),
                 "full_precision_matrix_mult": math.prod(shapes.get("scaled_fp8", ())) == 2}
-            for name in sorted(beside) if name.endswith(".scale_weight") and is_marked}
+            for name in sorted(auxiliary) if name.endswith(".scale_weight") and is_marked}
     try:
-        for name in sorted(beside):
+        for name in sorted(auxiliary):
             if name.endswith(".comfy_quant"):
                 if math.prod(shapes[name]) > MAX_LAYER_BYTES:
                     raise ValueError(f"it has more than {MAX_LAYER_BYTES:,} bytes")
@@ -181,10 +181,10 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
         raise CheckpointError(f"Download {file_name} again: what it says of its quantisation cannot be read "
                               f"({name}: {error}).") from error
     found = {f"{layer}.weight": _layer(layer, options, shapes, dtypes, file_name) for layer, options in said.items()}
-    lost = sorted(name for name in beside if name.rpartition(".")[2] in SCALES and _weight(name) not in found)
+    lost = sorted(name for name in auxiliary if name.rpartition(".")[2] in SCALES and _weight(name) not in found)
     if lost:
         raise _refusal(file_name, f"has a scale {lost[0]}, and does not say for what format")
-    return found, beside
+    return found, auxiliary
 
 
 def _nunchakus(layer, shapes):
@@ -204,13 +204,13 @@ def _layer(layer, options, shapes, dtypes, file_name):
     if not isinstance(format_, str) or format_ not in FORMATS:
         raise _refusal(file_name, f"is quantised in the format {str(format_)[:MAX_SHOWN]} ({layer}), which xDiT does "
                                   f"not read. It reads {', '.join(FORMATS)}")
-    how, beside = FORMATS[format_], {}
+    how, auxiliary = FORMATS[format_], {}
     for name in (*how.scales, *how.more):
         names = f"{layer}.{name}", f"{layer}.{OLD_NAMES.get(name)}"
         there = next((there for there in names if there in shapes), None)
         if there is not None:
-            beside[name] = there
-    missing = [f"{layer}.{name}" for name in how.scales if name not in beside]
+            auxiliary[name] = there
+    missing = [f"{layer}.{name}" for name in how.scales if name not in auxiliary]
     if weight not in shapes or missing:
         what = f"the scale of {weight} ({missing[0]})" if weight in shapes else weight
         raise CheckpointError(f"Download {file_name} again: it lacks {what}.")
@@ -222,13 +222,13 @@ def _layer(layer, options, shapes, dtypes, file_name):
     if how.block and shape[1] % how.block:
         raise _refusal(file_name, f"says that {weight} is {format_}, and its {shape[1]} columns are no whole number of "
                                   f"blocks of {how.block}")
-    for name, there in beside.items():
+    for name, there in auxiliary.items():
         _check_scale(name, how, shape, (there, weight), (shapes[there], dtypes[there]), file_name)
     linear_dtype = options.get("linear_dtype", "int4")
     if linear_dtype not in ("int4", "int8"):
         raise _refusal(file_name, f"says that {weight} is multiplied in {shown(linear_dtype)}, and xDiT knows "
                                   "int4 and int8")
-    return Layer(format_, shape, beside, 0 if how.block else math.prod(shapes[beside["weight_scale"]]), rotated,
+    return Layer(format_, shape, auxiliary, 0 if how.block else math.prod(shapes[auxiliary["weight_scale"]]), rotated,
                  bool(options.get("full_precision_matrix_mult", False)), linear_dtype)
 
 

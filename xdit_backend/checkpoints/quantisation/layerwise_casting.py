@@ -28,7 +28,7 @@ class Casts:
         self._kept, self._spare_bytes = {}, None
 
     @property
-    def are_kept(self):
+    def are_cached(self):
         return self._spare_bytes is not None
 
     @property
@@ -52,7 +52,7 @@ class Casts:
         if key in self._kept:
             return self._kept[key][1]
         cast = cast_to(parameter, dtype)
-        if self.are_kept and cast.nbytes <= self._spare_bytes and cast is not parameter:
+        if self.are_cached and cast.nbytes <= self._spare_bytes and cast is not parameter:
             self._kept[key] = parameter, cast                  # the parameter, so that its id stays its own
             self._spare_bytes -= cast.nbytes
         return cast
@@ -162,43 +162,43 @@ class _Products:
 
     def of(self, tensor, bias):
         module, layer, agree = self._module, self._layer, getattr(self._module, "agree", None)
-        beside = _beside(module, layer)
+        auxiliary = _auxiliary(module, layer)
         if agree is not None and layer.agreed == "each":
-            return kitchen_layers.shared_product(layer, module.weight, beside, tensor, bias, agree, self._rotations)
+            return kitchen_layers.shared_product(layer, module.weight, auxiliary, tensor, bias, agree, self._rotations)
         if torch.compiler.is_compiling():                      # a graph has no memory of other layers
-            beside = self._with_scale(tensor, beside)
-            return kitchen_layers.product(layer, module.weight, beside, tensor, bias)
-        known = None if layer.rounds_inputs else self._rounded(tensor, beside)
-        return kitchen_layers.product(layer, module.weight, beside, tensor, bias, known)
+            auxiliary = self._with_scale(tensor, auxiliary)
+            return kitchen_layers.product(layer, module.weight, auxiliary, tensor, bias)
+        known = None if layer.rounds_inputs else self._rounded(tensor, auxiliary)
+        return kitchen_layers.product(layer, module.weight, auxiliary, tensor, bias, known)
 
     def pass_by(self, tensor):
         """Of no tokens: other ranks may have some; in a graph none has (Agreement.suits_graphs)."""
         if not torch.compiler.is_compiling() and self._agrees:
-            self._rounded(tensor, _beside(self._module, self._layer))
+            self._rounded(tensor, _auxiliary(self._module, self._layer))
 
     @property
     def _agrees(self):
         return self._layer.agreed == "all" and getattr(self._module, "agree", None) is not None
 
-    def _with_scale(self, tensor, beside):
+    def _with_scale(self, tensor, auxiliary):
         if not self._agrees:
-            return beside
-        return beside | {"input_scale": kitchen_layers.agreed_scale(tensor, self._module.agree)}
+            return auxiliary
+        return auxiliary | {"input_scale": kitchen_layers.agreed_scale(tensor, self._module.agree)}
 
-    def _rounded(self, tensor, beside):
+    def _rounded(self, tensor, auxiliary):
         """The tensor as kitchen_layers.rounded_inputs gives it, or as another layer has had it; None of no tokens."""
         if self._how is None:
-            scale = beside.get("input_scale")
+            scale = auxiliary.get("input_scale")
             self._how = self._layer.format, None if scale is None else scale.item()
 
         def rounded():
-            scaled = self._with_scale(tensor, beside)
+            scaled = self._with_scale(tensor, auxiliary)
             return kitchen_layers.rounded_inputs(self._layer, scaled, tensor) if tensor.numel() else None
         return self._inputs.of(self._module, tensor, self._how, rounded)
 
 
-def _beside(module, layer):
-    return {name: getattr(module, name) for name in layer.beside}
+def _auxiliary(module, layer):
+    return {name: getattr(module, name) for name in layer.auxiliary}
 
 
 def _unpacking(module, how):
@@ -208,7 +208,7 @@ def _unpacking(module, how):
 
     def numbers(weight, dtype):
         if layer is not None:
-            return kitchen_layers.unpacked(layer, weight, _beside(module, layer), dtype)
+            return kitchen_layers.unpacked(layer, weight, _auxiliary(module, layer), dtype)
         return unpacked(weight, type_, getattr(module, "weight_scale", None), dtype)
 
     def unpacked_weight(weight, dtype):

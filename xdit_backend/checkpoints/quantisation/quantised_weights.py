@@ -42,7 +42,7 @@ class Packed:
     runs: tuple[tuple[int, int], ...]
     type: str
     num_columns: int
-    beside: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    auxiliary: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     layer: Layer | None = None
 
     @property
@@ -59,7 +59,7 @@ class Packed:
         pieces = [tensor[start:stop] for start, stop in self.runs]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def take_beside(self, tensors):
+    def take_auxiliary(self, tensors):
         """{buffer: what it holds} of the tensors beside the file's tensor; None: they are on the meta device.
 
         What all rows share is a tensor of its own for each part of a fused weight, since a module's buffers are told
@@ -67,7 +67,7 @@ class Packed:
         """
         if tensors is None:
             return {name: torch.empty(shape, dtype=dtype, device="meta")
-                    for name, (shape, dtype) in self.beside.items()}
+                    for name, (shape, dtype) in self.auxiliary.items()}
         return {name: self.take(tensor) if name == "weight_scale" and self.layer.num_scales != 1
                 else tensor.view_as(tensor) for name, tensor in tensors.items()}
 
@@ -138,7 +138,7 @@ def set_packed_parameters(model, packed):
         linear.rounds_inputs = how.layer is not None and how.layer.rounds_inputs
         linear.is_exact = how.layer is not None and how.layer.exact
         linear.agreed = how.layer.agreed if how.layer is not None else ""
-        for buffer, (shape, dtype) in how.beside.items():
+        for buffer, (shape, dtype) in how.auxiliary.items():
             linear.register_buffer(buffer, torch.empty(shape, dtype=dtype, device="meta"))
 
 
@@ -167,7 +167,7 @@ def _packed(checkpoint, source, runs, type_):
     columns, rows = checkpoint.shapes[source][1], sum(stop - start for start, stop in runs)
     if type_ is None and source in checkpoint.layers:
         layer = checkpoint.layers[source]
-        return Packed(source, runs, layer.type, layer.stored_shape[1], layer.beside_as_held(rows), layer)
+        return Packed(source, runs, layer.type, layer.stored_shape[1], layer.auxiliary_as_stored(rows), layer)
     if type_ in SCALED:
         return Packed(source, runs, type_, columns, {"weight_scale": ((rows, 1), torch.float32)})
     numbers, num_bytes = block_of(type_ or checkpoint.dtypes[source])

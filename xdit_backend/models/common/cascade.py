@@ -7,7 +7,7 @@ Pernias et al. 2023 (Wuerstchen, arXiv 2306.00637); shapes and arguments as of C
 from ...protocol.errors import ConfigError
 from .inputs import because, blocks, given
 from .key_mapping import table
-from .plan import WholePlan
+from .plan import ReplicatedPlan
 
 # what a block of each kind has of its own -> what the class calls the kind
 KINDS = {"depthwise": "C", "mapper": "T", "attention": "A"}
@@ -22,7 +22,7 @@ KEYS = table((r"attn\.in_proj_(weight|bias)$", (r"attn.to_q.\1", r"attn.to_k.\1"
 
 
 def plan(control=lambda config: []):
-    return WholePlan(num_levels=lambda config: len(config["c_hidden"]), control=control)
+    return ReplicatedPlan(num_levels=lambda config: len(config["c_hidden"]), control=control)
 
 
 def _kinds(shapes, side, level):

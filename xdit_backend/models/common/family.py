@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...protocol.errors import UnsupportedError
-from .plan import ModelPlan, UNetPlan, WholePlan
+from .plan import ModelPlan, ReplicatedPlan, UNetPlan
 from .split_linear import halved
 
 
@@ -63,7 +63,7 @@ class Family:
     name: str
     title: str                             # what a person reads in tables
     transformer: str                       # name of the class in diffusers; or ComfyUI's, "comfy.ldm.module:Class"
-    plan: ModelPlan | UNetPlan | WholePlan
+    plan: ModelPlan | UNetPlan | ReplicatedPlan
     recognise: Callable                    # (shapes) -> does a file with these tensors belong to this family?
     config: ConfigRules                    # (shapes) -> arguments of the diffusers class
     convert: Callable                      # (tensors, config) -> tensors under diffusers' names; some are on meta
@@ -147,7 +147,7 @@ class Family:
     per_call_inputs: Callable = lambda timestep, options: {}
     # (ComfyUI's arguments) -> the same, with what is in a dict of many under names of its own
     unfold: Callable = lambda arguments: arguments
-    # what lives at once of its published model, as planner.memory_model.Live has it; {}: as of most
+    # what lives at once of its published model, as planner.memory_model.ActivationFootprint has it; {}: as of most
     activation_factors: dict[str, float] = field(default_factory=dict)
     # --- sizes: functions of the config ---
     num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, which shares out no tokens
@@ -157,7 +157,7 @@ class Family:
     in_channels: Callable = lambda config: config["in_channels"]           # of what the class takes
     pixels: Callable = lambda config: (1, 8, 8)                # frames, rows, columns of the picture per latent pixel
 
-    def in_halves(self, tensors):
+    def with_split_linears(self, tensors):
         """Tensors of a folder, {name: tensor}, with halves of what the model has in halves."""
         return halved(tensors, self.split_linears)
 
@@ -251,7 +251,7 @@ class Family:
         A place is a list of what ComfyUI's ControlNets give, and the number of the block there: "output.3". {} where
         ComfyUI's model takes none.
         """
-        if self.is_whole:
+        if self.is_replicated:
             return {f"input.{number}": (channels, None, None)
                     for number, channels in enumerate(self.plan.control(config))}
         if self.is_unet:
@@ -276,12 +276,12 @@ class Family:
     @property
     def is_unet(self):
         """Is it a U-Net, without lists of blocks that tokens pass from end to end?"""
-        return isinstance(self.plan, UNetPlan | WholePlan)
+        return isinstance(self.plan, UNetPlan | ReplicatedPlan)
 
     @property
-    def is_whole(self):
+    def is_replicated(self):
         """Is it a network that each rank runs whole?"""
-        return isinstance(self.plan, WholePlan)
+        return isinstance(self.plan, ReplicatedPlan)
 
     @property
     def takes_unet_patches(self):
@@ -291,7 +291,7 @@ class Family:
     @property
     def takes_controlnets(self):
         """Does ComfyUI's model add what a ControlNet gives?"""
-        return (bool(self.plan.control(self.test_config.config)) if self.is_whole
+        return (bool(self.plan.control(self.test_config.config)) if self.is_replicated
                 else self.is_unet or any(list_.control for list_ in self.blocks))
 
     @property

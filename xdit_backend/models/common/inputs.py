@@ -289,7 +289,7 @@ def type_of_arithmetic(model):
     return lambda: now[0]
 
 
-def type_held(layer, otherwise):
+def stored_dtype(layer, otherwise):
     """For Family.amend, where ComfyUI's class computes in the type that this layer's weights are held in. That; or
     `otherwise`, where they are packed or of 8 bits."""
     held = layer.weight.dtype

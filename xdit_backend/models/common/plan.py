@@ -27,7 +27,7 @@ class BlockList:
     file_prefix: str                       # of its blocks' tensors in ComfyUI's and the publisher's files
     count: str = "num_layers"              # argument of the diffusers class that says how many blocks there are
     returns: tuple = ("image",)            # what a block returns, in order: streams, or tuples of joined streams
-    image_share: float = 1.0               # part of a block's parameters that an image token passes through
+    image_fraction: float = 1.0               # part of a block's parameters that an image token passes through
     # which of a ControlNet's lists ComfyUI's model adds to the image after each block: "input" or "output". Where there
     # are skips, it is added to those.
     control: str | None = None
@@ -82,7 +82,7 @@ class ModelPlan:
     # module inside a block whose input is the same for all patches -> "step" (time, pooled text) or "run" (text only).
     # PipeFusion evaluates it once in that span.
     cacheable: dict[str, str] = field(default_factory=dict)
-    once_outside: dict[str, str] = field(default_factory=dict)             # such modules outside the blocks
+    cacheable_outside: dict[str, str] = field(default_factory=dict)             # such modules outside the blocks
     unstaged_blocks: tuple[str, ...] = ()  # lists of blocks that no stage passes; tensor parallelism splits them too
     unsplit: tuple[str, ...] = ()          # linears of blocks, by path, that tensor parallelism leaves whole
     of_heads: tuple[str, ...] = ()         # arguments of attentions with heads in their last dim, or dim 1 of four
@@ -154,7 +154,7 @@ class UNetPlan:
 
 
 @dataclass(frozen=True)
-class WholePlan:
+class ReplicatedPlan:
     """Of a U-shaped network of ComfyUI's that each rank runs whole: images and branches alone are shared out. Its
     `down_blocks` and `up_blocks` are lists of lists of blocks, in execution order."""
 

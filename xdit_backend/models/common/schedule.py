@@ -2,7 +2,7 @@
 
 
 def sigma_after(timestep, options):
-    """For Family.of_call: {"sigma_after": the noise level that this step goes to, (B,)}.
+    """For Family.per_call_inputs: {"sigma_after": the noise level that this step goes to, (B,)}.
 
     {} where a sampler asks for a level between those of its schedule: ComfyUI's models are then told none.
     """

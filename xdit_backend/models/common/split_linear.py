@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-class Halves(nn.ModuleList):
+class SplitLinear(nn.ModuleList):
     """Two nn.Linear of the same inputs, whose outputs follow one another: (..., in_features) -> (..., out_features)."""
 
     def forward(self, tensor):
@@ -20,7 +20,7 @@ def halve(model, end):
             first, second = (nn.Linear(module.in_features, module.out_features // 2, module.bias is not None)
                              for _ in range(2))
             parent, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, Halves([first, second]))
+            setattr(model.get_submodule(parent), leaf, SplitLinear([first, second]))
 
 
 def halved(tensors, end):

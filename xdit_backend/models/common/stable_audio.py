@@ -45,4 +45,4 @@ PLAN = ModelPlan(
     blocks=(BlockList("transformer.layers", "transformer.layers.", "depth", returns=(ALL,), patched="double"),),
     streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"rotary_pos_emb": (TokenArgument(0, ALL), None)},
     positions={"transformer.rotary_pos_emb.forward_from_seq_len": positions},
-    cacheable={"cross_attn.to_kv": "run"}, once_outside={"to_cond_embed": "run", "to_global_embed": "run"})
+    cacheable={"cross_attn.to_kv": "run"}, cacheable_outside={"to_cond_embed": "run", "to_global_embed": "run"})

@@ -71,12 +71,13 @@ class Architecture:
 def unet(name, title, architecture, test_config, refusals=(), values=()):
     """A family of U-Nets in ComfyUI's and the publisher's format. values: see Family."""
     return Family(
-        name=name, title=title, transformer="UNet2DConditionModel", test_config=test_config, values=values, latent=LATENT,
+        name=name, title=title, transformer="UNet2DConditionModel", test_config=test_config, values=values,
+        latent=LATENT,
         convert=convert, config_from_tensors=("sample_size",),
         recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
                                   and _context_width(shapes) in architecture.context_widths and not looks_along(shapes)
                                   and has("label_emb.weight")(shapes) == (architecture.num_classes is not None)),
-        refusals=(*refusals, EVEN), config=config_rules(architecture), adapt_model=_amend,
+        refusals=(*refusals, EVEN), config=config_rules(architecture), adapt_model=_adapt,
         activation_factors={"alone": architecture.alone, "block": architecture.block},
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
@@ -149,18 +150,18 @@ def settings_of(folder_config):
     config["attention_head_dim"] = each(config.pop("num_attention_heads", None) or config.get("attention_head_dim", 8))
     depths = each(config.get("transformer_layers_per_block", 1))
     # Where a level has no attention its depth means nothing; the last is the middle's too.
-    depths = tuple(_alike(depth) if kind.startswith("Cross") else 1
-                   for kind, depth in zip(kinds, depths[:-1])) + tuple(map(_alike, depths[-1:]))
+    depths = tuple(_identical(depth) if kind.startswith("Cross") else 1
+                   for kind, depth in zip(kinds, depths[:-1])) + tuple(map(_identical, depths[-1:]))
     config["transformer_layers_per_block"] = depths
     up = config.get("reverse_transformer_layers_per_block")
     if up is not None:
         up = tuple(1 if not kind.startswith("Cross") else tuple(depth) if isinstance(depth, list) else depth
                    for kind, depth in zip(config.get("up_block_types") or (), up))
-        config["reverse_transformer_layers_per_block"] = None if up == depths[::-1] else tuple(map(_alike, up))
+        config["reverse_transformer_layers_per_block"] = None if up == depths[::-1] else tuple(map(_identical, up))
     return config
 
 
-def _alike(depth):
+def _identical(depth):
     """One number for layers that have as many blocks each."""
     return depth if isinstance(depth, int) else depth[0] if len(set(depth)) == 1 else tuple(depth)
 
@@ -257,7 +258,7 @@ def _depths_of_the_way_up(shapes):
     """None where they are those of the way down."""
     up, middle = _up(shapes), _depth(shapes, "middle_block")
     down = [depth or 1 for depth in _depths(shapes)[:-1]] + [middle or _depths(shapes)[-1] or 1]
-    found = tuple(_alike([depth or 1 for depth in depths]) for depths in up)
+    found = tuple(_identical([depth or 1 for depth in depths]) for depths in up)
     return None if _kinds_only(up) == _kinds_only(up, down[::-1]) else found
 
 
@@ -273,7 +274,7 @@ def _kind_of_middle(shapes):
     return "UNetMidBlock2D" if has("middle_block.0.")(shapes) else None
 
 
-def _amend(model, config):
+def _adapt(model, config):
     """What a ControlNet adds in the middle is added there where nothing else is (KOALA), as in ComfyUI."""
     if model.mid_block is None:
         model.mid_block = NoMiddle()

@@ -21,15 +21,15 @@ def main(job):
     torch.set_grad_enabled(False)
     vae = comfy.sd.VAE(sd=load_file(job["weights"]), dtype=getattr(torch, job["dtype"]))
     for line in sys.stdin:
-        asked = json.loads(line)
-        latent, tile = load_file(asked["latent"])["latent"], asked["tile"]
+        requested = json.loads(line)
+        latent, tile = load_file(requested["latent"])["latent"], requested["tile"]
         started_s = time.perf_counter()
         if tile is None:
-            picture = vae.decode(latent)
+            image = vae.decode(latent)
         else:
-            picture = vae.decode_tiled(latent, tile_x=tile // 8, tile_y=tile // 8, overlap=tile // 32)
+            image = vae.decode_tiled(latent, tile_x=tile // 8, tile_y=tile // 8, overlap=tile // 32)
         elapsed_s = time.perf_counter() - started_s
-        save_file({"picture": picture.float().cpu().contiguous()}, asked["picture"])
+        save_file({"image": image.float().cpu().contiguous()}, requested["image"])
         print(elapsed_s, flush=True)
 
 

@@ -64,7 +64,7 @@ USUAL = {"half_rows": (300, 0.5), "kernel_bytes": (60, 0.5), "kernel_bytes compi
          "block_launch_s compiled": (4e-4, 0.5), "collective_launch_s": (2e-4, 0.5), "round_launch_s": (3.5e-4, 0.5),
          "slot_launch_s": (2e-3, 0.5), "other launches compiled": (0.4, 0.5), "latency_s": (3e-5, 0.5),
          "busy_ring": (0.1, 0.5),
-         "half_keys": (300, 0.5), "merge_bytes": (8, 0.5), "pack_bytes": (4, 0.5), "picture_s": (0.3, 0.5),
+         "half_keys": (300, 0.5), "merge_bytes": (8, 0.5), "pack_bytes": (4, 0.5), "image_s": (0.3, 0.5),
          "video_s": (0.5, 0.5), "network": (1.2, 0.5)}
 RATES = {"NVLink": {"all_to_all": 60, "hop": 80, "all_reduce": 40, "gather": 80},
          "PCIe": {"all_to_all": 10, "hop": 12, "all_reduce": 8, "gather": 6}}
@@ -76,8 +76,8 @@ def usual_constants(rows, probed):
     for link, rates in RATES.items():
         constants |= {(collective, link): (rate, 0.2) for collective, rate in rates.items()}
     for row in rows:
-        constants[("matrix share", row.card)] = (0.65, 0.25)
-        constants[("attention share", row.card)] = (0.5, 0.25)
+        constants[("matrix share", row.gpu)] = (0.65, 0.25)
+        constants[("attention share", row.gpu)] = (0.5, 0.25)
         family = RELATIVES.get(row.model, row.model)
         traffic = TRAFFIC.get(family, 0) / TRAFFIC["pixart-alpha"]
         constants[("kernels", family)] = (traffic or min(1.5, NETS[family].kernels), 1.0)
@@ -99,12 +99,12 @@ def link_of(row):
 
 def machine_of(row, values):
     """(Device, Links) of a row's machine, for the family it runs and the way it is compiled."""
-    matrix, memory = CARDS[row.card]
+    matrix, memory = CARDS[row.gpu]
     host, compiled = values[("host", row.machine)], row.job.compiled
     others = host * (values[("other launches compiled",)] if compiled else 1)
     device = Device(
-        matrix_flops_s=matrix * values[("matrix share", row.card)],
-        attention_flops_s=matrix * values[("attention share", row.card)], memory_bytes_s=memory,
+        matrix_flops_s=matrix * values[("matrix share", row.gpu)],
+        attention_flops_s=matrix * values[("attention share", row.gpu)], memory_bytes_s=memory,
         half_rows=values[("half_rows",)], half_keys=values[("half_keys",)],
         kernel_bytes=values[("kernel_bytes",)] * (values[("kernel_bytes compiled",)] if compiled else 1)
         * values[("kernels", RELATIVES.get(row.model, row.model))],
@@ -126,14 +126,14 @@ def machine_of(row, values):
 
 def predict(row, values):
     device, links = machine_of(row, values)
-    job = replace(row.job, fixed_s=row.job.fixed_s * values[("video_s",) if row.job.frames > 1 else ("picture_s",)])
-    net = NETS[row.model]
+    job = replace(row.job, fixed_s=row.job.fixed_s * values[("video_s",) if row.job.frames > 1 else ("image_s",)])
+    dims = NETS[row.model]
 
     def seconds(degrees):
-        return sum(run_seconds(net, job, degrees, device, links).values())
+        return sum(run_seconds(dims, job, degrees, device, links).values())
 
     if row.degrees is None:
-        return min(map(seconds, candidates(net, job, row.number)))
+        return min(map(seconds, candidates(dims, job, row.number)))
     if row.ratio_to:
         return row.ratio_to * seconds(row.degrees) / seconds(Degrees())
     return seconds(row.degrees)
@@ -148,19 +148,19 @@ def fit(rows):
     usual = usual_constants(rows, probed)
     names = list(usual)
     start = numpy.array([math.log(usual[name][0]) for name in names])
-    spread = numpy.array([usual[name][1] for name in names])
+    placement = numpy.array([usual[name][1] for name in names])
 
     def residual(point):
         values = dict(zip(names, numpy.exp(point).tolist()))
         return numpy.concatenate([[math.log(predict(row, values) / row.seconds) / 0.06 for row in probed],
-                                  (point - start) / spread])
+                                  (point - start) / placement])
 
     # Which rows a constant can move: so columns that share no row are tried at once.
     pattern = lil_matrix((len(probed) + len(names), len(names)), dtype=int)
     for index, name in enumerate(names):
         of = name[-1] if len(name) > 1 else None
         for line, row in enumerate(probed):
-            if of in (None, row.card, row.machine, RELATIVES.get(row.model, row.model), link_of(row)):
+            if of in (None, row.gpu, row.machine, RELATIVES.get(row.model, row.model), link_of(row)):
                 pattern[line, index] = 1
         pattern[len(probed) + index, index] = 1
     found = least_squares(residual, start, loss="soft_l1", f_scale=2.0, max_nfev=22, jac_sparsity=pattern)
@@ -242,7 +242,7 @@ def print_seconds(path, hold_out=()):
     rows = read_rows(path, left_out)
     print("\n".join(left_out), end="\n" if left_out else "")
     for row in rows:
-        row.held_out = row.held_out or bool({row.model, row.card, row.machine, link_of(row)} & set(hold_out))
+        row.held_out = row.held_out or bool({row.model, row.gpu, row.machine, link_of(row)} & set(hold_out))
     values, probed = fit(rows)
     for row in rows:
         row.predicted = predict(row, values)

@@ -87,7 +87,7 @@ def print_size(model, spec, size, together, apart, options):
     together.end_run("bench")
     sent = exchanged_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
     # of every way's buckets
-    in_all = sent * options.workers * sum(2 if forecast else 1 for forecast in options.forecast)
+    in_all = sent * options.workers * sum(2 if extrapolation else 1 for extrapolation in options.extrapolation)
     median = {way: statistics.median(each.seconds) for way, each in measured.items()}
     ratio = {way: (options.workers if way == "apart" else 1) * median["one"] / median[way] for way in ways}
     for way, each in measured.items():
@@ -116,13 +116,15 @@ def find_ways(spec, size, together, apart, options):
 
     times = itertools.count()                                  # a forecast is made where the noise level has changed
     # each keeps its own
-    own = {forecast: {"context": call.conditioning["context"] + forecast} for forecast in options.forecast}
+    own = {extrapolation: {"context": call.conditioning["context"] + extrapolation}
+           for extrapolation in options.extrapolation}
 
-    def displaced(stale, forecast):
+    def displaced(stale, extrapolation):
         for _ in range(options.calls):
-            asked = dataclasses.replace(call, timestep=call.timestep - next(times) % 100, conditioning=own[forecast])
-            forward = ForwardPass(keep=True, stale=stale, forecast=forecast)
-            together.wait([together.submit(spec, layout, 4, [asked], forward, run="bench")])
+            requested = dataclasses.replace(call, timestep=call.timestep - next(times) % 100,
+                                            conditioning=own[extrapolation])
+            forward = ForwardPass(keep=True, stale=stale, extrapolation=extrapolation)
+            together.wait([together.submit(spec, layout, 4, [requested], forward, run="bench")])
 
     def alone(client):
         for _ in range(options.calls):
@@ -134,11 +136,11 @@ def find_ways(spec, size, together, apart, options):
                 future.result()
 
     ways = {"one": Way(apart[:1], lambda: alone(apart[0])), "apart": Way(apart, all_apart),
-            "synchronous": Way([together], functools.partial(displaced, False, options.forecast[0]))}
-    for forecast in options.forecast:
-        displaced(False, forecast)
-        name = f"stale f={forecast:g}" if len(options.forecast) > 1 else "stale"
-        ways[name] = Way([together], functools.partial(displaced, True, forecast))
+            "synchronous": Way([together], functools.partial(displaced, False, options.extrapolation[0]))}
+    for extrapolation in options.extrapolation:
+        displaced(False, extrapolation)
+        name = f"stale f={extrapolation:g}" if len(options.extrapolation) > 1 else "stale"
+        ways[name] = Way([together], functools.partial(displaced, True, extrapolation))
     return ways
 
 

@@ -46,7 +46,7 @@ def main(options):
         seen = seen_by_attentions(file, prompts[:options.prompts], options)
         print(f"\n{file.name}: {options.steps} steps of {options.sampler}, guidance {options.guidance:g}, "
               f"{options.prompts} prompts\n")
-        strengths = sorted({0.0, *options.forecast})
+        strengths = sorted({0.0, *options.extrapolation})
         print_orders(seen, strengths)
         print_places(seen, strengths)
 
@@ -70,10 +70,11 @@ def seen_by_attentions(file, prompts, options):
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         return attention(query, key, value, attn_mask, scale=scale).transpose(1, 2)
 
-    own_code = FunctionOverrides(F=functional(scaled_dot_product_attention=attention), dispatch_attention_fn=dispatched)
+    function_overrides = FunctionOverrides(F=functional(scaled_dot_product_attention=attention),
+                                           dispatch_attention_fn=dispatched)
     for module in model.modules():
         if hasattr(module, "processor"):
-            own_code.place(module)
+            function_overrides.place(module)
     conditioning, x, before = conditioning_of(family, prompts), noise_of(range(len(prompts))), None
     sigmas = shifted_sigmas(options.steps).tolist()
     for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
@@ -103,11 +104,11 @@ def extrapolated(past, time, strength, order=1, slope_dtype=torch.float32):
     return now + strength * change
 
 
-def errors_of(calls, *forecast):
+def errors_of(calls, *extrapolation):
     """Relative errors of keys and values of an attention's calls from the third on, by the ones before.
     forecast: extrapolated's arguments."""
     calls = [(time, both.float()) for time, both in calls]
-    return [relative(extrapolated(calls[max(0, step - 3):step], calls[step][0], *forecast), calls[step][1])
+    return [relative(extrapolated(calls[max(0, step - 3):step], calls[step][0], *extrapolation), calls[step][1])
             for step in range(2, len(calls))]
 
 

@@ -16,14 +16,14 @@ import time
 import torch
 
 from ...checkpoints.checkpoint import open_checkpoint
-from ...checkpoints.model_dims import net_of
+from ...checkpoints.model_dims import dims_of
 from ...host import machine_profiles
 from ...host.autoencoders import Autoencoder
 from ...parallel.vae_memory import work_of
 from ...partition import cut_patches
 from ...planner.cost_model import Degrees, Job
-from ...planner.descriptions import layout_words
-from ...planner.layout_search import choose, forecast
+from ...planner.descriptions import layout_description
+from ...planner.layout_search import choose, estimate
 from ...planner.vae_cost import Work, choose_ranks, work_seconds
 from ...protocol.errors import ConfigError
 from ...protocol.specs import Layout, Stages
@@ -80,14 +80,14 @@ def main(options):
 def print_size(setting, folder, clients, options):
     """The errors of the forecasts of one size."""
     header = open_checkpoint(folder)
-    net = net_of(header.family, header.meta_model(), header.spec("float32", "float32"))
+    dims = dims_of(header.family, header.meta_model(), header.spec("float32", "float32"))
     seconds, machines = measure(setting, header, clients, options)
     errors = []
     print(f"\n{setting.num_image_tokens} tokens{'':<18} {'measured':>9} {'forecast':>9} {'error':>7}  limited by")
     for branches in (1, 2):
         job = Job(setting.num_image_tokens, setting.num_text_tokens, options.steps, branches)
         measured = {degrees: statistics.median(times) for (degrees, of), times in seconds.items() if of == branches}
-        made = {degrees: sorted((forecast(net, job, degrees, machine) for machine in machines),
+        made = {degrees: sorted((estimate(dims, job, degrees, machine) for machine in machines),
                                 key=lambda one: one.seconds)[options.rounds // 2] for degrees in measured}
         errors += print_branches(branches, measured, made)
     return errors
@@ -137,13 +137,13 @@ def print_branches(branches, measured, made):
     errors = []
     for degrees, one in made.items():
         errors.append(abs(one.seconds / measured[degrees] - 1))
-        name = layout_words(one) + (", two branches" if branches == 2 and degrees.cfg == 1 else "")
+        name = layout_description(one) + (", two branches" if branches == 2 and degrees.cfg == 1 else "")
         print(f"  {name:<28} {measured[degrees]:>7.2f} s {one.seconds:>7.2f} s {errors[-1]:>7.1%}  "
               f"{one.limited_by}")
     chosen, best = choose(sorted(made.values(), key=lambda one: one.seconds)), min(
         measured, key=lambda degrees: measured[degrees])
     loss = measured[chosen.degrees] / measured[best]
-    print(f"  {branches} branch{'es' if branches > 1 else ''}: it would take {layout_words(chosen)}, "
+    print(f"  {branches} branch{'es' if branches > 1 else ''}: it would take {layout_description(chosen)}, "
           + ("the fastest" if loss == 1 else f"{loss - 1:.1%} behind the fastest"
              + ("" if loss <= NEAR else ", more than 5 %")))
     return errors
@@ -164,11 +164,11 @@ def print_decodes(clients, options):
                 clients[2].autoencoders.decode(vae, latent, (1, size, size, 3), num_ranks=count)
                 times[count].append(time.perf_counter() - started_s)
         for count, measured in times.items():
-            forecast_s = statistics.median(work_seconds(work, machine, count) for machine in machines)
+            estimated_s = statistics.median(work_seconds(work, machine, count) for machine in machines)
             measured_s = statistics.median(measured[1:])
-            errors.append(abs(forecast_s / measured_s - 1))
+            errors.append(abs(estimated_s / measured_s - 1))
             print(f"  {f'{size} px, ' + ('one device' if count == 1 else f'VAE {count}'):<28} {measured_s:>7.2f} s "
-                  f"{forecast_s:>7.2f} s {errors[-1]:>7.1%}")
+                  f"{estimated_s:>7.2f} s {errors[-1]:>7.1%}")
         medians = {count: statistics.median(measured[1:]) for count, measured in times.items()}
         chosen = next(iter(choose_ranks(work, machines[0], 2)))[0]
         print(f"  {size} px: it would take {'one device' if chosen == 1 else f'VAE {chosen}'}, "

@@ -9,13 +9,21 @@ import torch
 
 from ...checkpoints.model_dims import job_of, unet_run_memory
 from ...checkpoints.quantisation.quantise_on_load import TYPES, is_installed
-from ...checkpoints.tensor_sharding import held_bytes
+from ...checkpoints.tensor_sharding import resident_bytes
 from ...config import ParallelConfig
-from ...planner.descriptions import describe_layout, weights_words
+from ...planner.descriptions import describe_layout, describe_weights
 from ...planner.layout_search import Machine
-from ...planner.memory_check import DeviceMemory, Hints, Latents, check_memory, rank_room, ranks_hold, weights_memory_in
+from ...planner.memory_check import (
+    DeviceMemory,
+    Hints,
+    Latents,
+    check_memory,
+    rank_memory_budget,
+    ranks_hold,
+    weights_memory_in,
+)
 from ...planner.memory_model import rank_memory
-from ...planner.more_devices import spread_that_fits
+from ...planner.more_devices import placement_that_fits
 from ...planner.planner import USUAL_JOB, degrees_of, memory_settings, plan_run
 from ...protocol.errors import ConfigError
 from ...protocol.specs import Layout
@@ -39,8 +47,8 @@ def auto_fit(subject, machine):
     """The Fit of what xDiT Parallel Config takes in the mode "auto" on all of the machine's devices, as long as it has
     not measured them."""
     config = auto_config(subject)
-    spread = subject.spread(config, machine.devices)
-    return Fit(subject, subject.layout_in(config, spread, machine.devices, subject.run.branches), machine, "auto")
+    placement = subject.placement(config, machine.devices)
+    return Fit(subject, subject.layout_in(config, placement, machine.devices, subject.run.branches), machine, "auto")
 
 
 def auto_config(subject):
@@ -64,12 +72,12 @@ class Fit:
         return config_of(self.layout, self.subject.run.num_patches, weights_memory=self.subject.weights_memory)
 
     @functools.cached_property
-    def spread(self):
-        return self.subject.spread(self.config, self.machine.devices[:world_size_of(self.layout)])
+    def placement(self):
+        return self.subject.placement(self.config, self.machine.devices[:world_size_of(self.layout)])
 
     @property
     def stages(self):
-        return self.spread.stages
+        return self.placement.stages
 
     @property
     def degrees(self):
@@ -91,14 +99,14 @@ class Fit:
         subject, shape = self.subject, self.subject.run.shape
         conditioning = {name: torch.empty(given, device="meta") for name, given in
                         (subject.run.conditioning | subject.run.call_conditioning).items()}
-        return job_of(subject.checkpoint.family, subject.net, (images, shape[1], *sizes), conditioning,
+        return job_of(subject.checkpoint.family, subject.dims, (images, shape[1], *sizes), conditioning,
                       USUAL_JOB.steps, subject.run.branches)
 
     def needed(self, images, sizes, settings=None):
         """Memory of the fullest rank."""
         subject, degrees, settings = self.subject, self.degrees, settings or self.settings
-        if subject.net is not None:
-            return rank_memory(subject.net, self.job(images, sizes), degrees, settings)
+        if subject.dims is not None:
+            return rank_memory(subject.dims, self.job(images, sizes), degrees, settings)
         return unet_run_memory(subject.checkpoint.family, subject.model, sizes, (images, subject.run.branches), degrees,
                                getattr(torch, subject.compute), cached_steps=settings.cached_steps,
                                num_tokens=subject.run.conditioning.get("context", (0, 0))[1])
@@ -110,15 +118,15 @@ class Fit:
         return memory.keys_values + memory.activations
 
     @property
-    def asked_bytes(self):
+    def requested_bytes(self):
         """The same of the run that ComfyUI asks for room for before it runs: both branches of guidance in any case, and
         a text whose length is not known yet. What stays on the devices leaves room for that."""
         images, sizes = self.subject.run.shape[0], self.subject.run.shape[2:]
-        if self.subject.net is None:
+        if self.subject.dims is None:
             return self.run_bytes
         job = dataclasses.replace(USUAL_JOB, tokens=self.job(images, sizes).tokens, branches=2, images=images)
-        layout = self.subject.layout_in(self.config, self.spread, self.names, 2)
-        memory = rank_memory(self.subject.net, job, degrees_of(layout, self.config, self.stages), self.settings)
+        layout = self.subject.layout_in(self.config, self.placement, self.names, 2)
+        memory = rank_memory(self.subject.dims, job, degrees_of(layout, self.config, self.stages), self.settings)
         return memory.keys_values + memory.activations
 
     @functools.cached_property
@@ -127,12 +135,12 @@ class Fit:
         given = self.config.weights_memory_bytes
         if given is not None:
             return given
-        return weights_memory_in(rank_room(self.names, self.device_bytes) - self.asked_bytes,
+        return weights_memory_in(rank_memory_budget(self.names, self.device_bytes) - self.requested_bytes,
                                  lambda budget_bytes: max(self._hold(budget_bytes)[0]))
 
     def _hold(self, budget_bytes):
         subject = self.subject
-        return ranks_hold(functools.partial(subject.plan_of, self.layout.tensor_degree), subject.net, self.stages,
+        return ranks_hold(functools.partial(subject.plan_of, self.layout.tensor_degree), subject.dims, self.stages,
                           self.device_bytes, budget_bytes)
 
     @functools.cached_property
@@ -148,51 +156,53 @@ class Fit:
     def run(self):
         """The subject's; of as few patches as can be where stages have weights come for each of them, which ranks share
         where the node has them do it."""
-        run = dataclasses.replace(self.subject.run, shares_weights=self.shares_weights)
+        run = dataclasses.replace(self.subject.run, shards_weights=self.shards_weights)
         if self.stages is None or run.num_patches or not any(self.hold[1]):
             return run
         return dataclasses.replace(run, num_patches=self.layout.pipefusion_degree)
 
     @functools.cached_property
-    def shares_weights(self):
+    def shards_weights(self):
         """Does each rank bring a part of the weights that come, and send it to the others, once the node has measured
         such devices?"""
         known = {name for name, _ in self.machine.links.rates}
-        if (not any(self.hold[1]) or self.subject.net is None or self.degrees.devices == 1
+        if (not any(self.hold[1]) or self.subject.dims is None or self.degrees.devices == 1
                 or not {"gather", collective_of(self.layout)} <= known):
             return False
         machine = dataclasses.replace(self.machine, devices=self.machine.devices[:self.degrees.devices])
         config = config_of(self.layout, self.subject.run.num_patches, weights_memory=self.subject.weights_memory)
         shape = self.subject.run.shape
-        return plan_run(config, machine, self.subject.net, self.job(shape[0], shape[2:]), self.stages,
-                        self.layout.tensor_degree).chosen.shares_weights
+        return plan_run(config, machine, self.subject.dims, self.job(shape[0], shape[2:]), self.stages,
+                        self.layout.tensor_degree).chosen.shards_weights
 
     @functools.cached_property
     def held(self):
         """Bytes of all weights, as they are held."""
-        return held_bytes(self.subject.model, self.subject.checkpoint.family, self.subject.spec())
+        return resident_bytes(self.subject.model, self.subject.checkpoint.family, self.subject.spec())
 
     def answer(self):
         """ "fits", with the bytes of the fullest rank; or the refusal."""
         subject, settings, shape = self.subject, self.settings, self.subject.run.shape
         family, smallest = subject.checkpoint.family, min(self.device_bytes)
-        without_forecast = functools.partial(self.needed, settings=dataclasses.replace(settings, cached_steps=1))
+        without_estimate = functools.partial(self.needed, settings=dataclasses.replace(settings, cached_steps=1))
         hints = Hints(
-            spread_that_fits(self.config, subject.net, family.refused,
-                             None if subject.net is None else self.job(shape[0], shape[2:]), smallest),
+            placement_that_fits(self.config, subject.dims, family.refused,
+                             None if subject.dims is None else self.job(shape[0], shape[2:]), smallest),
             lambda: _lighter(subject, self.held, self.weights),
-            {"forecast_keys_values 0": without_forecast} if settings.cached_steps > 1 else {})
+            {"forecast_keys_values 0": without_estimate} if settings.cached_steps > 1 else {})
         try:
             check_memory(f"this run ({describe_layout(self.layout)})",
                          DeviceMemory(self.names, self.device_bytes, self.weights), hints,
                          Latents(self.needed, shape[0], shape[2:], family.pixels(subject.checkpoint.config)[1:]))
         except ConfigError as error:
             return str(error)
-        text, come = f"fits: {(max(self.weights) + self.run_bytes) / 1e9:.3g} GB of {smallest / 1e9:.3g}", self.hold[1]
+        text = f"fits: {(max(self.weights) + self.run_bytes) / 1e9:.3g} GB of {smallest / 1e9:.3g}"
+        streamed = self.hold[1]
         num_patches = 1 if self.stages is None else self.run.num_patches
-        if not any(come):
+        if not any(streamed):
             return text
-        return f"{text}. {weights_words(max(self.weights), max(come), None, 1, num_patches, self.shares_weights)}"
+        weights = describe_weights(max(self.weights), max(streamed), None, 1, num_patches, self.shards_weights)
+        return f"{text}. {weights}"
 
 
 def _lighter(subject, held, weights):
@@ -201,7 +211,7 @@ def _lighter(subject, held, weights):
     for name in ("fp8_e4m3fn", *(name for name in TYPES if not checkpoint.quantised and is_installed(TYPES[name]))):
         spec = checkpoint.spec("bfloat16" if name in TYPES else WEIGHT_TYPES[name], "bfloat16",
                                quantisation=name if name in TYPES else "")
-        size = held_bytes(outline(checkpoint, spec)[0], checkpoint.family, spec)
+        size = resident_bytes(outline(checkpoint, spec)[0], checkpoint.family, spec)
         if size < held:
             found[name] = [round(each * size / held) for each in weights]
     return found

@@ -54,7 +54,7 @@ def line(options, weight_dtype, backend, machine):
     counted = count(subject.checkpoint, spec, Layout(), 0, subject.run)
     seconds, weight_bytes, peak_bytes = measure(subject.checkpoint, spec, subject.run, backend, options.steps)
     least, median, most = (each(seconds[FIRST_STEPS:]) for each in (min, statistics.median, max))
-    bound_s = max(size.bounds(counted, Layout(), machine, subject.net).values())
+    bound_s = max(size.bounds(counted, Layout(), machine, subject.dims).values())
     return (f"{weight_dtype:<18} {backend or 'as is':<9} {seconds[0]:>7.2f} {least:>8.4f} {median:>8.4f} "
             f"{most:>8.4f}   {bound_s:>7.4f} {counted.flops / median / 1e12:>8.1f} "
             f"{counted.moved_bytes / median / 1e9:>6.0f} {weight_bytes / GIB:>8.2f} {counted.weight_bytes / GIB:>8.2f} "

@@ -132,7 +132,7 @@ class TimedLayout:
         return self.client.totals()[0].get("sent_bytes", 0)
 
     @property
-    def held_bytes(self):
+    def resident_bytes(self):
         """Of weights, by rank 0."""
         return self.client.models.memory(self.spec.name).weight_bytes[0]
 
@@ -157,11 +157,11 @@ def measure(setting, folder, layouts, clients, num_cuda, options):
             for name, each in timed.items():
                 before = each.sent_bytes
                 seconds.setdefault(name, []).append(each.step_s())
-                sent[name], held[name] = each.sent_bytes - before, each.held_bytes
+                sent[name], held[name] = each.sent_bytes - before, each.resident_bytes
             for name, peer in peers.items():
                 seconds.setdefault(("diffusers", name), []).append(peer.step())
             print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
-        whole_bytes = alone[1].held_bytes
+        whole_bytes = alone[1].resident_bytes
     finally:
         for peer in peers.values():
             peer.close()

@@ -85,7 +85,7 @@ def measure(setting, folder, layouts, clients, call, options):
     jobs = find_jobs(setting, header, layouts, clients, call, options)
     found = {key: Measured() for key in jobs}
 
-    def whole_steps(client):
+    def synchronous_steps(client):
         """Seconds a step of one worker that works alone, or beside the other."""
         started_s = time.perf_counter()
         run(client, one_spec, call, BASELINE_STEPS, one_method)
@@ -93,7 +93,7 @@ def measure(setting, folder, layouts, clients, call, options):
 
     def both_at_once():
         with ThreadPoolExecutor(2) as pool:
-            return statistics.mean(pool.map(whole_steps, (clients[1], clients["second"])))
+            return statistics.mean(pool.map(synchronous_steps, (clients[1], clients["second"])))
 
     for client in (clients[1], clients["second"]):
         run(client, one_spec, call, 1, one_method)             # loads the model
@@ -102,11 +102,11 @@ def measure(setting, folder, layouts, clients, call, options):
         for key, job in jobs.items():
             warmup_sent = warm_up(job, call)
             before = _sent(job.client)
-            one_before_s = whole_steps(clients[1])
+            one_before_s = synchronous_steps(clients[1])
             started_s = time.perf_counter()
             run(job.client, job.spec, call, steps, job.method)
             elapsed_s = time.perf_counter() - started_s
-            one_s = (one_before_s + whole_steps(clients[1])) / 2
+            one_s = (one_before_s + synchronous_steps(clients[1])) / 2
             found[key].times.append((elapsed_s / steps, one_s * steps / elapsed_s, 2 * one_s / both_at_once(), one_s))
             sent = max(now - then - warm for now, then, warm in zip(_sent(job.client), before, warmup_sent))
             memory = job.client.report_memory()
@@ -133,13 +133,13 @@ def find_jobs(setting, header, layouts, clients, call, options):
         stages = Stages(degrees["pipefusion"], degrees["ring"] * degrees["ulysses"],
                         every_block=options.warmup == "sequence")
         spec = header.spec(setting.dtype, setting.dtype, stages)
-        for asked in options.patches:
-            num_patches = choose_num_patches(asked, degrees["pipefusion"], call.latent.shape, (2, 2),
+        for requested in options.patches:
+            num_patches = choose_num_patches(requested, degrees["pipefusion"], call.latent.shape, (2, 2),
                                              stages.sequence_degree)
             patches = cut_patches(call.latent.shape, (2, 2), num_patches)
-            for forecast in options.forecast:
-                key = f"{name} M={num_patches}" + (f",f={forecast:g}" if len(options.forecast) > 1 else "")
-                method = Method(config.layout, options.warmup_steps, patches, forecast)
+            for extrapolation in options.extrapolation:
+                key = f"{name} M={num_patches}" + (f",f={extrapolation:g}" if len(options.extrapolation) > 1 else "")
+                method = Method(config.layout, options.warmup_steps, patches, extrapolation)
                 jobs[key] = Job(degrees, clients[size], spec, method)
     return jobs
 
@@ -160,10 +160,10 @@ def row_of(name, job, measured, setting, header, num_steps):
     seconds, ratio, apart, _ = (statistics.median(column) for column in zip(*measured.times[1:]))
     bubble = bubble_ratio(num_steps, method.warmup_steps, degrees["pipefusion"], len(method.patches),
                           job.spec.stages.every_block)
-    weight_formula, kept_formula = memory_formulas(header, job.spec, len(weights), setting, degrees)
+    weight_formula, cached_formula = memory_formulas(header, job.spec, len(weights), setting, degrees)
     return Row(name, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, measured.sent_bytes,
                sent_formula(degrees, setting), weights, weight_formula, kept,
-               [num_bytes * (2 if method.forecast else 1) for num_bytes in kept_formula])
+               [num_bytes * (2 if method.extrapolation else 1) for num_bytes in cached_formula])
 
 
 def sent_formula(degrees, setting):

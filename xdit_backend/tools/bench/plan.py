@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 
 from ...checkpoints.checkpoint import open_checkpoint
-from ...checkpoints.model_dims import job_of, net_of
+from ...checkpoints.model_dims import dims_of, job_of
 from ...checkpoints.quantisation.quantise_on_load import TYPES
 from ...checkpoints.tensor_sharding import possible_splits
 from ...config import ParallelConfig
 from ...host import machine_profiles
 from ...host.client import Client
 from ...host.preflight import num_cuda_devices
-from ...planner.descriptions import plan_words, table, why
-from ...planner.for_speed import spread_for_speed
-from ...planner.layout_search import candidates, extra_candidates, forecasts
+from ...planner.descriptions import describe_plan, table, why
+from ...planner.for_speed import placement_for_speed
+from ...planner.layout_search import candidates, estimates, extra_candidates
 from ...planner.machine_profile import read_machine
-from ...planner.planner import Devices, choose_spread, memory_settings, plan_run, usual_branches
+from ...planner.planner import Devices, choose_placement, memory_settings, plan_run, usual_branches
 from ...protocol.devices import resolve_devices
 from ...protocol.errors import ConfigError
 
@@ -76,50 +76,51 @@ def main(options):
     config = header.config
     storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or most_common(header)
     compute = "bfloat16" if storage.startswith("float8") else storage
-    net = net_of(family, model, header.spec(storage, compute, quantisation=quantisation))
-    job = job_of(family, net, _latent_shape(family, config, *job_shape, options),
+    dims = dims_of(family, model, header.spec(storage, compute, quantisation=quantisation))
+    job = job_of(family, dims, _latent_shape(family, config, *job_shape, options),
                  {"context": torch.empty(1, options.text, 1, device="meta")}, options.steps, options.branches)
     machine = read_machine(options.machine) if options.machine else measured(options, compute)
     settings = ParallelConfig(approximate="not allowed" if options.exact else "for speed" if options.for_speed
                               else "allowed")
     what = f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else "")
-    print_plan(net, job, machine, what, settings, functools.partial(possible_splits, model, family.plan),
+    print_plan(dims, job, machine, what, settings, functools.partial(possible_splits, model, family.plan),
                usual_branches(config))
 
 
-def print_plan(net, job, machine, what, config, can_split, branches):
+def print_plan(dims, job, machine, what, config, can_split, branches):
     """The table of all layouts, the choice of auto under this ParallelConfig, and why.
     can_split, branches: choose_spread's."""
     count = len(machine.devices)
     names = collections.Counter(device.name or "a device" for device in machine.devices)
     print(f"{what}: {job.tokens} tokens, {job.text} of text, {job.steps} steps, {job.branches} "
-          f"branch{'es' if job.branches > 1 else ''}, {job.images} image{'s' if job.images > 1 else ''}; {net.blocks} "
-          f"blocks of width {net.width}, {net.held_bytes / 1e9:.2f} GB of weights")
+          f"branch{'es' if job.branches > 1 else ''}, {job.images} image{'s' if job.images > 1 else ''}; {dims.blocks} "
+          f"blocks of width {dims.width}, {dims.resident_bytes / 1e9:.2f} GB of weights")
     per_machine = machine.links.per_machine
     print("on " + ", ".join(f"{number} x {name}" for name, number in names.items())
           + (f", {per_machine} a machine" if per_machine else ""))
     devices = Devices([device.memory_bytes for device in machine.devices], per_machine, machine)
-    faster = spread_for_speed(config, net, devices, branches)
-    spread = faster.spread if faster else choose_spread(
-        config, net, devices, can_split, branches=branches,
+    faster = placement_for_speed(config, dims, devices, branches)
+    placement = faster.placement if faster else choose_placement(
+        config, dims, devices, can_split, branches=branches,
         has_own_memory=all(device.host_bytes_s for device in machine.devices))
     started_s = time.perf_counter()
-    plan = plan_run(config, machine, net, job, *spread)
+    plan = plan_run(config, machine, dims, job, *placement)
     elapsed_s = time.perf_counter() - started_s
-    some = [*candidates(net, job, count, per_machine), *extra_candidates(net, job, machine)]
-    every = forecasts(net, job, machine, some, memory_settings(config))
+    some = [*candidates(dims, job, count, per_machine), *extra_candidates(dims, job, machine)]
+    every = estimates(dims, job, machine, some, memory_settings(config))
     chosen = next((one for one in every if one.degrees == plan.chosen.degrees), plan.chosen)
     if chosen not in every:
         every.append(chosen)
     print("\n".join(table(every, chosen, plan.one)))
-    print(plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered)
+    print(describe_plan(plan.chosen, plan.one if plan.one.fits else None, plan.ordered)
           + f". Chosen in {1000 * elapsed_s:.0f} ms.")
     print(f"Why: {why(plan.chosen)}. " + (
         f"{faster.words}." if faster else
-        "Machines are stages, whose devices share tokens." if per_machine and spread[0] is not None else
-        "The weights do not fit on one device, so that its blocks are spread over stages." if spread[0] is not None else
+        "Machines are stages, whose devices share tokens." if per_machine and placement[0] is not None else
+        "The weights do not fit on one device, so that its blocks are spread over stages."
+        if placement[0] is not None else
         "The weights do not fit on one device, so that its layers are spread, and the picture is one device's."
-        if spread[1] > 1 else
+        if placement[1] > 1 else
         "By itself, auto takes only layouts whose picture is one device's, where the weights fit on each device."))
     if not plan.chosen.fits:
         print("No layout fits into the memory there is: take weights of a smaller type, a smaller picture, or more "
@@ -151,7 +152,7 @@ def measured(options, dtype):
 
 def _checked(options):
     """(columns, rows) of the picture. Raises ConfigError for what cannot be meant."""
-    size = picture_size(options.size)
+    size = image_size(options.size)
     for name, most in (("frames", 10000), ("steps", MAX_STEPS), ("branches", 2), ("batch", 4096), ("text", 10 ** 6)):
         value = getattr(options, name)
         if not 1 <= value <= most:
@@ -162,7 +163,7 @@ def _checked(options):
     return size
 
 
-def picture_size(text):
+def image_size(text):
     """(columns, rows) that --size says. Raises ConfigError for what cannot be meant."""
     found = re.fullmatch(r"(\d+)x(\d+)", text.strip().lower())
     if not found or not all(8 <= int(side) <= MAX_PIXELS for side in found.groups()):

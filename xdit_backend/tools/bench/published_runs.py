@@ -54,31 +54,31 @@ class Block:
 JOINT = Block()
 
 
-def net(blocks, width, heads, billions, block=JOINT, **more):
+def dims(blocks, width, heads, billions, block=JOINT, **more):
     """A transformer of a table, of so many blocks and billions of parameters. more: of Net."""
     return ModelDims(blocks, width, heads, block.elements, billions * 1e9, joint=block.joint,
                skips=(blocks - 1) // 2 if block.skips else 0, **more)
 
 
 NETS = {
-    "pixart-alpha": net(28, 1152, 16, 0.61, Block(joint=False)),
-    "sd3-medium": net(24, 1536, 24, 2.03, shards_text=False, kernels=1.3),
-    "flux.1-dev": net(57, 3072, 24, 11.9),
-    "flux.1-schnell": net(57, 3072, 24, 11.9),
-    "hunyuandit": net(40, 1408, 16, 1.5, Block(feed_forward=4.36, joint=False, skips=True), kernels=2.3),
-    "cogvideox-2b": net(30, 1920, 30, 1.7),
-    "cogvideox-5b": net(42, 3072, 48, 5.6),
-    "cogvideox1.5-5b": net(42, 3072, 48, 5.6),
-    "consisid": net(42, 3072, 48, 6.0, Block(feed_forward=4.5)),
-    "latte-1": net(28, 1152, 16, 0.67, Block(joint=False, mixers=2), attention="frame", kernels=2.0),
-    "hunyuanvideo": net(60, 3072, 24, 12.8),
-    "sana-1.6b-4k": net(20, 2240, 70, 1.6, Block(feed_forward=3.75, joint=False), attention="linear", kernels=1.3),
-    "mochi-1": net(48, 3072, 24, 10.0),
-    "stepvideo-30b": net(48, 6144, 48, 30.0, Block(joint=False)),
-    "wan2.1-1.3b": net(30, 1536, 12, 1.3, Block(feed_forward=5.83, joint=False)),
-    "wan2.1-14b": net(40, 5120, 40, 14.3, Block(feed_forward=2.7, joint=False)),
-    "chroma": net(57, 3072, 24, 8.9),
-    "qwen-image": net(60, 3072, 24, 20.4),
+    "pixart-alpha": dims(28, 1152, 16, 0.61, Block(joint=False)),
+    "sd3-medium": dims(24, 1536, 24, 2.03, shards_text=False, kernels=1.3),
+    "flux.1-dev": dims(57, 3072, 24, 11.9),
+    "flux.1-schnell": dims(57, 3072, 24, 11.9),
+    "hunyuandit": dims(40, 1408, 16, 1.5, Block(feed_forward=4.36, joint=False, skips=True), kernels=2.3),
+    "cogvideox-2b": dims(30, 1920, 30, 1.7),
+    "cogvideox-5b": dims(42, 3072, 48, 5.6),
+    "cogvideox1.5-5b": dims(42, 3072, 48, 5.6),
+    "consisid": dims(42, 3072, 48, 6.0, Block(feed_forward=4.5)),
+    "latte-1": dims(28, 1152, 16, 0.67, Block(joint=False, mixers=2), attention="frame", kernels=2.0),
+    "hunyuanvideo": dims(60, 3072, 24, 12.8),
+    "sana-1.6b-4k": dims(20, 2240, 70, 1.6, Block(feed_forward=3.75, joint=False), attention="linear", kernels=1.3),
+    "mochi-1": dims(48, 3072, 24, 10.0),
+    "stepvideo-30b": dims(48, 6144, 48, 30.0, Block(joint=False)),
+    "wan2.1-1.3b": dims(30, 1536, 12, 1.3, Block(feed_forward=5.83, joint=False)),
+    "wan2.1-14b": dims(40, 5120, 40, 14.3, Block(feed_forward=2.7, joint=False)),
+    "chroma": dims(57, 3072, 24, 8.9),
+    "qwen-image": dims(60, 3072, 24, 20.4),
 }
 RELATIVES = {"flux.1-schnell": "flux.1-dev", "chroma": "flux.1-dev", "qwen-image": "flux.1-dev",
              "consisid": "cogvideox-5b",
@@ -98,7 +98,7 @@ class Row:
     source: str
     model: str
     resolution: str
-    card: str
+    gpu: str
     number: int
     link: str
     machine: str

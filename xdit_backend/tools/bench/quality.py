@@ -70,11 +70,11 @@ def main(options):
         raise ConfigError(f"prompts={options.prompts} is not from {NUM_SHOWN} to {len(prompts)}.")
     prompts, labels = prompts[:options.prompts], labels[:options.prompts]
     tried = settings(options)
-    pictures = draw_all(tried, prompts, open_checkpoint(str(options.model)).family, options)
-    rows = {name: compare(picture, pictures[ONE], tried[name].num_patches, recogniser, labels)
-            for name, picture in pictures.items()}
-    print_table(rows, recogniser, pictures, data, options)
-    write_sheet(options.sheet, pictures, prompts[:NUM_SHOWN])
+    images = draw_all(tried, prompts, open_checkpoint(str(options.model)).family, options)
+    rows = {name: compare(image, images[ONE], tried[name].num_patches, recogniser, labels)
+            for name, image in images.items()}
+    print_table(rows, recogniser, images, data, options)
+    write_sheet(options.sheet, images, prompts[:NUM_SHOWN])
     print(f"\nContact sheet: {options.sheet}")
 
 
@@ -119,10 +119,11 @@ def settings(options):
 
     whole = run(one_spec, Method(Layout()))
     found = {ONE: Setting(1, whole)}
-    for num_patches, warmup_steps, forecast in itertools.product(
-        options.patches if staged else (), options.warmup_steps, options.forecast):
-        name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else "")
-        method = Method(Layout(pipefusion_degree=2), warmup_steps, cut_patches(shape, (2, 2), num_patches), forecast)
+    for num_patches, warmup_steps, extrapolation in itertools.product(
+        options.patches if staged else (), options.warmup_steps, options.extrapolation):
+        name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {extrapolation:g}" if extrapolation else "")
+        method = Method(Layout(pipefusion_degree=2), warmup_steps, cut_patches(shape, (2, 2), num_patches),
+                        extrapolation)
         found[name] = Setting(2, run(staged, method), num_patches)
     num_heads = family.num_heads(header.config)
     if options.exchange and num_heads and num_heads % 2:
@@ -132,16 +133,16 @@ def settings(options):
     for axis, exchange in itertools.product(("ulysses", "ring") if staged else (), options.exchange):
         found[f"{axis.title()} 2, {exchange}"] = Setting(2, exchanging(
             run(one_spec, Method(Layout(**{f"{axis}_degree": 2}))), exchange))
-    for degree, warmup_steps, mode, forecast in itertools.product(
+    for degree, warmup_steps, mode, extrapolation in itertools.product(
         options.displaced, options.warmup_steps, options.displaced_modes,
-                                                                  options.forecast):
+                                                                  options.extrapolation):
         if (family.is_unet and cut_bands(SIDE, degree,
                                          2 ** (family.plan.num_levels(family.config(header.shapes)) - 1)) is None):
             raise ConfigError(f"--displaced {degree} is too much for the {SIDE} rows of a latent of "
                               f"{options.model.name}.")
         name = (f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
-                + (f", forecast {forecast:g}" if forecast else ""))
-        method = Method(Layout(displaced_degree=degree), warmup_steps, None, forecast, displaced_mode=mode)
+                + (f", forecast {extrapolation:g}" if extrapolation else ""))
+        method = Method(Layout(displaced_degree=degree), warmup_steps, None, extrapolation, displaced_mode=mode)
         found[name] = Setting(degree, run(one_spec, method), degree)
     return found | {f"naive patches, M={count}": Setting(1, naive(whole, count), count) for count in options.patches}
 
@@ -207,30 +208,30 @@ def decode(latents):
 
 
 @torch.no_grad()
-def compare(pictures, reference, num_patches, recogniser, labels):
+def compare(images, reference, num_patches, recogniser, labels):
     """Means over the pictures: PSNR in dB, SSIM (Z. Wang et al. 2004), seam, the share that is named as its prompt.
 
     seam: the step in brightness from row to row across the patches' borders, in units of the reference's at the same
     rows.
     """
     from skimage.metrics import structural_similarity
-    error = ((pictures - reference) / 2).square().mean((1, 2, 3)).clamp(min=1e-10)
+    error = ((images - reference) / 2).square().mean((1, 2, 3)).clamp(min=1e-10)
     similarity = [structural_similarity(a.numpy(), b.numpy(), channel_axis=0, data_range=2.0)
-                  for a, b in zip(pictures, reference)]
-    named = recogniser(pictures)[1].argmax(1) == labels
-    borders = [row * pictures.shape[2] // num_patches for row in range(1, num_patches)]
+                  for a, b in zip(images, reference)]
+    named = recogniser(images)[1].argmax(1) == labels
+    borders = [row * images.shape[2] // num_patches for row in range(1, num_patches)]
 
     def jump(some):
         return torch.stack([(some[:, :, row] - some[:, :, row - 1]).abs().mean() for row in borders]).mean()
 
     return {"psnr": -10 * error.log10().mean().item(), "ssim": sum(similarity) / len(similarity),
-            "seam": (jump(pictures) / jump(reference)).item() if borders else 1.0, "named": named.float().mean().item()}
+            "seam": (jump(images) / jump(reference)).item() if borders else 1.0, "named": named.float().mean().item()}
 
 
 @torch.no_grad()
-def moments(pictures, recogniser):
+def moments(images, recogniser):
     """(mean [64], covariance [64, 64]) of the pictures' features."""
-    features = recogniser(pictures)[0]
+    features = recogniser(images)[0]
     return features.mean(0), features.T.cov()
 
 
@@ -243,27 +244,27 @@ def frechet_distance(moments_a, moments_b):
     return ((mean_a - mean_b).square().sum() + covariance_a.trace() + covariance_b.trace() - 2 * both).item()
 
 
-def print_table(rows, recogniser, pictures, data, options):
-    one = moments(pictures[ONE], recogniser)
-    print(f"\r{len(pictures[ONE])} prompts, {options.steps} steps of {options.sampler}, guidance "
+def print_table(rows, recogniser, images, data, options):
+    one = moments(images[ONE], recogniser)
+    print(f"\r{len(images[ONE])} prompts, {options.steps} steps of {options.sampler}, guidance "
           f"{options.guidance:g}, 128 x 128 pixels; PipeFusion on two workers\n")
     print("| setting | PSNR, dB | SSIM | Fréchet distance to one device | to the data | seam | named as the prompt |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
-        own = moments(pictures[name], recogniser)
+        own = moments(images[name], recogniser)
         same = name == ONE
         print(f"| {name} | {'' if same else format(row['psnr'], '.1f')} | {'' if same else format(row['ssim'], '.3f')} "
               f"| {'' if same else format(frechet_distance(own, one), '.2f')} | {frechet_distance(own, data):.2f} | "
               f"{'' if same else format(row['seam'], '.2f')} | {row['named']:.0%} |")
 
 
-def write_sheet(path, pictures, prompts):
+def write_sheet(path, images, prompts):
     """A row a prompt, a column a setting, with their names."""
     from PIL import Image, ImageDraw
     left, top, side = 190, 24, 128
-    sheet = Image.new("RGB", (left + (side + 4) * len(pictures), top + (side + 4) * len(prompts)), "white")
+    sheet = Image.new("RGB", (left + (side + 4) * len(images), top + (side + 4) * len(prompts)), "white")
     pen = ImageDraw.Draw(sheet)
-    for column, (name, some) in enumerate(pictures.items()):
+    for column, (name, some) in enumerate(images.items()):
         pen.text((left + column * (side + 4), 6), name, fill="black")
         for row in range(len(prompts)):
             pixels = ((some[row] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()

@@ -63,7 +63,7 @@ def main(options):
           "seconds a step of\nall processes together.")
 
 
-def _runs(client, spec, layout, asked):
+def _runs(client, spec, layout, requested):
     """(number of steps) -> the seconds of each step of a run, whose last ones include that it ends."""
     numbers = itertools.count()
 
@@ -71,7 +71,7 @@ def _runs(client, spec, layout, asked):
         name, seconds = f"bench {next(numbers)}", []
         for step in range(num_steps):
             started_s = time.perf_counter()
-            client.predict(spec, layout, 16, asked, run=name)
+            client.predict(spec, layout, 16, requested, run=name)
             if step == num_steps - 1:
                 client.end_run(name)
             seconds.append(time.perf_counter() - started_s)

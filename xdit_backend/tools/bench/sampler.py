@@ -25,24 +25,24 @@ def euler(x, sigma, following, prediction, before, noise):
 
 def dpmpp_2m(x, sigma, following, prediction, before, noise):
     """DPM-Solver++(2M) (C. Lu et al. 2022, arXiv 2211.01095), in -log sigma."""
-    picture = x - sigma * prediction
+    image = x - sigma * prediction
     if following == 0:
-        return picture, None
-    stride, towards = math.log(sigma / following), picture
+        return image, None
+    stride, towards = math.log(sigma / following), image
     if before is not None:
         earlier, last_stride = before
-        towards = picture + (picture - earlier) * stride / (2 * last_stride)
-    return following / sigma * x - math.expm1(-stride) * towards, (picture, stride)
+        towards = image + (image - earlier) * stride / (2 * last_stride)
+    return following / sigma * x - math.expm1(-stride) * towards, (image, stride)
 
 
 def euler_ancestral(x, sigma, following, prediction, before, noise):
     """Euler steps that go below the next sigma and come back by fresh noise (eta 1), for latents as above."""
-    picture = x - sigma * prediction
+    image = x - sigma * prediction
     if following == 0:
-        return picture, None
+        return image, None
     down = following * following / sigma
     shrink = (1 - following) / (1 - down)
-    x = shrink * (down / sigma * x + (1 - down / sigma) * picture)
+    x = shrink * (down / sigma * x + (1 - down / sigma) * image)
     return x + noise * math.sqrt(max(0.0, following ** 2 - (shrink * down) ** 2)), None
 
 
@@ -104,35 +104,35 @@ class Method:
     layout: Layout
     warmup_steps: int = 0
     patches: list | None = None
-    forecast: float = 0.0
+    extrapolation: float = 0.0
     by_image: bool = False
     displaced_mode: str = "corrected_async_gn"
 
-    def num_whole(self, num_steps):
+    def num_synchronous(self, num_steps):
         """Steps of a run that are not cut into patches."""
         return num_steps if self.patches is None else min(self.warmup_steps, num_steps)
 
 
 def sample(client, model, call, sampling, method):
     """Sample from the call's latent down the sigmas; returns the latent."""
-    x, before = _whole_steps(client, model, call, sampling, method)
-    if not method.patches or method.num_whole(sampling.num_steps) == sampling.num_steps:
+    x, before = _synchronous_steps(client, model, call, sampling, method)
+    if not method.patches or method.num_synchronous(sampling.num_steps) == sampling.num_steps:
         return x
     return _patched_steps(client, model, dataclasses.replace(call, latent=x), sampling, method, before)
 
 
-def _whole_steps(client, model, call, sampling, method):
+def _synchronous_steps(client, model, call, sampling, method):
     """(the latent after the whole steps, `before` of the next one)."""
     displaced = method.layout.displaced_degree > 1
     num_synchronous = synchronous_steps(sampling.num_steps, method.warmup_steps)
     layout = warmup_layout(method.layout, model.spec.stages) if model.spec.stages else method.layout
     x, before = call.latent, None
-    for step in range(method.num_whole(sampling.num_steps)):
-        asked = sampling.call(call, x, step, model.time_scale)
+    for step in range(method.num_synchronous(sampling.num_steps)):
+        requested = sampling.call(call, x, step, model.time_scale)
         forward = ForwardPass(keep=displaced or method.patches is not None, by_image=method.by_image,
-                              forecast=method.forecast, stale=displaced and step >= num_synchronous,
+                              extrapolation=method.extrapolation, stale=displaced and step >= num_synchronous,
                               displaced_mode=method.displaced_mode)
-        handle = client.submit(model.spec, layout, model.num_channels, [asked], forward)
+        handle = client.submit(model.spec, layout, model.num_channels, [requested], forward)
         x, before = sampling.stepped(x, step, client.wait([handle])[1][0], before, sampling.noise(x, step))
     return x, before
 
@@ -143,13 +143,13 @@ def _patched_steps(client, model, call, sampling, method, before):
     dim = patches[0][0].dim
     pieces = [x.narrow(dim, patch.start, rows) for patch, rows in patches]
     histories = [before and (before[0].narrow(dim, patch.start, rows), *before[1:]) for patch, rows in patches]
-    steps, in_flight = [method.num_whole(num_steps)] * len(patches), {}
+    steps, in_flight = [method.num_synchronous(num_steps)] * len(patches), {}
 
     def submit(index):
         if steps[index] < num_steps:
-            asked = sampling.call(call, pieces[index], steps[index], model.time_scale)
-            forward = ForwardPass(patches[index][0], forecast=method.forecast)
-            in_flight[client.submit(model.spec, method.layout, model.num_channels, [asked], forward)] = index
+            requested = sampling.call(call, pieces[index], steps[index], model.time_scale)
+            forward = ForwardPass(patches[index][0], extrapolation=method.extrapolation)
+            in_flight[client.submit(model.spec, method.layout, model.num_channels, [requested], forward)] = index
 
     for index in range(len(patches)):
         submit(index)

@@ -10,11 +10,11 @@ import math
 from pathlib import Path
 
 from ...planner.cost_model import DEVICES_PER_NODE, Device, Job, Links, ModelDims
-from ...planner.descriptions import layout_words, seconds_words
-from ...planner.layout_search import Machine, forecasts
+from ...planner.descriptions import describe_seconds, layout_description
+from ...planner.layout_search import Machine, estimates
 from ...protocol.errors import ConfigError
 
-# Flux.1 dev, and Wan 2.1 14B, as net_of finds them; tokens of a megapixel, of 16 of them, and of five seconds of video
+# Flux.1 dev, and Wan 2.1 14B, as dims_of finds them; tokens of a megapixel, of 16 of them, and of five seconds of video
 # at 720p.
 FLUX = ModelDims(57, 3072, 24, 12.0, 11.9e9, text_once=True, branches_apart=True)
 WAN = ModelDims(40, 5120, 40, 13.4, 14.3e9, joint=False, text_once=True, branches_apart=True)
@@ -45,7 +45,7 @@ def main(options):
     print(f"nodes of {DEVICES_PER_NODE} devices: {options.tflops:g} and {options.attention_tflops:g} TFLOP/s of "
           f"matrices and attention, {options.memory:g} GB at {options.memory_rate:g} GB/s; {options.inside:g} GB/s of "
           f"each in its node, {options.between:g} GB/s to others; {options.latency:g} us a message")
-    lines = {name: simulated(net, job, machine) for name, (net, job) in JOBS.items()}
+    lines = {name: simulated(dims, job, machine) for name, (dims, job) in JOBS.items()}
     for name, rows in lines.items():
         print_table(name, rows)
     if options.plot:
@@ -75,11 +75,11 @@ def machine_of(options):
     return lambda count: Machine((device,) * count, links)
 
 
-def simulated(net, job, machine):
+def simulated(dims, job, machine):
     """[(number of devices, best Forecast, best exact Forecast)]"""
     rows = []
     for count in COUNTS:
-        ordered = [one for one in forecasts(net, job, machine(count)) if one.fits and one.working == count]
+        ordered = [one for one in estimates(dims, job, machine(count)) if one.fits and one.working == count]
         if ordered:
             rows.append((count, ordered[0], next((one for one in ordered if one.is_exact), None)))
     return rows
@@ -87,14 +87,14 @@ def simulated(net, job, machine):
 
 def print_table(name, rows):
     alone_s = rows[0][1].seconds
-    print(f"\n{name}: {rows[0][0]} device{'s' if rows[0][0] > 1 else ''} {seconds_words(alone_s)}\n"
+    print(f"\n{name}: {rows[0][0]} device{'s' if rows[0][0] > 1 else ''} {describe_seconds(alone_s)}\n"
           f"{'devices':>8} {'seconds':>8} {'faster':>7} {'each does':>10}  {'layout':<46} {'limited by':<11} "
           f"{'exact: s':>9}  layout")
     for count, best, exact in rows:
         faster = alone_s / best.seconds
         print(f"{count:>8} {best.seconds:>8.2f} {faster:>6.1f}x {faster * rows[0][0] / count:>9.0%}  "
-              f"{layout_words(best):<46} {best.limited_by:<11} "
-              + ("" if exact is None else f"{exact.seconds:>9.2f}  {layout_words(exact)}"))
+              f"{layout_description(best):<46} {best.limited_by:<11} "
+              + ("" if exact is None else f"{exact.seconds:>9.2f}  {layout_description(exact)}"))
     last = stops_paying(rows)
     print(f"Twice as many are less than {PAYS - 1:.0%} faster from {last} devices on." if last else
           "Twice as many are always worth having, as far as this goes.")

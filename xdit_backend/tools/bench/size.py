@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.checkpoint import open_checkpoint
-from ...checkpoints.model_dims import net_of
+from ...checkpoints.model_dims import dims_of
 from ...checkpoints.offload.offload_plan import offload_plan
 from ...checkpoints.quantisation import gguf
 from ...checkpoints.quantisation.layer_formats import FORMATS
@@ -26,7 +26,7 @@ from ...planner.cost_model import COLLECTIVES, Device, Links
 from ...planner.descriptions import describe_layout
 from ...planner.layout_search import Machine
 from ...planner.machine_profile import read_machine
-from ...planner.planner import EVERYWHERE, AttentionHeads, Devices, choose_layout, choose_spread, usual_branches
+from ...planner.planner import EVERYWHERE, AttentionHeads, Devices, choose_layout, choose_placement, usual_branches
 from ...protocol.errors import ConfigError, UnsupportedError
 from ...protocol.specs import Layout
 from ..dry_run.commands import Run
@@ -34,7 +34,7 @@ from ..dry_run.example_inputs import conditioning_shapes, latent_shape
 from ..dry_run.published_models import PUBLISHED
 from ..dry_run.simulated_rank import check_layout, count, outline, stage_ranks, world_size_of
 from .fits import Fit, auto_fit, collective_of, config_of
-from .plan import WEIGHT_TYPES, most_common, picture_size
+from .plan import WEIGHT_TYPES, image_size, most_common
 from .published_runs import CARDS
 
 AXES = ("cfg", "data", "ulysses", "ring", "pipefusion", "tensor", "displaced")
@@ -88,8 +88,8 @@ def main(options):
     print(f"on {len(machine.devices)} x {machine.devices[0].name or 'a device'}, "
           f"{machine.devices[0].memory_bytes / 1e9:.3g} GB. A step after the first; seconds are the least that what "
           f"bounds it allows.")
-    if subject.net is not None and subject.net.formats:
-        print(product_words(subject.net, machine.devices[0]))
+    if subject.dims is not None and subject.dims.formats:
+        print(describe_product(subject.dims, machine.devices[0]))
     print(f"{'layout':<24} {'rank':>4} {'weights':>8} {'kept':>7} {'peak':>7} GiB {'TFLOP':>9} {'MiB sent':>9} "
           f"{'exchanges':>9} {'kernels':>8} {'GB moved':>9} {'s':>8}  bound by")
     answers, waits = [], {}
@@ -141,27 +141,27 @@ class Subject:
         return outline(self.checkpoint, self.spec())[0]
 
     @functools.cached_property
-    def net(self):
+    def dims(self):
         """The Net of the cost model; None of a U-Net."""
         family = self.checkpoint.family
-        return None if family.is_unet else net_of(family, self.model, self.spec(), self.capabilities)
+        return None if family.is_unet else dims_of(family, self.model, self.spec(), self.capabilities)
 
-    def spread(self, config, devices):
+    def placement(self, config, devices):
         """The Spread of the weights over devices, as the node has it under a ParallelConfig."""
         family = self.checkpoint.family
         if family.is_unet:
             return EVERYWHERE
-        return choose_spread(
-            config, self.net, Devices([device.memory_bytes for device in devices]),
+        return choose_placement(
+            config, self.dims, Devices([device.memory_bytes for device in devices]),
             lambda degree: "tensor" not in family.refused and possible_splits(self.model, family.plan, degree),
             "pipefusion" not in family.refused, usual_branches(self.checkpoint.config), has_own_memory=True)
 
-    def layout_in(self, config, spread, devices, branches):
+    def layout_in(self, config, placement, devices, branches):
         """The Layout of a run of so many branches on these devices, as the node has it before it has measured them."""
         family, model = self.checkpoint.family, self.checkpoint.config
         attention = AttentionHeads(family.name, family.num_heads(model), family.num_key_heads(model),
                                    "ulysses" not in family.refused)
-        return choose_layout(config, len(devices), branches, attention, spread)
+        return choose_layout(config, len(devices), branches, attention, placement)
 
     def check(self, layout, machine):
         """Raise ConfigError where a layout cannot be, for the model or on the machine."""
@@ -188,14 +188,14 @@ def subject_of(options):
         checkpoint = published.checkpoint(name, wanted if wanted in IN_FILES else "BF16")
         storage = WEIGHT_TYPES.get(wanted, "bfloat16")
     compute = "bfloat16" if storage.startswith("float8") else storage
-    size = picture_size(options.size) if options.size else published.size if published else (1024, 1024)
+    size = image_size(options.size) if options.size else published.size if published else (1024, 1024)
     frames = options.frames or (published.frames if published else 1)
     text = options.text or (published.tokens if published else 256)
     family, config = checkpoint.family, checkpoint.config
     branches = options.branches or (published.branches if published else 1 if config.get("guidance_embeds") else 2)
     shape = latent_shape(family, config, size, frames)
     run = Run(shape, *conditioning_shapes(family, config, shape, text), branches=branches,
-              num_patches=options.patches, forecast=config_of(Layout()).forecast_keys_values)
+              num_patches=options.patches, extrapolation=config_of(Layout()).forecast_keys_values)
     words = (f"{family.name}, {size[0]}x{size[1]}{f', {frames} frames' if frames > 1 else ''}, {text} text tokens, "
              f"{branches} branch{'es' if branches > 1 else ''}, weights {wanted or storage}")
     check_weights_memory(options.weights_memory)
@@ -209,31 +209,31 @@ def rows(name, fit):
     memory = [device.memory_bytes * FULL for device in machine.devices[:world_size_of(layout)]]
     for rank in stage_ranks(subject.checkpoint, spec, layout, memory):
         counted = count(subject.checkpoint, spec, layout, rank, fit.run, memory, subject.capabilities[0])
-        seconds = bounds(counted, layout, machine, subject.net)
+        seconds = bounds(counted, layout, machine, subject.dims)
         bound = max(seconds, key=lambda what: seconds[what])
-        yield (f"{name:<24} {rank:>4} {counted.weight_bytes / GIB:>8.2f} {counted.kept_bytes / GIB:>7.2f} "
+        yield (f"{name:<24} {rank:>4} {counted.weight_bytes / GIB:>8.2f} {counted.cached_bytes / GIB:>7.2f} "
                f"{counted.peak_bytes / GIB:>7.2f}     {counted.flops / 1e12:>9.2f} {counted.sent_bytes / MIB:>9.1f} "
                f"{counted.num_exchanges:>9} {counted.kernels:>8} {counted.moved_bytes / 1e9:>9.1f} "
                f"{seconds[bound]:>8.3f}  {bound}"), counted.waits | counted.mixed
 
 
-def product_words(net, device):
+def describe_product(dims, device):
     """How fast a device multiplies with a model's weights."""
     words = [f"{format_} ({share:.0%} of their numbers) {device.products.get(format_, 1.0):.3g} times as fast as in 16 "
-             "bits" for format_, share in net.formats.items()]
+             "bits" for format_, share in dims.formats.items()]
     return f"Products with these weights: {'; '.join(words)}."
 
 
-def bounds(counted, layout, machine, net=None):
+def bounds(counted, layout, machine, dims=None):
     """{what may bound a step: the least seconds that it takes}. net: of the model; None: of 16 bits."""
     device, degree = machine.devices[0], world_size_of(layout)
     flops = counted.flops - counted.attention_flops
-    arithmetic_s = ((flops / device.matrix_flops_s if net is None else device.product_s(net, flops))
+    arithmetic_s = ((flops / device.matrix_flops_s if dims is None else device.product_s(dims, flops))
                     + counted.attention_flops / device.attention_flops_s)
     seconds = {"arithmetic": arithmetic_s, "memory": counted.moved_bytes / device.memory_bytes_s,
                "launches": counted.kernels * device.block_launch_s / LAUNCHES_OF_A_BLOCK}
-    if counted.come_bytes and device.host_bytes_s:
-        seconds["host memory"] = counted.come_bytes / device.host_bytes_s
+    if counted.streamed_bytes and device.host_bytes_s:
+        seconds["host memory"] = counted.streamed_bytes / device.host_bytes_s
     if counted.num_exchanges:
         collective = collective_of(layout)
         if not any(known == collective for known, _ in machine.links.rates):

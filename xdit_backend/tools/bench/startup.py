@@ -42,8 +42,8 @@ def main(options):
     for (size, way), times in seconds.items():
         walls, processor = zip(*times)
         total, of_worker = (statistics.median(column) for column in zip(*held[size, way]))
-        spread = f"{min(walls):.2f} {statistics.median(walls):.2f} {max(walls):.2f}"
-        print(f"{size:8}  {way:22}{spread:>28}{statistics.median(processor):13.1f}{total / 1e6:11.0f}"
+        placement = f"{min(walls):.2f} {statistics.median(walls):.2f} {max(walls):.2f}"
+        print(f"{size:8}  {way:22}{placement:>28}{statistics.median(processor):13.1f}{total / 1e6:11.0f}"
               f"{of_worker / 1e6:10.0f}")
 
 
@@ -51,7 +51,7 @@ def _measure(devices, server, seconds, held):
     """Start a group and end it; adds (seconds until it is ready, processor seconds until then) and (bytes of all,
     of a worker)."""
     processor, started_s = ProcessorTime(), time.perf_counter()
-    group = WorkerGroup(devices, forkserver=server)
+    group = WorkerGroup(devices, supervisor=server)
     try:
         seconds.append((time.perf_counter() - started_s, processor.so_far_s()))
         workers = {int(done.numbers["pid"]) for done in group.request(ReportMemory).values()}

@@ -64,7 +64,7 @@ def main(options):
                 os.sched_setaffinity(busy[-1].pid, {options.cores[1]})
             speeds = speeds_of(machine_profiles.measure(two, "float32").devices)
             print(f"two CPU workers, the second beside {options.busy} busy process(es) on its core: measured speeds "
-                  f"{' : '.join(map(str, speeds)) or 'alike'}; {options.tokens} tokens, width {options.width}, "
+                  f"{' : '.join(map(str, speeds)) or 'identical'}; {options.tokens} tokens, width {options.width}, "
                   f"{sum(options.blocks)} blocks; medians of {options.rounds} rounds", flush=True)
             print_table(measure(one, two, speeds, setting, folder, options), speeds)
         finally:

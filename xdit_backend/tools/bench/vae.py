@@ -104,34 +104,34 @@ def measure(tensors, size, clients, peer, folder, options):
             seconds[count].append(time.perf_counter() - started_s)
             cpu_seconds[count].append(max(numbers["cpu_s"] for numbers in client.autoencoders.last_numbers.values()))
         for way, tile in ways.items():
-            asked = {"latent": f"{folder}/latent.safetensors", "tile": tile, "picture": f"{folder}/{way}.safetensors"}
-            seconds.setdefault(way, []).append(peer.step(json.dumps(asked)))
+            requested = {"latent": f"{folder}/latent.safetensors", "tile": tile, "image": f"{folder}/{way}.safetensors"}
+            seconds.setdefault(way, []).append(peer.step(json.dumps(requested)))
         print(f"{size} px: round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
     median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
     for count, client in clients.items():
-        picture = decode(client, measure_memory=True)
+        image = decode(client, measure_memory=True)
         ranks = client.autoencoders.last_numbers.values()
         results[count] = (median[count], statistics.median(cpu_seconds[count][1:]),
                           max(numbers["peak_bytes"] for numbers in ranks),
-                          max(numbers["sent_bytes"] for numbers in ranks), picture)
-    return results, {way: (median[way], load_file(f"{folder}/{way}.safetensors")["picture"]) for way in ways}
+                          max(numbers["sent_bytes"] for numbers in ranks), image)
+    return results, {way: (median[way], load_file(f"{folder}/{way}.safetensors")["image"]) for way in ways}
 
 
 def print_size(size, results, theirs, meta_vae):
-    first_s, _, first_bytes, _, first_picture = next(iter(results.values()))
-    exact = theirs["VAE Decode"][1] if theirs else first_picture
+    first_s, _, first_bytes, _, first_image = next(iter(results.values()))
+    exact = theirs["VAE Decode"][1] if theirs else first_image
 
-    def off(picture):
-        return f"{255 * (picture - exact).abs().max().item():>8.4f}"
+    def off(image):
+        return f"{255 * (image - exact).abs().max().item():>8.4f}"
 
-    for count, (seconds, cpu_s, peak_bytes, sent_bytes, picture) in results.items():
+    for count, (seconds, cpu_s, peak_bytes, sent_bytes, image) in results.items():
         formula = need_of(meta_vae, (1, 4, size // 8, size // 8), 1, count, whole=count == 1).peak_bytes
         print(f"{f'{size} x {size}':>12} {count:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {cpu_s:>11.3f} "
               f"{peak_bytes / MB:>13.1f} {formula / MB:>11.1f} {peak_bytes / first_bytes:>7.2f} "
-              f"{sent_bytes / MB:>13.2f} {off(picture)}", flush=True)
-        assert (picture - first_picture).abs().max() <= 1 / 255, f"{count} workers give another picture"
-    for way, (seconds, picture) in theirs.items():
-        print(f"{f'{size} x {size}':>12} {way:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {'':>47} {off(picture)}",
+              f"{sent_bytes / MB:>13.2f} {off(image)}", flush=True)
+        assert (image - first_image).abs().max() <= 1 / 255, f"{count} workers give another picture"
+    for way, (seconds, image) in theirs.items():
+        print(f"{f'{size} x {size}':>12} {way:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {'':>47} {off(image)}",
               flush=True)
 
 

@@ -17,8 +17,8 @@ def count_cuda(device):
 def start_clients(sizes, num_cuda):
     """{number of devices: Client}; ranks share a CUDA device, over gloo, where there are too few. Their libraries are
     imported once; the forkserver ends with this process."""
-    forkserver = Forkserver()
-    return {size: Client(devices_of(size, num_cuda), forkserver=forkserver) for size in sizes}
+    supervisor = Forkserver()
+    return {size: Client(devices_of(size, num_cuda), supervisor=supervisor) for size in sizes}
 
 
 def devices_of(size, num_cuda):

@@ -20,7 +20,7 @@ class Run:
     """A step of sampling. shape: of the latents of one branch, (B, C, H, W) or (B, C, F, H, W). conditioning: {name:
     shape, with its batch}; a name that ends in "mask" or "ids" is of whole numbers. call_conditioning: the same, of
     each call alone. branches: of guidance. num_patches: of PipeFusion; 0: two a stage. forecast: of keys and values, as
-    messages.Predict's. has_control: does a ControlNet add something at every place where one can? shares_weights: do
+    messages.Predict's. has_control: does a ControlNet add something at every place where one can? shards_weights: do
     ranks bring a part each of the weights that come from host memory, and send it to each other?"""
 
     shape: tuple[int, ...]
@@ -28,9 +28,9 @@ class Run:
     call_conditioning: dict[str, tuple[int, ...]] = field(default_factory=dict)
     branches: int = 1
     num_patches: int = 0
-    forecast: float = 0.0
+    extrapolation: float = 0.0
     has_control: bool = False
-    shares_weights: bool = False
+    shards_weights: bool = False
 
 
 class HostMemory:
@@ -116,9 +116,9 @@ class Calls:
             shape[patch.dim] = rows
         branches = [self._branch(name, shape) for name in self.names]
         return messages.Predict(self._request(), self.spec.name, layout or self.layout, branches, patch,
-                                forecast=self.run.forecast if self.keeps else 0.0,
+                                extrapolation=self.run.extrapolation if self.keeps else 0.0,
                                 compile_backend=self.compile_backend,
-                                copies=WeightCopies(is_shared=self.run.shares_weights), **fields)
+                                copies=WeightCopies(is_shared=self.run.shards_weights), **fields)
 
     def _branch(self, name, shape):
         latent = self.memory.share(torch.zeros(shape, dtype=torch.float32))

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def pretended_cuda(free_bytes=0, capability=None):
+def fake_cuda_device(free_bytes=0, capability=None):
     """Under this, tensors on CUDA are pretended ones and have no numbers; nothing asks for a gradient.
 
     free_bytes: of the device's memory. capability: its; None: CAPABILITY. It changes functions of torch for the
@@ -40,7 +40,7 @@ def pretended_cuda(free_bytes=0, capability=None):
 
 
 @contextmanager
-def pretended_group(rank, world_size):
+def fake_group(rank, world_size):
     """Under this, this process is one rank of so many that are joined by NCCL. What others send has no content,
     and they have at once what they are sent."""
     if world_size == 1:

@@ -57,7 +57,7 @@ class DeviceWork(TorchDispatchMode):
         as many take the same number of tokens each, where a model has experts that tokens are sent to."""
         super().__init__()
         self._answer, self._num_experts = answer, num_experts
-        self.held_bytes = 0
+        self.resident_bytes = 0
         self._num_users, self._users, self._known = collections.Counter(), {}, KnownNumbers()
         self._others = {tensor.untyped_storage()._cdata for tensor in others}
         self.start_over()
@@ -65,7 +65,7 @@ class DeviceWork(TorchDispatchMode):
     def start_over(self):
         """Count from here on; what is held stays so."""
         self.kernels = self.moved_bytes = self.flops = self.attention_flops = self.sent_bytes = 0
-        self.peak_bytes = self.held_bytes
+        self.peak_bytes = self.resident_bytes
         self.waits, self.mixed = collections.Counter(), collections.Counter()
         self.names = collections.Counter()                     # of the operators that are kernels
 
@@ -78,8 +78,8 @@ class DeviceWork(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         # packages hold pretended tensors in tensors of their own, which are on CUDA too
-        is_pretended = any(isinstance(tensor, FakeTensor) or tensor.is_cuda for tensor in given)
-        if not is_pretended and not _goes_to_cuda(kwargs):
+        is_fake = any(isinstance(tensor, FakeTensor) or tensor.is_cuda for tensor in given)
+        if not is_fake and not _goes_to_cuda(kwargs):
             with unset_fake_temporarily():                     # the host's own numbers stay numbers
                 return func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
         reads = name in READS or (name in BY_PLACES and any(_is_mask(place) for place in args[1]))
@@ -158,8 +158,8 @@ class DeviceWork(TorchDispatchMode):
         if key in self._others:
             return
         if not self._num_users[key]:
-            self.held_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            self.resident_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
         self._num_users[key] += 1
         # by its number, since weak references are compared as what they refer to
         user = weakref.ref(tensor, lambda reference: self._let_go(reference, key, size))
@@ -170,7 +170,7 @@ class DeviceWork(TorchDispatchMode):
         self._num_users[key] -= 1
         if not self._num_users[key]:
             del self._num_users[key]
-            self.held_bytes -= size
+            self.resident_bytes -= size
 
 
 def sent_bytes(name, args):
@@ -229,6 +229,6 @@ def _goes_to_cuda(kwargs):
 
 def line_at():
     """The innermost line of the pack, of diffusers or of ComfyUI's models that runs: file, line and function."""
-    frames = [frame for frame in traceback.extract_stack() if any(room in frame.filename for room in OURS)
+    frames = [frame for frame in traceback.extract_stack() if any(free_bytes in frame.filename for free_bytes in OURS)
               and os.path.dirname(frame.filename) != HERE]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} {frames[-1].name}" if frames else "elsewhere"

@@ -16,10 +16,10 @@ from ...checkpoints.offload.block_offload import OffloadedBlocks
 from ...checkpoints.offload.offload_plan import plan_weights
 from ...checkpoints.quantisation.layerwise_casting import cast_at_use, unpack_at_use
 from ...checkpoints.quantisation.quantised_weights import packed_weights, set_packed_parameters
-from ...checkpoints.tensor_sharding import block_bytes, block_sizes, held, held_bytes, narrow, splits_of
+from ...checkpoints.tensor_sharding import block_bytes, block_sizes, held, narrow, resident_bytes, splits_of
 from ...config import refuse_methods, validate_layout
 from ...distributed.collectives import Traffic
-from ...hooks.replicated_unet import WholeHooks
+from ...hooks.replicated_unet import ReplicatedHooks
 from ...hooks.transformer import Hooks
 from ...hooks.unet import UNetHooks
 from ...memory.staging import StagingBuffers
@@ -30,27 +30,27 @@ from ...worker.models import Loaded
 from ...worker.predictions import Predictions
 from ...worker.timeline import Timeline
 from .commands import Calls, HostMemory
-from .fake_cuda import CUDA, pretended_cuda, pretended_group
+from .fake_cuda import CUDA, fake_cuda_device, fake_group
 from .op_counter import DeviceWork
 
 
 @dataclass(frozen=True)
 class Counted:
     """What a rank holds and does in a step after the first: of PipeFusion all of its patches, of displaced patches a
-    stale call. peak_bytes: beside weights, of both steps; kept_bytes of it are kept from step to step. sent_bytes: as
-    torch's process groups are told; told_bytes: as the workers report them. come_bytes: of weights that this rank
-    copies from host memory; weight_bytes has the buffers that they come through. shared_bytes: of them, that it sends
-    to others; sent_bytes has them too."""
+    stale call. peak_bytes: beside weights, of both steps; cached_bytes of it are kept from step to step. sent_bytes: as
+    torch's process groups are told; reported_bytes: as the workers report them. streamed_bytes: of weights that this
+    rank copies from host memory; weight_bytes has the buffers that they come through. shared_bytes: of them, that it
+    sends to others; sent_bytes has them too."""
 
     weight_bytes: int
-    kept_bytes: int
+    cached_bytes: int
     peak_bytes: int
-    come_bytes: int
+    streamed_bytes: int
     shared_bytes: int
     flops: int
     attention_flops: int
     sent_bytes: int
-    told_bytes: int
+    reported_bytes: int
     num_exchanges: int
     kernels: int
     moved_bytes: int
@@ -90,13 +90,13 @@ def count(checkpoint, spec, layout, rank, run, memory=(), capability=None):
     """
     check_layout(checkpoint, layout)
     world_size = world_size_of(layout)
-    with pretended_group(rank, world_size):
+    with fake_group(rank, world_size):
         model, packed = outline(checkpoint, spec)
         blocks = own_blocks(model, checkpoint.family, spec, rank, memory)
         work = DeviceWork(answer=run.conditioning.get("context", (1, 1))[1],
                           num_experts=dict(model.config).get("num_routed_experts", 0)
                           or dict(model.config).get("num_experts", 0))
-        with pretended_cuda(capability=capability), work:
+        with fake_cuda_device(capability=capability), work:
             loaded = load(checkpoint, spec, model, packed, (blocks, rank % spec.tensor_degree))
             try:
                 return _count(loaded, spec, layout, run, world_size, work)
@@ -145,7 +145,7 @@ def own_blocks(model, family, spec, rank, memory=()):
     if spec.stages is None:
         return range(len(sizes))
     of_blocks = block_bytes(model, family, spec)
-    outside = held_bytes(model, family, spec) - sum(of_blocks)
+    outside = resident_bytes(model, family, spec) - sum(of_blocks)
     counts = spec.stages.num_blocks or split_stages(
         [size * share for size, share in sizes], spec.stages.pipefusion_degree,
         sizes=of_blocks,
@@ -163,7 +163,7 @@ def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
     here = None if spec.stages is None or spec.stages.every_block else blocks
     transformer = Transformer(model, checkpoint, spec, CUDA, tensor_rank, here, splits)
     offloaded = plan_weights(model, family, spec, spec.weights_memory, here)[1] if spec.weights_memory else {}
-    come: dict[int, list] = {}                                 # of a block: its weights and their host copies
+    streamed: dict[int, list] = {}                                 # of a block: its weights and their host copies
     first = []
     indices = block_indices(model, family.blocks)
     for name, tensor, dtype in held(model, family, spec):
@@ -184,17 +184,17 @@ def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
         else:
             module._buffers[leaf] = made
         if name in offloaded:
-            come.setdefault(offloaded[name], []).append((getattr(module, leaf), host_copy))
-    if come:
+            streamed.setdefault(offloaded[name], []).append((getattr(module, leaf), host_copy))
+    if streamed:
         transformer.offloaded = OffloadedBlocks(CUDA, copies(first))
-        for block in sorted(come):
-            transformer.offloaded.add(block, *map(list, zip(*come[block])))
+        for block in sorted(streamed):
+            transformer.offloaded.add(block, *map(list, zip(*streamed[block])))
         transformer.offloaded.restore()
     narrow(model, splits, spec.tensor_degree, tensor_rank)
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype), transformer.casts)
     unpack_at_use(model, packed, transformer.casts)
-    kind = WholeHooks if family.is_whole else UNetHooks
+    kind = ReplicatedHooks if family.is_replicated else UNetHooks
     hooks = (kind(model, family.plan, transformer.offloaded) if family.is_unet
              else Hooks(model, family.plan, splits, transformer.offloaded))
     return Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks)
@@ -206,7 +206,7 @@ def block_path(name):
 
 
 def _count(loaded, spec, layout, run, world_size, work):
-    weight_bytes, memory = work.held_bytes, HostMemory()
+    weight_bytes, memory = work.resident_bytes, HostMemory()
     work.start_over()
     predictions = Predictions({spec.name: loaded}, world_size, CUDA, StagingBuffers(CUDA), Timeline(CUDA),
                               map_segment=memory.map)
@@ -221,9 +221,9 @@ def _count(loaded, spec, layout, run, world_size, work):
     before = _copied_and_sent(offloaded)
     for command in calls.next_step():
         predictions.predict(command, traffic)
-    come_bytes, shared_bytes = (now - then for now, then in zip(_copied_and_sent(offloaded), before))
-    return Counted(weight_bytes, work.held_bytes - weight_bytes, max(peak_bytes, work.peak_bytes) - weight_bytes,
-                   come_bytes, shared_bytes, work.flops, work.attention_flops, work.sent_bytes, traffic.sent_bytes,
+    streamed_bytes, shared_bytes = (now - then for now, then in zip(_copied_and_sent(offloaded), before))
+    return Counted(weight_bytes, work.resident_bytes - weight_bytes, max(peak_bytes, work.peak_bytes) - weight_bytes,
+                   streamed_bytes, shared_bytes, work.flops, work.attention_flops, work.sent_bytes, traffic.sent_bytes,
                    traffic.num_exchanges, work.kernels, work.moved_bytes, dict(work.waits), dict(work.mixed),
                    dict(work.names))
 

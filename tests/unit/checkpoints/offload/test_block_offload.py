@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.support.model_zoo import CONFIGS, FOLDERS, PIPELINES, beside, conditioning_of
+from tests.support.model_zoo import CONFIGS, FOLDERS, PIPELINES, auxiliary, conditioning_of
 from tests.support.ranks import run_ranks
 from tests.support.tiers import by_default
 from xdit_backend.checkpoints.build_transformer import build
@@ -124,7 +124,7 @@ def inputs(loaded, seed=3, rows=4, columns=8, frames=2):
     latent = torch.randn(1, family.taken_channels(config), *shape, generator=torch.Generator().manual_seed(1))
     conditioning = conditioning_of(family, config, generator, {"context": 8}, 1, shape)
     if family.name == "MiniMax H3":                            # whose model has no video without sound
-        conditioning |= beside(family, config, generator, (latent.shape, 5))
+        conditioning |= auxiliary(family, config, generator, (latent.shape, 5))
     return latent.to(loaded.dtype), {name: tensor.to(loaded.dtype) if tensor.is_floating_point() else tensor
                                      for name, tensor in conditioning.items()}
 
@@ -404,22 +404,22 @@ class Copies:
     """In place of a CopyThread: a device that is late, whose copies are made when something waits for them."""
 
     def __init__(self):
-        self.asked, self.made = [], 0
+        self.requested, self.made = [], 0
 
     def start(self, pairs):
-        self.asked.append(pairs)
+        self.requested.append(pairs)
         done = Future()
-        done.set_result(len(self.asked))
+        done.set_result(len(self.requested))
         return done
 
     def wait(self, copied):
-        for pairs in self.asked[self.made:copied.result()]:
+        for pairs in self.requested[self.made:copied.result()]:
             for source, target in pairs:
                 target.copy_(source)
         self.made = max(self.made, copied.result())
 
     def drain(self):
-        self.made = len(self.asked)
+        self.made = len(self.requested)
 
 
 def test_a_buffer_is_not_written_to_before_all_forwards_have_run_its_block():
@@ -429,16 +429,16 @@ def test_a_buffer_is_not_written_to_before_all_forwards_have_run_its_block():
     for index, block in enumerate(blocks):
         offloaded.add(index, [block.weight])
     offloaded.begin(range(6), num_forwards=2)
-    assert len(copies.asked) == 2                              # one for each buffer
+    assert len(copies.requested) == 2                              # one for each buffer
     offloaded.enter(0)
     offloaded.leave(0)
-    assert len(copies.asked) == 2                              # another forward is to run block 0
+    assert len(copies.requested) == 2                              # another forward is to run block 0
     offloaded.enter(0)
     offloaded.leave(0)
 
-    assert len(copies.asked) == 3
+    assert len(copies.requested) == 3
     for index in (1, 1, 2, 2, 3, 3, 4, 4, 5, 5):
         offloaded.enter(index)
         blocks[index].run(0)
         offloaded.leave(index)
-    assert len(copies.asked) == 6 + 2                          # with the first two of the next step
+    assert len(copies.requested) == 6 + 2                          # with the first two of the next step

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.support.vae_zoo import KINDS, latent, minimax, picture, tiny_vae
+from tests.support.vae_zoo import KINDS, image, latent, minimax, tiny_vae
 from xdit_backend.autoencoders import family_of
 from xdit_backend.checkpoints.offload.block_offload import OffloadedBlocks
 from xdit_backend.checkpoints.offload.layer_offload import StreamedLayers
@@ -38,7 +38,7 @@ def given(kind, way, size):
     if kind == "minimax":
         shape = (1, 24, 7, *size) if way == "decode" else (1, 3, 18, 16 * size[0], 16 * size[1])
         return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return (latent if way == "decode" else picture)(kind, 1, *size, torch.float32)
+    return (latent if way == "decode" else image)(kind, 1, *size, torch.float32)
 
 
 def transformed(vae, way, tensor):

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.comfy_quants import WRITTEN, save_as
 from tests.support.tiers import by_default
-from tests.unit.checkpoints.quantisation.test_layerwise_casting import CPU, asked
+from tests.unit.checkpoints.quantisation.test_layerwise_casting import CPU, requested
 from tests.unit.checkpoints.test_weight_deltas import PROJ, QKV, messages_of
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
@@ -39,7 +39,7 @@ def with_hooks(transformer):
 
 
 def prediction(loaded, **fields):
-    latent, timestep, conditioning = asked(loaded.family, loaded.transformer.config)
+    latent, timestep, conditioning = requested(loaded.family, loaded.transformer.config)
     for _ in range(2):                                         # the second with what was fetched ahead
         output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning, **fields))
     return output.clone()

@@ -19,7 +19,7 @@ from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.quantisation import kitchen_layers
 from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS as FORMATS_READ
 from xdit_backend.checkpoints.quantisation.quantised_weights import packed_weights
-from xdit_backend.checkpoints.tensor_sharding import held_bytes
+from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.checkpoints.weight_deltas import change_weights
 from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.protocol.shared_memory import SegmentStore
@@ -114,7 +114,7 @@ def test_layers_equal_comfyuis_to_the_bit(file_of, tmp_path, case):
 
 
 @pytest.fixture
-def with_cards(monkeypatch):
+def with_gpus(monkeypatch):
     """Devices are taken for cards that multiply every format, here and in ComfyUI. What the CPU cannot multiply,
     comfy-kitchen unpacks when the inputs have been rounded."""
     import comfy.model_management
@@ -129,7 +129,7 @@ def with_cards(monkeypatch):
                                                ["float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8"]))
 @pytest.mark.parametrize("more", [{}, SMOOTHED], ids=["", "smoothed"])
 @pytest.mark.parametrize("kind", ["sd3", "ovis-image"])
-def test_products_of_cards_equal_comfyuis_to_the_bit(file_of, tmp_path, monkeypatch, with_cards, kind, format_, more):
+def test_products_of_gpus_equal_comfyuis_to_the_bit(file_of, tmp_path, monkeypatch, with_gpus, kind, format_, more):
     """Of inputs that are rounded, by a scale of the file for each layer or without."""
     path, family = tmp_path / "quantised.safetensors", families()[kind]
     _, quantised = save_comfy_quant(path, file_of(kind), format_, more=more)
@@ -145,7 +145,7 @@ def test_products_of_cards_equal_comfyuis_to_the_bit(file_of, tmp_path, monkeypa
     assert relative_error(rounded, ours(path, family, "float32")) > 1e-3
 
 
-def test_fast_float8_equals_comfyuis_to_the_bit(file_of, with_cards):
+def test_fast_float8_equals_comfyuis_to_the_bit(file_of, with_gpus):
     """Of a plain file, whose weights are rounded to float8 when they are loaded; as fp8_e4m3fn_fast says."""
     import comfy.ops
     import comfy.sd
@@ -165,7 +165,7 @@ def test_fast_float8_equals_comfyuis_to_the_bit(file_of, with_cards):
 
 
 @pytest.mark.parametrize("format_", ["float8_e4m3fn", "mxfp8", "int8_per_row"])
-def test_layers_that_are_to_be_exact_are_as_comfyuis(file_of, tmp_path, with_cards, format_):
+def test_layers_that_are_to_be_exact_are_as_comfyuis(file_of, tmp_path, with_gpus, format_):
     """ComfyUI unpacks them on cards too, but for int8, of which it does not heed the word."""
     path = tmp_path / "quantised.safetensors"
     save_comfy_quant(path, file_of("sd3"), format_, {"full_precision_matrix_mult": True})
@@ -228,7 +228,7 @@ def test_a_rank_holds_what_the_file_holds(file_of, tmp_path, format_):
     model = load_transformer(spec, CPU).model
 
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    assert held == held_bytes(checkpoint.meta_model(), checkpoint.family, spec)
+    assert held == resident_bytes(checkpoint.meta_model(), checkpoint.family, spec)
     in_file = sum(tensor.nbytes for name, tensor in load_file(path).items() if not name.endswith("comfy_quant"))
     assert 0.99 < held / in_file < 1.01
 

@@ -97,8 +97,9 @@ def test_it_notices_a_product_that_is_given_again_with_the_lora_in_it(with_a_lor
     predicted, plain, made = with_a_lora("int8_tensorwise"), kitchen_layers.product, {}
     wanted = predicted(True)
 
-    def product(layer, weight, beside, tensor, *others):
-        return made.setdefault((weight.data_ptr(), tensor.sum().item()), plain(layer, weight, beside, tensor, *others))
+    def product(layer, weight, auxiliary, tensor, *others):
+        return made.setdefault((weight.data_ptr(), tensor.sum().item()),
+                               plain(layer, weight, auxiliary, tensor, *others))
     monkeypatch.setattr(kitchen_layers, "product", product)
 
     assert not torch.equal(predicted(True), wanted)

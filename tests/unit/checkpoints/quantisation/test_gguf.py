@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.fake_cuda import CUDA, pretended_cuda
+from tests.support.fake_cuda import CUDA, fake_cuda_device
 from tests.support.tiny_checkpoints import families, matrices, metadata_of, save_gguf
 from tests.support.tolerances import close, relative_error
 from tests.unit.checkpoints.quantisation.test_layerwise_casting import ours
@@ -18,7 +18,7 @@ from xdit_backend.checkpoints.detection import recognise
 from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.quantisation.gguf import PACKED, UNPACKED, dequantised, row_bytes
 from xdit_backend.checkpoints.quantisation.quantised_weights import SCALED, unpacked
-from xdit_backend.checkpoints.tensor_sharding import held_bytes
+from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
 
@@ -47,7 +47,7 @@ def test_unpacking_does_not_wait_for_the_device(monkeypatch, type_, moved_bytes)
     """Every linear of every forward does it. moved_bytes:
     that its kernels read and write for a number in bfloat16, which takes two."""
     rows, columns, scale = 512, 1024, None
-    with pretended_cuda(monkeypatch) as work_of:
+    with fake_cuda_device(monkeypatch) as work_of:
         if type_ in SCALED:
             blocks, scale = torch.empty(rows, columns, dtype=SCALED[type_],
                                         device=CUDA), torch.empty(rows, 1, device=CUDA)
@@ -71,7 +71,7 @@ def test_types_that_are_unpacked_when_read_equal_the_dequantised_file(file_of, t
 
     assert len(open_checkpoint(path).quantised) > 10
     assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())
-    assert held_bytes(open_checkpoint(path).meta_model(), family, spec) == sum(
+    assert resident_bytes(open_checkpoint(path).meta_model(), family, spec) == sum(
         tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -90,7 +90,7 @@ def test_a_gguf_file_equals_the_dequantised_one(file_of, tmp_path, kind, type_):
     assert relative_error(result, exact) > 1e-3
     header = open_checkpoint(path)
     spec = header.spec("float32", "float32")
-    held, plain = (held_bytes(open_checkpoint(file).meta_model(), family, spec)
+    held, plain = (resident_bytes(open_checkpoint(file).meta_model(), family, spec)
                    for file in (path, tmp_path / "plain.safetensors"))
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
     numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in header.quantised)

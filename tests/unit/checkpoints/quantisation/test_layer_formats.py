@@ -40,7 +40,8 @@ def test_a_layer_is_read(format_):
     assert (layer.format, layer.shape, layer.stored_shape) == (
         format_, (ROWS, COLUMNS), WHOLE[format_][1]["weight"][1])
     assert marks == {f"blocks.3.fc.{name}" for name in (*WHOLE[format_][1], "comfy_quant")} - {"blocks.3.fc.weight"}
-    assert layer.beside_as_held(10)["weight_scale"][0] == {"float8_e4m3fn": (1, 1), "nvfp4": (10, 16), "mxfp8": (10, 8)
+    assert layer.auxiliary_as_stored(10)["weight_scale"][0] == {"float8_e4m3fn": (1, 1), "nvfp4": (10, 16),
+                                                                "mxfp8": (10, 8)
                                                            }.get(format_, (10, 1))
 
 

@@ -12,7 +12,7 @@ from tests.support.comfy_quants import WRITTEN, save_comfy_quant
 from tests.support.tiers import by_default
 from tests.support.tiny_checkpoints import families, metadata_of
 from tests.support.tolerances import close, relative_error
-from tests.unit.checkpoints.quantisation.test_comfy_quant import check_layers, with_cards  # noqa: F401
+from tests.unit.checkpoints.quantisation.test_comfy_quant import check_layers, with_gpus  # noqa: F401
 from tests.unit.checkpoints.quantisation.test_layerwise_casting import native, ours
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.protocol.errors import CheckpointError
@@ -25,7 +25,7 @@ def below(said, **more):
     return {"format": said["format"], "params": {name: said[name] for name in said.keys() - {"format"}} | more}
 
 
-def beside(name, change):
+def auxiliary(name, change):
     """Does this to a tensor beside each weight: change(the tensor, or None) -> another."""
     def do(tensors, layer):
         tensors[f"{layer}.{name}"] = change(tensors.get(f"{layer}.{name}"))
@@ -65,21 +65,23 @@ SAID = {**{(how, "exact"): lambda said: said | {"full_precision_matrix_mult": Tr
         ("convrot_w4a4", "int8 products"): lambda said: said | {"linear_dtype": "int8"},
         ("convrot_w4a4", "int8 products below"): lambda said: below(said, linear_dtype="int8"),
         ("convrot_w4a4", "groups, which are left out"): lambda said: said | {"quant_group_size": 32, "group_size": 7}}
-DONE = {**{(how, f"a scale of shape {shape}"): beside("weight_scale", lambda scale, shape=shape: scale.reshape(shape))
+DONE = {**{(how, f"a scale of shape {shape}"): auxiliary("weight_scale", lambda scale,
+                                                         shape=shape: scale.reshape(shape))
            for how in ("float8_e4m3fn", "int8_tensorwise") for shape in ((), (1,), (1, 1))},
-        **{(how, f"a scale of {dtype}"): beside("weight_scale", lambda scale, dtype=dtype: scale.to(dtype))
+        **{(how, f"a scale of {dtype}"): auxiliary("weight_scale", lambda scale, dtype=dtype: scale.to(dtype))
            for how in (*FLOAT8, "int8_per_row", "int8_convrot", "convrot_w4a4") for dtype in HALVES},
-        **{(how, "scales in a row"): beside("weight_scale", lambda scale: scale.reshape(-1))
+        **{(how, "scales in a row"): auxiliary("weight_scale", lambda scale: scale.reshape(-1))
            for how in ("int8_per_row", "int8_convrot")},
-        **{("nvfp4", f"a second scale of {dtype}"): beside("weight_scale_2", lambda scale, dtype=dtype: scale.to(dtype))
+        **{("nvfp4", f"a second scale of {dtype}"): auxiliary("weight_scale_2", lambda scale,
+                                                              dtype=dtype: scale.to(dtype))
            for dtype in HALVES},
-        ("nvfp4", "scales in bytes"): beside("weight_scale", lambda scale: scale.view(torch.uint8)),
+        ("nvfp4", "scales in bytes"): auxiliary("weight_scale", lambda scale: scale.view(torch.uint8)),
         ("nvfp4", "smoothed"): smoothed(torch.float32),
         ("nvfp4", "smoothed in half precision"): smoothed(torch.float16),
         **{(how, "smoothed, which is left out"): smoothed(torch.float32) for how in ("float8_e4m3fn", "int8_per_row")},
-        **{(how, "a scale of inputs"): beside("input_scale", lambda none: torch.tensor(0.03))
+        **{(how, "a scale of inputs"): auxiliary("input_scale", lambda none: torch.tensor(0.03))
            for how in (*FLOAT8, "nvfp4", "mxfp8", "int8_per_row", "convrot_w4a4")},
-        **{(how, "a scale of inputs in a row"): beside("input_scale", lambda none: torch.tensor([0.03]))
+        **{(how, "a scale of inputs in a row"): auxiliary("input_scale", lambda none: torch.tensor([0.03]))
            for how in ("float8_e4m3fn", "nvfp4")},
         **{("float8_e4m3fn", f"as before, {mark}, {inputs}"): as_before(mark, inputs)
            for mark, inputs in (((2,), None), ((0,), 0.5), ((1,), 1.0))}}
@@ -103,11 +105,11 @@ def written(folder, source, case):
     return made
 
 
-@pytest.mark.parametrize("has_cards", [False, True], ids=["cpu", "card"])
+@pytest.mark.parametrize("has_gpus", [False, True], ids=["cpu", "card"])
 @pytest.mark.parametrize("case", by_default(CHOSEN, [*SAID, *DONE]), ids="-".join)
-def test_a_layer_is_as_comfyuis_to_the_bit(file_of, tmp_path, request, case, has_cards):
-    if has_cards:
-        request.getfixturevalue("with_cards")
+def test_a_layer_is_as_comfyuis_to_the_bit(file_of, tmp_path, request, case, has_gpus):
+    if has_gpus:
+        request.getfixturevalue("with_gpus")
 
     check_layers(written(tmp_path, file_of("sd3"), case), families()["sd3"], 20)
 

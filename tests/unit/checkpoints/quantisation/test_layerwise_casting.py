@@ -17,10 +17,10 @@ from tests.support.tolerances import close, relative_error, within
 from xdit_backend.checkpoints.build_transformer import build
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
-from xdit_backend.checkpoints.tensor_sharding import block_bytes, held_bytes
+from xdit_backend.checkpoints.tensor_sharding import block_bytes, resident_bytes
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
-from xdit_backend.hooks.replicated_unet import WholeHooks
+from xdit_backend.hooks.replicated_unet import ReplicatedHooks
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.models import FAMILIES
@@ -33,7 +33,7 @@ AS_WEIGHTS_ARE = "hunyuan3d-2.1", "z-image-pixel", "triposplat"
 SOUNDS = 5                                                     # of a latent of two parts
 
 
-def asked(family, config):
+def requested(family, config):
     generator = torch.Generator().manual_seed(3)
     sides = (8, 9) if family.latent.patch[-1] == 1 else (48, 32) if config.get("_x0") else (34, 36)
     if family.name == "WanDancer":                             # of whose frames ComfyUI's module makes eight parts
@@ -66,19 +66,19 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     transformer = load_transformer(spec, CPU)
     model, config = transformer.model, transformer.config
     assert sum(t.numel() * t.element_size()
-               for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
-    hooks = WholeHooks if family.is_whole else UNetHooks if family.is_unet else Hooks
+               for t in (*model.parameters(), *model.buffers())) == resident_bytes(model, family, spec)
+    hooks = ReplicatedHooks if family.is_replicated else UNetHooks if family.is_unet else Hooks
     loaded = Loaded(transformer, hooks(model, family.plan), dtype, range(0))
-    latent, timestep, conditioning = asked(family, config)
+    latent, timestep, conditioning = requested(family, config)
     conditioning = rounded(conditioning, dtype)
     if family.parts:
-        latents = [family.first_part(latent), sound(family, config, latent).to(dtype)]
+        latents = [family.first_part(latent), audio(family, config, latent).to(dtype)]
         conditioning |= family.split_parts(latents, timestep, config, {})[2]
     output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent.to(dtype), timestep, conditioning))
     return family.first_part(family.prediction(output, latent)).float()
 
 
-def sound(family, config, latent):
+def audio(family, config, latent):
     """The second part of a latent."""
     shape = family.call_shapes(config, latent.shape, SOUNDS)[next(iter(family.parts))]
     return torch.linspace(-1, 1, math.prod(shape)).view(shape)
@@ -119,7 +119,7 @@ def native_prediction(model, path, family, compute="float32", changed=lambda lat
     """One prediction of ComfyUI's model of a file. changed(latent): what it is given instead."""
     dtype = getattr(torch, compute)
     config = family.config(open_checkpoint(path).shapes)
-    latent, timestep, conditioning = asked(family, config)
+    latent, timestep, conditioning = requested(family, config)
     latent = changed(latent)
     lengths = {"num_tokens": 12} if "num_tokens" in (*family.ignored, *family.conditioning) else {}
     if family.name in ("LTX-Video", "LTX-2", "Mochi"):         # whose models cannot do without
@@ -130,7 +130,7 @@ def native_prediction(model, path, family, compute="float32", changed=lambda lat
         given["fps"] = 30 / given.pop("frame_lasts")
     given["transformer_options"] = options_of(family, given)
     if family.parts:
-        latents = [family.first_part(latent).to(dtype), sound(family, config, latent).to(dtype)]
+        latents = [family.first_part(latent).to(dtype), audio(family, config, latent).to(dtype)]
         times = timestep if family.name in ("MiniMax H3", "TripoSplat") else (timestep, timestep)
         return model.diffusion_model(latents, times, **given)[0].float()
     return model.diffusion_model(latent.to(dtype), timestep, **given).float()
@@ -205,7 +205,7 @@ def test_a_published_model_in_float8_takes_a_byte_a_parameter(name, config, tabl
     spec = ModelSpec("model", name, "file", "float8_e4m3fn", "bfloat16")
     blocks = [block for list_ in family.blocks for block in model.get_submodule(list_.name)]
 
-    assert held_bytes(model, family, spec) == sum(parameter.numel() for parameter in model.parameters()) + tables
+    assert resident_bytes(model, family, spec) == sum(parameter.numel() for parameter in model.parameters()) + tables
     assert block_bytes(model, family, spec) == [sum(parameter.numel() for parameter in block.parameters())
                                                 for block in blocks]
 

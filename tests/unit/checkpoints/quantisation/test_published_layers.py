@@ -176,16 +176,16 @@ def layers(case):
 @pytest.mark.parametrize("file", READ)
 def test_a_published_header_is_read(file):
     case = READ[file]
-    (found, beside), here = layers(case)
+    (found, auxiliary), here = layers(case)
     sizes, _, _, said, format_, bits = case
 
     assert {name.removesuffix(".weight"): layer.shape for name, layer in found.items()} == sizes
     assert {layer.format for layer in found.values()} == {format_}
-    assert beside == {name for name in here if not name.endswith(".weight")}
+    assert auxiliary == {name for name in here if not name.endswith(".weight")}
     rotated = said.get("convrot_groupsize", 0) if isinstance(said, dict) else 0
     assert {layer.rotated for layer in found.values()} == {rotated}
     for layer in found.values():                               # what a rank holds of it
-        matrices = [(layer.stored_shape, layer.how.held), *layer.beside_as_held(layer.shape[0]).values()]
+        matrices = [(layer.stored_shape, layer.how.held), *layer.auxiliary_as_stored(layer.shape[0]).values()]
         held = sum(math.prod(shape) * dtype.itemsize for shape, dtype in matrices)
         assert 8 * held / math.prod(layer.shape) == pytest.approx(bits, rel=0.005)
 
@@ -211,9 +211,9 @@ def test_a_scale_of_inputs_may_be_left_of_a_layer_that_is_plain():
     """As flux2-dev-nvfp4-mixed has of layers that it holds in 16 bits."""
     shapes = {"single_blocks.0.linear1.weight": (55296, 6144), "single_blocks.0.linear1.input_scale": ()}
 
-    found, beside = layers_of(shapes, dict.fromkeys(shapes, "BF16"), {}, None, "file.safetensors")
+    found, auxiliary = layers_of(shapes, dict.fromkeys(shapes, "BF16"), {}, None, "file.safetensors")
 
-    assert found == {} and beside == {"single_blocks.0.linear1.input_scale"}
+    assert found == {} and auxiliary == {"single_blocks.0.linear1.input_scale"}
 
 
 @pytest.mark.parametrize("file", REFUSED)

@@ -11,7 +11,7 @@ from tests.unit.checkpoints.quantisation.test_layerwise_casting import ours
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
 from xdit_backend.checkpoints.quantisation.quantised_weights import SCALED, unpacked
-from xdit_backend.checkpoints.tensor_sharding import block_bytes, held_bytes
+from xdit_backend.checkpoints.tensor_sharding import block_bytes, resident_bytes
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_quantised_weights_equal_the_dequantised_ones(file_of, tmp_path, kind, q
     close(half, half_want, 1e-5)
     header = open_checkpoint(path)
     model, spec = header.meta_model(quantisation), header.spec("float32", "float32", quantisation=quantisation)
-    held = held_bytes(model, family, spec)
+    held = resident_bytes(model, family, spec)
     loaded = load_transformer(spec, CPU).model
     assert held == sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers()))
     assert block_bytes(model, family, spec) == block_bytes(loaded, family, spec)
@@ -45,7 +45,7 @@ def test_quantised_weights_equal_the_dequantised_ones(file_of, tmp_path, kind, q
     rows_columns = [shape for shape in shapes if quantisation == "int8" or shape[1] % 64 == 0]
     saved = sum(3 * rows * columns - 4 * rows if quantisation == "int8" else rows * columns // 64 * (256 - 36)
                 for rows, columns in rows_columns)
-    assert len(rows_columns) > 10 and held == held_bytes(header.meta_model(), family, spec) - saved
+    assert len(rows_columns) > 10 and held == resident_bytes(header.meta_model(), family, spec) - saved
 
 
 @pytest.mark.parametrize("type_", ["INT8", "F8_E4M3"])

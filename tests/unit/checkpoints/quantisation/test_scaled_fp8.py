@@ -9,7 +9,7 @@ from tests.support.tiny_checkpoints import VARIANTS, families, matrices, metadat
 from tests.support.tolerances import close, relative_error
 from tests.unit.checkpoints.quantisation.test_layerwise_casting import native, ours
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
-from xdit_backend.checkpoints.tensor_sharding import held_bytes
+from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
 # with matrices whose scales ComfyUI does not heed, and such a file is refused
@@ -39,8 +39,8 @@ def test_a_scaled_file_equals_comfyuis_and_the_dequantised_one(file_of, tmp_path
     close(result, want, 1e-5)
     assert relative_error(result, exact) > 1e-3
     header = open_checkpoint(path)
-    held = held_bytes(header.meta_model(), family, header.spec("float32", "float32"))
-    plain = held_bytes(open_checkpoint(file_of(kind)).meta_model(), family, header.spec("float32", "float32"))
+    held = resident_bytes(header.meta_model(), family, header.spec("float32", "float32"))
+    plain = resident_bytes(open_checkpoint(file_of(kind)).meta_model(), family, header.spec("float32", "float32"))
     numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in matrices(path))
     # of the inputs too
     scales = 4 * sum(layer.num_scales + 1 for layer in header.layers.values())
@@ -77,7 +77,7 @@ def test_what_is_not_known_of_a_quantisation_is_refused_by_name(tmp_path, tensor
     whole = {"a.weight": FP8, "a.weight_scale": torch.ones(4, 1), "a.comfy_quant": said('{"format": "float8_e4m3fn"}')}
     save_file(whole, tmp_path / "whole.safetensors")
     layer, = open_checkpoint(tmp_path / "whole.safetensors").layers.values()
-    assert (layer.beside, layer.num_scales) == ({"weight_scale": "a.weight_scale"}, 4)
+    assert (layer.auxiliary, layer.num_scales) == ({"weight_scale": "a.weight_scale"}, 4)
     save_file({name: tensor for name, tensor in (whole | tensors).items() if tensor is not None},
               tmp_path / "other.safetensors")
 

@@ -44,7 +44,7 @@ def write(path, columns, rows):
 def table(tmp_path_factory):
     """Runs on two machines whose constants are off the usual ones, timed within 2 %."""
     lines = []
-    for card, machine, link in (("A100", "nv", "NVLink"), ("L40", "pc", "PCIe Gen4")):
+    for gpu, machine, link in (("A100", "nv", "NVLink"), ("L40", "pc", "PCIe Gen4")):
         for model, tokens in (("sd3-medium", 4096), ("sd3-medium", 16384), ("flux.1-dev", 4096), ("flux.1-dev", 16384)):
             for layout in LAYOUTS:
                 number = 1
@@ -53,15 +53,15 @@ def table(tmp_path_factory):
                 lines.append({
                     "id": f"R{len(lines)}", "source": "made", "model": model, "resolution": str(tokens), "frames": 1,
                     "tokens": tokens,
-                    "text_tokens": 512, "steps": 20, "cfg_branches": 2, "gpu": card, "number": number, "link": link,
+                    "text_tokens": 512, "steps": 20, "cfg_branches": 2, "gpu": gpu, "number": number, "link": link,
                     "machine": machine,
                     "layout": str(layout), **{f"deg_{name}": layout.get(name, 1) for name in published_runs.DEGREES},
                     "warmup": 1, "compiled": 0, "seconds": 1.0})
     path = write(tmp_path_factory.mktemp("planner") / "runs.csv", COLUMNS, lines)
     rows, chance = read_rows(path), random.Random(0)
-    truth = {name: usual * (1 if name[0] == "host" else 2 ** chance.uniform(-0.8, 0.8) if spread > 1
+    truth = {name: usual * (1 if name[0] == "host" else 2 ** chance.uniform(-0.8, 0.8) if placement > 1
                             else 2 ** chance.uniform(-0.2, 0.2))
-             for name, (usual, spread) in cost_model_accuracy.usual_constants(rows, probe_rows(rows)).items()}
+             for name, (usual, placement) in cost_model_accuracy.usual_constants(rows, probe_rows(rows)).items()}
     for line, row in zip(lines, rows):
         line["seconds"] = predict(row, truth) * chance.uniform(0.98, 1.02)
     return write(path, COLUMNS, lines)

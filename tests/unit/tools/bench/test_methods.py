@@ -50,6 +50,6 @@ def test_bench_prints_times_and_ratios_and_counts_what_the_formulas_say():
             and float(rows["tensor2"][5]) < 0.7 * float(rows["one"][5]))
     staged = [line for line in lines if line[:1] == ["pipefusion2"] and line[1].startswith("M=")]
     assert [row[1] for row in staged] == ["M=2", "M=4"]
-    for _, _, seconds, _, _, _, _, sent, sent_formula, weights, weight_formula, kept, kept_formula in staged:
+    for _, _, seconds, _, _, _, _, sent, sent_formula, weights, weight_formula, kept, cached_formula in staged:
         assert float(seconds) > 0 and float(sent) > 0
-        assert (sent, weights, kept) == (sent_formula, weight_formula, kept_formula)
+        assert (sent, weights, kept) == (sent_formula, weight_formula, cached_formula)

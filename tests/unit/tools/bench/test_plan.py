@@ -39,15 +39,15 @@ def flux(tmp_path_factory):
     return folder.parent
 
 
-def planned(flux, tmp_path, capsys, *arguments, card=CARD, count=2, links=LINKS, **said):
+def planned(flux, tmp_path, capsys, *arguments, gpu=CARD, count=2, links=LINKS, **said):
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps({"devices": [card | {"count": count}], "links": links} | said))
+    path.write_text(json.dumps({"devices": [gpu | {"count": count}], "links": links} | said))
     plan.main(make_parser().parse_args(["plan", str(flux), "--machine", str(path), *arguments]))
     return capsys.readouterr().out
 
 
 def test_a_plan_says_what_is_chosen_what_it_takes_and_what_limits_it(flux, tmp_path, capsys):
-    text = planned(flux, tmp_path, capsys, "--steps", "28", card=CARD | {"memory_bytes": 48e9})
+    text = planned(flux, tmp_path, capsys, "--steps", "28", gpu=CARD | {"memory_bytes": 48e9})
 
     assert ("4096 tokens, 256 of text, 28 steps, 2 branches, 1 image; 57 blocks of width 3072, 23.80 GB of weights\n"
             "on 2 x a card") in text
@@ -66,7 +66,7 @@ def test_a_plan_says_what_is_chosen_what_it_takes_and_what_limits_it(flux, tmp_p
 def test_a_plan_of_two_machines_keeps_tokens_within_one(flux, tmp_path, capsys, per_machine, exactly, expected):
     """Of the same measurements, which show a fast network."""
     links = {name: sizes | {"4": {"bytes_s": 5e9}} for name, sizes in LINKS.items()}
-    text = planned(flux, tmp_path, capsys, "--branches", "1", *exactly, card=CARD | {"memory_bytes": 48e9}, count=4,
+    text = planned(flux, tmp_path, capsys, "--branches", "1", *exactly, gpu=CARD | {"memory_bytes": 48e9}, count=4,
                    links=links, a_machine=per_machine)
 
     assert ("on 4 x a card, 2 a machine\n" in text) == (per_machine == 2)
@@ -87,7 +87,7 @@ def test_a_plan_spreads_what_does_not_fit(flux, tmp_path, capsys):
 def test_a_plan_for_speed_takes_stages_where_links_are_slow(flux, tmp_path, capsys, between, arguments, expected):
     """Where nothing exact is nearly as fast."""
     links = {name: {"2": {"bytes_s": between, "latency_s": 2e-5}} for name in LINKS}
-    text = planned(flux, tmp_path, capsys, "--branches", "1", *arguments, card=CARD | {"memory_bytes": 48e9},
+    text = planned(flux, tmp_path, capsys, "--branches", "1", *arguments, gpu=CARD | {"memory_bytes": 48e9},
                    links=links)
 
     assert re.search(rf"Plan: ({expected}), about ", text), text
@@ -112,7 +112,7 @@ def test_an_exact_plan_spreads_the_layers(flux, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("weight_dtype, gigabytes", [("fp8_e4m3fn", "11.90"), ("int8", "11.92"), ("nf4", "6.70")])
-def test_smaller_weights_and_larger_pictures(flux, tmp_path, capsys, weight_dtype, gigabytes):
+def test_smaller_weights_and_larger_images(flux, tmp_path, capsys, weight_dtype, gigabytes):
     """A byte a number, and four a row of int8; 36 bytes for 64 numbers of nf4. Biases and norms in 16 bits."""
     text = planned(flux, tmp_path, capsys, "--weight-dtype", weight_dtype, "--size", "2048x1024", "--batch", "2")
 
@@ -137,7 +137,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path, capsys):
         planned(tmp_path / "other.safetensors", tmp_path, capsys)
 
 
-def test_a_sound_is_as_long_as_a_picture_of_its_size_has_tokens():
+def test_a_audio_is_as_long_as_a_image_of_its_size_has_tokens():
     family = FAMILIES["Stable Audio Open"]
 
     shape = plan._latent_shape(family, family.test_config.config, 1024, 512, SimpleNamespace(frames=1, batch=2))

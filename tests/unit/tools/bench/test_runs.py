@@ -11,13 +11,13 @@ class Client:
     """Notes what is asked of it."""
 
     def __init__(self):
-        self.asked = []
+        self.requested = []
 
     def predict(self, spec, layout, num_channels, calls, run=None):
-        self.asked.append(run)
+        self.requested.append(run)
 
     def end_run(self, run):
-        self.asked.append(f"end {run}")
+        self.requested.append(f"end {run}")
 
 
 def test_each_run_has_a_name_of_its_own_and_ends():
@@ -25,7 +25,7 @@ def test_each_run_has_a_name_of_its_own_and_ends():
     run = runs._runs(client, None, None, [])
 
     assert [len(run(num_steps)) for num_steps in (2, 1)] == [2, 1]
-    assert client.asked == ["bench 0", "bench 0", "end bench 0", "bench 1", "end bench 1"]
+    assert client.requested == ["bench 0", "bench 0", "end bench 0", "bench 1", "end bench 1"]
 
 
 def test_rows_say_the_first_step_beside_the_others(capsys):

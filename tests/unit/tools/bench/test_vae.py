@@ -37,7 +37,7 @@ def test_bench_vae_prints_times_and_memory():
 
 
 @pytest.mark.slow
-def test_bench_vae_refuses_sizes_that_are_no_pictures():
+def test_bench_vae_refuses_sizes_that_are_no_images():
     result = bench("--sizes", "100")
 
     assert result.returncode != 0 and "must be multiples of 8" in result.stderr

@@ -23,7 +23,7 @@ from xdit_backend.tools.bench.size import parse_layout
 from xdit_backend.tools.dry_run import simulated_rank
 
 CONTROLLED = [name for name, family in FAMILIES.items()
-              if name in LAYOUTS and not family.is_whole
+              if name in LAYOUTS and not family.is_replicated
               and family.control_shapes(family.test_config.config, tiny(name)[1].shape)]
 # Mochi reads its mask, of which a pretended device has no numbers.
 MASKED = [name for name in LAYOUTS if name != "Mochi" and "attention_mask" in FAMILIES[name].conditioning]

@@ -20,8 +20,8 @@ from xdit_backend.checkpoints.offload.layer_offload import StreamedLayers
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.parallel.vae_memory import MARGIN, need_of
 from xdit_backend.parallel.vae_rows import Pieces, Ranks, decode_rows, encode_rows, num_parts, split_dim
-from xdit_backend.planner.memory_model import room_of
-from xdit_backend.tools.dry_run.fake_cuda import CUDA, pretended_cuda, pretended_group
+from xdit_backend.planner.memory_model import memory_budget
+from xdit_backend.tools.dry_run.fake_cuda import CUDA, fake_cuda_device, fake_group
 from xdit_backend.tools.dry_run.op_counter import DeviceWork
 from xdit_backend.tools.dry_run.simulated_rank import CopiesInLine
 
@@ -103,17 +103,17 @@ DEFAULT = {("flux", "decode", 2, True), ("cosmos", "decode", 2, False), ("ltx", 
 def counted(kind, way, world_size, whole):
     """(DeviceWork of a decode or encode by the first rank, bytes before it). whole: with convolutions all at once, else
     in blocks as the forecast counts them."""
-    vae, (latent, picture) = kind.make(), kind.shapes()
-    shape, scale = (latent, 1) if way == "decode" else (picture, kind.scale)
+    vae, (latent, image) = kind.make(), kind.shapes()
+    shape, scale = (latent, 1) if way == "decode" else (image, kind.scale)
     dim = split_dim(vae, shape, scale)
     rows = -(-num_parts(shape, scale, dim) // world_size) * scale
     pieces = Pieces() if whole else Pieces(dim, block_size=rows + (dim == -3) if scale == 1 else -(-rows // 8))
-    with pretended_group(0, world_size), pretended_cuda(), DeviceWork() as work:
+    with fake_group(0, world_size), fake_cuda_device(), DeviceWork() as work:
         for module in vae.modules():
             for own in (module._parameters, module._buffers):
                 own |= {name: _there(tensor) for name, tensor in own.items() if tensor is not None}
         given = torch.empty(shape, dtype=vae.dtype, device=CUDA)
-        before_bytes = work.held_bytes
+        before_bytes = work.resident_bytes
         work.start_over()
         ranks = Ranks(dist.group.WORLD) if world_size > 1 else None
         # what is pretended knows no inference mode; nothing asks for a gradient
@@ -134,8 +134,8 @@ def _plain(run):
 
 
 def forecast_of(kind, way, world_size, whole):
-    latent, picture = kind.shapes()
-    return need_of(kind.make(), *((latent, 1) if way == "decode" else (picture, kind.scale)), world_size,
+    latent, image = kind.shapes()
+    return need_of(kind.make(), *((latent, 1) if way == "decode" else (image, kind.scale)), world_size,
                    whole).peak_bytes
 
 
@@ -180,34 +180,35 @@ def test_layers_that_come_from_host_memory_leave_the_device_to_the_frames(key):
     kind, vae = KINDS[key], KINDS[key].make()
     del vae.encoder
     latent, _ = kind.shapes()
-    with pretended_group(0, 1), pretended_cuda(), DeviceWork() as work:
+    with fake_group(0, 1), fake_cuda_device(), DeviceWork() as work:
         for module in vae.modules():
             for name, tensor in module._parameters.items():
                 if tensor is not None:
                     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if tensor.ndim > 1 else CUDA)
                     module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
         layers = StreamedLayers(vae, CUDA, CopiesInLine([]))
-        held_bytes, given = work.held_bytes, torch.empty(latent, dtype=vae.dtype, device=CUDA)
+        resident_bytes, given = work.resident_bytes, torch.empty(latent, dtype=vae.dtype, device=CUDA)
         work.start_over()
         for _ in range(2):
             with layers.running():
                 _plain(decode_rows)(vae, given)
 
     decoder, layer, _ = held_and_needed(TITLES[key])
-    assert held_bytes / 1e9 < min(2.1 * layer + 0.01, decoder)
-    assert work.peak_bytes - held_bytes <= 1.005 * need_of(kind.make(), latent, 1, 1, True).peak_bytes + given.nbytes
+    assert resident_bytes / 1e9 < min(2.1 * layer + 0.01, decoder)
+    assert work.peak_bytes - resident_bytes <= 1.005 * need_of(kind.make(), latent, 1, 1,
+                                                               True).peak_bytes + given.nbytes
 
 
 def test_weights_from_host_memory_give_few_decodes_room_that_have_none_else():
     """As docs say: beside two of its largest layers at a time three more decodes have room."""
     more, num_fitting, num_rows = [], 0, 0
-    for title, card_gb in itertools.product(TITLES.values(), (8, 12, 16, 24)):
+    for title, gpu_gb in itertools.product(TITLES.values(), (8, 12, 16, 24)):
         decoder, layer, needed = held_and_needed(title)
         for num_ranks, own in zip((1, 2, 4), needed):
-            fits, would_fit = (own + held <= room_of(card_gb * 1e9) / 1e9
+            fits, would_fit = (own + held <= memory_budget(gpu_gb * 1e9) / 1e9
                                for held in (decoder, min(decoder, 2 * layer)))
             num_rows, num_fitting = num_rows + 1, num_fitting + fits
-            more += [(title, num_ranks, card_gb)] if would_fit and not fits else []
+            more += [(title, num_ranks, gpu_gb)] if would_fit and not fits else []
     said = re.search(r"Of these (\d+) decodes (\d+) have room", FULL_SIZE.read_text(encoding="utf-8"))
 
     assert said.groups() == (str(num_rows), str(num_fitting))

@@ -19,7 +19,7 @@ from xdit_backend.memory.staging import StagingBuffers
 from xdit_backend.protocol import messages, specs
 from xdit_backend.tools.bench.size import parse_layout
 from xdit_backend.tools.dry_run.commands import HostMemory
-from xdit_backend.tools.dry_run.fake_cuda import CUDA, pretended_cuda
+from xdit_backend.tools.dry_run.fake_cuda import CUDA, fake_cuda_device
 from xdit_backend.tools.dry_run.op_counter import DeviceWork
 from xdit_backend.tools.dry_run.simulated_rank import load, outline
 from xdit_backend.worker.models import Loaded, Models
@@ -89,18 +89,18 @@ def test_a_lora_is_merged_in_little_memory_and_without_a_wait(tmp_path, monkeypa
     outside = loader.build_empty(model.family, checkpoint.config)
     monkeypatch.setattr(loader, "build_empty", lambda family, config: outside)
     ways = batches_of(checkpoint, memory, getattr(torch, storage).itemsize)
-    with monkeypatch.context() as changed, pretended_cuda(), DeviceWork() as work, Holes():
+    with monkeypatch.context() as changed, fake_cuda_device(), DeviceWork() as work, Holes():
         held = Held(changed)
         loaded = loader.load_transformer(spec, CUDA)
         models, name = models_with(loaded)
-        before = work.held_bytes
+        before = work.resident_bytes
         for way in ways:
             for batch in way:
                 work.start_over()
                 told = change(models, name, batch)
 
                 assert told["offloaded_bytes"] == 0 if not budget_bytes else told["offloaded_bytes"] > 0
-                assert work.waits == {} and work.mixed == {} and work.held_bytes == before
+                assert work.waits == {} and work.mixed == {} and work.resident_bytes == before
                 # what comes from host memory is taken from the file there again, and the device has nothing to do
                 least = 0 if budget_bytes and way is ways[1] else 1
                 assert least <= work.peak_bytes - before <= most_bytes(storage) + SUMS_BYTES
@@ -141,17 +141,17 @@ def test_a_lora_is_added_beside_packed_weights(monkeypatch, type_, layout_name):
     monkeypatch.setattr(changes, "read_plain", lambda checkpoint, tensors, without: dict(tensors))
     add, take_out = batches_of(plain, memory, 1)
     model, packed = outline(plain, spec)
-    with pretended_cuda(), DeviceWork() as work, Holes():
+    with fake_cuda_device(), DeviceWork() as work, Holes():
         models, name = models_with(load(plain, spec, model, packed, (range(2 * NUM_BLOCKS), 0)).transformer)
-        before = work.held_bytes
+        before = work.resident_bytes
         work.start_over()
         for batch in add:
             change(models, name, batch)
-        added, peak_bytes, waits, mixed = work.held_bytes - before, work.peak_bytes, work.waits, work.mixed
+        added, peak_bytes, waits, mixed = work.resident_bytes - before, work.peak_bytes, work.waits, work.mixed
         for batch in take_out:
             change(models, name, batch)
 
-        assert waits == {} and mixed == {} and work.held_bytes == before
+        assert waits == {} and mixed == {} and work.resident_bytes == before
     whole = sum(4 * LORA_RANK * sum(plain.shapes[name]) for batch in add for name in batch)
     assert added == whole if spec.tensor_degree == 1 else whole / 2 < added < whole
     assert peak_bytes - before <= added + 8 * LORA_RANK * max(sum(plain.shapes[name]) for name in add[0])
@@ -168,7 +168,7 @@ def test_a_version_of_the_weights_is_gone_back_to_without_a_kernel(tmp_path, mon
     outside = loader.build_empty(model.family, checkpoint.config)
     monkeypatch.setattr(loader, "build_empty", lambda family, config: outside)
     add, _ = batches_of(checkpoint, memory, 2)
-    with pretended_cuda(), DeviceWork() as work, Holes():
+    with fake_cuda_device(), DeviceWork() as work, Holes():
         models, name = models_with(loader.load_transformer(spec_of(checkpoint, parse_layout("one")), CUDA))
         for index, batch in enumerate(add):
             change(models, name, batch, spare_bytes, version=1, begins=index == 0)

@@ -16,7 +16,7 @@ from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights
 from xdit_backend.checkpoints.tensor_sharding import block_sizes
 from xdit_backend.tools.bench.size import parse_layout
-from xdit_backend.tools.dry_run.fake_cuda import CUDA, pretended_cuda
+from xdit_backend.tools.dry_run.fake_cuda import CUDA, fake_cuda_device
 from xdit_backend.tools.dry_run.op_counter import DeviceWork
 from xdit_backend.tools.dry_run.simulated_rank import outline, own_blocks, world_size_of
 
@@ -106,16 +106,16 @@ def test_a_rank_loads_its_own_weights_once(tmp_path, monkeypatch, name, layout_n
         own = own_blocks(empty, model.family, spec, rank) if spec.stages is not None else None
         outside = build_empty(model.family, checkpoint.config)
         monkeypatch.setattr(loader, "build_empty", lambda family, config, made=outside: made)
-        with monkeypatch.context() as changed, pretended_cuda(), DeviceWork() as work, Holes() as holes:
+        with monkeypatch.context() as changed, fake_cuda_device(), DeviceWork() as work, Holes() as holes:
             on_device = keep_what_is_moved(changed)
             loader.load_transformer(spec, CUDA, choose_blocks=own and (lambda _, own=own: own),
                                      tensor_rank=rank % spec.tensor_degree)
             largest = max(tensor.numel() for tensor in on_device)
 
-        assert work.held_bytes == weights_of((model, None), layout_name, rank, storage)
+        assert work.resident_bytes == weights_of((model, None), layout_name, rank, storage)
         assert sum(holes.sent) == weights_of((model, None), layout_name, rank, item_bytes=2)
         assert work.waits == {} and work.mixed == {}
-        assert work.peak_bytes - work.held_bytes <= 2 * largest                # one that is cast there
+        assert work.peak_bytes - work.resident_bytes <= 2 * largest                # one that is cast there
 
 
 @pytest.mark.parametrize("name, layout_name, budget_bytes", [
@@ -134,17 +134,18 @@ def test_weights_that_stay_in_host_memory_come_once_a_step(tmp_path, monkeypatch
     monkeypatch.setattr(loader, "CopyThread", lambda device, staging: copies)
     kept = []
     monkeypatch.setattr(loader.HostCopies, "keep", lambda self, *given: kept.append(given))
-    with monkeypatch.context() as changed, pretended_cuda(), DeviceWork() as work, Holes() as holes:
+    with monkeypatch.context() as changed, fake_cuda_device(), DeviceWork() as work, Holes() as holes:
         on_device = keep_what_is_moved(changed)
         loaded = loader.load_transformer(spec, CUDA, choose_blocks=own and (lambda _: own))
-        while_loading, held_bytes = sum(holes.sent), work.held_bytes
+        while_loading, resident_bytes = sum(holes.sent), work.resident_bytes
         in_steps = [_stepped(loaded.offloaded, own or range(len(block_sizes(empty, model.family))), copies)
                     for _ in range(2)]
-        at_work = work.held_bytes
+        at_work = work.resident_bytes
         del on_device
 
-    assert held_bytes == plan.device_bytes - plan.buffer_bytes
-    assert 0.95 * held_bytes < while_loading <= held_bytes     # what is held in float32 travels as the file has it
+    assert resident_bytes == plan.device_bytes - plan.buffer_bytes
+    # what is held in float32 travels as the file has it
+    assert 0.95 * resident_bytes < while_loading <= resident_bytes
     assert at_work == plan.device_bytes <= budget_bytes and in_steps[1] == plan.offloaded_bytes > 0
     assert loaded.offloaded.blocks == plan.blocks
     assert kept == []

@@ -58,25 +58,25 @@ def test_a_second_copy_of_keys_and_values_is_seen(row_with):
     def twice(plain, self, key, keys, values, *others):
         self.once[key] = keys.clone(), values.clone()
         return plain(self, key, keys, values, *others)
-    plain = counted(tiny(CALM), "pipefusion2").kept_bytes
+    plain = counted(tiny(CALM), "pipefusion2").cached_bytes
 
-    assert row_with(stale_kv_cache.KeyValues, "update", twice, "pipefusion2").kept_bytes > 1.1 * plain
+    assert row_with(stale_kv_cache.KeyValues, "update", twice, "pipefusion2").cached_bytes > 1.1 * plain
 
 
 def test_a_message_that_is_kept_when_it_has_been_read_is_seen(row_with):
     def kept(plain, self, link, handles, *others):
         self.read = [*getattr(self, "read", []), *handles]
         return plain(self, link, handles, *others)
-    plain = counted(tiny(CALM), "pipefusion2").kept_bytes
+    plain = counted(tiny(CALM), "pipefusion2").cached_bytes
 
-    assert row_with(Predictions, "_receive", kept, "pipefusion2").kept_bytes > 1.1 * plain
+    assert row_with(Predictions, "_receive", kept, "pipefusion2").cached_bytes > 1.1 * plain
 
 
 def test_a_message_that_is_kept_when_it_has_arrived_is_seen(monkeypatch):
-    plain = counted(tiny(CALM), "pipefusion2", 0).kept_bytes
+    plain = counted(tiny(CALM), "pipefusion2", 0).cached_bytes
     monkeypatch.setattr(Link, "let_go", lambda self: None)
 
-    assert counted(tiny(CALM), "pipefusion2", 0).kept_bytes > 1.1 * plain
+    assert counted(tiny(CALM), "pipefusion2", 0).cached_bytes > 1.1 * plain
 
 
 def test_a_copy_of_what_an_exchange_gave_is_seen(row_with):
@@ -98,7 +98,7 @@ def test_a_collective_on_the_wrong_group_is_seen(row_with):
     found = row_with(displaced_exchange, "start_all_gather", lambda plain, rows, own, group, traffic: plain(
         rows, own, None, traffic), "displaced2-ulysses2")
 
-    assert found.sent_bytes != found.told_bytes
+    assert found.sent_bytes != found.reported_bytes
 
 
 def test_a_kernel_for_each_head_is_seen(row_with):

@@ -15,7 +15,7 @@ from xdit_backend.checkpoints.tensor_sharding import held
 from xdit_backend.partition import FULL
 from xdit_backend.planner.cost_model import COLLECTIVES, Device, Links
 from xdit_backend.planner.layout_search import Machine
-from xdit_backend.planner.memory_model import room_of
+from xdit_backend.planner.memory_model import memory_budget
 from xdit_backend.tools.bench import fits, size
 from xdit_backend.tools.dry_run import published_models
 from xdit_backend.tools.dry_run.simulated_rank import count, stage_ranks
@@ -35,9 +35,9 @@ CARDS = {12: 25.6e12, 16: 44.1e12, 24: 71e12}
 DEFAULT = "flux.1-dev", "ulysses2", 12
 
 
-def fit_of(name, layout_name, card_gb, links=None):
+def fit_of(name, layout_name, gpu_gb, links=None):
     subject = size.subject_of(make_parser().parse_args(["bench", "size", *name.split()]))
-    device = Device(1e14, 1e14, 1e12, memory_bytes=card_gb * 1e9, host_bytes_s=12e9)
+    device = Device(1e14, 1e14, 1e12, memory_bytes=gpu_gb * 1e9, host_bytes_s=12e9)
     return fits.Fit(subject, size.parse_layout(layout_name), Machine((device,) * 2, links or Links()))
 
 
@@ -47,21 +47,21 @@ def test_the_tables_of_models_larger_than_vram_are_simulated(row):
     README has some of its rows, without seconds."""
     method, *cells = cells_of(ROOT / "docs" / "models.md", row)
     in_readme = [cells_of(ROOT / readme, short_name(row)) for readme in ("README.md", "README.zh.md")]
-    fitting = {card_gb: fit_of(ROWS[row], method.lower().replace(" ", ""), card_gb) for card_gb in CARDS}
+    fitting = {gpu_gb: fit_of(ROWS[row], method.lower().replace(" ", ""), gpu_gb) for gpu_gb in CARDS}
     subject, layout = fitting[12].subject, fitting[12].layout
     flops = count(subject.checkpoint, subject.spec(), layout, 0, subject.run).flops
-    for cell, (card_gb, fit) in zip(cells, fitting.items(), strict=True):
-        come_bytes = fit.hold[1][0]
-        comes_s, computes_s = come_bytes / 12e9, flops / CARDS[card_gb]
+    for cell, (gpu_gb, fit) in zip(cells, fitting.items(), strict=True):
+        streamed_bytes = fit.hold[1][0]
+        comes_s, computes_s = streamed_bytes / 12e9, flops / CARDS[gpu_gb]
         compute = f"compute {computes_s:.1f} s" if computes_s < 10 else f"compute {computes_s:.0f} s"
-        resident, streamed = f"{max(fit.weights) / 1e9:.1f}", f"{come_bytes / 1e9:.1f}"
+        resident, streamed = f"{max(fit.weights) / 1e9:.1f}", f"{streamed_bytes / 1e9:.1f}"
         bounded_by_link = comes_s > computes_s
 
         assert fit.answer().startswith("fits")
         assert cell == f"{resident} + {streamed}; " + (f"**PCIe {comes_s:.1f} s**, " * bounded_by_link) + compute
         for column, compute_word in zip(in_readme, ("compute", "计算"), strict=True):
             bottleneck = "**PCIe**" if bounded_by_link else compute_word
-            assert not column or column[1 + list(CARDS).index(card_gb)] == f"{resident}+{streamed} {bottleneck}"
+            assert not column or column[1 + list(CARDS).index(gpu_gb)] == f"{resident}+{streamed} {bottleneck}"
     assert all(not column or method == f"{column[0]} 2" for column in in_readme)
 
 
@@ -85,13 +85,13 @@ def test_the_readme_has_at_most_six_rows_of_models_larger_than_vram(readme):
 
 
 @pytest.mark.parametrize("name, layout, card_gb", [
-    pytest.param(name, layout, card_gb, marks=[] if (name, layout, card_gb) == DEFAULT else pytest.mark.slow)
-    for name, own in MODELS.items() for layout in sorted({"one", "ulysses2", own}) for card_gb in CARDS_GB])
-def test_a_rank_holds_what_its_card_has_room_for_and_what_was_forecast(name, layout, card_gb):
-    fit = fit_of(name, layout, card_gb)
+    pytest.param(name, layout, gpu_gb, marks=[] if (name, layout, gpu_gb) == DEFAULT else pytest.mark.slow)
+    for name, own in MODELS.items() for layout in sorted({"one", "ulysses2", own}) for gpu_gb in CARDS_GB])
+def test_a_rank_holds_what_its_gpu_has_room_for_and_what_was_forecast(name, layout, gpu_gb):
+    fit = fit_of(name, layout, gpu_gb)
     answer = fit.answer()
     if not answer.startswith("fits"):                          # activations and two blocks at a time are too much
-        assert fit.subject.plan_of(1, 1).device_bytes + fit.run_bytes > room_of(card_gb * 1e9)
+        assert fit.subject.plan_of(1, 1).device_bytes + fit.run_bytes > memory_budget(gpu_gb * 1e9)
         return
     spec = fit.subject.spec(None, 1, fit.weights_memory)
     counted = count(fit.subject.checkpoint, spec, fit.layout, 0, fit.subject.run)
@@ -100,23 +100,23 @@ def test_a_rank_holds_what_its_card_has_room_for_and_what_was_forecast(name, lay
     assert abs(counted.weight_bytes + counted.peak_bytes - max(fit.weights) - fit.run_bytes) < ALLOWED * (
         counted.weight_bytes + counted.peak_bytes)
     # no copy of a block more than its weights
-    assert counted.come_bytes == fit.hold[1][0]
+    assert counted.streamed_bytes == fit.hold[1][0]
 
 
 @pytest.mark.parametrize("name, card_gb", [
     pytest.param(*row, marks=pytest.mark.slow) for row in (("flux.1-dev", 12), ("flux.2-dev", 24), ("qwen-image", 16))])
-def test_a_stage_holds_what_its_card_has_room_for_and_what_was_forecast(name, card_gb):
+def test_a_stage_holds_what_its_gpu_has_room_for_and_what_was_forecast(name, gpu_gb):
     """Weights come once for each of as few patches as there are stages."""
-    fit = fit_of(name, "pipefusion2", card_gb)
+    fit = fit_of(name, "pipefusion2", gpu_gb)
     assert "for each of 2 patches" in fit.answer(), fit.answer()
-    memory = [card_gb * 1e9 * FULL] * 2
+    memory = [gpu_gb * 1e9 * FULL] * 2
     spec = fit.subject.spec(fit.stages, 1, fit.weights_memory)
     for rank in stage_ranks(fit.subject.checkpoint, spec, fit.layout, memory):
         counted = count(fit.subject.checkpoint, spec, fit.layout, rank, fit.run, memory)
 
         assert counted.weight_bytes == fit.weights[rank] <= fit.weights_memory
-        assert counted.come_bytes == 2 * fit.hold[1][rank] > 0
-        assert counted.weight_bytes + counted.peak_bytes < room_of(card_gb * 1e9)
+        assert counted.streamed_bytes == 2 * fit.hold[1][rank] > 0
+        assert counted.weight_bytes + counted.peak_bytes < memory_budget(gpu_gb * 1e9)
 
 
 # of cards that are three times as fast to each other as host memory is to them, and more
@@ -155,10 +155,10 @@ def test_ranks_that_share_weights_are_counted_as_they_send_them(short, name):
 
     assert "a part over each device" in fit.answer() and "a part" not in slow.answer()
     assert shared.shared_bytes == sum(parts) == shared.sent_bytes - alone.sent_bytes
-    assert shared.sent_bytes == shared.told_bytes
+    assert shared.sent_bytes == shared.reported_bytes
     assert shared.num_exchanges == alone.num_exchanges + len(parts)
-    assert shared.come_bytes == sum(parts) + sum(rest)
-    assert alone.shared_bytes == 0 and alone.come_bytes == fit.hold[1][1]
+    assert shared.streamed_bytes == sum(parts) + sum(rest)
+    assert alone.shared_bytes == 0 and alone.streamed_bytes == fit.hold[1][1]
     assert size.bounds(shared, fit.layout, fit.machine)["link"] == pytest.approx(
         shared.sent_bytes / 1e11 + shared.num_exchanges * 3e-5)
 
@@ -174,7 +174,7 @@ def whole(plain, self, block):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("owner, name, mutant", [
-    (cooperative_loading, "is_alike", lambda plain, *given: False), (OffloadedBlocks, "_pairs", whole),
+    (cooperative_loading, "is_identical", lambda plain, *given: False), (OffloadedBlocks, "_pairs", whole),
     (OffloadedBlocks, "_part_bytes", lambda plain, *given: plain(*given) // 2)])
 def test_it_notices_ranks_that_bring_all_or_send_too_little(short, monkeypatch, owner, name, mutant):
     plain = getattr(owner, name)

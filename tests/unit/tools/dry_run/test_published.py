@@ -11,8 +11,8 @@ from tests.support.tiers import by_default
 from tests.unit.checkpoints.test_header import PUBLISHED as FILES
 from tests.unit.tools.dry_run.rows import counted, published, spec_of
 from xdit_backend.checkpoints.build_transformer import build_empty
-from xdit_backend.checkpoints.model_dims import job_of, net_of, unet_run_memory
-from xdit_backend.checkpoints.tensor_sharding import held_bytes
+from xdit_backend.checkpoints.model_dims import dims_of, job_of, unet_run_memory
+from xdit_backend.checkpoints.tensor_sharding import resident_bytes
 from xdit_backend.config import ParallelConfig
 from xdit_backend.models import FAMILIES
 from xdit_backend.planner.memory_model import rank_memory, weight_bytes
@@ -87,17 +87,17 @@ def runs_under(name, layout_name):
 def net_and_job(name, layout_name, blocks=2, branches=1):
     """(Net, Job) of a published model's usual step."""
     (checkpoint, run), layout = published(name, blocks), parse_layout(layout_name)
-    net = net_of(checkpoint.family, build_empty(checkpoint.family, checkpoint.config), spec_of(checkpoint, layout))
+    dims = dims_of(checkpoint.family, build_empty(checkpoint.family, checkpoint.config), spec_of(checkpoint, layout))
     shapes = run.conditioning | run.call_conditioning
     given = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
-    return net, job_of(checkpoint.family, net, run.shape, given, 20, branches)
+    return dims, job_of(checkpoint.family, dims, run.shape, given, 20, branches)
 
 
 def forecast_of(name, layout_name, blocks=2, memory=rank_memory, branches=1):
     """The forecast.Memory of a rank. memory: of rank_memory's kind."""
-    net, job = net_and_job(name, layout_name, blocks, branches)
+    dims, job = net_and_job(name, layout_name, blocks, branches)
     stages = spec_of(published(name, blocks)[0], parse_layout(layout_name)).stages
-    return memory(net, job, degrees_of(parse_layout(layout_name), ParallelConfig(), stages)), net
+    return memory(dims, job, degrees_of(parse_layout(layout_name), ParallelConfig(), stages)), dims
 
 
 def off_by(name, layout_name, memory=rank_memory, branches=1, blocks=2, ranks=(0,)):
@@ -156,8 +156,8 @@ def test_a_peak_where_tensor_parallelism_leaves_attention_whole_is_what_was_fore
 
 
 def test_it_notices_attention_that_is_taken_to_be_divided():
-    def divided(net, *given):
-        return rank_memory(dataclasses.replace(net, whole_attention=False), *given)
+    def divided(dims, *given):
+        return rank_memory(dataclasses.replace(dims, whole_attention=False), *given)
 
     assert off_by("hunyuan3d-2.1", "ulysses2-tensor2", divided) < -0.1
 
@@ -212,8 +212,8 @@ def test_a_peak_of_a_stage_of_a_model_with_skips_is_what_was_forecast(layout):
 
 def test_what_is_forecast_of_another_family_is_not_of_all():
     """By what is said of most models, Lumina 2 would have half of what it takes."""
-    def plain(net, *given):
-        return rank_memory(dataclasses.replace(net, live=None), *given)
+    def plain(dims, *given):
+        return rank_memory(dataclasses.replace(dims, footprint=None), *given)
 
     assert off_by("lumina-2", "one", plain) < -0.4
 
@@ -240,8 +240,8 @@ def test_a_peak_of_a_stage_is_what_was_forecast(name, layout, branches):
 @pytest.mark.slow
 def test_what_a_stage_has_cut_is_gone_where_most_lives():
     """With the stream of all tokens beside all blocks, more than Wan takes under Ulysses would be forecast."""
-    def beside(net, *given):
-        return rank_memory(dataclasses.replace(net, live=dataclasses.replace(net.live, cut=0.0)), *given)
+    def beside(dims, *given):
+        return rank_memory(dataclasses.replace(dims, footprint=dataclasses.replace(dims.footprint, cut=0.0)), *given)
 
     assert off_by("wan2.1-14b-720p", "pipefusion2-ulysses2", beside, blocks=None, ranks=(0, -1)) > ALLOWED
 
@@ -252,8 +252,8 @@ def test_of_one_patch_no_keys_and_values_are_kept():
     alone, by_two = (counted((checkpoint, dataclasses.replace(run, num_patches=patches)), "pipefusion2")
                      for patches in (1, 2))
 
-    kept_bytes = forecast_of("flux.1-dev", "pipefusion2")[0].keys_values
-    assert abs((by_two.kept_bytes - alone.kept_bytes) / kept_bytes - 1) < ALLOWED
+    cached_bytes = forecast_of("flux.1-dev", "pipefusion2")[0].keys_values
+    assert abs((by_two.cached_bytes - alone.cached_bytes) / cached_bytes - 1) < ALLOWED
     assert alone.peak_bytes < by_two.peak_bytes
 
 
@@ -266,16 +266,16 @@ JOINED = {"flux.1-dev": 0, "flux.2-dev": 1, "qwen-image": 0, "sd3.5-large": 0, "
 @pytest.mark.parametrize("name", by_default(["flux.1-dev", "flux.2-dev"], JOINED))
 def test_ulysses_and_ring_send_what_the_formula_says(name, layout_name):
     """Section 8, but for what tokens that are not a multiple of the ranks make uneven."""
-    (net, job), layout = net_and_job(name, layout_name), parse_layout(layout_name)
+    (dims, job), layout = net_and_job(name, layout_name), parse_layout(layout_name)
     ulysses, ring = layout.ulysses_degree, layout.ring_degree
-    text, ranks = job.text if net.joint else 0, ulysses * ring
-    in_a_block = 4 * (job.tokens + text) / ranks * net.width * (ulysses - 1) / ulysses \
-        + 2 * (job.tokens + text) / ring * net.width / ulysses * (ring - 1)
-    once = (job.tokens + JOINED[name] * (job.tokens + text)) / ranks * net.width * (ranks - 1)
+    text, ranks = job.text if dims.joint else 0, ulysses * ring
+    in_a_block = 4 * (job.tokens + text) / ranks * dims.width * (ulysses - 1) / ulysses \
+        + 2 * (job.tokens + text) / ring * dims.width / ulysses * (ring - 1)
+    once = (job.tokens + JOINED[name] * (job.tokens + text)) / ranks * dims.width * (ranks - 1)
 
     sent = counted(published(name), layout_name, 0).sent_bytes
 
-    assert abs(sent / ((net.blocks * in_a_block + once) * net.element_bytes) - 1) < 1e-3
+    assert abs(sent / ((dims.blocks * in_a_block + once) * dims.element_bytes) - 1) < 1e-3
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "flux.1-dev" else pytest.mark.slow)
@@ -284,11 +284,11 @@ def test_weights_are_what_was_forecast_to_the_byte(name):
     """Of one device, and of the fullest stage of two and of four."""
     row = published(name, None)
     model, _ = outline(row[0], spec_of(row[0], parse_layout("one")))
-    _, net = forecast_of(name, "one", None)
+    _, dims = forecast_of(name, "one", None)
     for stages in (1, 2, 4):
         degrees = degrees_of(parse_layout(f"pipefusion{stages}"), ParallelConfig())
 
-        assert weight_bytes(net, degrees) == max(_stage_weights(row, model, stages))
+        assert weight_bytes(dims, degrees) == max(_stage_weights(row, model, stages))
 
 
 def _stage_weights(row, model, stages):
@@ -296,5 +296,5 @@ def _stage_weights(row, model, stages):
     from xdit_backend.tools.dry_run.simulated_rank import own_blocks
     family, spec = row[0].family, spec_of(row[0], parse_layout(f"pipefusion{stages}"))
     sizes = block_bytes(model, family, spec)
-    outside = held_bytes(model, family, spec) - sum(sizes)
+    outside = resident_bytes(model, family, spec) - sum(sizes)
     return [outside + sum(sizes[block] for block in own_blocks(model, family, spec, rank)) for rank in range(stages)]

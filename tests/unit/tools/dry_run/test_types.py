@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.tools.dry_run.rows import counted, published, spec_of, with_lora
-from xdit_backend.checkpoints.model_dims import job_of, net_of
+from xdit_backend.checkpoints.model_dims import dims_of, job_of
 from xdit_backend.checkpoints.quantisation import ggml_dequant, kitchen_layers
 from xdit_backend.checkpoints.quantisation.gguf import PACKED
 from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS
@@ -21,7 +21,7 @@ from xdit_backend.planner.memory_model import DEFAULT_SETTINGS, MemorySettings, 
 from xdit_backend.planner.planner import degrees_of
 from xdit_backend.protocol.specs import Layout
 from xdit_backend.tools.dry_run import fake_cuda, simulated_rank
-from xdit_backend.tools.dry_run.fake_cuda import CUDA, pretended_cuda
+from xdit_backend.tools.dry_run.fake_cuda import CUDA, fake_cuda_device
 from xdit_backend.tools.dry_run.op_counter import DeviceWork
 from xdit_backend.tools.dry_run.simulated_rank import outline
 
@@ -62,12 +62,12 @@ def off_by(name, type_, settings=DEFAULT_SETTINGS):
     """How far the forecast of what a step takes beside such weights is from what is counted."""
     (checkpoint, run), storage, quantisation = given(type_, name)
     spec = spec_of(checkpoint, Layout(), storage, quantisation)
-    net = net_of(checkpoint.family, outline(checkpoint, spec)[0], spec, (fake_cuda.CAPABILITY,))
+    dims = dims_of(checkpoint.family, outline(checkpoint, spec)[0], spec, (fake_cuda.CAPABILITY,))
     shapes = run.conditioning | run.call_conditioning
-    job = job_of(checkpoint.family, net, run.shape,
+    job = job_of(checkpoint.family, dims, run.shape,
                  {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}, 20)
     found = counted((checkpoint, run), "one", storage=storage, quantisation=quantisation)
-    return rank_memory(net, job, degrees_of(Layout(), ParallelConfig()), settings).activations / found.peak_bytes - 1
+    return rank_memory(dims, job, degrees_of(Layout(), ParallelConfig()), settings).activations / found.peak_bytes - 1
 
 
 @pytest.mark.parametrize("name, type_", [
@@ -87,15 +87,15 @@ def test_a_peak_where_no_products_are_of_the_type_is_what_was_forecast(monkeypat
 @pytest.mark.parametrize("name, type_", [
     pytest.param(*row, marks=[] if row == ("flux.2-dev", "float8_e4m3fn") else pytest.mark.slow)
     for row in FORECAST if row[1] in FLOAT8])
-def test_of_a_card_that_is_not_known_no_less_is_forecast_than_of_any(name, type_):
+def test_of_a_gpu_that_is_not_known_no_less_is_forecast_than_of_any(name, type_):
     """Which may multiply such weights or unpack them."""
     checkpoint, run = given(type_, name)[0]
     spec = spec_of(checkpoint, Layout())
-    nets = [net_of(checkpoint.family, outline(checkpoint, spec)[0], spec, (capability,))
+    nets = [dims_of(checkpoint.family, outline(checkpoint, spec)[0], spec, (capability,))
             for capability in (None, (8, 0), (8, 9))]
     for settings in (DEFAULT_SETTINGS, MemorySettings(has_lora=True)):
-        unknown, *known = (rank_memory(net, Job(4096, 512, 20), degrees_of(Layout(), ParallelConfig()), settings)
-                           .activations for net in nets)
+        unknown, *known = (rank_memory(dims, Job(4096, 512, 20), degrees_of(Layout(), ParallelConfig()), settings)
+                           .activations for dims in nets)
         assert unknown >= max(known)
 
 
@@ -139,9 +139,9 @@ def test_it_notices_a_lora_that_is_not_forecast(monkeypatch):
 @pytest.mark.parametrize("type_, unpacking", UNPACKING.items())
 def test_unpacking_takes_what_is_forecast(type_, unpacking):
     numbers, num_bytes = block_of(type_)
-    with pretended_cuda(), DeviceWork() as work:
+    with fake_cuda_device(), DeviceWork() as work:
         held = torch.empty(4096, 4096 // numbers * num_bytes, dtype=torch.uint8, device=CUDA)
-        before = work.held_bytes
+        before = work.resident_bytes
         unpacked(held, type_, None, torch.bfloat16)
 
     assert abs((work.peak_bytes - before) / (4096 ** 2 * unpacking) - 1) < 0.05
@@ -172,10 +172,10 @@ def test_the_forecast_knows_what_ranks_tell_each_other(type_):
     """Of the tokens as of what they add up, see above."""
     checkpoint, _ = published("flux.1-dev")
     checkpoint = checkpoint if type_ == "bf16" else dataclasses.replace(checkpoint, type_=type_)
-    net = net_of(checkpoint.family, outline(checkpoint, checkpoint.spec("bfloat16", "bfloat16"))[0])
+    dims = dims_of(checkpoint.family, outline(checkpoint, checkpoint.spec("bfloat16", "bfloat16"))[0])
 
-    assert net.agreed == (1.5 if type_ == "int8_tensorwise" else 0) and net.sums == 1.5
-    assert net.formats == ({} if type_ == "bf16" else {type_: 1.0})
+    assert dims.agreed == (1.5 if type_ == "int8_tensorwise" else 0) and dims.sums == 1.5
+    assert dims.formats == ({} if type_ == "bf16" else {type_: 1.0})
 
 
 def test_every_type_has_a_row():

@@ -13,7 +13,7 @@ from xdit_backend.comfyui.native_models import able_to_compute
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.parallel.vae_rows import Ranks, decode_rows, encode_rows
 from xdit_backend.parallel.vae_tile_memory import tiles_of
-from xdit_backend.tools.dry_run.fake_cuda import CUDA, pretended_cuda, pretended_group
+from xdit_backend.tools.dry_run.fake_cuda import CUDA, fake_cuda_device, fake_group
 from xdit_backend.tools.dry_run.op_counter import DeviceWork
 
 pytestmark = pytest.mark.skipif(find_comfyui() is None, reason="there is no ComfyUI; set XDIT_COMFYUI to its folder")
@@ -36,11 +36,11 @@ def there(tensor):
 def counted(way, rank):
     """(DeviceWork of this rank of two, bytes before it, the Share)."""
     vae, (shape, scale) = full_size(), SHAPES[way]
-    with pretended_group(rank, 2), pretended_cuda(), DeviceWork() as work:
+    with fake_group(rank, 2), fake_cuda_device(), DeviceWork() as work:
         for module in vae.modules():
             for own in (module._parameters, module._buffers):
                 own |= {name: there(tensor) for name, tensor in own.items() if tensor is not None}
-        given, before_bytes = torch.empty(shape, dtype=vae.dtype, device=CUDA), work.held_bytes
+        given, before_bytes = torch.empty(shape, dtype=vae.dtype, device=CUDA), work.resident_bytes
         work.start_over()
         ranks = Ranks(dist.group.WORLD)
         # what is pretended knows no inference mode; nothing asks for a gradient
