@@ -225,7 +225,8 @@ class Branch:
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
     guided: Many[Nag] = ()   # done to what every self-attention gives, one after the other
     free_u: Many[FreeU | Shrink] = ()        # of a U-Net, one after the other
-    # tokens of a U-Net's self-attention -> rows and columns of its tiles, rows and columns of one (hooks/unet_patches.py)
+    # tokens of a U-Net's self-attention -> rows and columns of its tiles, rows and columns of one
+    # (hooks/unet_patches.py)
     tiles: ByName[str, tuple[Natural, Natural, Natural, Natural]] = dataclasses.field(default_factory=dict)
     networks: Many[NetworkUse] = ()  # one after the other
     # conditioning of this call alone, such as parts of the latent
