@@ -191,7 +191,7 @@ export const ZH = {
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} {1}。",
   "Set attention to sdpa in xDiT Parallel Config: {} on {} {}.":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{1} 上的 {0} {2}。",
-  "Set attention to sdpa in xDiT Parallel Config: {} refuses queries of shape {} and type {} ({}: {}).":
+  "Set attention to sdpa in xDiT Parallel Config: {} rejects queries of shape {} and type {} ({}: {}).":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} 拒绝形状为 {1}、类型为 {2} 的查询（{3}：{4}）。",
   "is not installed (package {})":
     "未安装（软件包 {0}）",
@@ -199,9 +199,9 @@ export const ZH = {
     "在计算能力 {0} 的 CUDA 设备上运行，而 {1}",
   "takes {}, and this model computes in {}":
     "接受 {0}，而此模型以 {1} 计算",
-  "takes heads of at most {} numbers, alike for queries and values, and this model has some of {}":
+  "takes a head size of at most {}, the same for queries and values, and this model has one of {}":
     "接受最多 {0} 个数且查询与值相同的注意力头，而此模型有 {1} 个数的头",
-  "gives no log-sum-exp in the version that is installed, which ring_degree needs: install {} 2 or use ulysses_degree":
+  "gives no log-sum-exp in the installed version, which ring_degree needs: install {} 2 or use ulysses_degree":
     "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp：请安装 {0} 2 或使用 ulysses_degree",
   "cannot be imported ({}): reinstall {} for PyTorch {}":
     "无法导入（{0}）：请为 PyTorch {2} 重新安装 {1}",
@@ -397,26 +397,26 @@ export const ZH = {
     "请只写一种设备：devices=\"{0}\" 混用了 CPU 和 CUDA 工作进程。",
   "Name a device of this machine too, which has {}: devices=\"{}\" names none.":
     "请至少写上一个本机的设备，本机有 {0}：devices=\"{1}\" 中没有。",
-  "Set forecast_keys_values to a number from 0 to 1: forecast_keys_values={} is none.":
-    "请把 forecast_keys_values 设为 0 到 1 之间的数：forecast_keys_values={0} 不是。",
+  "Set forecast_keys_values to a number from 0 to 1: forecast_keys_values={} is outside this range.":
+    "请把 forecast_keys_values 设为 0 到 1 之间的数：forecast_keys_values={0} 超出此范围。",
   "Set {} to {}: {}=\"{}\" is none of these.":
     "请把 {0} 设为 {1} 之一：{2}=\"{3}\" 不是其中之一。",
   "Set num_patches and warmup_steps to 0 or more: num_patches={} and warmup_steps={} must not be negative.":
     "请把 num_patches 和 warmup_steps 设为 0 或更大：num_patches={0} 和 warmup_steps={1} 不能为负。",
-  "Give stage_blocks one number a stage, or leave it empty: stage_blocks=\"{}\" names {} stages, and pipefusion_degree={}.":
+  "Give stage_blocks one number a stage, or leave it empty: stage_blocks=\"{}\" has {} stages, and pipefusion_degree={}.":
     "请为 stage_blocks 的每级给一个数，或留空：stage_blocks=\"{0}\" 写了 {1} 级，而 pipefusion_degree={2}。",
-  "Set displaced_degree or pipefusion_degree to 1: displaced_degree={} and pipefusion_degree={} both use what is left of the step before, and a stage would be behind twice.":
-    "请把 displaced_degree 或 pipefusion_degree 设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步留下的数据，一级会落后两次。",
-  "Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={} cannot work.":
-    "请把 cfg_degree 设为 1 或 2，因为引导有两个分支：cfg_degree={0} 不可用。",
+  "Set displaced_degree or pipefusion_degree to 1: displaced_degree={} and pipefusion_degree={} both use activations of the previous step, and together a stage's would be two steps old.":
+    "请把 displaced_degree 或 pipefusion_degree 设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步的激活值，同时使用时一级的激活值会落后两步。",
+  "Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={} is not supported.":
+    "请把 cfg_degree 设为 1 或 2，因为引导有两个分支：不支持 cfg_degree={0}。",
   "Set mode to auto, or for example {}: the degrees ({}) multiply to {}, and there are {} devices.":
     "请把 mode 设为 auto，或例如 {0}：各并行度（{1}）的乘积为 {2}，而有 {3} 个设备。",
-  "Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set approximate to allowed: approximate=\"{}\" and pipefusion_degree={}, whose patches use keys and values of the step before.":
+  "Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set approximate to allowed: approximate=\"{}\" and pipefusion_degree={}, whose patches use keys and values of the previous step.":
     "请使用 tensor_degree，或 num_patches 1（各级互相等待），或把 approximate 设为 allowed：approximate=\"{0}\" 而 pipefusion_degree={1}：它的各块使用上一步的键和值。",
-  "Set exchange to {}, or approximate to allowed: approximate=\"{}\" and exchange=\"{}\", which rounds what devices send each other to 8 bits.":
-    "请把 exchange 设为 {0}，或把 approximate 设为 allowed：approximate=\"{1}\" 而 exchange=\"{2}\"：它把设备互相发送的内容舍入到 8 位。",
-  "Set displaced_mode to full_sync, or approximate to allowed: approximate=\"{}\" and displaced_degree={}, and in the mode {} devices use rows of the step before.":
-    "请把 displaced_mode 设为 full_sync，或把 approximate 设为 allowed：approximate=\"{0}\" 而 displaced_degree={1}：在模式 {2} 中，设备使用上一步的行。",
+  "Set exchange to {}, or approximate to allowed: approximate=\"{}\" and exchange=\"{}\", which rounds the tensors that devices exchange to 8 bits.":
+    "请把 exchange 设为 {0}，或把 approximate 设为 allowed：approximate=\"{1}\" 而 exchange=\"{2}\"：它把设备间交换的张量舍入到 8 位。",
+  "Set displaced_mode to full_sync, or approximate to allowed: approximate=\"{}\" and displaced_degree={}, and with displaced_mode {} devices use rows of the previous step.":
+    "请把 displaced_mode 设为 full_sync，或把 approximate 设为 allowed：approximate=\"{0}\" 而 displaced_degree={1}：displaced_mode 为 {2} 时，设备使用上一步的行。",
   "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than {}'s {} blocks.":
     "请把 pipefusion_degree 设为最多 {0}：pipefusion_degree={1} 多于 {2} 的 {3} 个块。",
   "Give stage_blocks numbers that add up to {}, or leave it empty to balance the stages: stage_blocks=\"{}\" adds up to {}, and this {} model has {} blocks.":
@@ -437,10 +437,10 @@ export const ZH = {
     "请把 {0} 设为 1 或更大，1 表示不使用该方法：{1}={2} 更小。",
   "Set ulysses_degree to {}, or use ring_degree: ulysses_degree={} does not divide {}'s {} attention heads.":
     "请把 ulysses_degree 设为 {0}，或改用 ring_degree：ulysses_degree={1} 不能整除 {2} 的 {3} 个注意力头。",
-  "Set {}_degree to 1, and use {}: {}_degree={} cannot be, as xDiT does not run {} so, because {}.":
-    "请把 {0}_degree 设为 1，并使用 {1}：{2}_degree={3} 不可用，因为 xDiT 不这样运行 {4}：{5}。",
-  "Set {} to 1, and use cfg_degree, data_degree or displaced_degree: {}={} shares out the tokens and blocks of a transformer, and {} is a U-Net, which has neither from end to end.":
-    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的令牌和块，而 {3} 是 U-Net，没有贯穿首尾的令牌和块。",
+  "Set {}_degree to 1, and use {}: {}_degree={} is not supported for {}: {}.":
+    "请把 {0}_degree 设为 1，并使用 {1}：{4} 不支持 {2}_degree={3}：{5}。",
+  "Set {} to 1, and use cfg_degree, data_degree or displaced_degree: {}={} splits the tokens or blocks of a transformer, and {} is a U-Net, which has no single sequence of either.":
+    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的令牌或块，而 {3} 是 U-Net，没有单一的令牌序列或块序列。",
   "Shorten the prompt: it has {} words, and the demo model reads {} at most.":
     "请缩短：此提示词有 {0} 个词；演示模型最多读取 {1} 个。",
   "Use ulysses_degree instead of ring_degree, or another weight_dtype: Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in {}.":

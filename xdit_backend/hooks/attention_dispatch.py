@@ -175,7 +175,7 @@ class AttentionFunctions:
             tell_apart(context, query, key)
         if within is not None:
             ours = Attention(context.tokens.sizes(now.streams), exchange=context.attention_exchange,
-                             within=in_order(within, context.tokens.pieces(now.streams), now.streams))
+                             within=in_order(within, context.tokens.gathered_order(now.streams), now.streams))
             return usp_attention(query, key, value, ours, context.mesh, context.traffic)
         out = self._biased(query, key, value, context, scale)
         for nag in context.guided:
@@ -215,7 +215,7 @@ def attend(query, key, value, context, layer, scale):
         unmasked = Attention(sizes, key_sizes, None, scale, context.backend,
                              context.attention_exchange, window)
         return patch_attention(query, key, value, unmasked, context, layer)
-    mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
+    mask = gathered_mask(context.masks, context.tokens.gathered_order(key_streams), query)
     whole = Attention(sizes, key_sizes, mask, scale, context.backend, context.attention_exchange, window)
     if context.references is not None:
         return attention_with_references(query, key, value, whole, context, layer)

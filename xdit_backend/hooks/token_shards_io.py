@@ -31,7 +31,7 @@ def join(shard, streams, tokens, mesh, traffic, wanted):
     if mesh.sequence_degree > 1 and wanted:
         local = torch.cat([whole[name] for name in wanted], 1) if len(wanted) > 1 else whole[wanted[0]]
         gathered = all_gather(local, tokens.sizes(wanted), 1, mesh.sequence_group, traffic)
-        pieces = tokens.pieces(wanted)
+        pieces = tokens.gathered_order(wanted)
         parts = list(zip(pieces, gathered.split([size for _, _, size in pieces], 1)))
         whole |= {name: torch.cat([part for (stream, _, _), part in parts if stream == name], 1) for name in wanted}
     there = [name for name in streams if tokens.held(name)] or streams[:1]

@@ -34,7 +34,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     mesh, traffic, given = context.mesh, context.traffic, q_BNTH
     (q_BNTH, k_BNTH, v_BNTH), scattered = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, attention, mesh, traffic)
-    pieces = context.tokens.pieces(layer.key_streams)
+    pieces = context.tokens.gathered_order(layer.key_streams)
     if context.caches(layer.key[0]):
         k_BNTH, v_BNTH = context.key_values.update(layer.key, k_BNTH, v_BNTH, context, layer.key_streams)
         pieces = pieces if context.patch is None else _cached_pieces(context, layer.key_streams, k_BNTH.shape[2])

@@ -65,7 +65,7 @@ class ReferenceUse:
         """Where the references' tokens are among those of this ring rank, in the order of Tokens.pieces."""
         degree, start, slots = context.mesh.degrees["ulysses"], 0, []
         first = context.mesh.ranks["ring"] * degree * len(streams)
-        for stream, _, size in context.tokens.pieces(streams)[first:first + degree * len(streams)]:
+        for stream, _, size in context.tokens.gathered_order(streams)[first:first + degree * len(streams)]:
             if stream == self.stream:
                 slots.append(slice(start, start + size))
             start += size

@@ -305,4 +305,4 @@ def _slots(entry, context, streams):
     starts = dict(zip(others, itertools.accumulate((context.tokens.held(stream) for stream in others), initial=0)))
     starts["image"] = entry.num_text + context.first_token
     return [slice(starts[stream] + start, starts[stream] + start + size)
-            for stream, start, size in context.tokens.pieces(streams) if size]
+            for stream, start, size in context.tokens.gathered_order(streams) if size]
