@@ -62,7 +62,8 @@ class ParallelConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, (int, float) if field.type is float else field.type):
-                raise ConfigError(f"Set {field.name} to {KINDS[field.type]}: {field.name}={str(value)[:MAX_SHOWN]} is not.")
+                raise ConfigError(f"Set {field.name} to {KINDS[field.type]}: "
+                                  f"{field.name}={str(value)[:MAX_SHOWN]} is not.")
 
     @property
     def compile_backend(self):

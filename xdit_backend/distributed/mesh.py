@@ -186,7 +186,7 @@ def _lines(grid, axes, size):
 def _neighbours(grid, num_stages, rank):
     """Create a group for each pair of ranks in consecutive stages; returns (with the previous stage, with the next).
 
-    With NCCL a single group per pipeline would queue a stage's receives and sends in one stream. A middle rank is in two
+    With NCCL one group per pipeline would queue a stage's receives and sends in one stream. A middle rank is in two
     pairs, which cannot be created together: first the pairs that begin at even stages, then the others.
     """
     before = after = None
