@@ -555,16 +555,16 @@ export const ZH = {
     "{0}，已 {1} 秒。请再次排队以启动新的一组。（{2}）",
   "Use VAE Decode: {} cannot be split by rows, only {}.":
     "请使用“VAE解码”：{0} 不能按行拆分，只有 {1} 可以。",
-  "Tiling is on, which blends tiles, and rows are exact. Call vae.disable_tiling() first.":
-    "分块已打开，它会混合各块，而按行是精确的。请先调用 vae.disable_tiling()。",
+  "Call vae.disable_tiling() first: tiling is enabled, and decoding by rows is exact, unlike blended tiles.":
+    "请先调用 vae.disable_tiling()：分块已启用，而按行解码是精确的，混合的分块则不是。",
   "Use VAE Decode: {} padding by {} with {} cannot be split.":
     "请使用“VAE解码”：以 {2} 填充 {1} 的 {0} 不能拆分。",
   "Use VAE Decode: upsampling with mode={}, size={}, scale_factor={} cannot be split, only nearest by a whole factor.":
     "请使用“VAE解码”：mode={0}、size={1}、scale_factor={2} 的上采样不能拆分，只有整数倍的 nearest 可以。",
   "Use VAE Decode: masked attention in a VAE cannot be split.":
     "请使用“VAE解码”：VAE 中带掩码的注意力不能拆分。",
-  "{} is {}, which does not use torch's attention and would see this rank's rows only. Use AttnProcessor2_0.":
-    "{0} 是 {1}，它不使用 torch 的注意力，只会看到本进程的行。请使用 AttnProcessor2_0。",
+  "Use AttnProcessor2_0: {} is {}, which does not use torch's attention and would see this rank's rows only.":
+    "请使用 AttnProcessor2_0：{0} 是 {1}，它不使用 torch 的注意力，只会看到本进程的行。",
   "Use a larger latent or lower degrees: it has {} {}, too few for ulysses_degree x ring_degree = {}.":
     "请使用更大的 latent 或更小的并行度：latent 有 {0} {1}，对 ulysses_degree x ring_degree = {2} 太少。",
   "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than the model's {} blocks.":
@@ -633,13 +633,13 @@ export const ZH = {
     "更多或更大的设备",
   "{}, or VAE {} (Tiled): {} needs {} GB on each of {} devices, and {} GB are free.":
     "{0}，或使用 VAE {1}（分块）：{2} 在 {4} 个设备上各需要 {3} GB，而有 {5} GB 空闲。",
-  "Use a smaller picture or fewer frames: {} needs {} GB on each device, and {} GB are free.":
+  "Use a smaller image or fewer frames: {} needs {} GB on each device, and {} GB are free.":
     "请使用更小的图像或更少的帧：{0} 在每个设备上需要 {1} GB，而有 {2} GB 空闲。",
   "{}, {} devices like these":
     "{0}、{1} 个这样的设备",
-  "Use a smaller picture":
+  "Use a smaller image":
     "请使用更小的图像",
-  "Use a picture of {} x {} pixels at most":
+  "Use an image of at most {} x {} pixels":
     "请使用最大 {0} x {1} 像素的图像",
   "decoding a latent of {} x {}":
     "解码 {0} x {1} 的 latent",
