@@ -149,7 +149,7 @@ export const ZH = {
     "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它给出的 latent：它的遮罩对应每帧 {0} 个令牌，而此 latent 每帧有 {1} 个。",
   "Use the latent that WanInfiniteTalkToVideo gives: its sound is of {} frames of latents, and this latent has {}.":
     "请使用 WanInfiniteTalkToVideo 给出的 latent：它的声音对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
-  "Remove Bernini Conditioning, or InfiniteTalk: the sound is of a video's frames alone, and references have none.":
+  "Remove Bernini Conditioning, or InfiniteTalk: InfiniteTalk's audio is for frames of the video only, and references have none.":
     "请移除 Bernini Conditioning 或 InfiniteTalk：声音只属于视频的各帧，参考没有声音。",
   "Encode the reference picture with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model takes {} and {}. Models that take pictures otherwise (Fill, Canny, Depth) take none.":
     "请用属于此模型的 VAE 编码参考图像：条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型接受 {3} 和 {4}。以其他方式接受图像的模型（Fill、Canny、Depth）不接受参考。",
@@ -459,8 +459,10 @@ export const ZH = {
     "{0}：不是 JSON（{1}）。",
   "Use {}: {} needs about {} GB on {} ({}), and that has {} GB.":
     "请使用 {0}：{1} 在 {3} 上需要约 {2} GB（{4}），而它有 {5} GB。",
-  "The attention {} of block {} did not call PyTorch's scaled_dot_product_attention, where parallel methods take its place. Unset what chooses another attention for diffusers in the workers, or use one device.":
-    "第 {1} 块的注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention，而并行方法正是替换它。请取消为工作进程中的 diffusers 选择其他注意力的设置，或使用单个设备。",
+  "Unset the attention backend that is selected for diffusers in the workers, or use one device: the attention {} of block {} did not call PyTorch's scaled_dot_product_attention, which parallel methods replace.":
+    "请取消为工作进程中的 diffusers 选择的注意力后端，或使用单个设备：第 {1} 块的注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention，而并行方法正是替换它。",
+  "Unset the attention backend that is selected for diffusers in the workers, or use one device: the attention {} did not call PyTorch's scaled_dot_product_attention.":
+    "请取消为工作进程中的 diffusers 选择的注意力后端，或使用单个设备：注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention。",
   "Use cfg_degree instead: this model masks its self-attention in a way that sequence parallelism and PipeFusion do not support yet.":
     "请改用 cfg_degree：此模型遮盖自注意力的方式尚不被序列并行和 PipeFusion 支持。",
   "Use cfg_degree: this model masks its self-attention, which displaced_degree does not support.":

@@ -265,7 +265,7 @@ def block_indices(model, lists):
 
 def unet_blocks(model):
     """Paths of a U-Net's blocks, which hold nearly all of its weights, in execution order: the residual and transformer
-    blocks of diffusers' classes, the blocks of a WholePlan's lists."""
+    blocks of diffusers' classes, the blocks of a ReplicatedPlan's lists."""
     if not hasattr(model.down_blocks[0], "resnets"):
         return [f"{side}.{level}.{number}" for side in ("down_blocks", "up_blocks")
                 for level, blocks in enumerate(model.get_submodule(side)) for number in range(len(blocks))]
