@@ -112,7 +112,7 @@ def input_rows(first, end, num_rows, kernel, stride, padding):
 
 
 def num_rows_read(starts, rank, kernel, stride, padding):
-    """Number of rows that a rank's share of a convolution reads, including zeros beyond the image."""
+    """Number of rows that a rank reads for its output rows of a convolution, including zeros beyond the image."""
     firsts = output_starts(starts, kernel, stride, padding)
     above, low, high, below = input_rows(firsts[rank], firsts[rank + 1], starts[-1], kernel, stride, padding)
     return above + high - low + below

@@ -158,7 +158,7 @@ class UNetHooks:
                 self.counts["of text"] += 1
                 self._compiled.blocks[index].once[key] = linear, "run"
                 linear.forward = self._hook_of_text(linear, linear.forward, (index, key))
-        if name in self._text_places:
+        if name in self._text_attentions:
             module.forward = self._hook_text_attention(module.forward, name, inner)
         if where == "attn1":
             module.forward = self._hook_self_attention(module.forward, name, level, inner if keys == "rows" else "")

@@ -27,7 +27,7 @@ class StaleSplit(RowSplit):
         return self.exchange.rank
 
     def around(self, x, backend, stride, padding):
-        """Rows that this rank's share of a convolution reads, with zeros for its Padding beyond the image, in one copy.
+        """Input of this rank's output rows of a convolution, with zeros for its Padding beyond the image, in one copy.
 
         x: (B, C, H, W), this rank's rows. A rank sends to all others every row that any of them reads.
         """

@@ -149,7 +149,7 @@ def head_shards(num_heads, num_key_heads, mesh):
 
 @dataclass(frozen=True)
 class ScatteredHeads:
-    """How scatter_heads distributed the queries over a Ulysses group."""
+    """The distribution of query heads over a Ulysses group by scatter_heads."""
 
     heads: tuple                   # number of heads of each rank
     sizes: list                    # number of tokens of each rank

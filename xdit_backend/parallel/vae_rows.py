@@ -32,7 +32,7 @@ NOT_FOLLOWED = "Use VAE Decode: a padding of this VAE is not followed by its con
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's share of an image or latent: `tensor`, which begins at index `start` of dim `dim` (-3, -2 or -1)."""
+    """Rows of an image or latent from one rank: `tensor`, which begins at index `start` of dim `dim` (-3, -2 or -1)."""
 
     tensor: torch.Tensor
     dim: int = -2
@@ -78,7 +78,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """How an image is split among ranks, and the blocks in which a rank computes convolutions."""
+    """Options of splitting an image among ranks, and the blocks in which a rank computes convolutions."""
 
     dim: int | None = None         # -3, -2 or -1: frames, rows or columns; None: from split_dim
     speeds: tuple = ()             # relative speeds of the ranks; (): identical
@@ -92,10 +92,10 @@ class SplitOptions:
 def decode_rows(vae, latent, ranks=None, traffic=None, options=SplitOptions()):
     """Decode this rank's rows of an image. Every rank of `ranks` calls it, with the same full latent.
 
-    latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H',
-    W'): concatenated by rank, the shares are vae.decode(latent) as ComfyUI computes it (autoencoders/). If there are
-    more ranks than rows, the last ones get None; with tiles the fastest rank gets the complete result. Without ranks,
-    or with one, it decodes the complete image. Raises UnsupportedError for a VAE that cannot be split exactly.
+    latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns a Share of (B, 3, H', W') or (B, 3, F', H', W');
+    concatenated by rank, they are vae.decode(latent) as ComfyUI computes it (autoencoders/). If there are more ranks
+    than rows, the last ones get None; with tiles the fastest rank gets the complete result. Without ranks, or with one,
+    it decodes the complete image. Raises UnsupportedError for a VAE that cannot be split exactly.
     """
     return _run_split(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, options)
 
@@ -105,8 +105,8 @@ def encode_rows(vae, image, scale, ranks=None, traffic=None, options=SplitOption
     """Encode this rank's rows of an image. Every rank of `ranks` calls it, with the same full image.
 
     image: (B, C, H, W) or (B, C, F, H, W) on any device; only this rank's rows are copied to the VAE's device. H and W
-    are multiples of `scale`, the pixels along one side of a latent row. Returns the rank's Share of the mean that
-    vae.encode returns.
+    are multiples of `scale`, the pixels along one side of a latent row. Returns a Share of the mean that vae.encode
+    returns.
     """
     assert all(size % scale == 0 for size in image.shape[-2:]), f"{tuple(image.shape)} is no multiple of {scale}"
 
@@ -133,7 +133,7 @@ def max_shards(shape, scale, dim):
 
 
 def _run_split(vae, run, image, scale, ranks, traffic, options):
-    """Run a VAE on this rank's share of `image`, an image or latent with `scale` rows per row of the latent."""
+    """Run a VAE on this rank's rows of `image`, an image or latent with `scale` rows per row of the latent."""
     run, num_ranks = partial(_run, vae, run), ranks.count if ranks else 1
     if _family(vae).tiles:
         return _by_tiles(vae, run, image, ranks, traffic, options)
