@@ -177,8 +177,8 @@ def level_of(name, num_levels):
 
 
 def attended(model):
-    """{path of an attention of a diffusers U-Net: its keys}: "rows" of the image, "text", or "frames" at one pixel,
-    all of which a rank has, or additional inputs.
+    """{path of an attention of a diffusers U-Net: its keys}: "rows" of the image, "text", or, in temporal blocks,
+    "frames" of one pixel or their context, all of which a rank has.
     """
     found = {}
     for name, block in model.named_modules():
