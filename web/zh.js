@@ -149,7 +149,7 @@ export const ZH = {
     "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它给出的 latent：它的遮罩对应每帧 {0} 个令牌，而此 latent 每帧有 {1} 个。",
   "Use the latent that WanInfiniteTalkToVideo gives: its sound is of {} frames of latents, and this latent has {}.":
     "请使用 WanInfiniteTalkToVideo 给出的 latent：它的声音对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
-  "Remove Bernini Conditioning, or InfiniteTalk: the sound is of a video's frames alone, and references have none.":
+  "Remove Bernini Conditioning, or InfiniteTalk: InfiniteTalk's audio is for frames of the video only, and references have none.":
     "请移除 Bernini Conditioning 或 InfiniteTalk：声音只属于视频的各帧，参考没有声音。",
   "Encode the reference picture with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model takes {} and {}. Models that take pictures otherwise (Fill, Canny, Depth) take none.":
     "请用属于此模型的 VAE 编码参考图像：条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型接受 {3} 和 {4}。以其他方式接受图像的模型（Fill、Canny、Depth）不接受参考。",
@@ -191,7 +191,7 @@ export const ZH = {
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} {1}。",
   "Set attention to sdpa in xDiT Parallel Config: {} on {} {}.":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{1} 上的 {0} {2}。",
-  "Set attention to sdpa in xDiT Parallel Config: {} refuses queries of shape {} and type {} ({}: {}).":
+  "Set attention to sdpa in xDiT Parallel Config: {} rejects queries of shape {} and type {} ({}: {}).":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} 拒绝形状为 {1}、类型为 {2} 的查询（{3}：{4}）。",
   "is not installed (package {})":
     "未安装（软件包 {0}）",
@@ -199,9 +199,9 @@ export const ZH = {
     "在计算能力 {0} 的 CUDA 设备上运行，而 {1}",
   "takes {}, and this model computes in {}":
     "接受 {0}，而此模型以 {1} 计算",
-  "takes heads of at most {} numbers, alike for queries and values, and this model has some of {}":
+  "takes a head size of at most {}, the same for queries and values, and this model has one of {}":
     "接受最多 {0} 个数且查询与值相同的注意力头，而此模型有 {1} 个数的头",
-  "gives no log-sum-exp in the version that is installed, which ring_degree needs: install {} 2 or use ulysses_degree":
+  "gives no log-sum-exp in the installed version, which ring_degree needs: install {} 2 or use ulysses_degree":
     "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp：请安装 {0} 2 或使用 ulysses_degree",
   "cannot be imported ({}): reinstall {} for PyTorch {}":
     "无法导入（{0}）：请为 PyTorch {2} 重新安装 {1}",
@@ -397,26 +397,26 @@ export const ZH = {
     "请只写一种设备：devices=\"{0}\" 混用了 CPU 和 CUDA 工作进程。",
   "Name a device of this machine too, which has {}: devices=\"{}\" names none.":
     "请至少写上一个本机的设备，本机有 {0}：devices=\"{1}\" 中没有。",
-  "Set forecast_keys_values to a number from 0 to 1: forecast_keys_values={} is none.":
-    "请把 forecast_keys_values 设为 0 到 1 之间的数：forecast_keys_values={0} 不是。",
+  "Set forecast_keys_values to a number from 0 to 1: forecast_keys_values={} is outside this range.":
+    "请把 forecast_keys_values 设为 0 到 1 之间的数：forecast_keys_values={0} 超出此范围。",
   "Set {} to {}: {}=\"{}\" is none of these.":
     "请把 {0} 设为 {1} 之一：{2}=\"{3}\" 不是其中之一。",
   "Set num_patches and warmup_steps to 0 or more: num_patches={} and warmup_steps={} must not be negative.":
     "请把 num_patches 和 warmup_steps 设为 0 或更大：num_patches={0} 和 warmup_steps={1} 不能为负。",
-  "Give stage_blocks one number a stage, or leave it empty: stage_blocks=\"{}\" names {} stages, and pipefusion_degree={}.":
+  "Give stage_blocks one number a stage, or leave it empty: stage_blocks=\"{}\" has {} stages, and pipefusion_degree={}.":
     "请为 stage_blocks 的每级给一个数，或留空：stage_blocks=\"{0}\" 写了 {1} 级，而 pipefusion_degree={2}。",
-  "Set displaced_degree or pipefusion_degree to 1: displaced_degree={} and pipefusion_degree={} both use what is left of the step before, and a stage would be behind twice.":
-    "请把 displaced_degree 或 pipefusion_degree 设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步留下的数据，一级会落后两次。",
-  "Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={} cannot work.":
-    "请把 cfg_degree 设为 1 或 2，因为引导有两个分支：cfg_degree={0} 不可用。",
+  "Set displaced_degree or pipefusion_degree to 1: displaced_degree={} and pipefusion_degree={} both use activations of the previous step, and together a stage's would be two steps old.":
+    "请把 displaced_degree 或 pipefusion_degree 设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步的激活值，同时使用时一级的激活值会落后两步。",
+  "Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={} is not supported.":
+    "请把 cfg_degree 设为 1 或 2，因为引导有两个分支：不支持 cfg_degree={0}。",
   "Set mode to auto, or for example {}: the degrees ({}) multiply to {}, and there are {} devices.":
     "请把 mode 设为 auto，或例如 {0}：各并行度（{1}）的乘积为 {2}，而有 {3} 个设备。",
-  "Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set approximate to allowed: approximate=\"{}\" and pipefusion_degree={}, whose patches use keys and values of the step before.":
+  "Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set approximate to allowed: approximate=\"{}\" and pipefusion_degree={}, whose patches use keys and values of the previous step.":
     "请使用 tensor_degree，或 num_patches 1（各级互相等待），或把 approximate 设为 allowed：approximate=\"{0}\" 而 pipefusion_degree={1}：它的各块使用上一步的键和值。",
-  "Set exchange to {}, or approximate to allowed: approximate=\"{}\" and exchange=\"{}\", which rounds what devices send each other to 8 bits.":
-    "请把 exchange 设为 {0}，或把 approximate 设为 allowed：approximate=\"{1}\" 而 exchange=\"{2}\"：它把设备互相发送的内容舍入到 8 位。",
-  "Set displaced_mode to full_sync, or approximate to allowed: approximate=\"{}\" and displaced_degree={}, and in the mode {} devices use rows of the step before.":
-    "请把 displaced_mode 设为 full_sync，或把 approximate 设为 allowed：approximate=\"{0}\" 而 displaced_degree={1}：在模式 {2} 中，设备使用上一步的行。",
+  "Set exchange to {}, or approximate to allowed: approximate=\"{}\" and exchange=\"{}\", which rounds the tensors that devices exchange to 8 bits.":
+    "请把 exchange 设为 {0}，或把 approximate 设为 allowed：approximate=\"{1}\" 而 exchange=\"{2}\"：它把设备间交换的张量舍入到 8 位。",
+  "Set displaced_mode to full_sync, or approximate to allowed: approximate=\"{}\" and displaced_degree={}, and with displaced_mode {} devices use rows of the previous step.":
+    "请把 displaced_mode 设为 full_sync，或把 approximate 设为 allowed：approximate=\"{0}\" 而 displaced_degree={1}：displaced_mode 为 {2} 时，设备使用上一步的行。",
   "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than {}'s {} blocks.":
     "请把 pipefusion_degree 设为最多 {0}：pipefusion_degree={1} 多于 {2} 的 {3} 个块。",
   "Give stage_blocks numbers that add up to {}, or leave it empty to balance the stages: stage_blocks=\"{}\" adds up to {}, and this {} model has {} blocks.":
@@ -437,10 +437,10 @@ export const ZH = {
     "请把 {0} 设为 1 或更大，1 表示不使用该方法：{1}={2} 更小。",
   "Set ulysses_degree to {}, or use ring_degree: ulysses_degree={} does not divide {}'s {} attention heads.":
     "请把 ulysses_degree 设为 {0}，或改用 ring_degree：ulysses_degree={1} 不能整除 {2} 的 {3} 个注意力头。",
-  "Set {}_degree to 1, and use {}: {}_degree={} cannot be, as xDiT does not run {} so, because {}.":
-    "请把 {0}_degree 设为 1，并使用 {1}：{2}_degree={3} 不可用，因为 xDiT 不这样运行 {4}：{5}。",
-  "Set {} to 1, and use cfg_degree, data_degree or displaced_degree: {}={} shares out the tokens and blocks of a transformer, and {} is a U-Net, which has neither from end to end.":
-    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的令牌和块，而 {3} 是 U-Net，没有贯穿首尾的令牌和块。",
+  "Set {}_degree to 1, and use {}: {}_degree={} is not supported for {}: {}.":
+    "请把 {0}_degree 设为 1，并使用 {1}：{4} 不支持 {2}_degree={3}：{5}。",
+  "Set {} to 1, and use cfg_degree, data_degree or displaced_degree: {}={} splits the tokens or blocks of a transformer, and {} is a U-Net, which has no single sequence of either.":
+    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的令牌或块，而 {3} 是 U-Net，没有单一的令牌序列或块序列。",
   "Shorten the prompt: it has {} words, and the demo model reads {} at most.":
     "请缩短：此提示词有 {0} 个词；演示模型最多读取 {1} 个。",
   "Use ulysses_degree instead of ring_degree, or another weight_dtype: Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in {}.":
@@ -459,8 +459,10 @@ export const ZH = {
     "{0}：不是 JSON（{1}）。",
   "Use {}: {} needs about {} GB on {} ({}), and that has {} GB.":
     "请使用 {0}：{1} 在 {3} 上需要约 {2} GB（{4}），而它有 {5} GB。",
-  "The attention {} of block {} did not call PyTorch's scaled_dot_product_attention, where parallel methods take its place. Unset what chooses another attention for diffusers in the workers, or use one device.":
-    "第 {1} 块的注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention，而并行方法正是替换它。请取消为工作进程中的 diffusers 选择其他注意力的设置，或使用单个设备。",
+  "Unset the attention backend that is selected for diffusers in the workers, or use one device: the attention {} of block {} did not call PyTorch's scaled_dot_product_attention, which parallel methods replace.":
+    "请取消为工作进程中的 diffusers 选择的注意力后端，或使用单个设备：第 {1} 块的注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention，而并行方法正是替换它。",
+  "Unset the attention backend that is selected for diffusers in the workers, or use one device: the attention {} did not call PyTorch's scaled_dot_product_attention.":
+    "请取消为工作进程中的 diffusers 选择的注意力后端，或使用单个设备：注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention。",
   "Use cfg_degree instead: this model masks its self-attention in a way that sequence parallelism and PipeFusion do not support yet.":
     "请改用 cfg_degree：此模型遮盖自注意力的方式尚不被序列并行和 PipeFusion 支持。",
   "Use cfg_degree: this model masks its self-attention, which displaced_degree does not support.":
@@ -555,16 +557,16 @@ export const ZH = {
     "{0}，已 {1} 秒。请再次排队以启动新的一组。（{2}）",
   "Use VAE Decode: {} cannot be split by rows, only {}.":
     "请使用“VAE解码”：{0} 不能按行拆分，只有 {1} 可以。",
-  "Tiling is on, which blends tiles, and rows are exact. Call vae.disable_tiling() first.":
-    "分块已打开，它会混合各块，而按行是精确的。请先调用 vae.disable_tiling()。",
+  "Call vae.disable_tiling() first: tiling is enabled, and decoding by rows is exact, unlike blended tiles.":
+    "请先调用 vae.disable_tiling()：分块已启用，而按行解码是精确的，混合的分块则不是。",
   "Use VAE Decode: {} padding by {} with {} cannot be split.":
     "请使用“VAE解码”：以 {2} 填充 {1} 的 {0} 不能拆分。",
   "Use VAE Decode: upsampling with mode={}, size={}, scale_factor={} cannot be split, only nearest by a whole factor.":
     "请使用“VAE解码”：mode={0}、size={1}、scale_factor={2} 的上采样不能拆分，只有整数倍的 nearest 可以。",
   "Use VAE Decode: masked attention in a VAE cannot be split.":
     "请使用“VAE解码”：VAE 中带掩码的注意力不能拆分。",
-  "{} is {}, which does not use torch's attention and would see this rank's rows only. Use AttnProcessor2_0.":
-    "{0} 是 {1}，它不使用 torch 的注意力，只会看到本进程的行。请使用 AttnProcessor2_0。",
+  "Use AttnProcessor2_0: {} is {}, which does not use torch's attention and would see this rank's rows only.":
+    "请使用 AttnProcessor2_0：{0} 是 {1}，它不使用 torch 的注意力，只会看到本进程的行。",
   "Use a larger latent or lower degrees: it has {} {}, too few for ulysses_degree x ring_degree = {}.":
     "请使用更大的 latent 或更小的并行度：latent 有 {0} {1}，对 ulysses_degree x ring_degree = {2} 太少。",
   "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than the model's {} blocks.":
@@ -633,13 +635,13 @@ export const ZH = {
     "更多或更大的设备",
   "{}, or VAE {} (Tiled): {} needs {} GB on each of {} devices, and {} GB are free.":
     "{0}，或使用 VAE {1}（分块）：{2} 在 {4} 个设备上各需要 {3} GB，而有 {5} GB 空闲。",
-  "Use a smaller picture or fewer frames: {} needs {} GB on each device, and {} GB are free.":
+  "Use a smaller image or fewer frames: {} needs {} GB on each device, and {} GB are free.":
     "请使用更小的图像或更少的帧：{0} 在每个设备上需要 {1} GB，而有 {2} GB 空闲。",
   "{}, {} devices like these":
     "{0}、{1} 个这样的设备",
-  "Use a smaller picture":
+  "Use a smaller image":
     "请使用更小的图像",
-  "Use a picture of {} x {} pixels at most":
+  "Use an image of at most {} x {} pixels":
     "请使用最大 {0} x {1} 像素的图像",
   "decoding a latent of {} x {}":
     "解码 {0} x {1} 的 latent",

@@ -360,7 +360,7 @@ def with_another_attention(rank, world_size):
 
 
 def test_an_attention_that_is_not_reached_is_an_error():
-    with pytest.raises(UnsupportedError, match="The attention attn of block 0 did not call"):
+    with pytest.raises(UnsupportedError, match="the attention attn of block 0 did not call"):
         run_ranks(with_another_attention, 2)
 
 
