@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Whole, blocks, config_of, has, size
 from .common.native_module import handed_on, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -124,7 +124,7 @@ ACE_STEP = Family(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, token_reductions=("attn",), halos=("ff.depth_conv",),
         tokens={"rotary_freqs_cis": TokenArgument(0, IMAGE)}),
-    test_config=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")} | {
+    test_config=SmallConfig(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")} | {
         "inner_dim": 256, "num_attention_heads": 2, "speaker_embedding_dim": 512,
         "max_position": 32768}, rows=ROWS, detected="ACEStep",
         input_shapes={"speaker_embeds": lambda config, shape, tokens: (shape[0], config["speaker_embedding_dim"]),

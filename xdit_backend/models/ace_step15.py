@@ -3,7 +3,7 @@ neighbours alone; lyrics, timbre and text are encoded in the model, and read by 
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Whole, blocks, config_of, has, size
 from .common.native_module import handed_on, number, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -106,7 +106,7 @@ ACE_STEP15 = Family(
         cacheable={"cross_attn.k_proj": "run", "cross_attn.v_proj": "run"},
         cacheable_outside={"decoder.condition_embedder": "run", "encoder": "run", "tokenizer": "run",
                            "detokenizer": "run"}),
-    test_config=Tiny(TINY, NATIVE, TINY | {"sliding_window": 128}, detected="ACEStep15",
+    test_config=SmallConfig(TINY, NATIVE, TINY | {"sliding_window": 128}, detected="ACEStep15",
               input_shapes={"lyric_embed": lambda config, shape,
                             tokens: (shape[0], tokens + 2, config["text_hidden_dim"]),
                      "refer_audio": lambda config, shape, tokens: (

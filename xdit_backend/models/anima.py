@@ -5,8 +5,8 @@ import dataclasses
 
 import torch.nn.functional as F
 
-from .common.family import Tiny
-from .common.inputs import because, config_of, given, has, needs_diffusers
+from .common.family import SmallConfig
+from .common.inputs import because, config_of, from_conditioning, has, needs_diffusers
 from .common.key_mapping import table
 from .cosmos import COSMOS, is_cosmos
 from .cosmos import KEYS as COSMOS_KEYS
@@ -60,7 +60,7 @@ ANIMA = dataclasses.replace(
     config_from_tensors=(*COSMOS.config_from_tensors, "_conditioner"),
     extra_parts={"text_conditioner": lambda name: ADAPTER + name},
     conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},
-    arguments=COSMOS.arguments | {"ids": given("t5xxl_ids"), "weights": given("t5xxl_weights")},
+    arguments=COSMOS.arguments | {"ids": from_conditioning("t5xxl_ids"), "weights": from_conditioning("t5xxl_weights")},
     plan=dataclasses.replace(COSMOS.plan, cacheable_outside={"text_conditioner": "run"}),
-    test_config=Tiny(TINY.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", TINY.arguments,
+    test_config=SmallConfig(TINY.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", TINY.arguments,
                      detected="Anima"))

@@ -5,13 +5,13 @@ from types import MethodType
 import torch
 import torch.nn.functional as F
 
-from .common.family import Family, Sampled, Tiny
+from .common.family import Family, Sampled, SmallConfig
 from .common.inputs import (
     Unpacked,
     config_of,
     folder_alone,
     frames_first,
-    given,
+    from_conditioning,
     has,
     in_config_json,
     sigma_after,
@@ -80,7 +80,7 @@ def _adapt(model, config):
 
 def _time_after(call):
     """(B, 1); that of the call itself where a sampler asks between its noise levels: the velocity there."""
-    after = given("sigma_after", times=1000)(call)
+    after = from_conditioning("sigma_after", times=1000)(call)
     return (call.timestep if after is None else after).unsqueeze(1)
 
 
@@ -96,7 +96,7 @@ ANYFLOW = Family(
     convert=lambda tensors, config: tensors, latent=LATENT, adapt_model=_adapt, pixels=lambda config: (4, 8, 8),
     sampled=Sampled("FLOW", {"shift": 5.0, "multiplier": 1000.0}, "Wan21", memory=0.9), per_call_inputs=sigma_after,
     conditioning={"context": "text_dim", "sigma_after": None},
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"),
                "timestep": lambda call: call.timestep.unsqueeze(1), "r_timestep": _time_after},
     activation_factors={"alone": 9.28, "residual": 12.14, "whole": 8.73, "outside": 5.14, "held": 0.85, "block": 12.59,
           "exchange": 14.2, "entered": 5.38, "attends": 8.65, "early": 0.85, "cut": 0.69},
@@ -105,7 +105,8 @@ ANYFLOW = Family(
         tokens={"rotary_emb": TABLE}, positions={"rope": Cut(TABLE, _whole_sizes)},
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
         cacheable_outside={"condition_embedder.text_embedder": "run"}),
-    test_config=Tiny({"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 16,
+    test_config=SmallConfig({"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12,
+                             "in_channels": 16,
                "out_channels": 16, "text_dim": 24, "freq_dim": 32, "ffn_dim": 32, "num_layers": 4},
               input_shapes={"sigma_after": lambda config, shape, tokens: (1,)}),
 )

@@ -7,8 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from ..memory.staging import on_device
-from .common.family import Family, Tiny
-from .common.inputs import Packed, Unpacked, blocks, config_of, given, has, size, timestep, type_of_arithmetic
+from .common.family import Family, SmallConfig
+from .common.inputs import (
+    Packed,
+    Unpacked,
+    blocks,
+    config_of,
+    from_conditioning,
+    has,
+    size,
+    timestep,
+    type_of_arithmetic,
+)
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan
 
@@ -70,7 +80,7 @@ AURAFLOW = Family(
     convert=KEYS, latent=LATENT, time_scale=1.0, adapt_model=_adapt, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim"}, ignored=("y",),
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep()},
+    arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep()},
     activation_factors={"alone": 13.1, "residual": 5.1, "whole": 9.0, "outside": 4.1, "held": 2.05, "block": 12.0,
                         "exchange": 14.0,
           "own": 0.0},
@@ -84,7 +94,7 @@ AURAFLOW = Family(
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         cacheable_outside={"context_embedder": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"sample_size": 64, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_mmdit_layers": 2,
          "num_single_dit_layers": 2,
          "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 64,

@@ -3,7 +3,7 @@ alone."""
 
 import dataclasses
 
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.inputs import blocks, config_of, has, size
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .omnigen2 import ALL, OMNIGEN2, PICTURES, POSITIONS, REFINED, WIDE, inner, of_heads
@@ -40,5 +40,6 @@ BOOGU = dataclasses.replace(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, cacheable_outside=OMNIGEN2.plan.cacheable_outside, unsplit=("img_instruct_attn.to_out.0",),
         unstaged_blocks=OMNIGEN2.plan.unstaged_blocks),
-    test_config=Tiny(TINY, NATIVE, TINY | WIDE, detected="Boogu", input_shapes=OMNIGEN2.test_config.input_shapes),
+    test_config=SmallConfig(TINY, NATIVE, TINY | WIDE, detected="Boogu",
+                            input_shapes=OMNIGEN2.test_config.input_shapes),
 )

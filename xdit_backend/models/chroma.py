@@ -5,8 +5,8 @@ import functools
 
 import torch
 
-from .common.family import Family, Tiny
-from .common.inputs import Packed, blocks, config_of, given, has, size, text_positions, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Packed, blocks, config_of, from_conditioning, has, size, text_positions, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .flux import KEYS as FLUX_KEYS
@@ -40,7 +40,7 @@ def _adapt(model, config):
 
 
 def _guidance(call):
-    guidance = given("guidance")(call)
+    guidance = from_conditioning("guidance")(call)
     return call.timestep.new_zeros(len(call.latent)) if guidance is None else guidance
 
 
@@ -58,7 +58,7 @@ CHROMA = Family(
     time_scale=1.0, num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "guidance": None},
     ignored=("y", "ref_latents", "ref_latents_method"),
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "guidance": _guidance, "img_ids": LATENT.positions, "txt_ids": text_positions},
     activation_factors={"alone": 16.6, "residual": 2.6, "whole": 7.0, "outside": 3.6, "held": 1.55, "block": 16.2,
                         "exchange": 18.2,
@@ -71,7 +71,7 @@ CHROMA = Family(
                           control="output", patched="single")),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, tokens={"image_rotary_emb": TokenArgument(0, BOTH)},
         cacheable_outside={"context_embedder": "run", "distilled_guidance_layer": "step"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
          "num_attention_heads": 4,
          "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 16,

@@ -4,8 +4,19 @@ rotary positions."""
 import torch
 
 from ..memory.staging import on_device
-from .common.family import Family, Tiny
-from .common.inputs import Packed, Unpacked, blocks, config_of, frames_first, given, has, optional_size, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import (
+    Packed,
+    Unpacked,
+    blocks,
+    config_of,
+    frames_first,
+    from_conditioning,
+    has,
+    optional_size,
+    size,
+    timestep,
+)
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
@@ -52,8 +63,9 @@ COGVIDEOX = Family(
     convert=KEYS, latent=LATENT, adapt_model=frames_first, keep_in_compute_dtype=("patch_embed",),
     config_from_tensors=("sample_width", "sample_height", "sample_frames"),
     conditioning={"context": "text_embed_dim", "ofs": None}, ignored=("y",), pixels=lambda config: (4, 8, 8),
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep(),
-               "ofs": given("ofs", where="ofs_embed_dim"), "image_rotary_emb": rotary(LATENT.patch, SPREAD)},
+    arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep(),
+               "ofs": from_conditioning("ofs", where="ofs_embed_dim"), "image_rotary_emb": rotary(LATENT.patch,
+                                                                                                  SPREAD)},
     activation_factors={"alone": 13.1, "residual": 3.3, "whole": 7.0, "outside": 3.2, "held": 1.17, "block": 12.0,
                         "exchange": 14.0,
           "own": 0.9},
@@ -62,7 +74,7 @@ COGVIDEOX = Family(
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn1": ("text", "image")},
         tokens={"image_rotary_emb": TABLE}, cacheable={"norm1.linear": "step", "norm2.linear": "step"},
         cacheable_outside={"patch_embed.text_proj": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 2, "in_channels": 6, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16,
          "num_layers": 4,
          "time_embed_dim": 24, "ofs_embed_dim": 24, "text_embed_dim": 20, "use_rotary_positional_embeddings": True},

@@ -4,7 +4,7 @@ import dataclasses
 
 from ..protocol.errors import ConfigError
 from .cogvideox import COGVIDEOX, LATENT, LEARNED, is_cogvideox
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.inputs import config_of, frames_first, has, token_rows
 
 # of the table, what stands for text; and tokens of 13 frames of 720 x 480 pixels
@@ -51,7 +51,8 @@ COGVIDEOX_I2V = dataclasses.replace(
     activation_factors={"alone": 12.07, "residual": 4.07, "whole": 7.05, "outside": 2.57, "held": 1.07, "block": 11.0,
           "exchange": 14.0, "own": 0.0, "early": 0.95, "cut": 1.19},
     plan=dataclasses.replace(COGVIDEOX.plan, tokens={}, positions={"patch_embed": _places_of_patch}),
-    test_config=Tiny(COGVIDEOX.test_config.config | {"use_learned_positional_embeddings": True, "ofs_embed_dim": None,
+    test_config=SmallConfig(COGVIDEOX.test_config.config | {"use_learned_positional_embeddings": True,
+                                                            "ofs_embed_dim": None,
                                        "num_attention_heads": 6},
               COGVIDEOX.test_config.native,
               # of a width that sines are in three of

@@ -4,8 +4,8 @@ rotary positions.
 A picture's frames come as they are, with a channel that says where, and have times of their own.
 """
 
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, because, blocks, config_of, frame_times, given, has, size
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, because, blocks, config_of, frame_times, from_conditioning, has, size
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
@@ -68,7 +68,7 @@ COSMOS = Family(
     # ComfyUI then keeps hidden states in float32, diffusers' forward does not
     unsupported_dtypes=("float16",),
     conditioning={"context": "text_embed_dim"}, ignored=("fps", "denoise_mask", "y"),
-    arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": from_conditioning("context"),
                "padding_mask": lambda call: LATENT(call)[:1, :1, 0] * 0},
     activation_factors={"alone": 12.35, "residual": 4.2, "whole": 7.3, "outside": 4.35, "held": 1.4, "block": 10.9,
                         "exchange": 12.8,
@@ -81,7 +81,7 @@ COSMOS = Family(
         lllite_targets={"attn1.to_q": "self_attn_q_proj", "attn1.to_k": "self_attn_k_proj",
                         "attn1.to_v": "self_attn_v_proj",
              "attn2.to_q": "cross_attn_q_proj", "ff.net.0.proj": "mlp_layer1"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"in_channels": 5, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
          "text_embed_dim": 24,
          "adaln_lora_dim": 8, "max_size": (64, 64, 64), "rope_scale": (1.0, 3.0, 3.0), "extra_pos_embed_type": None},

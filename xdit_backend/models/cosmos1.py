@@ -10,8 +10,8 @@ from types import MethodType
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
-from .common.inputs import Unpacked, blocks, config_of, even_sides, given, has, size, timestep, whole_shape
+from .common.family import SmallConfig
+from .common.inputs import Unpacked, blocks, config_of, even_sides, from_conditioning, has, size, timestep, whole_shape
 from .common.key_mapping import table
 from .common.plan import BlockList, TokenArgument
 from .common.position_slicing import Cut
@@ -89,7 +89,7 @@ COSMOS1 = dataclasses.replace(
         else (2.0, 2.0, 2.0)}),
     convert=KEYS, adapt_model=_adapt, config_from_tensors=(), unsupported_dtypes=(), pixels=lambda config: (8, 8, 8),
     conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "fps": _frame_rate, "padding_mask": COSMOS.arguments["padding_mask"]},
     activation_factors={"alone": 14.1, "residual": 4.1, "whole": 8.1, "outside": 5.1, "held": 2.1, "block": 11.0,
                         "exchange": 14.0,
@@ -98,7 +98,7 @@ COSMOS1 = dataclasses.replace(
         COSMOS.plan, blocks=(BlockList("transformer_blocks", "blocks.block"),),
         tokens={"image_rotary_emb": TABLE, "extra_pos_emb": PLACES},
         positions={"rope": Cut(TABLE), "learnable_pos_embed": _places_of_patch}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         COSMOS.test_config.config | {"rope_scale": (2.0, 1.0, 1.0), "extra_pos_embed_type": "learnable"},
         "comfy.ldm.cosmos.model:GeneralDIT",
         {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16,

@@ -4,8 +4,8 @@ ComfyUI has no model of it."""
 import torch
 import torch.nn.functional as F
 
-from .common.family import Family, Sampled, Tiny
-from .common.inputs import Unpacked, config_of, folder_alone, given, has, in_config_json, timestep
+from .common.family import Family, Sampled, SmallConfig
+from .common.inputs import Unpacked, config_of, folder_alone, from_conditioning, has, in_config_json, timestep
 from .common.plan import BlockList, ModelPlan
 from .common.position_slicing import embedded
 
@@ -14,7 +14,7 @@ LATENT, EMBEDDER = Unpacked((2, 2)), "norm1.emb"               # of time and cla
 
 def _classes(call):
     """(B,): the class that is marked by a one; where none is, the one for no class, which is the last."""
-    marked = given("context")(call)[:, 0]
+    marked = from_conditioning("context")(call)[:, 0]
     return torch.where(marked.any(1), marked.argmax(1), marked.shape[1])
 
 
@@ -66,6 +66,6 @@ DIT = Family(
         attention={"attn1": ("image",)}, cacheable={EMBEDDER: "step", "norm1.linear": "step"},
         positions={"pos_embed": embedded}, shared_parameters=(f"transformer_blocks.0.{EMBEDDER}.",),
         unsplit=(f"{EMBEDDER}.timestep_embedder.linear_1", f"{EMBEDDER}.timestep_embedder.linear_2")),
-    test_config=Tiny({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
+    test_config=SmallConfig({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
                "num_attention_heads": 4, "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
 )

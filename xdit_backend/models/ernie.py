@@ -5,8 +5,8 @@ import functools
 
 import torch
 
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, blocks, config_of, given, has, needs_diffusers, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, needs_diffusers, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import with_rotations
@@ -55,8 +55,8 @@ ERNIE = Family(
         rope_axes_dim=(32, 48, 48)),
     convert=table(), latent=LATENT, adapt_model=_adapt, width=lambda config: config["hidden_size"],
     pixels=lambda config: (1, 16, 16), conditioning={"context": "text_in_dim", "rope_scales": None},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "text_bth": given("context"),
-               "text_lens": _text_lengths, "rope_scales": given("rope_scales")},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "text_bth": from_conditioning("context"),
+               "text_lens": _text_lengths, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 21.0, "residual": 12.65, "whole": 16.15, "outside": 9.0, "held": 8.05, "block": 14.35,
           "exchange": 14.25, "own": 0.35},
     plan=ModelPlan(
@@ -64,7 +64,7 @@ ERNIE = Family(
         attention={"self_attention": BOTH}, masks={"attention_mask": ()}, positions={"pos_embed": _of_patch},
         tokens={"rotary_pos_emb": TokenArgument(1, BOTH)},
         cacheable_outside={"text_proj": "run", "adaLN_modulation": "step"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 4, "ffn_hidden_size": 96, "in_channels": 4,
          "out_channels": 4, "text_in_dim": 24, "rope_axes_dim": (4, 4, 8)},
         "comfy.ldm.ernie.model:ErnieImageModel",

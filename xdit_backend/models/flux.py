@@ -3,9 +3,9 @@ pictures beside the latent, or as references."""
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import Packed, blocks, config_of, given, has, size, timestep
+from .common.inputs import Packed, blocks, config_of, from_conditioning, has, size, timestep
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
@@ -72,7 +72,7 @@ def _text_positions(call):
 
 def _pooled(call):
     """As wide as the model takes it; ComfyUI's leaves the rest out."""
-    return given("y", else_zeros="pooled_projection_dim")(call)[:, :call.config["pooled_projection_dim"]]
+    return from_conditioning("y", else_zeros="pooled_projection_dim")(call)[:, :call.config["pooled_projection_dim"]]
 
 
 FLUX = Family(
@@ -91,9 +91,9 @@ FLUX = Family(
                   "ref_latents_method": None, "style": None, "rope_scales": None},
     choices={"ref_latents_method": {word: word for word in ("offset", "index", "uxo")}},
     lengths={"text": _num_texts, "reference": LATENT.num_reference_tokens},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "pooled_projections": _pooled, "guidance": given("guidance", where="guidance_embeds"),
-               "img_ids": LATENT.positions, "txt_ids": _text_positions, "style": given("style")},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+               "pooled_projections": _pooled, "guidance": from_conditioning("guidance", where="guidance_embeds"),
+               "img_ids": LATENT.positions, "txt_ids": _text_positions, "style": from_conditioning("style")},
     activation_factors={"alone": 17.4, "residual": 3.4, "whole": 7.9, "outside": 3.3, "held": 0.5, "block": 17.3,
                         "exchange": 18.8,
           "own": 0.0},
@@ -108,7 +108,7 @@ FLUX = Family(
         full_precision_inputs={"time_text_embed": (("timestep", "guidance"), 1000.0)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         cacheable_outside={"context_embedder": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
          "num_attention_heads": 4,
          "joint_attention_dim": 24, "pooled_projection_dim": 16, "guidance_embeds": True, "axes_dims_rope": (4, 4, 8)},

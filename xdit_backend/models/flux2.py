@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
+from .common.inputs import Packed, blocks, config_of, from_conditioning, has, needs_diffusers, size, timestep
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.reference_latents import AT_ZERO, at_zero
@@ -105,8 +105,8 @@ FLUX2 = Family(
     ignored=("y",),
     choices={"ref_latents_method": {word: word for word in ("index", "offset", "uxo", AT_ZERO)}},
     lengths={"reference": LATENT.num_reference_tokens},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "guidance": given("guidance", where="guidance_embeds"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+               "guidance": from_conditioning("guidance", where="guidance_embeds"),
                "img_ids": _places,
                "txt_ids": _text_positions, "at_zero": lambda call: at_zero(call.conditioning, LATENT.method)},
     activation_factors={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4,
@@ -121,7 +121,7 @@ FLUX2 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         cacheable_outside={"context_embedder": "run"} | dict.fromkeys(
             ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"), "step")),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
          "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": True},
         "comfy.ldm.flux.model:Flux",

@@ -6,8 +6,19 @@ import dataclasses
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
-from .common.inputs import Packed, Unpacked, blocks, config_of, given, has, num_tokens_of, size, timestep, whole_shape
+from .common.family import Family, SmallConfig
+from .common.inputs import (
+    Packed,
+    Unpacked,
+    blocks,
+    config_of,
+    from_conditioning,
+    has,
+    num_tokens_of,
+    size,
+    timestep,
+    whole_shape,
+)
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, HEAD_SIZE, LAYERS, PICTURE = Unpacked((2, 2)), 128, "encoder_hidden_states_llama3", "image_cond"
@@ -49,7 +60,7 @@ def _tokens(latent):
 
 def _picture(call):
     """Padded as the latent is; None where there is none."""
-    picture = given(PICTURE)(call)
+    picture = from_conditioning(PICTURE)(call)
     if picture is None:
         return None
     *_, rows, columns = whole_shape(call)
@@ -120,8 +131,8 @@ HIDREAM = Family(
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + conditioning[LAYERS].shape[2],
              "more": lambda conditioning: conditioning[LAYERS].shape[2],
              "reference": num_tokens_of(LATENT, PICTURE)},
-    arguments={"latent": LATENT, "picture": _picture, "timesteps": timestep(), "pooled": given("y"),
-               "text": given("context"), "layers": given(LAYERS), "places": _places},
+    arguments={"latent": LATENT, "picture": _picture, "timesteps": timestep(), "pooled": from_conditioning("y"),
+               "text": from_conditioning("context"), "layers": from_conditioning(LAYERS), "places": _places},
     activation_factors={"alone": 23.3, "residual": 6.3, "whole": 13.2, "held": 4.95, "block": 18.7, "exchange": 17.95,
           "given": 1.5, "own": 0.0},
     plan=ModelPlan(                                            # of four experts, a token meets two
@@ -133,7 +144,7 @@ HIDREAM = Family(
         tokens={"image_rotary_emb": TokenArgument(1, IMAGE), "more": TokenArgument(1, ("more",))},
         graph_breaks=("block.ff_i",),
         cacheable={"block.adaLN_modulation": "step"}, cacheable_outside={"caption_projection": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
          "attention_head_dim": 16,
          "num_attention_heads": 4, "axes_dims_rope": (8, 4, 4), "caption_channels": [24, 20], "text_emb_dim": 16,

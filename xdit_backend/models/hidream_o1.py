@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import Unpacked, blocks, config_of, given, has, size, token_rows
+from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, token_rows
 from .common.key_mapping import table
 from .common.native_module import handed_on, number
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -81,7 +81,7 @@ def _whole_tokens(call):
 
 def _places(call):
     """(B, 3, T), of the tokens of a patch where the latent is one."""
-    places, num_text = given("position_ids")(call), call.conditioning["input_ids"].shape[1]
+    places, num_text = from_conditioning("position_ids")(call), call.conditioning["input_ids"].shape[1]
     first, count, whole = token_rows(call, LATENT)
     return torch.cat([places[..., :num_text], places[..., num_text + first:num_text + first + count],
                       places[..., num_text + whole:]], 2)
@@ -150,7 +150,7 @@ HIDREAM_O1 = Family(
         tokens={"freqs_cis": (*[TokenArgument(1, ALL)] * 3, TokenArgument(1, TEXT))},
         window=lambda attention: (inf, 0) if attention.is_causal else None, rereads_latent=True,
         cacheable_outside={"visual": "run"}),
-    test_config=Tiny(TINY, NATIVE, _of_class(TINY), detected="HiDreamO1", input_shapes={
+    test_config=SmallConfig(TINY, NATIVE, _of_class(TINY), detected="HiDreamO1", input_shapes={
         "input_ids": lambda config, shape, tokens: (shape[0], tokens + 1), "position_ids": _num_places,
         "ar_len": lambda config, shape, tokens: (tokens,),
         "ref_patches": lambda config, shape, tokens: (shape[0], 3, 3 * SIDE ** 2)}),

@@ -1,7 +1,7 @@
 """Hunyuan3D 2 and 2 mini, ComfyUI's own module: a shape as one row of tokens without places, and what a vision model
 says of pictures of it; two streams, then one sequence of both, as Flux.1's."""
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Whole, blocks, config_of, has, size
 from .common.key_mapping import table
 from .common.native_module import handed_on
@@ -41,7 +41,7 @@ HUNYUAN3D = Family(
                           streams={"x": BOTH}, patched="single")),
         streams={"img": "image", "txt": "text"}, attention={".": BOTH}, needs_text=True,
         cacheable={"img_mod.lin": "step", "txt_mod.lin": "step", "modulation.lin": "step"}),
-    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
+    test_config=SmallConfig(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
                      detected="Hunyuan3Dv2",
               input_shapes={"guidance": lambda config, shape, tokens: (shape[0],)}),
 )

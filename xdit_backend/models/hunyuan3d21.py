@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Whole, blocks, config_of, has, size, stored_dtype, type_of_arithmetic
 from .common.native_module import handed_on, same_names
 from .common.plan import BlockList, ModelPlan
@@ -78,6 +78,7 @@ HUNYUAN3D21 = Family(
         skip_name="skip_tensor",
         skips=lambda num_blocks: {block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1,
                                                                                          num_blocks)}),
-    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024, "depth": 9,
+    test_config=SmallConfig(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024,
+                                                  "depth": 9,
                                     "num_heads": 16, "num_moe_layers": 6, "num_experts": 8}, detected="Hunyuan3Dv2_1"),
 )

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, blocks, config_of, given, has, size, timestep, token_rows
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, timestep, token_rows
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
@@ -37,7 +37,8 @@ KEYS = table(
 def _texts(call):
     """The first text, which of its tokens are real, the second, and which of its.
     Raises ConfigError for texts of another model."""
-    texts, needed = [given(name)(call) for name in TEXTS], (call.config["text_len"], call.config["text_len_t5"])
+    texts, needed = [from_conditioning(name)(call) for name in TEXTS], (call.config["text_len"],
+                                                                        call.config["text_len_t5"])
     if any(text is None for text in texts) or any(text.shape[1] < least for text, least in zip(texts[::2], needed)):
         lengths = " and ".join("none" if text is None else str(text.shape[1]) for text in texts[::2])
         raise ConfigError("Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode: HunyuanDiT takes two "
@@ -53,7 +54,7 @@ def _num_text_tokens(conditioning):
 def _sizes(call):
     """(B, 6): height and width of the picture, of what is to be drawn, and where it begins.
     Versions before 1.2 take them."""
-    sizes = given("image_meta_size")(call)
+    sizes = from_conditioning("image_meta_size")(call)
     return call.latent.new_zeros(len(call.latent), 6) if sizes is None else sizes.contiguous()
 
 
@@ -171,7 +172,7 @@ HUNYUAN_DIT = Family(
         unsplit=("skip_linear",), cacheable={"norm1.linear": "step", "attn2.to_k": "run", "attn2.to_v": "run"},
         cacheable_outside={"text_embedder": "run", "time_extra_emb.pooler": "run"},
         skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16,
          "hidden_size": 32,
          "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16,

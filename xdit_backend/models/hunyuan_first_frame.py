@@ -33,7 +33,7 @@ def install_given_frame(model):
     embed, rope, forward = model.time_text_embed.forward, model.rope.forward, model.forward
     this_forward = ContextVar("this_forward")
 
-    def given(*, given_time, given_tokens, **inputs):
+    def with_first_frame(*, given_time, given_tokens, **inputs):
         before = this_forward.set({"time": given_time, "tokens": given_tokens,
                                    "num_text": inputs["encoder_hidden_states"].shape[1]})
         try:
@@ -65,7 +65,7 @@ def install_given_frame(model):
         return model.norm_out.norm(hidden_BTC) * (1 + scale) + shift
     normed = model.norm_out.forward
     model.forward, model.time_text_embed.forward, model.rope.forward, model.norm_out.forward = (
-        given, embedded, tables, last)
+        with_first_frame, embedded, tables, last)
 
     for block in model.transformer_blocks:
         marks = _mark_norm(block.norm1)

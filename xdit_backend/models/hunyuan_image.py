@@ -3,13 +3,13 @@ text, and glyphs beside it."""
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import (
     Unpacked,
     all_text,
     blocks,
     config_of,
-    given,
+    from_conditioning,
     has,
     needs_diffusers,
     optional_size,
@@ -51,7 +51,7 @@ def _recognise(shapes):
 
 
 def _all_glyphs(call):
-    glyphs = given("txt_byt5")(call)
+    glyphs = from_conditioning("txt_byt5")(call)
     return None if glyphs is None else torch.ones(glyphs.shape[:2], dtype=torch.bool, device=glyphs.device)
 
 
@@ -88,9 +88,9 @@ HUNYUAN_IMAGE = Family(
     convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim"}, ignored=("y", "guidance"),
     lengths={"text": _num_text_tokens}, pixels=lambda config: (1, 32, 32),
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
-               "encoder_hidden_states_2": given("txt_byt5", where="text_embed_2_dim")},
+               "encoder_hidden_states_2": from_conditioning("txt_byt5", where="text_embed_2_dim")},
     activation_factors={"alone": 17.0, "residual": 4.7, "whole": 8.0, "outside": 4.9, "held": 0.35, "block": 16.6,
                         "exchange": 20.0,
           "own": 0.0},
@@ -103,7 +103,7 @@ HUNYUAN_IMAGE = Family(
         tokens={"image_rotary_emb": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         cacheable_outside={"context_embedder": "step", "context_embedder_2": "run"}, takes_output_patches=True),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": (1, 1), "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
          "num_attention_heads": 4,
          "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,

@@ -3,8 +3,8 @@ more channels; guidance."""
 
 import dataclasses
 
-from .common.family import Tiny
-from .common.inputs import Unpacked, because, config_of, given, has, needs_diffusers
+from .common.family import SmallConfig
+from .common.inputs import Unpacked, because, config_of, from_conditioning, has, needs_diffusers
 from .hunyuan_image import HUNYUAN_IMAGE, is_image
 
 LATENT = Unpacked((1, 1, 1))
@@ -30,10 +30,10 @@ HUNYUAN_IMAGE_REFINER = dataclasses.replace(
     unsupported_arguments=lambda given: None if given.get("disable_time_r") else "the time of the next step",
     lengths={}, pixels=lambda config: (4, 16, 16),
     arguments={**{name: rule for name, rule in HUNYUAN_IMAGE.arguments.items() if not name.endswith("_2")},
-               "hidden_states": LATENT, "guidance": given("guidance", times=1000, where="guidance_embeds")},
+               "hidden_states": LATENT, "guidance": from_conditioning("guidance", times=1000, where="guidance_embeds")},
     activation_factors=HUNYUAN_IMAGE.activation_factors | {"alone": 18.0},
     plan=dataclasses.replace(HUNYUAN_IMAGE.plan, cacheable_outside={"context_embedder": "step"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         HUNYUAN_IMAGE.test_config.config | {"patch_size": (1, 1, 1), "in_channels": 8, "text_embed_2_dim": None,
                                      "rope_axes_dim": (4, 6, 6), "guidance_embeds": True, "use_meanflow": True},
         HUNYUAN_IMAGE.test_config.native,

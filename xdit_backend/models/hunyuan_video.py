@@ -1,8 +1,8 @@
 """HunyuanVideo from text, and from a picture as more channels: two streams, then one; joint attention, image first;
 guidance."""
 
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, all_text, blocks, config_of, even_sides, given, has, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, all_text, blocks, config_of, even_sides, from_conditioning, has, size, timestep
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
@@ -76,10 +76,10 @@ HUNYUAN_VIDEO = Family(
     conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None,
                   "guiding_frame_index": None},
     arguments={"hidden_states": even_sides("HunyuanVideo", LATENT), "timestep": timestep(),
-               "encoder_hidden_states": given("context"),
-               "encoder_attention_mask": all_text, "pooled_projections": given("y"),
-               "guidance": given("guidance", times=1000, where="guidance_embeds"),
-               "given_time": given("guiding_frame_index"), "given_tokens": _given_tokens},
+               "encoder_hidden_states": from_conditioning("context"),
+               "encoder_attention_mask": all_text, "pooled_projections": from_conditioning("y"),
+               "guidance": from_conditioning("guidance", times=1000, where="guidance_embeds"),
+               "given_time": from_conditioning("guiding_frame_index"), "given_tokens": _given_tokens},
     activation_factors={"alone": 18.2, "residual": 4.2, "whole": 7.9, "outside": 3.3, "held": 0.2, "block": 18.0,
                         "exchange": 20.0,
           "own": 0.0},
@@ -94,7 +94,7 @@ HUNYUAN_VIDEO = Family(
         positions={"rope": Cut(TABLES)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         cacheable_outside={"context_embedder": "step"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 2, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 2,
          "num_single_layers": 2,
          "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,

@@ -3,14 +3,14 @@ A picture is more channels."""
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import (
     Unpacked,
     all_text,
     because,
     blocks,
     config_of,
-    given,
+    from_conditioning,
     has,
     needs_diffusers,
     size,
@@ -35,7 +35,7 @@ KEYS = table(                                                  # of what Hunyuan
 
 def _given_or_none(name, width):
     """(B, T, C); no tokens where a workflow has none."""
-    rule = given(name)
+    rule = from_conditioning(name)
 
     def tokens(call):
         found = rule(call)
@@ -89,7 +89,7 @@ HUNYUAN_VIDEO15 = Family(
     keep_in_compute_dtype=("cond_type_embed",),                # of torch's own, which ComfyUI rounds to no type
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"},
     ignored=("y", "guidance"), lengths={"text": _num_text_tokens}, pixels=lambda config: (4, 16, 16),
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
                "encoder_hidden_states_2": _given_or_none("txt_byt5", "text_embed_2_dim"),
                "image_embeds": _given_or_none("clip_fea", "image_embed_dim")},
@@ -104,7 +104,7 @@ HUNYUAN_VIDEO15 = Family(
         tokens={"freqs_cis": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         cacheable_outside={"context_embedder": "step", "context_embedder_2": "run", "image_embedder": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 1, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 4,
          "num_attention_heads": 4,
          "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,

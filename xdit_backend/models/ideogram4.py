@@ -1,7 +1,7 @@
 """Ideogram 4, ComfyUI's own module: one sequence of text and image, whose text is what 13 layers of a language model
 give."""
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, size
 from .common.native_module import handed_on, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -41,7 +41,7 @@ IDEOGRAM4 = Family(
         blocks=(BlockList("layers", "layers.", returns=(ALL,)),),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _whole_sizes)}),
-    test_config=Tiny(TINY, NATIVE, TINY | {
+    test_config=SmallConfig(TINY, NATIVE, TINY | {
         "in_channels": 128, "attention_head_dim": 96, "mrope_section": (16, 16, 16), "adaln_dim": 64,
         "intermediate_size": 128},
         detected="Ideogram4"),

@@ -1,8 +1,8 @@
 """JoyImage (JoyAI-Image-Edit), ComfyUI's own module: two streams with joint attention, image first; reference pictures
 follow the image as further frames, each of its own size."""
 
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, blocks, config_of, given, has, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, timestep
 from .common.native_module import num_reference_tokens, same_names, whole_references
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
@@ -36,7 +36,7 @@ JOYIMAGE = Family(
         theta=10000),
     convert=same_names, latent=LATENT, unsupported_dtypes=("float16",),
     conditioning={"context": "text_dim", "ref_latents": None}, lengths={"reference": num_reference_tokens(LATENT)},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "context": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "context": from_conditioning("context"),
                "ref_latents": whole_references},
     num_channels=lambda config: config["in_channels"], width=lambda config: config["hidden_size"],
     activation_factors={"alone": 15.65, "residual": 8.1, "held": 1.75, "exchange": 19.8, "entered": 3.9, "own": 0.88},
@@ -47,6 +47,6 @@ JOYIMAGE = Family(
         tokens={"image_rotary_emb": TokenArgument(1, PICTURES)},
         positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, PICTURES), _whole_sizes)},
         cacheable_outside={"condition_embedder.text_embedder": "run"}),
-    test_config=Tiny(TINY, NATIVE, TINY | {
+    test_config=SmallConfig(TINY, NATIVE, TINY | {
         "in_channels": 16, "hidden_size": 384, "rope_dim_list": (32, 32, 32)}, detected="JoyImage"),
 )

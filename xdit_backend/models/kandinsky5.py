@@ -7,13 +7,13 @@ Given first frames take the places of the latent's.
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import (
     Unpacked,
     blocks,
     config_of,
     even_sides,
-    given,
+    from_conditioning,
     has,
     needs_diffusers,
     size,
@@ -138,8 +138,8 @@ KANDINSKY5 = Family(
     conditioning={"context": "in_text_dim", "y": "in_text_dim2", "time_dim_replace": None,
                   "rope_scales": None},
     ignored=("attention_mask", "denoise_mask"),
-    arguments={"hidden_states": _latent, "encoder_hidden_states": given("context"), "timestep": timestep(),
-               "pooled_projections": given("y"), "visual_rope_pos": _places, "text_rope_pos": _text_places},
+    arguments={"hidden_states": _latent, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep(),
+               "pooled_projections": from_conditioning("y"), "visual_rope_pos": _places, "text_rope_pos": _text_places},
     activation_factors={"alone": 15.2, "residual": 3.45, "whole": 9.25, "outside": 5.25, "held": 1.2, "block": 14.5,
           "exchange": 13.55, "own": 0.55},
     plan=ModelPlan(
@@ -151,7 +151,7 @@ KANDINSKY5 = Family(
     num_heads=lambda config: config["model_dim"] // sum(config["axes_dims"]), width=lambda config: config["model_dim"],
     num_channels=lambda config: config["out_visual_dim"],
     in_channels=lambda config: config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"],
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 24, "in_text_dim2": 12, "time_dim": 20,
          "model_dim": 64, "ff_dim": 48,
          "num_text_blocks": 1, "num_visual_blocks": 4, "axes_dims": (4, 6, 6), "visual_cond": True},

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.inputs import Unpacked, config_of, even_sides, has, size
 from .common.rope_scaling import moved
 from .kandinsky5 import KANDINSKY5, KEY, PIXELS
@@ -36,6 +36,6 @@ KANDINSKY5_IMAGE = dataclasses.replace(
     latent=LATENT, adapt_model=_adapt, pixels=lambda config: (1, 8, 8),
     conditioning={"context": "in_text_dim", "y": "in_text_dim2", "rope_scales": None},
     arguments=KANDINSKY5.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT), "visual_rope_pos": _places},
-    test_config=Tiny(TINY.config | {"visual_cond": False}, TINY.native,
+    test_config=SmallConfig(TINY.config | {"visual_cond": False}, TINY.native,
               TINY.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},
               detected="Kandinsky5Image"))

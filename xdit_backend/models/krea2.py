@@ -7,8 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
-from .common.inputs import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep, whole_shape
+from .common.family import Family, SmallConfig
+from .common.inputs import (
+    Packed,
+    blocks,
+    config_of,
+    from_conditioning,
+    has,
+    needs_diffusers,
+    size,
+    timestep,
+    whole_shape,
+)
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.reference_latents import AT_ZERO, at_zero
@@ -95,7 +105,7 @@ def _image(call):
 
 
 def _text(call):
-    return given("context")(call).unflatten(-1, (call.config["num_text_layers"], -1))
+    return from_conditioning("context")(call).unflatten(-1, (call.config["num_text_layers"], -1))
 
 
 def _positions(call):
@@ -141,7 +151,7 @@ KREA2 = Family(
         takes_output_patches=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         cacheable_outside={"text_fusion": "run", "txt_in": "run", "time_mod_proj": "step"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"in_channels": 16, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
          "num_key_value_heads": 2,
          "intermediate_size": 96, "timestep_embed_dim": 32, "text_hidden_dim": 24, "num_text_layers": 3,

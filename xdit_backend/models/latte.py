@@ -2,8 +2,17 @@
 ComfyUI has no model of it."""
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Sampled, Tiny
-from .common.inputs import ALL_FRAMES, PerFrame, config_of, folder_alone, given, has, in_config_json, timestep
+from .common.family import Family, Sampled, SmallConfig
+from .common.inputs import (
+    ALL_FRAMES,
+    PerFrame,
+    config_of,
+    folder_alone,
+    from_conditioning,
+    has,
+    in_config_json,
+    timestep,
+)
 from .common.plan import BlockList, ModelPlan
 from .common.position_slicing import embedded
 
@@ -69,14 +78,14 @@ LATTE = Family(
         "latent_dimensions": 3}, memory=0.5),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "caption_channels"},
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "enable_temporal_attentions": False},
     activation_factors={"residual": 7.65, "held": 1.45, "block": 15.2, "exchange": 14.3, "own": 0.1},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", paired="temporal_transformer_blocks"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)}, positions={"pos_embed": embedded},
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, cacheable_outside={"caption_projection": "run"}),
-    test_config=Tiny({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
+    test_config=SmallConfig({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
                       "num_layers": 4,
                "patch_size": 2,
                "sample_size": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True,

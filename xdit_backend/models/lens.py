@@ -5,7 +5,7 @@ from types import MethodType
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, optional_size, size, text_mask
 from .common.native_module import handed_on, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -81,7 +81,7 @@ LENS = Family(
         tokens={"freqs_cis": TokenArgument(2, ALL)}, masks={"attention_mask": ("text",)},
         positions={"pos_embed": _positions}, cacheable={"img_mod.1": "step", "txt_mod.1": "step"},
         cacheable_outside={"txt_in": "run"}),
-    test_config=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")}
+    test_config=SmallConfig(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")}
               | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96, "axes_dims_rope": (32, 32, 32)},
               detected="Lens"),
 )

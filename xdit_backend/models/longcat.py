@@ -6,8 +6,8 @@ import dataclasses
 import torch
 
 from ..memory.staging import on_device
-from .common.family import Tiny
-from .common.inputs import config_of, given, has, timestep
+from .common.family import SmallConfig
+from .common.inputs import config_of, from_conditioning, has, timestep
 from .common.key_mapping import table
 from .flux import BLOCKS, FLUX, LATENT
 
@@ -51,10 +51,10 @@ LONGCAT = dataclasses.replace(
     num_channels=lambda config: config["in_channels"] // 4,
     rope_options=_shifts, conditioning={"context": "joint_attention_dim", "ref_latents": None,
                                         "ref_latents_method": None, "rope_scales": None},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "img_ids": _places, "txt_ids": _text_places},
     plan=dataclasses.replace(FLUX.plan, full_precision_inputs={"time_embed": (("timestep",), 1000.0)}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         _of_longcat(FLUX.test_config.config), FLUX.test_config.native,
         FLUX.test_config.arguments | {"vec_in_dim": None, "context_in_dim": WIDTH, "guidance_embed": False,
                                "txt_ids_dims": [1, 2]}))

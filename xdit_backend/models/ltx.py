@@ -4,8 +4,8 @@ seconds.
 Given frames have times of their own, token by token; guides are frames after the video's, at positions of their own.
 """
 
-from .common.family import Family, Tiny
-from .common.inputs import because, blocks, config_of, diffusers_converter, given, has, size, text_mask
+from .common.family import Family, SmallConfig
+from .common.inputs import because, blocks, config_of, diffusers_converter, from_conditioning, has, size, text_mask
 from .common.ltx_tokens import (
     IS_LTX,
     LATENT,
@@ -52,7 +52,7 @@ LTX = Family(
     conditioning={"context": "caption_channels", "attention_mask": None, "frame_rate": None, "keyframe_idxs": None,
                   "guide_strengths": None}, unfold=unfold, biases={"attn1": guide_bias},
     ignored=("denoise_mask", "guide_attention_entries"), unsupported_arguments=more_than_guides,
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": token_times,
+    arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": token_times,
                "encoder_attention_mask": text_mask, "video_coords": lambda call: bounds(call)[..., 0]},
     activation_factors={"alone": 16.1, "residual": 8.1, "whole": 12.1, "outside": 7.1, "held": 5.1, "block": 11.0,
                         "exchange": 13.0,
@@ -63,7 +63,7 @@ LTX = Family(
         attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TABLE, "temb": TABLE},
         of_heads=("image_rotary_emb",),
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, cacheable_outside={"caption_projection": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"in_channels": 8, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
          "cross_attention_dim": 32, "num_layers": 4, "caption_channels": 24, "_causal_temporal_positioning": True},
         "comfy.ldm.lightricks.model:LTXVModel",

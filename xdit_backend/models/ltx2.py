@@ -7,8 +7,8 @@ A latent is of two parts, or of the video alone. Of the video given frames and g
 import dataclasses
 
 from ..protocol.errors import CheckpointError
-from .common.family import Tiny
-from .common.inputs import because, config_of, given, has
+from .common.family import SmallConfig
+from .common.inputs import because, config_of, from_conditioning, has
 from .common.key_mapping import table
 from .common.ltx_tokens import IS_LTX, bounds
 from .common.plan import BlockList, ModelPlan
@@ -62,7 +62,7 @@ def _text_width(shapes):
 
 def _text(call):
     """[of the video, of the sound]"""
-    context, shares = given("context")(call), (call.config["cross_attention_dim"],
+    context, shares = from_conditioning("context")(call), (call.config["cross_attention_dim"],
                                                 call.config["audio_cross_attention_dim"])
     return context.chunk(2, -1) if call.config["use_prompt_embeddings"] else context.split(shares, -1)
 
@@ -142,7 +142,7 @@ LTX2 = dataclasses.replace(
         of_heads=("query_rotary_emb", "key_rotary_emb"),
         cacheable={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
         cacheable_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         LTX.test_config.config | {f"_{name}": value
                            for name, value in ({name: values[0] for name, values in SETTINGS.items()} | SAYS).items()}
         | {

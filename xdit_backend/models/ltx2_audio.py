@@ -6,7 +6,7 @@ and at times that end before the video begins.
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.inputs import given, has, size, text_mask
+from .common.inputs import from_conditioning, has, size, text_mask
 from .common.ltx_tokens import NUM_HEADS
 from .common.plan import TokenArgument
 
@@ -112,7 +112,7 @@ def _times(call):
 
 def _most_times(call):
     """(B or 1, 2): the video's latest time, and the sound's, which is 0 of a reference alone."""
-    most = given("most_times")(call)
+    most = from_conditioning("most_times")(call)
     is_alone = "ref_audio" in call.conditioning and "audio" not in call.conditioning
     return most * most.new_tensor([1, 0]) if is_alone else most
 

@@ -3,8 +3,8 @@ grouped-query attention."""
 
 import torch
 
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, all_text, blocks, config_of, given, has, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, all_text, blocks, config_of, from_conditioning, has, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
@@ -60,8 +60,9 @@ LUMINA2 = Family(
     num_key_heads=lambda config: config["num_kv_heads"],
     conditioning={"context": "cap_feat_dim", "rope_scales": None},
     ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
-    arguments={"hidden_states": LATENT, "timestep": timestep(-1, 1), "encoder_hidden_states": given("context"),
-               "encoder_attention_mask": all_text, "rope_scales": given("rope_scales")},
+    arguments={"hidden_states": LATENT, "timestep": timestep(-1, 1),
+               "encoder_hidden_states": from_conditioning("context"),
+               "encoder_attention_mask": all_text, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 26.5, "residual": 6.5, "whole": 11.4, "outside": 4.5, "held": 1.45, "block": 25.2,
                         "exchange": 17.0,
           "own": 0.0},
@@ -73,7 +74,7 @@ LUMINA2 = Family(
         positions={"rope_embedder": Cut((None, None, PICTURE, SEQUENCE, None, None))},
         cacheable={"norm1.linear": "step"},
         cacheable_outside={"time_caption_embed.caption_embedder": "run", "context_refiner": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "hidden_size": 48, "num_layers": 2,
          "num_refiner_layers": 2,
          "num_attention_heads": 4, "num_kv_heads": 2, "axes_dim_rope": (4, 4, 4), "cap_feat_dim": 24, "multiple_of": 8},

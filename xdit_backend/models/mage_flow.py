@@ -5,7 +5,7 @@ from types import MethodType
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, size
 from .common.native_module import handed_on, num_reference_tokens, same_names, whole_references
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -77,6 +77,6 @@ MAGE_FLOW = Family(
         streams={"hidden_states": PICTURES, "encoder_hidden_states": "text"}, attention={"attn": ALL},
         needs_text=True, tokens={"image_rotary_emb": TokenArgument(2, ALL)}, positions={"process_img": _positions},
         cacheable={"img_mod.1": "step", "txt_mod.1": "step"}, cacheable_outside={"txt_in": "run"}),
-    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 128, "out_channels": 128, "joint_attention_dim": 2560},
+    test_config=SmallConfig(TINY, NATIVE, TINY | {"in_channels": 128, "out_channels": 128, "joint_attention_dim": 2560},
               detected="MageFlow"),
 )

@@ -6,8 +6,17 @@ from types import MethodType
 import torch
 from torch import nn
 
-from .common.family import Family, Tiny
-from .common.inputs import blocks, config_of, given, has, needs_diffusers, optional_size, size, type_of_arithmetic
+from .common.family import Family, SmallConfig
+from .common.inputs import (
+    blocks,
+    config_of,
+    from_conditioning,
+    has,
+    needs_diffusers,
+    optional_size,
+    size,
+    type_of_arithmetic,
+)
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.split_linear import halve
@@ -119,7 +128,7 @@ MINIMAX_H3 = Family(
     unfold=unfold, split_parts=split_parts, call_shapes=call_shapes, options=tuple(SHIFTS),
     parts={"audio": unpack_sound}, lengths={"audio": num_sounds, "reference": num_given},
     arguments={"hidden_states": video_tokens, "audio_hidden_states": sound_tokens,
-               "encoder_hidden_states": given("context"), "timestep": times, "timestep_indices": time_rows,
+               "encoder_hidden_states": from_conditioning("context"), "timestep": times, "timestep_indices": time_rows,
                "token_tags": tags, "position_ids": positions, "video_indices": indices("video"),
                "audio_indices": indices("sound"), "text_indices": indices("text"),
                "num_sounds": lambda call: num_sounds(call.conditioning),
@@ -135,7 +144,7 @@ MINIMAX_H3 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, outputs=("image", "audio"), needs_text=True,
         tokens={"adaln_indices": TokenArgument(0, ALL), "rotary_emb": TokenArgument(0, ALL)},
         cacheable={"adaln_proj": "step"}, cacheable_outside={"context_embedder": "run", "token_refiner": "run"}),
-    test_config=Tiny(TINY, "comfy.ldm.minimax.model:MiniMaxH3Model",
+    test_config=SmallConfig(TINY, "comfy.ldm.minimax.model:MiniMaxH3Model",
               {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1, "num_attention_heads": 8,
                "attention_head_dim": 16, "ffn_hidden_size": 256, "text_dim": 24, "timestep_input_dim": 16,
                "time_embed_hidden_size": 32, "time_embed_dim": 20, "rope_inv_freq_len": 2}),

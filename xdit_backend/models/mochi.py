@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import UnsupportedError
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import (
     Unpacked,
     all_text,
     blocks,
     config_of,
     even_sides,
-    given,
+    from_conditioning,
     has,
     size,
     text_mask,
@@ -53,7 +53,7 @@ def _num_text_tokens(conditioning):
 
 
 def _text(call):
-    return given("context")(call)[:, :_num_text_tokens(call.conditioning)]
+    return from_conditioning("context")(call)[:, :_num_text_tokens(call.conditioning)]
 
 
 def _pooled_text(call):
@@ -147,7 +147,7 @@ MOCHI = Family(
         positions={"rope": Cut(TABLE, _whole_counts)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         cacheable_outside={"time_embed.pooler": "run", "time_embed.caption_proj": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 2, "in_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
          "pooled_projection_dim": 32, "text_embed_dim": 24, "time_embed_dim": 16},
         "comfy.ldm.genmo.joint_model.asymm_models_joint:AsymmDiTJoint",

@@ -1,7 +1,7 @@
 """NewBie-Image, ComfyUI's own module: Lumina 2's blocks, whose time is mixed with a pooled vector of the prompt; few
 key heads."""
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, size
 from .common.key_mapping import table
 from .common.native_module import handed_on
@@ -62,6 +62,6 @@ NEWBIE = Family(
         cacheable={"adaLN_modulation": "step"},
         cacheable_outside={"cap_embedder": "run", "context_refiner": "run", "clip_text_pooled_proj": "run",
                       "time_text_embed": "step"}),
-    test_config=Tiny(TINY, NATIVE, TINY | WIDE, detected="Lumina2",
+    test_config=SmallConfig(TINY, NATIVE, TINY | WIDE, detected="Lumina2",
               input_shapes={"clip_text_pooled": lambda config, shape, tokens: (shape[0], config["clip_text_dim"])}),
 )

@@ -1,7 +1,7 @@
 """OmniGen 2, ComfyUI's own module: text, reference pictures and image are refined by themselves, then one sequence; few
 key heads."""
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, check_mask, config_of, has, size
 from .common.native_module import handed_on, num_reference_tokens, number, same_names, whole_references
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -72,6 +72,6 @@ OMNIGEN2 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, cacheable_outside={"context_refiner": "run", "ref_image_refiner": "step"},
         unstaged_blocks=("context_refiner", "ref_image_refiner")),
-    test_config=Tiny(TINY, NATIVE, TINY | WIDE, detected="Omnigen2",
+    test_config=SmallConfig(TINY, NATIVE, TINY | WIDE, detected="Omnigen2",
               input_shapes={"num_tokens": lambda config, shape, tokens: (tokens,)}),
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.inputs import config_of, has, size
 from .common.key_mapping import table
 from .common.split_linear import halve
@@ -37,5 +37,5 @@ OVIS = dataclasses.replace(
                                                   "block": 25.1, "exchange": 27.2},
     plan=dataclasses.replace(FLUX.plan, full_precision_inputs={"time_proj": (("timestep",), 1000.0)},
                              cacheable_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
-    test_config=Tiny(LONGCAT.test_config.config, FLUX.test_config.native,
+    test_config=SmallConfig(LONGCAT.test_config.config, FLUX.test_config.native,
               LONGCAT.test_config.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))

@@ -7,9 +7,9 @@ from types import MethodType
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import blocks, config_of, given, has, size
+from .common.inputs import blocks, config_of, from_conditioning, has, size
 from .common.native_module import handed_on
 from .common.pixel_blocks import adapt_model, draw, with_places
 from .common.rope_scaling import moves
@@ -66,7 +66,7 @@ def _for_whole(module, forward, rows, tokens, args, kwargs):
 
 def _low(call):
     """The latent that is drawn."""
-    latent, channels = given("lq_latent")(call), call.config["lq_latent_channels"]
+    latent, channels = from_conditioning("lq_latent")(call), call.config["lq_latent_channels"]
     if latent is None or latent.shape[1] != channels:
         found = 0 if latent is None else latent.shape[1]
         raise ConfigError(f"Put PiD Conditioning after both prompts, with a latent of {channels} channels, which this "
@@ -116,7 +116,7 @@ PID = dataclasses.replace(
             dataclasses.replace(list_, file_prefix=f"{list_.name}.") for list_ in PIXELDIT.plan.blocks),
         positions=PIXELDIT.plan.positions | {"lq_proj": _for_whole},
         cacheable_outside=PIXELDIT.plan.cacheable_outside | {"lq_proj.latent_proj": "run"}),
-    test_config=Tiny(TINY | OWN | NEWER, NATIVE,
+    test_config=SmallConfig(TINY | OWN | NEWER, NATIVE,
                      PIXELDIT.test_config.arguments | OWN | NEWER | {"lq_latent_channels": 16},
               detected="PiD", input_shapes={"lq_latent": _of_latent,
                                      "degrade_sigma": lambda config, shape, tokens: shape[:1]}),

@@ -5,8 +5,8 @@ import math
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, because, blocks, config_of, given, has, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, because, blocks, config_of, from_conditioning, has, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan
 
@@ -93,7 +93,7 @@ PIXART = Family(
     keep_in_compute_dtype=("scale_shift_table",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
     activation_factors={"alone": 12.4, "residual": 4.4, "whole": 6.3, "outside": 3.4, "held": 1.35, "block": 12.0,
                         "exchange": 14.0,
@@ -103,7 +103,7 @@ PIXART = Family(
         attention={"attn1": ("image",)},
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, cacheable_outside={"caption_projection": "run"},
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
          "num_attention_heads": 4,
          "attention_head_dim": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True,

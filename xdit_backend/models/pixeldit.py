@@ -3,7 +3,7 @@ token, made of its pixels, attends to the others', and its pixels are drawn."""
 
 import math
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, because, blocks, config_of, has
 from .common.native_module import handed_on
 from .common.pixel_blocks import PREFIX, SIDE, adapt_model, convert, of_file, pixels_of_patch, under_core, whole_rows
@@ -60,7 +60,8 @@ PIXELDIT = Family(
                 BlockList("pixel_blocks", f"{PREFIX}pixel_blocks.", "pixel_depth", streams={"x": "image"}, tokens={},
                           attention={"attn": IMAGE}, width="_drawn_width")),
         streams={"x": "image", "y": "text"}, attention={"attn": BOTH}, needs_text=True, rereads_latent=True,
-        tokens={"pos_img": TokenArgument(0, IMAGE), "pos_txt": TokenArgument(0, ("text",))}, places=("places", IMAGE),
+        tokens={"pos_img": TokenArgument(0, IMAGE), "pos_txt": TokenArgument(0, ("text",))},
+        token_index_argument=("token_indices", IMAGE),
         positions={"_fetch_patch_pos": Cut(TokenArgument(0, IMAGE), whole_rows),
                    "pixel_embedder.pixels": pixels_of_patch},
         # of which the most are numbers for each pixel
@@ -68,6 +69,6 @@ PIXELDIT = Family(
                  "mlp.fc2"),
         cacheable={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"},
         cacheable_outside={"y_embedder": "run"}),
-    test_config=Tiny(TINY, NATIVE, {name: size for name, size in TINY.items() if not name.startswith("_")} | {
+    test_config=SmallConfig(TINY, NATIVE, {name: size for name, size in TINY.items() if not name.startswith("_")} | {
         "hidden_size": 256, "pixel_attn_hidden_size": 256, "txt_embed_dim": 48}, detected="PixelDiTT2I"),
 )

@@ -3,9 +3,9 @@ rotary positions around the middle of the picture."""
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import Packed, blocks, config_of, given, has, needs_diffusers, size, text_mask, timestep
+from .common.inputs import Packed, blocks, config_of, from_conditioning, has, needs_diffusers, size, text_mask, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut, whole_shapes
@@ -89,7 +89,7 @@ QWEN_IMAGE = Family(
     conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None,
                   "ref_latents_method": None},
     choices={"ref_latents_method": METHODS}, lengths={"reference": LATENT.num_reference_tokens},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes,
                "places": _places, "at_zero": _at_zero, "additional_t_cond": _no_addition},
     activation_factors={"alone": 15.0, "residual": 7.2, "whole": 10.2, "outside": 2.6, "held": 1.3, "block": 14.0,
@@ -104,7 +104,7 @@ QWEN_IMAGE = Family(
         full_precision_inputs={"time_text_embed": (("timestep",), 1.0)},
         cacheable={"img_mod": "step", "txt_mod": "step"},
         cacheable_outside={"txt_in": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16,
          "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6), "zero_cond_t": False,
          "use_additional_t_cond": False, "use_layer3d_rope": False},

@@ -4,8 +4,8 @@ ComfyUI has no model of it."""
 import torch
 import torch.nn.functional as F
 
-from .common.family import Family, Sampled, Tiny
-from .common.inputs import Unpacked, config_of, folder_alone, given, has, in_config_json, text_mask
+from .common.family import Family, Sampled, SmallConfig
+from .common.inputs import Unpacked, config_of, folder_alone, from_conditioning, has, in_config_json, text_mask
 from .common.linear_attention import attending, projected
 from .common.plan import BlockList, ModelPlan
 
@@ -48,14 +48,15 @@ SANA = Family(
              "tensor": "most of its weights are convolutions, which it does not spread"},
     num_channels=lambda config: config["in_channels"],
     conditioning={"context": "caption_channels", "attention_mask": None},
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "encoder_attention_mask": text_mask,
+    arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"),
+               "encoder_attention_mask": text_mask,
                "timestep": lambda call: call.timestep * call.config.get("timestep_scale", 1.0)},
     activation_factors={"alone": 14.6, "whole": 14.6, "outside": 4.6, "held": 2.3, "block": 13.5, "exchange": 8.0,
                         "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
-        attention={}, token_reductions=("attn1",), halos=("ff",), rows="height"),
-    test_config=Tiny({"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 8,
+        attention={}, token_reductions=("attn1",), halos=("ff",), row_count_argument="height"),
+    test_config=SmallConfig({"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 8,
                       "num_layers": 4,
                "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32,
                "caption_channels": 24, "sample_size": 8, "patch_size": 1}),

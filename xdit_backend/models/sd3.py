@@ -6,8 +6,18 @@ import math
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, because, blocks, config_of, diffusers_converter, given, has, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import (
+    Unpacked,
+    because,
+    blocks,
+    config_of,
+    diffusers_converter,
+    from_conditioning,
+    has,
+    size,
+    timestep,
+)
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan
 from .common.position_slicing import embedded
@@ -76,8 +86,8 @@ SD3 = Family(
         _context_layers=blocks("context_processor.layers.")),
     convert=_convert, latent=LATENT, adapt_model=_adapt, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "pooled_projections": given("y")},
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+               "pooled_projections": from_conditioning("y")},
     activation_factors={"alone": 12.35, "narrowing": 0.754, "residual": 4.9, "whole": 7.6, "outside": 5.65, "held": 1.2,
           "block": 10.0, "exchange": 13.2, "once": 1.85},
     plan=ModelPlan(
@@ -87,7 +97,7 @@ SD3 = Family(
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         attention={"attn": ("image", "text"), "attn2": ("image",)}, positions={"pos_embed": embedded},
         cacheable_outside={"context_embedder": "run", "context_processor": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4,
          "attention_head_dim": 8,
          "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 24, "pooled_projection_dim": 16,

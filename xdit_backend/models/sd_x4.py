@@ -4,7 +4,7 @@ is told."""
 
 import dataclasses
 
-from .common.inputs import given
+from .common.inputs import from_conditioning
 from .common.unet import Architecture, unet, unet_test_config
 
 LEVELS = 1000                              # of noise
@@ -13,7 +13,7 @@ UPPER = (True, True, True, False)
 
 def _level(call):
     """(B,) int64, of the noise in the picture beside the latent."""
-    return given("y")(call).long()
+    return from_conditioning("y")(call).long()
 
 
 FAMILY = unet(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, even_sides, has, size
 from .common.native_module import handed_on, same_names
 from .common.plan import BlockList, ModelPlan
@@ -174,7 +174,7 @@ SEEDVR2 = Family(
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", returns=("image", "text")),),
         streams={"vid": "image", "txt": "text"}, attention={"attn": ("text", "image")},
-        places=("places", ("image",))),
-    test_config=Tiny(TINY, NATIVE, TINY, detected="SeedVR2",
+        token_index_argument=("token_indices", ("image",))),
+    test_config=SmallConfig(TINY, NATIVE, TINY, detected="SeedVR2",
               input_shapes={"condition": lambda config, shape, tokens: (
                   shape[0], config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}))

@@ -3,7 +3,7 @@ by cross-attention, with fewer key heads than query heads."""
 
 from dataclasses import replace
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import because, blocks, config_of, has, size
 from .common.native_module import handed_on
 from .common.stable_audio import (
@@ -43,7 +43,7 @@ STABLE_AUDIO = Family(
     pixels=lambda config: (1, 32, 32), plan=replace(PLAN, unsplit=UNSPLIT),
     activation_factors={"alone": 19.07, "residual": 3.46, "held": 1.43, "whole": 7.0, "block": 19.0, "exchange": 16.0,
           "own": 0.0, "keys": 1.93},
-    test_config=Tiny(TINY, NATIVE, TINY | {"io_channels": 64, "cond_token_dim": 768, "project_cond_tokens": True,
+    test_config=SmallConfig(TINY, NATIVE, TINY | {"io_channels": 64, "cond_token_dim": 768, "project_cond_tokens": True,
                                     "global_cond_dim": 1536}, detected="StableAudio",
               input_shapes={"global_embed": lambda config, shape, tokens: (shape[0], config["global_cond_dim"])}),
 )

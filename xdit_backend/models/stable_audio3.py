@@ -3,8 +3,8 @@ attention by other queries and keys; what is kept of a sound is read by every bl
 
 from dataclasses import replace
 
-from .common.family import Tiny
-from .common.inputs import because, config_of, given, has, size
+from .common.family import SmallConfig
+from .common.inputs import because, config_of, from_conditioning, has, size
 from .common.plan import TokenArgument
 from .common.stable_audio import CONDITIONERS, LAYER, NATIVE, PLAN, ROTARY, SHARED, seconds
 from .stable_audio import STABLE_AUDIO, TINY
@@ -21,7 +21,7 @@ def _is_differential(shapes):
 
 def _local(call):
     """What is kept of a sound and where, at the times of the latent or patch: (B, C, T)."""
-    tensor = given("local_add_cond")(call)
+    tensor = from_conditioning("local_add_cond")(call)
     return tensor if tensor is None or call.patch is None else tensor.narrow(2, call.patch.start, call.latent.shape[2])
 
 
@@ -49,7 +49,7 @@ STABLE_AUDIO3 = replace(
           "entered": 3.0, "own": 0.0, "keys": 4.14},
     plan=replace(PLAN, unsplit=(), tokens=PLAN.tokens | {"local_add_cond": TokenArgument(1, ("image",))},
                  cacheable_outside=PLAN.cacheable_outside | {"transformer.global_cond_embedder": "step"}),
-    test_config=Tiny(TINY3, NATIVE, TINY3 | {"io_channels": 256, "cond_token_dim": 768, "global_cond_dim": 768,
+    test_config=SmallConfig(TINY3, NATIVE, TINY3 | {"io_channels": 256, "cond_token_dim": 768, "global_cond_dim": 768,
                                       "local_add_cond_dim": 257}, detected="StableAudio3",
               input_shapes=STABLE_AUDIO.test_config.input_shapes | {"local_add_cond": lambda config, shape, tokens: (
                   shape[0], config["local_add_cond_dim"], shape[2])}),

@@ -3,8 +3,8 @@ U-shaped network of four levels, which each device runs whole."""
 
 from ..protocol.errors import ConfigError
 from .common.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, config_of, given, has, size
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, config_of, from_conditioning, has, size
 from .common.native_module import handed_on
 
 NATIVE, LATENT = "comfy.ldm.cascade.stage_b:StageB", Unpacked((2, 2))
@@ -22,7 +22,7 @@ def _latent(call):
 
 def _prior(call):
     """The latent of stage C."""
-    latent, channels = given("effnet")(call), call.config["c_effnet"]
+    latent, channels = from_conditioning("effnet")(call), call.config["c_effnet"]
     if latent.ndim != 4 or latent.shape[1] != channels or not latent.numel():
         raise ConfigError(f"Connect the latent that stage C has drawn to StableCascade_StageB_Conditioning: the one "
                           f"there has the shape {tuple(latent.shape)}, and stage B reads (images, {channels}, rows, "
@@ -52,5 +52,5 @@ STABLE_CASCADE_B = Family(
     activation_factors={"alone": 4.48}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
     num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
     pixels=lambda config: (1, 4, 4), plan=plan(),
-    test_config=Tiny(TINY, NATIVE, TINY, detected="Stable_Cascade_B",
+    test_config=SmallConfig(TINY, NATIVE, TINY, detected="Stable_Cascade_B",
               input_shapes={"effnet": _drawn, "sca": lambda config, shape, tokens: shape[:1]}))

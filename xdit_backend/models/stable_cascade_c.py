@@ -2,7 +2,7 @@
 device runs whole."""
 
 from .common.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, config_of, has, size
 from .common.native_module import handed_on
 
@@ -36,7 +36,7 @@ STABLE_CASCADE_C = Family(
     activation_factors={"alone": 18.05}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
     num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
     pixels=lambda config: (1, 42, 42), plan=plan(_residual_blocks),
-    test_config=Tiny(TINY, NATIVE, TINY | {"blocks": [[1, 2], [2, 1]]}, detected="Stable_Cascade_C",
+    test_config=SmallConfig(TINY, NATIVE, TINY | {"blocks": [[1, 2], [2, 1]]}, detected="Stable_Cascade_C",
               input_shapes={"clip_text": lambda config, shape, tokens: (shape[0], tokens, config["c_clip_text"]),
                      "clip_img": lambda config, shape, tokens: (shape[0], 1, config["c_clip_img"]),
                      **dict.fromkeys(("sca", "crp"), lambda config, shape, tokens: shape[:1])}))

@@ -6,9 +6,9 @@ video. ComfyUI hands on the frames as a batch, and with each what is said of the
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import because, config_of, given, has, timestep
+from .common.inputs import because, config_of, from_conditioning, has, timestep
 from .common.native_module import number
 from .common.unet import EVEN, LATENT, OF_VIDEOS, PLAN, Architecture, config_rules, convert_of_videos, looks_along
 
@@ -57,11 +57,11 @@ SVD = Family(
     num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
     conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim",
                   "num_video_frames": None}, counts=("num_video_frames",),
-    arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "added_time_ids": given("y"), "num_frames": number("num_video_frames")},
+    arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+               "added_time_ids": from_conditioning("y"), "num_frames": number("num_video_frames")},
     refused={"data": "the frames of a video, which are its batch, read each other"}, plan=PLAN,
     keep_in_compute_dtype=("time_mixer",),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"sample_size": 96, "out_channels": 4, "cross_attention_dim": 24, "in_channels": 8,
          "block_out_channels": (32, 64, 64), "layers_per_block": 1, "num_attention_heads": (1, 2, 2),
          "down_block_types": ("CrossAttnDownBlockSpatioTemporal",) * 2 + ("DownBlockSpatioTemporal",),

@@ -5,7 +5,7 @@ from types import MethodType
 
 from torch import nn
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import blocks, config_of, has, optional_size, size, stored_dtype, type_of_arithmetic
 from .common.native_module import handed_on, same_names
 from .common.plan import BlockList, ModelPlan
@@ -100,7 +100,7 @@ TRIPOSPLAT = Family(
         unsplit=WHOLE, unstaged_blocks=("context_refiner",),
         cacheable_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
                       "adaLN_modulation": "step"}),
-    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 16, "out_channels": 16, "model_channels": 256,
+    test_config=SmallConfig(TINY, NATIVE, TINY | {"in_channels": 16, "out_channels": 16, "model_channels": 256,
                                     "num_head_channels": 64, "cond2_channels": 128}, detected="TripoSplat",
               input_shapes={"picture": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}),
 )

@@ -8,7 +8,7 @@ times of their own.
 import torch
 import torch.nn.functional as F
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import (
     Unpacked,
@@ -16,7 +16,7 @@ from .common.inputs import (
     config_of,
     diffusers_converter,
     frame_times,
-    given,
+    from_conditioning,
     has,
     only_parts,
     optional_size,
@@ -134,9 +134,9 @@ WAN = Family(
     conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None, "context_latents": None},
     lengths={"reference": num_context_tokens(LATENT)},
     ignored=("reference_latent", "denoise_mask"),
-    arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": given("context"),
-               "encoder_hidden_states_image": given("clip_fea", where="image_dim"),
-               "rope_scales": given("rope_scales"), "context_latents": whole_context(LATENT)},
+    arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": from_conditioning("context"),
+               "encoder_hidden_states_image": from_conditioning("clip_fea", where="image_dim"),
+               "rope_scales": from_conditioning("rope_scales"), "context_latents": whole_context(LATENT)},
     activation_factors={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0,
                         "exchange": 13.0},
     plan=ModelPlan(
@@ -144,7 +144,7 @@ WAN = Family(
         streams={"hidden_states": ALL}, attention={"attn1": ALL},
         tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
         cacheable_outside={"condition_embedder.text_embedder": "run"}, audio_attention=("norm2", "attn2")),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7,
          "out_channels": 4,
          "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "image_dim": 20, "added_kv_proj_dim": 48,

@@ -6,9 +6,9 @@ from types import MethodType
 
 import torch
 
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import config_of, frame_times, given, has, only_parts, optional_size
+from .common.inputs import config_of, frame_times, from_conditioning, has, only_parts, optional_size
 from .common.native_module import handed_on
 from .common.rope_scaling import moves
 from .common.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame
@@ -49,26 +49,26 @@ def _adapt(model, config):
             fuser.forward = lambda tokens, motion: 0
 
 
-def _with_places(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+def _with_places(self, x, e, freqs, context, context_img_len=257, transformer_options={}, token_indices=None):
     return type(self).forward(self, x, e, freqs, context, context_img_len, transformer_options)
 
 
-def _with_face(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+def _with_face(self, x, e, freqs, context, context_img_len=257, transformer_options={}, token_indices=None):
     x, motion = _with_places(self, x, e, freqs, context, context_img_len, transformer_options), self.motions.get()
     if motion is None:
         return x
-    return x + (type(self.fuser).forward(self.fuser, x, motion) if places is None
-                else _of_frames(self.fuser, x, motion, *places))
+    return x + (type(self.fuser).forward(self.fuser, x, motion) if token_indices is None
+                else _of_frames(self.fuser, x, motion, *token_indices))
 
 
-def _of_frames(fuser, x, motion_BFNC, places, num_tokens):
+def _of_frames(fuser, x, motion_BFNC, token_indices, num_tokens):
     """A block of the face's adapter for tokens that are not all of a frame: each reads the motion of its own."""
     _, num_frames, num_motions, _ = motion_BFNC.shape
     key, value = fuser.linear1_kv(fuser.pre_norm_motion(motion_BFNC)).flatten(1, 2).unflatten(
         2, (2, fuser.heads_num, -1)).unbind(2)
     query = fuser.q_norm(fuser.linear1_q(fuser.pre_norm_feat(x)).unflatten(2, (fuser.heads_num, -1))).to(value.dtype)
     query, key, value = (each.transpose(1, 2) for each in (query, fuser.k_norm(key).to(value.dtype), value))
-    read = read_own_frame(query, key, value, places // (num_tokens // num_frames), num_motions)
+    read = read_own_frame(query, key, value, token_indices // (num_tokens // num_frames), num_motions)
     return fuser.linear2(read.transpose(1, 2).flatten(2))
 
 
@@ -88,13 +88,13 @@ WAN_ANIMATE = dataclasses.replace(
                   "face_pixel_values": None},
     arguments=handed_on(even_with(LATENT, "Wan Animate", "pose_latents", "pose"), "context",
                         "pose_latents", "face_pixel_values", timestep=frame_times,
-                        clip_fea=given("clip_fea", where="_image_dim"), transformer_options=moves),
+                        clip_fea=from_conditioning("clip_fea", where="_image_dim"), transformer_options=moves),
     activation_factors={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.55, "held": 1.15, "block": 8.25,
           "exchange": 14.05, "own": 0.0},
     plan=dataclasses.replace(
-        WAN_CAMERA.plan, places=("places", ("image",)),
+        WAN_CAMERA.plan, token_index_argument=("token_indices", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "after_patch_embedding": _pose_of_patch}),
-    test_config=Tiny(TINY | {"model_type": "animate", "num_layers": 10, "_image_dim": 1280}, NATIVE,
+    test_config=SmallConfig(TINY | {"model_type": "animate", "num_layers": 10, "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "animate", "num_layers": 5}, thin=_thin, input_shapes={
                   "pose_latents": lambda config, shape, tokens: (
                       shape[0], 16, max(1, shape[2] - 1), *shape[3:]),

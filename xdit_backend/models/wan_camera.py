@@ -1,8 +1,8 @@
 """Wan Camera (2.1, 2.2), ComfyUI's own module: Wan that reads the ways of a camera's rays; and what further kinds
 of Wan have in common with it."""
 
-from .common.family import Family, Tiny
-from .common.inputs import config_of, given, has, only_parts, optional_size, size
+from .common.family import Family, SmallConfig
+from .common.inputs import config_of, from_conditioning, has, only_parts, optional_size, size
 from .common.native_module import handed_on, same_names, whole_sizes
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
@@ -28,8 +28,8 @@ WAN_CAMERA = Family(
     ignored=("reference_latent", "denoise_mask"),
     arguments=handed_on(even_with(LATENT, "Wan Camera", "camera_conditions", "camera's way", 8, True),
                         "context",
-                        clip_fea=given("clip_fea", where="_image_dim"),
-                        camera_conditions=given("camera_conditions"), transformer_options=moves),
+                        clip_fea=from_conditioning("clip_fea", where="_image_dim"),
+                        camera_conditions=from_conditioning("camera_conditions"), transformer_options=moves),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: config["out_dim"], in_channels=lambda config: config["in_dim"],
     pixels=lambda config: (4, 8, 8),
@@ -40,7 +40,7 @@ WAN_CAMERA = Family(
         attention={"self_attn": ("image",)}, tokens={"freqs": TABLE},
         positions={"rope_encode": Cut(TABLE, whole_sizes), "control_adapter": tokens_of_patch},
         cacheable_outside={"text_embedding": "run"}),
-    test_config=Tiny(TINY | {"model_type": "camera", "in_dim_control_adapter": 2, "_image_dim": 1280}, NATIVE,
+    test_config=SmallConfig(TINY | {"model_type": "camera", "in_dim_control_adapter": 2, "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "camera", "in_dim": 32}, input_shapes={
                   "camera_conditions": lambda config, shape, tokens: (
                       shape[0], config["in_dim_control_adapter"], shape[2], 8 * shape[3], 8 * shape[4])}),

@@ -7,9 +7,9 @@ from types import MethodType
 import torch
 import torch.nn.functional as F
 
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import blocks, config_of, given, has, only_parts, optional_size
+from .common.inputs import blocks, config_of, from_conditioning, has, only_parts, optional_size
 from .common.key_mapping import table
 from .common.native_module import handed_on
 from .common.rope_scaling import moves
@@ -41,7 +41,7 @@ def _rate(call):
 
 def _scale(call):
     """(B, 1, 1), of the music."""
-    scale = given("audio_inject_scale")(call)
+    scale = from_conditioning("audio_inject_scale")(call)
     return 1.0 if scale is None else scale.view(-1, 1, 1)
 
 
@@ -82,16 +82,16 @@ def _of_all_frames(module, forward, rows, tokens, args, kwargs):
     return forward(*args, **kwargs, num_frames=rows.whole_rows if rows.axis == 0 else 1)
 
 
-def _with_places(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+def _with_places(self, x, e, freqs, context, context_img_len=257, transformer_options={}, token_indices=None):
     return type(self).forward(self, x, e, freqs, context, context_img_len, transformer_options)
 
 
-def _with_music(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
+def _with_music(self, x, e, freqs, context, context_img_len=257, transformer_options={}, token_indices=None):
     x = _with_places(self, x, e, freqs, context, context_img_len, transformer_options)
     _, scale, moments = self.music.get()
     if moments is None:
         return x
-    own, num_tokens = (torch.arange(x.shape[1], device=x.device), x.shape[1]) if places is None else places
+    own, num_tokens = (torch.arange(x.shape[1], device=x.device), x.shape[1]) if token_indices is None else token_indices
     read = self.reader.o(self.reader.v(moments))[:, own * moments.shape[1] // num_tokens]
     return x + (read * scale).to(x.dtype)
 
@@ -110,9 +110,9 @@ WAN_DANCER = dataclasses.replace(
     arguments=handed_on(LATENT, "context", "clip_fea", "clip_fea_ref", "audio_embed", fps=_rate,
                         audio_inject_scale=_scale, transformer_options=moves),
     plan=dataclasses.replace(
-        WAN_CAMERA.plan, places=("places", ("image",)),
+        WAN_CAMERA.plan, token_index_argument=("token_indices", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "music_encoder.1": _of_all_frames}),
-    test_config=Tiny(TINY | {"model_type": "wandancer", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
+    test_config=SmallConfig(TINY | {"model_type": "wandancer", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
                       "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "wandancer", "in_dim": 36, "num_layers": 5}, input_shapes={
                   "clip_fea_ref": lambda config, shape, tokens: (shape[0], 3, 1280),

@@ -4,8 +4,8 @@ latent's; a reference picture is a frame before the first, with an embedding of 
 import dataclasses
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
-from .common.inputs import config_of, given, has, only_parts, optional_size
+from .common.family import SmallConfig
+from .common.inputs import config_of, from_conditioning, has, only_parts, optional_size
 from .common.native_module import handed_on
 from .common.plan import ModelPlan, TokenArgument
 from .common.position_slicing import Cut
@@ -61,7 +61,8 @@ WAN_FUN = dataclasses.replace(
     conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None},
     ignored=("denoise_mask",),                                 # but for times, see _latent
     arguments=handed_on(_latent, "context",
-                        clip_fea=given("clip_fea", where="_image_dim"), reference_latent=given("reference_latent"),
+                        clip_fea=from_conditioning("clip_fea", where="_image_dim"),
+                        reference_latent=from_conditioning("reference_latent"),
                         transformer_options=moves),
     lengths={"reference": num_reference_tokens},
     activation_factors={"alone": 8.6, "residual": 3.2, "whole": 4.97, "outside": 4.26, "held": 1.3, "block": 9.83,
@@ -71,7 +72,8 @@ WAN_FUN = dataclasses.replace(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": _positions}, cacheable_outside={"text_embedding": "run"}),
-    test_config=Tiny(TINY | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280}, NATIVE,
+    test_config=SmallConfig(TINY | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280},
+                            NATIVE,
               ARGUMENTS | {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
               input_shapes={"reference_latent": lambda config, shape, tokens: (
                   shape[0], config["in_dim_ref_conv"], *shape[3:])}),

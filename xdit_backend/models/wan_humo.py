@@ -5,8 +5,8 @@ import dataclasses
 from types import MethodType
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
-from .common.inputs import config_of, given, has, num_tokens_of, only_parts
+from .common.family import SmallConfig
+from .common.inputs import config_of, from_conditioning, has, num_tokens_of, only_parts
 from .common.native_module import handed_on, whole_sizes
 from .common.plan import ModelPlan, TokenArgument
 from .common.position_slicing import Cut
@@ -34,15 +34,15 @@ def _adapt(model, config):
         block.forward = MethodType(_with_places, block)
 
 
-def _with_places(self, x, e, freqs, context, audio=None, places=None, **others):
-    sound = audio if audio is None or places is None else (audio, *places)
+def _with_places(self, x, e, freqs, context, audio=None, token_indices=None, **others):
+    sound = audio if audio is None or token_indices is None else (audio, *token_indices)
     return type(self).forward(self, x, e, freqs, context, audio=sound, **others)
 
 
 def _of_frames(self, x, context, transformer_options={}, **others):
     if not isinstance(context, tuple):
         return type(self).forward(self, x, context, transformer_options=transformer_options, **others)
-    audio, places, num_tokens = context
+    audio, token_indices, num_tokens = context
     num_frames, heads = audio.shape[1] // 16, (self.num_heads, self.head_dim)
     query, key, value = (each.unflatten(2, heads).transpose(1, 2) for each in (
         self.norm_q(self.q(x)), self.norm_k(self.k(audio)), self.v(audio)))
@@ -50,7 +50,7 @@ def _of_frames(self, x, context, transformer_options={}, **others):
     if rest:
         raise ConfigError(f"Encode sound of the video's length: it is of {num_frames} frames, into which "
                           f"{num_tokens} tokens of the video and its reference cannot be parted.")
-    return self.o(read_own_frame(query, key, value, places // frame_size, 16).transpose(1, 2).flatten(2))
+    return self.o(read_own_frame(query, key, value, token_indices // frame_size, 16).transpose(1, 2).flatten(2))
 
 
 WAN_HUMO = dataclasses.replace(
@@ -60,7 +60,8 @@ WAN_HUMO = dataclasses.replace(
     conditioning={"context": "text_dim", "rope_scales": None, "audio_embed": None, "reference_latent": None},
     ignored=("clip_fea", "denoise_mask"),
     arguments=handed_on(even_with(LATENT, "Wan HuMo", "reference_latent"), "context",
-                        audio_embed=given("audio_embed"), reference_latent=given("reference_latent"),
+                        audio_embed=from_conditioning("audio_embed"),
+                        reference_latent=from_conditioning("reference_latent"),
                         transformer_options=moves),
     lengths={"reference": num_tokens_of(LATENT, "reference_latent")},
     activation_factors={"alone": 9.55, "residual": 4.15, "whole": 5.85, "outside": 4.5, "held": 1.2, "block": 9.85,
@@ -68,9 +69,10 @@ WAN_HUMO = dataclasses.replace(
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL},
-        tokens={"freqs": TokenArgument(1, ALL)}, positions={"rope_encode": _positions}, places=("places", ALL),
+        tokens={"freqs": TokenArgument(1, ALL)}, positions={"rope_encode": _positions},
+        token_index_argument=("token_indices", ALL),
         cacheable_outside={"text_embedding": "run"}),
-    test_config=Tiny(TINY | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel",
+    test_config=SmallConfig(TINY | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel",
                      ARGUMENTS | {"model_type": "humo"},
               input_shapes={"audio_embed": lambda config, shape, tokens: (shape[0], shape[2], 8, 5, 1280),
                      "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:])}),

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import blocks, config_of, given, has, num_tokens_of, only_parts, size, whole_shape
+from .common.inputs import blocks, config_of, from_conditioning, has, num_tokens_of, only_parts, size, whole_shape
 from .common.native_module import handed_on, whole_sizes
 from .common.plan import ModelPlan, TokenArgument
 from .common.position_slicing import Cut
@@ -47,7 +47,7 @@ def _times(call):
 
 def _audio(call):
     """(B, layers, C, 1, 4 a frame of the whole latent); ComfyUI's forward cuts what comes fourth to a patch's frames"""
-    audio = given("audio_embed")(call)
+    audio = from_conditioning("audio_embed")(call)
     return None if audio is None else audio[..., :4 * whole_shape(call)[2]].unsqueeze(3)
 
 
@@ -60,16 +60,16 @@ def _positions(module, forward, rows, tokens, args, kwargs):
     return forward(*args, **kwargs | ({"t_start": max(FIRST_PLACE, rows.whole_rows + AFTER)} if is_after else {}))
 
 
-def _of_times(places, num_tokens, num_times):
-    """Which time tokens at these places have: ComfyUI's forward spreads times over the sequence alike."""
-    return places // (num_tokens // num_times + (num_tokens % num_times > 0))
+def _of_times(token_indices, num_tokens, num_times):
+    """Which time tokens at these token_indices have: ComfyUI's forward spreads times over the sequence alike."""
+    return token_indices // (num_tokens // num_times + (num_tokens % num_times > 0))
 
 
 def _last(module, forward, rows, tokens, args, kwargs):
     """Of a patch's tokens; what comes after the video is not asked for."""
     (x, e), count = args, tokens.counts["image"]
-    places = rows.first_token + torch.arange(count, device=x.device)
-    return forward(x[:, :count], e[:, _of_times(places, rows.num_tokens + x.shape[1] - count, e.shape[1])])
+    token_indices = rows.first_token + torch.arange(count, device=x.device)
+    return forward(x[:, :count], e[:, _of_times(token_indices, rows.num_tokens + x.shape[1] - count, e.shape[1])])
 
 
 def _num_motion_tokens(conditioning):
@@ -128,25 +128,25 @@ def _packed(self, motion_latents, *others):
         return type(self).forward(self, motion_latents, *others)
 
 
-def _are_all(places):
-    """Are these tokens, told by their places, the whole sequence, as ComfyUI's own code takes it?"""
-    return places is None or len(places[0]) == places[1]
+def _are_all(token_indices):
+    """Are these tokens, told by their token_indices, the whole sequence, as ComfyUI's own code takes it?"""
+    return token_indices is None or len(token_indices[0]) == token_indices[1]
 
 
-def _with_times(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
-    if not _are_all(places):
-        e = e[:, _of_times(*places, e.shape[1])]
+def _with_times(self, x, e, freqs, context, context_img_len=257, transformer_options={}, token_indices=None):
+    if not _are_all(token_indices):
+        e = e[:, _of_times(*token_indices, e.shape[1])]
     return type(self).forward(self, x, e, freqs, context, context_img_len, transformer_options)
 
 
-def _with_audio(self, x, e, freqs, context, context_img_len=257, transformer_options={}, places=None):
-    x = _with_times(self, x, e, freqs, context, context_img_len, transformer_options, places)
+def _with_audio(self, x, e, freqs, context, context_img_len=257, transformer_options={}, token_indices=None):
+    x = _with_times(self, x, e, freqs, context, context_img_len, transformer_options, token_indices)
     num_others, whole, own = self.given_to_blocks.get()
     if own is None:
         return x
-    if _are_all(places):
+    if _are_all(token_indices):
         return type(self.injector).forward(self.injector, x, 0, own, whole, x.shape[1] - num_others)
-    here, num_tokens = places
+    here, num_tokens = token_indices
     frame_size, rest = divmod(num_tokens - num_others, own.shape[1])
     if rest:
         raise ConfigError(f"Encode sound of the video's length: it is of {own.shape[1]} frames, into which "
@@ -154,10 +154,10 @@ def _with_audio(self, x, e, freqs, context, context_img_len=257, transformer_opt
     return x + _of_frames(self.injector, x, whole, own, here, frame_size) * (here < num_tokens - num_others)[:, None]
 
 
-def _of_frames(injector, x, whole_BF1C, own_BFNC, places, frame_size):
+def _of_frames(injector, x, whole_BF1C, own_BFNC, token_indices, frame_size):
     """What tokens that are not all of a frame read of its sound; what comes after the video reads something, too."""
     norm, attention = injector.injector_adain_layers[0], injector.injector[0]
-    heads, frames = (attention.num_heads, attention.head_dim), (places // frame_size).clamp(max=own_BFNC.shape[1] - 1)
+    heads, frames = (attention.num_heads, attention.head_dim), (token_indices // frame_size).clamp(max=own_BFNC.shape[1] - 1)
     shift, scale = (each[:, frames] for each in norm.linear(norm.silu(whole_BF1C[:, :, 0])).chunk(2, 2))
     x, audio = norm.norm(x) * (1 + scale) + shift, own_BFNC.flatten(1, 2)
     query, key, value = (each.unflatten(2, heads).transpose(1, 2) for each in (
@@ -184,9 +184,11 @@ WAN_S2V = dataclasses.replace(
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
-        places=("places", ALL), positions={"rope_encode": _positions, "cond_encoder": tokens_of_patch, "head": _last},
+        token_index_argument=("token_indices", ALL), positions={"rope_encode": _positions,
+                                                                "cond_encoder": tokens_of_patch, "head": _last},
         cacheable_outside={"text_embedding": "run"}),
-    test_config=Tiny(TINY | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2], "audio_dim": 8},
+    test_config=SmallConfig(TINY | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
+                                    "audio_dim": 8},
                      NATIVE,
               ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, input_shapes={
                   "audio_embed": lambda config, shape, tokens: (shape[0], 25, config["audio_dim"], 4 * shape[2]),

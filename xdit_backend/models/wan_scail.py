@@ -5,8 +5,8 @@ import dataclasses
 from types import MethodType
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
-from .common.inputs import config_of, given, has, num_tokens_of, only_parts, optional_size, whole_shape
+from .common.family import SmallConfig
+from .common.inputs import config_of, from_conditioning, has, num_tokens_of, only_parts, optional_size, whole_shape
 from .common.native_module import handed_on
 from .common.plan import ModelPlan, TokenArgument
 from .common.position_slicing import Cut
@@ -70,15 +70,16 @@ WAN_SCAIL = dataclasses.replace(
     conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None,
                   "pose_latents": None},
     ignored=("denoise_mask",),
-    arguments=handed_on(latent, "context", clip_fea=given("clip_fea", where="_image_dim"),
-                        pose_latents=given("pose_latents"), reference_latent=given("reference_latent"),
+    arguments=handed_on(latent, "context", clip_fea=from_conditioning("clip_fea", where="_image_dim"),
+                        pose_latents=from_conditioning("pose_latents"),
+                        reference_latent=from_conditioning("reference_latent"),
                         transformer_options=moves),
     lengths={"reference": num_tokens_of(LATENT, "reference_latent"), "pose": num_tokens_of(LATENT, "pose_latents")},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": Cut(TokenArgument(1, ALL), _whole)}, cacheable_outside={"text_embedding": "run"}),
-    test_config=Tiny(TINY | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
+    test_config=SmallConfig(TINY | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "scail", "in_dim": 20},
               input_shapes={"reference_latent": reference_shape, "pose_latents": pose_shape}),
 )

@@ -5,8 +5,8 @@ import dataclasses
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
-from .common.inputs import given, has, only_parts, size, whole_shape
+from .common.family import SmallConfig
+from .common.inputs import from_conditioning, has, only_parts, size, whole_shape
 from .common.native_module import number
 from .common.wan import ARGUMENTS, TINY
 from .wan import LATENT, PARTS
@@ -32,7 +32,7 @@ def _latent(call):
 
 def _mask_of_references(call):
     """(B, C, frames of references and of the latent, rows, columns); a patch has its own frames, or rows."""
-    mask = given("ref_mask_latents")(call)
+    mask = from_conditioning("ref_mask_latents")(call)
     if mask is None or call.patch is None:
         return mask
     if call.patch.dim == 3:
@@ -50,10 +50,10 @@ WAN_SCAIL2 = dataclasses.replace(
     keep_in_compute_dtype=(*WAN_SCAIL.keep_in_compute_dtype, "patch_embedding_mask"),
     conditioning=WAN_SCAIL.conditioning | dict.fromkeys((*MASKS, "ref_mask_flag")), counts=("ref_mask_flag",),
     only_with={"sam_latents": "pose_latents"},
-    arguments=WAN_SCAIL.arguments | {"x": _latent, "sam_latents": given("sam_latents"),
+    arguments=WAN_SCAIL.arguments | {"x": _latent, "sam_latents": from_conditioning("sam_latents"),
                                      "ref_mask_latents": _mask_of_references,
                                      "ref_mask_flag": number("ref_mask_flag")},
-    test_config=Tiny(TINY | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
+    test_config=SmallConfig(TINY | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "scail2", "in_dim": 20}, input_shapes=WAN_SCAIL.test_config.input_shapes | {
                   "ref_mask_latents": lambda config, shape, tokens: (
                       shape[0], config["mask_in_dim"], shape[2] + reference_shape(config, shape, tokens)[2],

@@ -11,7 +11,7 @@ import types
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import blocks, config_of, has, only_parts, size
 from .common.plan import TokenArgument
@@ -112,7 +112,7 @@ WAN_VACE = dataclasses.replace(
                              # a block here is two of ComfyUI's
                              blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None, returns=("image",)),)),
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4,
          "out_channels": 4,
          "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 6},

@@ -3,8 +3,8 @@ each is padded to whole groups of tokens."""
 
 import torch
 
-from .common.family import Family, Tiny
-from .common.inputs import blocks, config_of, given, has, needs_diffusers, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import blocks, config_of, from_conditioning, has, needs_diffusers, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import scales_and_shifts
@@ -63,8 +63,8 @@ Z_IMAGE = Family(
     ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     lengths={"text": lambda conditioning: padded(conditioning["context"].shape[1])},
     arguments={"x": lambda call: list(LATENT(call).unsqueeze(2)), "t": timestep(-1, 1),
-               "cap_feats": lambda call: list(given("context")(call)), "first_row": first_row,
-               "num_pads": num_pads, "rope_scales": given("rope_scales")},
+               "cap_feats": lambda call: list(from_conditioning("context")(call)), "first_row": first_row,
+               "num_pads": num_pads, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 16.0, "residual": 5.4, "whole": 9.2, "outside": 6.0, "held": 2.3, "block": 14.9,
                         "exchange": 14.3,
           "own": 0.0},
@@ -75,7 +75,7 @@ Z_IMAGE = Family(
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,), added="double_block")),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         cacheable={"adaLN_modulation": "step"}, cacheable_outside={"cap_embedder": "run", "context_refiner": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"in_channels": 4, "dim": 64, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 4,
          "cap_feat_dim": 24, "axes_dims": [4, 6, 6], "axes_lens": [512, 128, 128]},
         "comfy.ldm.lumina.model:NextDiT",

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
-from .common.inputs import config_of, given, size, timestep
+from .common.family import SmallConfig
+from .common.inputs import config_of, from_conditioning, size, timestep
 from .common.plan import BlockList, TokenArgument
 from .common.reference_latents import listed, references
 from .common.rope_scaling import scales_and_shifts
@@ -122,7 +122,7 @@ def _pictures(call):
 
 def _contexts(call):
     """The text of each reference, that of the picture, and those after it; of what has none, one of no tokens."""
-    own, (before, after) = given("context")(call), _by_reference(call.conditioning, "ref_contexts")
+    own, (before, after) = from_conditioning("context")(call), _by_reference(call.conditioning, "ref_contexts")
     return [own[:, :0] if each is None else each.expand(len(own), *each.shape[1:]) for each in (*before, own, *after)]
 
 
@@ -160,7 +160,7 @@ Z_IMAGE_OMNI = dataclasses.replace(
     only_with={"ref_contexts": "ref_latents", "siglip_feats": "ref_latents"},
     lengths={"text": _num_text, "reference": _num_references, "siglip": _num_siglip},
     arguments={"x": LATENT, "t": timestep(-1, 1), "pictures": _pictures, "contexts": _contexts, "siglip": _siglip,
-               "first_row": first_row, "num_pads": num_pads, "rope_scales": given("rope_scales")},
+               "first_row": first_row, "num_pads": num_pads, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 19.8, "residual": 9.35, "whole": 6.15, "outside": 6.4, "held": 2.65, "block": 17.65,
           "exchange": 16.9, "own": 0.0},
     plan=dataclasses.replace(
@@ -175,6 +175,6 @@ Z_IMAGE_OMNI = dataclasses.replace(
         cacheable={}, cacheable_outside=Z_IMAGE.plan.cacheable_outside | {"siglip_embedder": "run",
                                                                           "siglip_refiner": "run"},
         unstaged_blocks=("context_refiner", "siglip_refiner")),
-    test_config=Tiny(Z_IMAGE.test_config.config | {"siglip_feat_dim": 24}, Z_IMAGE.test_config.native,
+    test_config=SmallConfig(Z_IMAGE.test_config.config | {"siglip_feat_dim": 24}, Z_IMAGE.test_config.native,
               Z_IMAGE.test_config.arguments | {"siglip_feat_dim": 40, "n_layers": 3}, detected="ZImage"),
 )

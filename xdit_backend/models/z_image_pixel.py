@@ -6,7 +6,7 @@ from types import MethodType
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, because, blocks, config_of, has, size, stored_dtype
 from .common.key_mapping import table
 from .common.native_module import handed_on
@@ -89,5 +89,5 @@ Z_IMAGE_PIXEL = Family(
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"embed_all": _of_patch}, rereads_latent=True, unstaged_blocks=("context_refiner",),
         cacheable={"adaLN_modulation": "step"}, cacheable_outside={"cap_embedder": "run", "context_refiner": "run"}),
-    test_config=Tiny(TINY, NATIVE, TINY | {"dim": 512, "axes_dims": (32, 48, 48)}, detected="ZImagePixelSpace"),
+    test_config=SmallConfig(TINY, NATIVE, TINY | {"dim": 512, "axes_dims": (32, 48, 48)}, detected="ZImagePixelSpace"),
 )

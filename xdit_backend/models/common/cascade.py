@@ -5,7 +5,7 @@ Pernias et al. 2023 (Wuerstchen, arXiv 2306.00637); shapes and arguments as of C
 """
 
 from ...protocol.errors import ConfigError
-from .inputs import because, blocks, given
+from .inputs import because, blocks, from_conditioning
 from .key_mapping import table
 from .plan import ReplicatedPlan
 
@@ -84,7 +84,7 @@ def rules(patch_size):
 
 def vector(name):
     """A pooled text, which the forward cannot do without."""
-    rule = given(name)
+    rule = from_conditioning(name)
 
     def found(call):
         if name not in call.conditioning:

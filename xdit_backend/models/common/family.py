@@ -23,7 +23,7 @@ class ConfigRules:
 
 
 @dataclass(frozen=True)
-class Tiny:
+class SmallConfig:
     """The family at a size for tests. ComfyUI's class also says what it calls the tensors of a diffusers folder
     (nodes/bridge/model/diffusers_keys.py)."""
 
@@ -72,7 +72,7 @@ class Family:
     arguments: dict
     # argument of ComfyUI's model that is supported -> the config's argument that says how wide it is, or None
     conditioning: dict[str, str | None]
-    test_config: Tiny
+    test_config: SmallConfig
     # attention whose queries and keys are the image -> (CallInputs) -> (1, T of the latent or patch, 2), or None: query
     # q has a_q b_k + b_q a_k added to what key k weighs, before the softmax, for the two numbers a and b of each token
     biases: dict[str, Callable] = field(default_factory=dict)
@@ -234,7 +234,7 @@ class Family:
 
     def tokens_a_row(self, shape):
         """How many tokens of a latent of this shape one rank has together: those of a row, or 1."""
-        return self.latent.counts(shape)[-1] if not self.is_unet and self.plan.rows else 1
+        return self.latent.counts(shape)[-1] if not self.is_unet and self.plan.row_count_argument else 1
 
     def stream_width(self, config, streams, block):
         """Of a token of these streams, which are one tensor that this block gives."""

@@ -305,7 +305,7 @@ def frame_times(call):
     return times[:, start:start + call.latent.shape[2]]
 
 
-def given(name, times=1, where=None, else_zeros=None):
+def from_conditioning(name, times=1, where=None, else_zeros=None):
     """A conditioning, one for each image. where: only if this of the config is set, else None. else_zeros: where a
     workflow has none, zeros as wide as this of the config says."""
     def rule(call):
@@ -326,7 +326,7 @@ def text_positions(call):
 
 def text_mask(call):
     """(B, T) bool, which text tokens are real, as ComfyUI's `attention_mask` says; None where it says nothing."""
-    mask = given("attention_mask")(call)
+    mask = from_conditioning("attention_mask")(call)
     num_tokens = call.conditioning["context"].shape[1]
     if mask is not None:
         check_mask(mask.shape[1], num_tokens)

@@ -1,7 +1,7 @@
 """Words for families whose transformer is ComfyUI's own module: what ComfyUI hands to its model goes to it as it is,
 under the names that files have."""
 
-from .inputs import given
+from .inputs import from_conditioning
 from .reference_latents import references
 
 
@@ -13,7 +13,8 @@ def same_names(tensors, config):
 def handed_on(latent, *conditioning, times="timestep", **others):
     """Arguments of the forward, ComfyUI's: the latent, the time, and conditioning under its names. times: what the
     forward calls the time."""
-    return {"x": latent, times: lambda call: call.timestep, **{name: given(name) for name in conditioning}, **others}
+    return {"x": latent, times: lambda call: call.timestep, **{name: from_conditioning(name) for name in conditioning},
+            **others}
 
 
 def number(name):

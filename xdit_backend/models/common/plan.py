@@ -106,15 +106,15 @@ class ModelPlan:
     # before attention to the text, and that attention. (): ComfyUI's model heeds none
     audio_attention: tuple[str, ...] = ()
     tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
-    rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
+    row_count_argument: str | None = None  # block argument with the number of token rows; ranks have whole rows then
     halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own
-    rereads_latent: bool = False                  # the forward reads the latent after or between the blocks too
+    rereads_latent: bool = False           # the forward reads the latent after or between the blocks too
     # such a module after the blocks, of the whole picture -> its rows to a row of tokens. A patch reads what its
     # neighbours have given last.
     boundary_halos: dict[str, int] = field(default_factory=dict)
     # (block argument, streams): it is given (places of this rank's tokens, (T,); tokens of all), counted through the
     # whole streams one after the other, for what a token does by its place, such as reading its frame's sound
-    places: tuple[str, tuple[str, ...]] | None = None
+    token_index_argument: tuple[str, tuple[str, ...]] | None = None
     # stream of references, whose keys and values ComfyUI's Flux KV Cache keeps from a run's first call for its later
     # ones; None: its model does not heed that
     cached_references: str | None = None

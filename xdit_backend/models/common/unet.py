@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .family import Family, Tiny
-from .inputs import Unpacked, because, blocks, config_of, given, has, size, timestep
+from .family import Family, SmallConfig
+from .inputs import Unpacked, because, blocks, config_of, from_conditioning, has, size, timestep
 from .key_mapping import table
 from .plan import UNetPlan
 
@@ -82,8 +82,8 @@ def unet(name, title, architecture, test_config, refusals=(), values=()):
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
         conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim"},
-        arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-                   "class_labels": given("y", where="class_embed_type")},
+        arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+                   "class_labels": from_conditioning("y", where="class_embed_type")},
         plan=PLAN)
 
 
@@ -116,9 +116,9 @@ def config_rules(architecture):
 
 
 def unet_test_config(detected, config, arguments):
-    """The Tiny of such a family. config, arguments: of diffusers' class and ComfyUI's,
+    """The SmallConfig of such a family. config, arguments: of diffusers' class and ComfyUI's,
     where they are the family's own."""
-    return Tiny(
+    return SmallConfig(
         {"sample_size": 64, "in_channels": 4, "out_channels": 4, "norm_num_groups": 8, "cross_attention_dim": 24,
          "class_embed_type": None, **config},
         "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",
