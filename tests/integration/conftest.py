@@ -192,10 +192,10 @@ class ComfyUI:
         size = in_dims(family, size)
         config = self.transformer_config(kind)
         video = torch.zeros(batch, family.num_channels(config), *size)
-        if not family.parts:
+        if not family.components:
             return {"samples": video}
-        [beside] = family.parts
-        return {"samples": in_parts(family.first_part(video),
+        [beside] = family.components
+        return {"samples": in_parts(family.first_component(video),
                                     torch.zeros(family.call_shapes(config, video.shape, audio)[beside]))}
 
     @contextmanager

@@ -47,7 +47,7 @@ class Example:
         """The same, of each part of the latent."""
         output = self.model(**self.family.inputs(self.latent, self.timestep, self.conditioning, self.config),
                             return_dict=False)[0]
-        return [self.family.prediction(output, self.latent), *self.family.part_predictions(output).values()]
+        return [self.family.prediction(output, self.latent), *self.family.component_predictions(output).values()]
 
 
 # All, but for those that need a newer diffusers than is installed.
@@ -160,7 +160,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         conditioning["guiding_frame_index"] = torch.zeros(batch)
     elif apart:
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
-    if family.parts:
+    if family.components:
         conditioning |= beside(family, config, generator, (latent.shape, audio), apart)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
@@ -176,7 +176,7 @@ def beside(family, config, generator, sizes, apart=False):
     video, length of the sound."""
     found = {}
     for name, shape in family.call_shapes(config, *sizes).items():
-        if name in family.parts:
+        if name in family.components:
             found[name] = torch.randn(shape, generator=generator)
         elif name == "audio_times" and apart:
             found[name] = torch.rand(shape[0], sizes[1], 1, generator=generator)

@@ -60,7 +60,7 @@ class CompiledBlocks:
             self._on_compile(index, len(self.blocks))
             block.forwards[backend] = compiled(forward, backend)
         for value in self._values:
-            value.foresee()
+            value.capture()
         known = self._find_once(index, block, context, arguments)
         context.attentions = {name: RunningAttention(*given) for name, given in block.attentions.items()}
         context.graph_breaks = block.graph_breaks

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
 from .common.family import Family, SmallConfig
-from .common.inputs import Whole, blocks, config_of, has, size
-from .common.native_module import handed_on, same_names
+from .common.inputs import PaddedByModel, blocks, config_of, has, size
+from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
 ROWS, HEAD_SIZE, LARGEST = 16, 128, 65504.0
-LATENT, IMAGE = Whole((ROWS, 1)), ("image",)
+LATENT, IMAGE = PaddedByModel((ROWS, 1)), ("image",)
 NATIVE, POINTS = "comfy.ldm.ace.model:ACEStepTransformer2DModel", "transformer_blocks.0.ff.point_conv.conv.weight"
 LYRICS, PIECES = "lyric_encoder.encoders.", 3
 SUMS = ("its attention keeps sums over all tokens, of which no part is a patch's or a rank's own to be left from the "
@@ -89,7 +89,7 @@ def _of_audio(call):
     return LATENT(call)
 
 
-TINY = {"in_channels": 8, "out_channels": 8, "num_layers": 4, "inner_dim": 512, "attention_head_dim": HEAD_SIZE,
+SMALL = {"in_channels": 8, "out_channels": 8, "num_layers": 4, "inner_dim": 512, "attention_head_dim": HEAD_SIZE,
         "num_attention_heads": 4, "mlp_ratio": 2.5, "max_position": 512, "rope_theta": 1000000.0,
         "speaker_embedding_dim": 16, "text_embedding_dim": 24, "ssl_latent_dims": [8, 12],
         "lyric_encoder_vocab_size": 64, "lyric_hidden_size": 64, "patch_size": [ROWS, 1], "_lyric_heads": 4,
@@ -113,7 +113,7 @@ ACE_STEP = Family(
     computes_as_made=True, unfold=_in_pieces,
     conditioning={"context": "text_embedding_dim", "speaker_embeds": "speaker_embedding_dim", "lyric_token_idx": None,
                   "lyrics_strength": None},
-    arguments=handed_on(_of_audio, "context", "speaker_embeds", "lyric_token_idx", lyrics_strength=_strength),
+    arguments=native_arguments(_of_audio, "context", "speaker_embeds", "lyric_token_idx", lyrics_strength=_strength),
     refused={"pipefusion": SUMS, "displaced": SUMS},
     num_heads=lambda config: config["num_attention_heads"], width=lambda config: config["inner_dim"],
     num_channels=lambda config: config["out_channels"], pixels=lambda config: (1, 64, 1),
@@ -124,7 +124,8 @@ ACE_STEP = Family(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, token_reductions=("attn",), halos=("ff.depth_conv",),
         tokens={"rotary_freqs_cis": TokenArgument(0, IMAGE)}),
-    test_config=SmallConfig(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")} | {
+    test_config=SmallConfig(SMALL, NATIVE, {name: value for name,
+                                            value in SMALL.items() if not name.startswith("_")} | {
         "inner_dim": 256, "num_attention_heads": 2, "speaker_embedding_dim": 512,
         "max_position": 32768}, rows=ROWS, detected="ACEStep",
         input_shapes={"speaker_embeds": lambda config, shape, tokens: (shape[0], config["speaker_embedding_dim"]),

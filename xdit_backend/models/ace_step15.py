@@ -4,12 +4,12 @@ neighbours alone; lyrics, timbre and text are encoded in the model, and read by 
 import torch
 
 from .common.family import Family, SmallConfig
-from .common.inputs import Whole, blocks, config_of, has, size
-from .common.native_module import handed_on, number, same_names
+from .common.inputs import PaddedByModel, blocks, config_of, has, size
+from .common.native_module import native_arguments, number, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 
-LATENT, IMAGE = Whole((2,)), ("image",)
+LATENT, IMAGE = PaddedByModel((2,)), ("image",)
 NATIVE = "comfy.ldm.ace.ace_step15:AceStepConditionGenerationModel"
 LAYER, LYRICS = "decoder.layers.0.", "encoder.lyric_encoder.layers."
 NORM = f"{LAYER}self_attn.q_norm.weight"
@@ -63,7 +63,7 @@ def _heads(layer):
     return lambda shapes: shapes[f"{layer}.weight"][0] // shapes[NORM][0]
 
 
-TINY = {"in_channels": 192, "hidden_size": 64, "text_hidden_dim": 24, "num_dit_layers": 4, "num_lyric_layers": 1,
+SMALL = {"in_channels": 192, "hidden_size": 64, "text_hidden_dim": 24, "num_dit_layers": 4, "num_lyric_layers": 1,
         "num_timbre_layers": 1, "num_tokenizer_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
         "intermediate_size": 64, "sliding_window": 3, "fsq_dim": 32, "encoder_hidden_size": 32,
         "encoder_intermediate_size": 48, "encoder_num_heads": 4, "audio_acoustic_hidden_dim": 64}
@@ -88,7 +88,8 @@ ACE_STEP15 = Family(
     conditioning={"context": "text_hidden_dim", "lyric_embed": "text_hidden_dim", "refer_audio": None,
                   "audio_codes": None, "is_covers": None, "replace_with_null_embeds": None},
     counts=("is_covers", "replace_with_null_embeds"),
-    arguments=handed_on(LATENT, "context", "lyric_embed", "refer_audio", "audio_codes", is_covers=_flag("is_covers"),
+    arguments=native_arguments(LATENT, "context", "lyric_embed", "refer_audio", "audio_codes",
+                               is_covers=_flag("is_covers"),
                         replace_with_null_embeds=_flag("replace_with_null_embeds")),
     refused={"data": "ComfyUI's model gives the timbre of a whole batch to its first sound"},
     num_heads=lambda config: config["num_heads"], num_key_heads=lambda config: config["num_kv_heads"],
@@ -106,7 +107,7 @@ ACE_STEP15 = Family(
         cacheable={"cross_attn.k_proj": "run", "cross_attn.v_proj": "run"},
         cacheable_outside={"decoder.condition_embedder": "run", "encoder": "run", "tokenizer": "run",
                            "detokenizer": "run"}),
-    test_config=SmallConfig(TINY, NATIVE, TINY | {"sliding_window": 128}, detected="ACEStep15",
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"sliding_window": 128}, detected="ACEStep15",
               input_shapes={"lyric_embed": lambda config, shape,
                             tokens: (shape[0], tokens + 2, config["text_hidden_dim"]),
                      "refer_audio": lambda config, shape, tokens: (

@@ -48,7 +48,7 @@ def _adapt(model, config):
     model.forward = conditioned
 
 
-TINY = COSMOS.test_config
+SMALL = COSMOS.test_config
 WIDTHS = {"source_dim": 24, "target_dim": 24, "model_dim": 32, "num_layers": 2, "num_attention_heads": 4,
           "target_vocab_size": 64}
 
@@ -62,5 +62,5 @@ ANIMA = dataclasses.replace(
     conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},
     arguments=COSMOS.arguments | {"ids": from_conditioning("t5xxl_ids"), "weights": from_conditioning("t5xxl_weights")},
     plan=dataclasses.replace(COSMOS.plan, cacheable_outside={"text_conditioner": "run"}),
-    test_config=SmallConfig(TINY.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", TINY.arguments,
+    test_config=SmallConfig(SMALL.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", SMALL.arguments,
                      detected="Anima"))

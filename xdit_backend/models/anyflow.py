@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from .common.family import Family, Sampled, SmallConfig
 from .common.inputs import (
     Unpacked,
+    compute_dtype_of,
     config_of,
     folder_alone,
     frames_first,
@@ -16,7 +17,6 @@ from .common.inputs import (
     in_config_json,
     sigma_after,
     stored_dtype,
-    type_of_arithmetic,
 )
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
@@ -70,7 +70,7 @@ def _adapt(model, config):
     """Times are of a video, not of each token; places are real numbers."""
     frames_first(model, config)
     embedder, rope = model.condition_embedder, model.rope
-    embedder.forward_timestep = _embed_times(embedder, type_of_arithmetic(model))
+    embedder.forward_timestep = _embed_times(embedder, compute_dtype_of(model))
     condition, places = embedder.forward, rope.forward
     embedder.forward = lambda *args, layout_cfg: condition(*args, layout_cfg=layout_cfg | {"full_token_per_frame": 1})
     rope.forward = lambda **sizes: torch.view_as_real(places(**sizes)["query"][0, 0]).unbind(2)

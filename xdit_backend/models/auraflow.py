@@ -12,12 +12,12 @@ from .common.inputs import (
     Packed,
     Unpacked,
     blocks,
+    compute_dtype_of,
     config_of,
     from_conditioning,
     has,
     size,
     timestep,
-    type_of_arithmetic,
 )
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan
@@ -43,7 +43,7 @@ def _adapt(model, config):
     """Positions are the middle of the table, which is made larger where a latent is;
     the time's sines are not rounded as weights are."""
     embed, sines = model.pos_embed, []
-    project, dtype = model.time_step_proj.forward, type_of_arithmetic(model)
+    project, dtype = model.time_step_proj.forward, compute_dtype_of(model)
     embed.forward = lambda latent, patch=None: embed.proj(Packed(LATENT.patch).tokens(latent)) + _positions(
         embed.pos_embed, latent, patch)
 

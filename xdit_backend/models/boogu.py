@@ -10,8 +10,8 @@ from .omnigen2 import ALL, OMNIGEN2, PICTURES, POSITIONS, REFINED, WIDE, inner, 
 
 NATIVE = "comfy.ldm.boogu.model:BooguTransformer2DModel"
 NORM = "single_stream_layers.0.attn.norm_q.weight"
-TINY = OMNIGEN2.test_config.config | {"num_double_stream_layers": 2, "instruction_feat_dim": 24}
-del TINY["text_feat_dim"]
+SMALL = OMNIGEN2.test_config.config | {"num_double_stream_layers": 2, "instruction_feat_dim": 24}
+del SMALL["text_feat_dim"]
 
 BOOGU = dataclasses.replace(
     OMNIGEN2, name="Boogu-Image", title="Boogu-Image", transformer=NATIVE,
@@ -40,6 +40,6 @@ BOOGU = dataclasses.replace(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, cacheable_outside=OMNIGEN2.plan.cacheable_outside, unsplit=("img_instruct_attn.to_out.0",),
         unstaged_blocks=OMNIGEN2.plan.unstaged_blocks),
-    test_config=SmallConfig(TINY, NATIVE, TINY | WIDE, detected="Boogu",
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Boogu",
                             input_shapes=OMNIGEN2.test_config.input_shapes),
 )

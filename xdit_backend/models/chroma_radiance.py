@@ -63,7 +63,7 @@ def _text_positions(call):
     return places
 
 
-TINY = CHROMA.test_config.config | {"in_channels": CHANNELS, "_pixel_width": 8, "_pixel_layers": 2, "_ratio": 4,
+SMALL = CHROMA.test_config.config | {"in_channels": CHANNELS, "_pixel_width": 8, "_pixel_layers": 2, "_ratio": 4,
                              "_convolution": True, "_x0": False, "_sequential": False}
 
 CHROMA_RADIANCE = dataclasses.replace(
@@ -86,7 +86,7 @@ CHROMA_RADIANCE = dataclasses.replace(
     activation_factors={"alone": 16.87, "residual": 6.1, "whole": 16.04, "outside": 16.29, "held": 2.43, "block": 23.79,
           "exchange": 19.24, "own": 3.51},
     plan=dataclasses.replace(CHROMA.plan, rereads_latent=True, boundary_halos={"nerf_final_layer_conv.conv": SIDE}),
-    test_config=SmallConfig(TINY, "comfy.ldm.chroma_radiance.model:ChromaRadiance", CHROMA.test_config.arguments | {
+    test_config=SmallConfig(SMALL, "comfy.ldm.chroma_radiance.model:ChromaRadiance", CHROMA.test_config.arguments | {
         "in_channels": CHANNELS, "out_channels": CHANNELS, "patch_size": SIDE, "nerf_hidden_size": 8,
         "nerf_mlp_ratio": 4, "nerf_depth": 2, "nerf_max_freqs": FREQUENCIES, "nerf_tile_size": 512,
         "nerf_final_head_type": "conv", "nerf_embedder_dtype": torch.float32, "use_x0": False,

@@ -5,14 +5,14 @@ import dataclasses
 from ..protocol.errors import ConfigError
 from .cogvideox import COGVIDEOX, LATENT, LEARNED, is_cogvideox
 from .common.family import SmallConfig
-from .common.inputs import config_of, frames_first, has, token_rows
+from .common.inputs import config_of, frames_first, has, token_range
 
 # of the table, what stands for text; and tokens of 13 frames of 720 x 480 pixels
 NUM_TEXTS, NUM_PLACES = 226, 17550
 
 
 def _latent(call):
-    num_tokens = token_rows(call, LATENT)[2]
+    num_tokens = token_range(call, LATENT)[2]
     if num_tokens > NUM_PLACES:
         raise ConfigError("Use a smaller or shorter video, such as 49 frames of 720 x 480 pixels: CogVideoX-5b-I2V "
                           f"has positions for {NUM_PLACES} tokens, and this latent is of {num_tokens}.")

@@ -11,7 +11,7 @@ import torch
 
 from ..protocol.errors import ConfigError
 from .common.family import SmallConfig
-from .common.inputs import Unpacked, blocks, config_of, even_sides, from_conditioning, has, size, timestep, whole_shape
+from .common.inputs import Unpacked, blocks, config_of, even_sides, from_conditioning, full_shape, has, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, TokenArgument
 from .common.position_slicing import Cut
@@ -35,7 +35,7 @@ def _max_size(shapes):
 
 
 def _latent(call):
-    whole = whole_shape(call)[2:]
+    whole = full_shape(call)[2:]
     if any(length > most for length, most in zip(whole, call.config["max_size"])):
         taken, most = (f"{8 * frames - 7} frames of {8 * columns} x {8 * rows} pixels"
                        for frames, rows, columns in (whole, call.config["max_size"]))

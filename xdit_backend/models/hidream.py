@@ -13,11 +13,11 @@ from .common.inputs import (
     blocks,
     config_of,
     from_conditioning,
+    full_shape,
     has,
     num_tokens_of,
     size,
     timestep,
-    whole_shape,
 )
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
@@ -63,7 +63,7 @@ def _picture(call):
     picture = from_conditioning(PICTURE)(call)
     if picture is None:
         return None
-    *_, rows, columns = whole_shape(call)
+    *_, rows, columns = full_shape(call)
     if picture.shape[2] != rows or columns % 2 or picture.shape[3] % 2:
         raise ConfigError("Make the picture and the latent of one height, and both of an even number of latent columns "
                           f"(16 pixels): HiDream-E1 puts them side by side, and they have {picture.shape[2]} x "
@@ -77,7 +77,7 @@ def _places(call):
     if picture is None:
         return places
     right = PLACES.positions(dataclasses.replace(call, latent=picture, patch=None))
-    right[:, 2] += whole_shape(call)[3] // 2
+    right[:, 2] += full_shape(call)[3] // 2
     return torch.cat([places, right])
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from ..protocol.errors import ConfigError
 from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, token_rows
+from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, token_range
 from .common.key_mapping import table
-from .common.native_module import handed_on, number
+from .common.native_module import native_arguments, number
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
 SIDE = 32                                  # of a token, in pixels
@@ -82,7 +82,7 @@ def _whole_tokens(call):
 def _places(call):
     """(B, 3, T), of the tokens of a patch where the latent is one."""
     places, num_text = from_conditioning("position_ids")(call), call.conditioning["input_ids"].shape[1]
-    first, count, whole = token_rows(call, LATENT)
+    first, count, whole = token_range(call, LATENT)
     return torch.cat([places[..., :num_text], places[..., num_text + first:num_text + first + count],
                       places[..., num_text + whole:]], 2)
 
@@ -111,7 +111,7 @@ def _num_places(config, shape, tokens):
     return shape[0], 3, tokens + 1 + LATENT.num_tokens(shape) + 3
 
 
-TINY = {"vocab_size": 151936, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+SMALL = {"vocab_size": 151936, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vision_hidden_size": 64,
         "vision_intermediate_size": 48, "vision_depth": 1, "vision_num_position_embeddings": 16}
 
@@ -130,7 +130,7 @@ HIDREAM_O1 = Family(
     unsupported_dtypes=("float16",), ignored=("context", "token_types", "vinput_mask"),
     conditioning=dict.fromkeys(("input_ids", "position_ids", "ar_len", "ref_pixel_values", "ref_image_grid_thw",
                                 "ref_patches")), counts=("ar_len",),
-    arguments=handed_on(_whole_tokens, "input_ids", "ref_pixel_values", "ref_image_grid_thw", "ref_patches",
+    arguments=native_arguments(_whole_tokens, "input_ids", "ref_pixel_values", "ref_image_grid_thw", "ref_patches",
                         times="timesteps", position_ids=_places, ar_len=number("ar_len"),
                         transformer_options=_computed_whole),
     lengths={"text": lambda conditioning: conditioning["ar_len"].shape[0],
@@ -150,7 +150,7 @@ HIDREAM_O1 = Family(
         tokens={"freqs_cis": (*[TokenArgument(1, ALL)] * 3, TokenArgument(1, TEXT))},
         window=lambda attention: (inf, 0) if attention.is_causal else None, rereads_latent=True,
         cacheable_outside={"visual": "run"}),
-    test_config=SmallConfig(TINY, NATIVE, _of_class(TINY), detected="HiDreamO1", input_shapes={
+    test_config=SmallConfig(SMALL, NATIVE, _of_class(SMALL), detected="HiDreamO1", input_shapes={
         "input_ids": lambda config, shape, tokens: (shape[0], tokens + 1), "position_ids": _num_places,
         "ar_len": lambda config, shape, tokens: (tokens,),
         "ref_patches": lambda config, shape, tokens: (shape[0], 3, 3 * SIDE ** 2)}),

@@ -2,12 +2,12 @@
 says of pictures of it; two streams, then one sequence of both, as Flux.1's."""
 
 from .common.family import Family, SmallConfig
-from .common.inputs import Whole, blocks, config_of, has, size
+from .common.inputs import PaddedByModel, blocks, config_of, has, size
 from .common.key_mapping import table
-from .common.native_module import handed_on
+from .common.native_module import native_arguments
 from .common.plan import BlockList, ModelPlan
 
-LATENT, BOTH = Whole((1,)), ("text", "image")
+LATENT, BOTH = PaddedByModel((1,)), ("text", "image")
 NATIVE, NORM = "comfy.ldm.hunyuan3d.model:Hunyuan3Dv2", "double_blocks.0.img_attn.norm.query_norm."
 
 
@@ -17,7 +17,7 @@ def _num_heads(shapes):
     return shapes["latent_in.weight"][0] // norm[0]
 
 
-TINY = {"in_channels": 8, "context_in_dim": 24, "hidden_size": 48, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2,
+SMALL = {"in_channels": 8, "context_in_dim": 24, "hidden_size": 48, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2,
         "depth_single_blocks": 2, "qkv_bias": True, "guidance_embed": True}
 
 HUNYUAN3D = Family(
@@ -29,7 +29,8 @@ HUNYUAN3D = Family(
         depth_single_blocks=blocks("single_blocks."), qkv_bias=True,
         guidance_embed=has("guidance_in.in_layer.weight")),
     convert=table((r"\.scale$", ".weight")), latent=LATENT, time_scale=1.0,
-    conditioning={"context": "context_in_dim", "guidance": None}, arguments=handed_on(LATENT, "context", "guidance"),
+    conditioning={"context": "context_in_dim", "guidance": None}, arguments=native_arguments(LATENT, "context",
+                                                                                             "guidance"),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 13.82, "residual": 1.81, "whole": 5.3, "outside": 5.58, "held": 1.7, "block": 14.33,
@@ -41,7 +42,7 @@ HUNYUAN3D = Family(
                           streams={"x": BOTH}, patched="single")),
         streams={"img": "image", "txt": "text"}, attention={".": BOTH}, needs_text=True,
         cacheable={"img_mod.lin": "step", "txt_mod.lin": "step", "modulation.lin": "step"}),
-    test_config=SmallConfig(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
                      detected="Hunyuan3Dv2",
               input_shapes={"guidance": lambda config, shape, tokens: (shape[0],)}),
 )

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import torch
 
 from .common.family import Family, SmallConfig
-from .common.inputs import Whole, blocks, config_of, has, size, stored_dtype, type_of_arithmetic
-from .common.native_module import handed_on, same_names
+from .common.inputs import PaddedByModel, blocks, compute_dtype_of, config_of, has, size, stored_dtype
+from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
 
-LATENT, ALL = Whole((1,)), ("time", "image")
+LATENT, ALL = PaddedByModel((1,)), ("time", "image")
 NATIVE, NORM = "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain", "blocks.0.attn1.q_norm.weight"
 
 
@@ -19,7 +19,7 @@ def _adapt(model, config):
     branches of the same latents. Here each of a batch has its own conditioning, and blocks have the batch in its
     order, by which keys and values are kept. And it asks layers in which type they compute by that of their weights,
     which packed ones do not have."""
-    forward, dtype, embedder = model.forward, type_of_arithmetic(model), model.t_embedder
+    forward, dtype, embedder = model.forward, compute_dtype_of(model), model.t_embedder
     for layer in (model.x_embedder, *(block.attn2.to_k for block in model.blocks)):
         layer.parameters = lambda recurse=True, layer=layer: iter([torch.empty(0, dtype=stored_dtype(layer, dtype()))])
     embedder.time_embed.forward = _typed(embedder.time_embed.forward, lambda: stored_dtype(embedder.mlp[0], dtype()))
@@ -49,7 +49,7 @@ def _num_experts(shapes):
     return next((shape[0] for name, shape in shapes.items() if name.endswith(".moe.gate.weight")), 8)
 
 
-TINY = {"in_channels": 8, "hidden_size": 48, "context_dim": 24, "depth": 5, "num_heads": 4, "qkv_bias": False,
+SMALL = {"in_channels": 8, "hidden_size": 48, "context_dim": 24, "depth": 5, "num_heads": 4, "qkv_bias": False,
         "num_moe_layers": 2, "guidance_cond_proj_dim": None, "num_experts": 4, "moe_top_k": 2}
 
 HUNYUAN3D21 = Family(
@@ -62,7 +62,7 @@ HUNYUAN3D21 = Family(
         num_heads=lambda shapes: shapes["x_embedder.weight"][0] // shapes[NORM][0], qkv_bias=False,
         num_moe_layers=_num_moe_layers, guidance_cond_proj_dim=None, num_experts=_num_experts, moe_top_k=2),
     convert=same_names, latent=LATENT, time_scale=1.0, adapt_model=_adapt, ignored=("guidance",),
-    conditioning={"context": "context_dim"}, arguments=handed_on(LATENT, "context", times="t"),
+    conditioning={"context": "context_dim"}, arguments=native_arguments(LATENT, "context", times="t"),
     lengths={"time": lambda conditioning: 1},
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
@@ -78,7 +78,7 @@ HUNYUAN3D21 = Family(
         skip_name="skip_tensor",
         skips=lambda num_blocks: {block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1,
                                                                                          num_blocks)}),
-    test_config=SmallConfig(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024,
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024,
                                                   "depth": 9,
                                     "num_heads": 16, "num_moe_layers": 6, "num_experts": 8}, detected="Hunyuan3Dv2_1"),
 )

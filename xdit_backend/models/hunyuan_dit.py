@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
 from .common.family import Family, SmallConfig
-from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, timestep, token_rows
+from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, timestep, token_range
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
@@ -63,7 +63,7 @@ def _rotary(call):
 
     They are those of a picture of BASE tokens a side, into which this one is fitted, its middle in the middle.
     """
-    first, count, whole = token_rows(call, LATENT)
+    first, count, whole = token_range(call, LATENT)
     columns, device, width = LATENT.counts(call.latent.shape)[1], call.latent.device, call.config[
         "attention_head_dim"] // 2
     rows = whole // columns

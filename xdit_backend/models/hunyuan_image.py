@@ -8,6 +8,7 @@ from .common.inputs import (
     Unpacked,
     all_text,
     blocks,
+    compute_dtype_of,
     config_of,
     from_conditioning,
     has,
@@ -15,7 +16,6 @@ from .common.inputs import (
     optional_size,
     size,
     timestep,
-    type_of_arithmetic,
 )
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -62,7 +62,7 @@ def _num_text_tokens(conditioning):
 def _adapt(model, config):
     """The sines of the times and of guidance are of the type of the arithmetic; diffusers leaves them as the time is.
     A model that takes guidance does without where a workflow disables it."""
-    embed, dtype = model.time_guidance_embed, type_of_arithmetic(model)
+    embed, dtype = model.time_guidance_embed, compute_dtype_of(model)
 
     def sines(times):
         return embed.time_proj(times).to(dtype())

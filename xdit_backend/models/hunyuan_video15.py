@@ -9,13 +9,13 @@ from .common.inputs import (
     all_text,
     because,
     blocks,
+    compute_dtype_of,
     config_of,
     from_conditioning,
     has,
     needs_diffusers,
     size,
     timestep,
-    type_of_arithmetic,
 )
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -57,7 +57,7 @@ def _adapt(model, config):
     """diffusers rounds the time's sines as the time is, and masks attention by a square of all tokens,
     though none is masked here."""
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
-    embed, dtype = model.time_embed, type_of_arithmetic(model)
+    embed, dtype = model.time_embed, compute_dtype_of(model)
 
     def embedded(times, timestep_r=None):
         found = embed.timestep_embedder(embed.time_proj(times).to(dtype()))

@@ -3,7 +3,7 @@ follow the image as further frames, each of its own size."""
 
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, timestep
-from .common.native_module import num_reference_tokens, same_names, whole_references
+from .common.native_module import batched_references, num_reference_tokens, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .omnigen2 import of_heads
@@ -20,7 +20,7 @@ def _whole_sizes(rows, args, kwargs):
              *others], *more], kwargs
 
 
-TINY = {"patch_size": (1, 2, 2), "in_channels": 4, "hidden_size": 48, "num_layers": 4, "num_attention_heads": 4,
+SMALL = {"patch_size": (1, 2, 2), "in_channels": 4, "hidden_size": 48, "num_layers": 4, "num_attention_heads": 4,
         "text_dim": 24, "mlp_width_ratio": 2.0, "rope_dim_list": (4, 4, 4), "theta": 10000}
 
 JOYIMAGE = Family(
@@ -37,7 +37,7 @@ JOYIMAGE = Family(
     convert=same_names, latent=LATENT, unsupported_dtypes=("float16",),
     conditioning={"context": "text_dim", "ref_latents": None}, lengths={"reference": num_reference_tokens(LATENT)},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "context": from_conditioning("context"),
-               "ref_latents": whole_references},
+               "ref_latents": batched_references},
     num_channels=lambda config: config["in_channels"], width=lambda config: config["hidden_size"],
     activation_factors={"alone": 15.65, "residual": 8.1, "held": 1.75, "exchange": 19.8, "entered": 3.9, "own": 0.88},
     plan=ModelPlan(
@@ -47,6 +47,6 @@ JOYIMAGE = Family(
         tokens={"image_rotary_emb": TokenArgument(1, PICTURES)},
         positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, PICTURES), _whole_sizes)},
         cacheable_outside={"condition_embedder.text_embedder": "run"}),
-    test_config=SmallConfig(TINY, NATIVE, TINY | {
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 16, "hidden_size": 384, "rope_dim_list": (32, 32, 32)}, detected="JoyImage"),
 )

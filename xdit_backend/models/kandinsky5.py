@@ -11,6 +11,7 @@ from .common.family import Family, SmallConfig
 from .common.inputs import (
     Unpacked,
     blocks,
+    compute_dtype_of,
     config_of,
     even_sides,
     from_conditioning,
@@ -18,10 +19,9 @@ from .common.inputs import (
     needs_diffusers,
     size,
     timestep,
-    type_of_arithmetic,
 )
 from .common.plan import BlockList, ModelPlan, TokenArgument
-from .common.rope_scaling import moved
+from .common.rope_scaling import scaled_positions
 
 LATENT, TABLE = Unpacked((1, 2, 2)), TokenArgument(1, ("image",))
 AXES = {64: (16, 24, 24), 128: (32, 48, 48)}                   # of a head: frames, rows and columns
@@ -61,7 +61,7 @@ def _places(call):
         apart = [1.0, 1.0, 1.0]
     places = [start + torch.arange(count, device=call.latent.device) for start, count in zip(starts, counts)]
     if "rope_scales" in call.conditioning:                     # in the place of these, in ComfyUI
-        return moved(places, call)
+        return scaled_positions(places, call)
     return [place / scale for place, scale in zip(places, apart)]
 
 
@@ -103,7 +103,7 @@ def _rotate_exactly(attention):
 def _adapt(model, config):
     """Rotations, positions without end, the type of the time's sines, and that of weights are ComfyUI's;
     so are channels before frames."""
-    axes, forward, dtype = config["axes_dims"], model.forward, type_of_arithmetic(model)
+    axes, forward, dtype = config["axes_dims"], model.forward, compute_dtype_of(model)
     model._keep_in_fp32_modules = []
     for block in (*model.text_transformer_blocks, *model.visual_transformer_blocks):
         _rotate_exactly(block.self_attention)

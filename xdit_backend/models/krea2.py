@@ -13,11 +13,11 @@ from .common.inputs import (
     blocks,
     config_of,
     from_conditioning,
+    full_shape,
     has,
     needs_diffusers,
     size,
     timestep,
-    whole_shape,
 )
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -97,7 +97,7 @@ def _text_width(shapes):
 
 
 def _image(call):
-    frames = whole_shape(call)[2]
+    frames = full_shape(call)[2]
     if frames > 1:
         raise ConfigError("Use an empty latent of a picture, with batch_size for several: Krea 2 draws pictures, and "
                           f"this latent is of {frames} frames.")

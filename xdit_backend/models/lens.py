@@ -7,7 +7,7 @@ import torch
 
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, optional_size, size, text_mask
-from .common.native_module import handed_on, same_names
+from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, ALL = Unpacked((1, 1)), ("image", "text")
@@ -51,7 +51,7 @@ def _text_norms(shapes):
     return len([name for name in shapes if name.startswith("txt_norm.") and name.count(".") == 2])
 
 
-TINY = {"in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 12, "num_attention_heads": 4,
+SMALL = {"in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 12, "num_attention_heads": 4,
         "enc_hidden_dim": 24, "axes_dims_rope": (4, 4, 4), "multi_layer_encoder_feature": True,
         "selected_layer_index": (0, 1, 2), "_text_width": 72}
 
@@ -70,7 +70,7 @@ LENS = Family(
         _text_width=size("txt_in.weight", 1)),
     convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
     conditioning={"context": "_text_width", "attention_mask": None},
-    arguments=handed_on(LATENT, "context", attention_mask=_mask),
+    arguments=native_arguments(LATENT, "context", attention_mask=_mask),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 11.1, "residual": 5.95, "whole": 7.95, "outside": 5.5, "held": 1.35, "block": 10.6,
           "exchange": 15.55, "own": 0.55},
@@ -81,7 +81,7 @@ LENS = Family(
         tokens={"freqs_cis": TokenArgument(2, ALL)}, masks={"attention_mask": ("text",)},
         positions={"pos_embed": _positions}, cacheable={"img_mod.1": "step", "txt_mod.1": "step"},
         cacheable_outside={"txt_in": "run"}),
-    test_config=SmallConfig(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")}
+    test_config=SmallConfig(SMALL, NATIVE, {name: value for name, value in SMALL.items() if not name.startswith("_")}
               | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96, "axes_dims_rope": (32, 32, 32)},
               detected="Lens"),
 )

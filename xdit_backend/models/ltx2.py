@@ -25,7 +25,7 @@ from .ltx2_audio import (
     call_shapes,
     num_audio,
     places_after_reference,
-    split_parts,
+    split_components,
     unfold,
     unpack_audio,
 )
@@ -126,7 +126,8 @@ LTX2 = dataclasses.replace(
     **CONNECTORS,
     conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None},
     unfold=lambda conditioning: unfold(LTX.unfold(conditioning)), ignored=(*LTX.ignored, "audio_denoise_mask"),
-    parts={"audio": unpack_audio}, split_parts=split_parts, call_shapes=call_shapes, lengths={"audio": num_audio},
+    components={"audio": unpack_audio}, split_components=split_components, call_shapes=call_shapes,
+    lengths={"audio": num_audio},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],

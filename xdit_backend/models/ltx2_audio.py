@@ -40,7 +40,7 @@ RULES = {
     **dict.fromkeys(("cross_attn_mod", "audio_cross_attn_mod"), has("prompt_adaln_single.linear.weight"))}
 
 
-def split_parts(latents, times, config, options):
+def split_components(latents, times, config, options):
     """The video, its timestep, and of this call: the sound, (B, C, T, F), its times, and the latest time of each."""
     video, *audio = latents
     times = times if isinstance(times, tuple) else (times, times)
@@ -55,7 +55,7 @@ def split_parts(latents, times, config, options):
 
 
 def call_shapes(config, shape, length=None):
-    """{name: shape} of what split_parts makes, for a video of this shape. length: of the sound; None: as long as the
+    """{name: shape} of what split_components makes, for a video of this shape. length: of the sound; None: as long as the
     video; 0: there is none."""
     if length is None:
         length = round(shape[2] * FRAMES_A_TOKEN * SOUNDS_A_FRAME)

@@ -32,14 +32,14 @@ def _num_heads(shapes):
 
 
 def _adapt(model, config):
-    """Where places are moved, those of the picture are, whose tokens come after the text's: they alone have the
+    """Where places are scaled_positions, those of the picture are, whose tokens come after the text's: they alone have the
     highest frame."""
     rope = model.rope_embedder
 
     def rotations(ids, scales):
         places, is_image = ids.double(), ids[..., :1] == ids[..., :1].amax(1, keepdim=True)
-        moved = torch.cat([places[..., :1], places[..., 1:] * scales[1:, 0] + scales[1:, 1]], -1)
-        return complex_rotations(torch.where(is_image, moved, places), rope.axes_dim, rope.theta)
+        scaled = torch.cat([places[..., :1], places[..., 1:] * scales[1:, 0] + scales[1:, 1]], -1)
+        return complex_rotations(torch.where(is_image, scaled, places), rope.axes_dim, rope.theta)
     model.forward = with_rotations(model, model.forward, rope, "_get_freqs_cis", rotations)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, size
-from .common.native_module import handed_on, num_reference_tokens, same_names, whole_references
+from .common.native_module import batched_references, native_arguments, num_reference_tokens, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, PICTURES, ALL = Unpacked((1, 1)), ("image", "reference"), ("text", "image", "reference")
@@ -32,8 +32,8 @@ def _positions(module, forward, rows, tokens, args, kwargs):
     if not kwargs:
         own, whole = sizes[0], rows.whole_token_rows
         first_row = rows.first_token * whole // rows.num_tokens
-        moved = first_row + (own - own // 2) - (whole - whole // 2)
-        ids = torch.stack([ids[..., 0], ids[..., 1] + moved, ids[..., 2]], -1)
+        shift = first_row + (own - own // 2) - (whole - whole // 2)
+        ids = torch.stack([ids[..., 0], ids[..., 1] + shift, ids[..., 2]], -1)
     return tokens_of_it, ids, sizes
 
 
@@ -52,7 +52,7 @@ def _with_stand_in(self, hidden_states, encoder_hidden_states, encoder_hidden_st
                               image_rotary_emb, transformer_options=transformer_options)
 
 
-TINY = {"in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
+SMALL = {"in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
         "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6)}
 
 MAGE_FLOW = Family(
@@ -67,7 +67,7 @@ MAGE_FLOW = Family(
     convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
     conditioning={"context": "joint_attention_dim", "ref_latents": None},
     lengths={"reference": num_reference_tokens(LATENT)}, ignored=("ref_latents_method",),
-    arguments=handed_on(LATENT, "context", ref_latents=whole_references),
+    arguments=native_arguments(LATENT, "context", ref_latents=batched_references),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 11.3, "residual": 3.37, "whole": 5.0, "outside": 2.6, "held": 1.33, "block": 10.67,
           "exchange": 15.87, "attends": 7.96, "entered": 1.08},
@@ -77,6 +77,7 @@ MAGE_FLOW = Family(
         streams={"hidden_states": PICTURES, "encoder_hidden_states": "text"}, attention={"attn": ALL},
         needs_text=True, tokens={"image_rotary_emb": TokenArgument(2, ALL)}, positions={"process_img": _positions},
         cacheable={"img_mod.1": "step", "txt_mod.1": "step"}, cacheable_outside={"txt_in": "run"}),
-    test_config=SmallConfig(TINY, NATIVE, TINY | {"in_channels": 128, "out_channels": 128, "joint_attention_dim": 2560},
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 128, "out_channels": 128,
+                                                    "joint_attention_dim": 2560},
               detected="MageFlow"),
 )

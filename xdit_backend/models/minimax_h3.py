@@ -9,17 +9,17 @@ from torch import nn
 from .common.family import Family, SmallConfig
 from .common.inputs import (
     blocks,
+    compute_dtype_of,
     config_of,
     from_conditioning,
     has,
     needs_diffusers,
     optional_size,
     size,
-    type_of_arithmetic,
 )
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
-from .common.split_linear import halve
+from .common.split_linear import split_linears
 from .minimax_h3_sequence import (
     LATENT,
     SHIFTS,
@@ -29,7 +29,7 @@ from .minimax_h3_sequence import (
     num_sounds,
     positions,
     sound_tokens,
-    split_parts,
+    split_components,
     tags,
     time_rows,
     times,
@@ -74,10 +74,10 @@ def _last_norm(self, hidden_states, temb, timestep_indices):
 def _adapt(model, config):
     """Tables of positions are the file's; what is gated and its gate are two layers; the time is rounded as in
     ComfyUI, or is a curve's; of the sound, what is predicted of it alone is taken, by the slope of its schedule."""
-    halve(model, GATED)
+    split_linears(model, GATED)
     if config.get("_has_frequencies"):
         model.rope.register_buffer("inv_freq", model.rope.inv_freq)
-    wide, dtype, forward = [*WIDE], type_of_arithmetic(model), model.forward
+    wide, dtype, forward = [*WIDE], compute_dtype_of(model), model.forward
     if config.get("_curve_points"):
         model.time_proj, model.time_embedder = nn.Identity(), TimeCurve(config["_curve_points"],
                                                                        config["time_embed_dim"])
@@ -105,7 +105,7 @@ def _adapt(model, config):
     model.forward = forward_of_parts
 
 
-TINY = {"num_attention_heads": 8, "attention_head_dim": 16, "hidden_size": 64, "num_layers": 4,
+SMALL = {"num_attention_heads": 8, "attention_head_dim": 16, "hidden_size": 64, "num_layers": 4,
         "num_refiner_layers": 1, "ffn_dim": 256, "in_channels": 4, "audio_in_channels": 6, "text_dim": 24,
         "freq_dim": 16, "time_embed_hidden_dim": 32, "time_embed_dim": 20, "rope_freq_dim": 2}
 
@@ -125,8 +125,8 @@ MINIMAX_H3 = Family(
     latent=LATENT, sign=-1.0, adapt_model=_adapt, unsupported_dtypes=("float16",),
     conditioning={"context": "text_dim", **dict.fromkeys(("token_tags", "first_frame", "last_frame", "ref_videos",
                                                           "ref_sounds"))},
-    unfold=unfold, split_parts=split_parts, call_shapes=call_shapes, options=tuple(SHIFTS),
-    parts={"audio": unpack_sound}, lengths={"audio": num_sounds, "reference": num_given},
+    unfold=unfold, split_components=split_components, call_shapes=call_shapes, options=tuple(SHIFTS),
+    components={"audio": unpack_sound}, lengths={"audio": num_sounds, "reference": num_given},
     arguments={"hidden_states": video_tokens, "audio_hidden_states": sound_tokens,
                "encoder_hidden_states": from_conditioning("context"), "timestep": times, "timestep_indices": time_rows,
                "token_tags": tags, "position_ids": positions, "video_indices": indices("video"),
@@ -144,7 +144,7 @@ MINIMAX_H3 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, outputs=("image", "audio"), needs_text=True,
         tokens={"adaln_indices": TokenArgument(0, ALL), "rotary_emb": TokenArgument(0, ALL)},
         cacheable={"adaln_proj": "step"}, cacheable_outside={"context_embedder": "run", "token_refiner": "run"}),
-    test_config=SmallConfig(TINY, "comfy.ldm.minimax.model:MiniMaxH3Model",
+    test_config=SmallConfig(SMALL, "comfy.ldm.minimax.model:MiniMaxH3Model",
               {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1, "num_attention_heads": 8,
                "attention_head_dim": 16, "ffn_hidden_size": 256, "text_dim": 24, "timestep_input_dim": 16,
                "time_embed_hidden_size": 32, "time_embed_dim": 20, "rope_inv_freq_len": 2}),

@@ -53,7 +53,7 @@ def _with_noise(latent, seed):
     return GIVEN_TIME * latent.float() + (1 - GIVEN_TIME) * noise
 
 
-def split_parts(latents, times, config, options):
+def split_components(latents, times, config, options):
     """The video, its timestep, and of this call: the sound, (B, C, 2, T), its time and the factor of its prediction,
     which are of a schedule of its own. options: ComfyUI's transformer_options."""
     video, *sounds = latents
@@ -73,7 +73,7 @@ def split_parts(latents, times, config, options):
 
 
 def call_shapes(config, shape, length=None):
-    """{name: shape} of what split_parts makes, for a video of this shape. length: of the sound; None: as long as the
+    """{name: shape} of what split_components makes, for a video of this shape. length: of the sound; None: as long as the
     video."""
     if length is None:
         length = math.ceil(_frames(shape[2]) * FRAME_LENGTH)

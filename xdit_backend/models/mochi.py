@@ -12,13 +12,13 @@ from .common.inputs import (
     Unpacked,
     all_text,
     blocks,
+    compute_dtype_of,
     config_of,
     even_sides,
     from_conditioning,
     has,
     size,
     text_mask,
-    type_of_arithmetic,
 )
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -77,7 +77,7 @@ def _adapt(model, config):
     """ComfyUI turns heads and norms tokens in the type it computes in;
     diffusers attends to each image's text by itself."""
     norms = {"MochiRMSNorm": _norm, "MochiModulatedRMSNorm": _scaled_norm, "MochiRMSNormZero": _first_norm}
-    dtype = type_of_arithmetic(model)
+    dtype = compute_dtype_of(model)
 
     def turns(frequencies, positions):
         frequencies = frequencies.to(dtype())

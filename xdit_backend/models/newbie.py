@@ -4,7 +4,7 @@ key heads."""
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, size
 from .common.key_mapping import table
-from .common.native_module import handed_on
+from .common.native_module import native_arguments
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import moves, with_first_row
 
@@ -26,7 +26,7 @@ def _num_key_heads(shapes):
     return (shapes["layers.0.attention.qkv.weight"][0] // shapes[NORM][0] - _num_heads(shapes)) // 2
 
 
-TINY = {"patch_size": 2, "in_channels": 4, "dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
+SMALL = {"patch_size": 2, "in_channels": 4, "dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
         "n_kv_heads": 2, "multiple_of": 96, "ffn_dim_multiplier": 1.0, "qk_norm": True, "cap_feat_dim": 24,
         "clip_text_dim": 16, "axes_dims": (4, 4, 4)}
 # of files, half of whose layers' columns are to be whole blocks of every quantised format
@@ -46,7 +46,7 @@ NEWBIE = Family(
     convert=table((r"^norm_final\.", None)), latent=LATENT, time_scale=1.0,
     conditioning={"context": "cap_feat_dim", "rope_scales": None, "clip_text_pooled": "clip_text_dim"},
     ignored=("num_tokens", "attention_mask"),
-    arguments=handed_on(LATENT, "context", "clip_text_pooled", times="timesteps", num_tokens=None,
+    arguments=native_arguments(LATENT, "context", "clip_text_pooled", times="timesteps", num_tokens=None,
                         transformer_options=moves),
     num_heads=lambda config: config["n_heads"], num_key_heads=lambda config: config["n_kv_heads"],
     width=lambda config: config["dim"], num_channels=lambda config: config["in_channels"],
@@ -62,6 +62,6 @@ NEWBIE = Family(
         cacheable={"adaLN_modulation": "step"},
         cacheable_outside={"cap_embedder": "run", "context_refiner": "run", "clip_text_pooled_proj": "run",
                       "time_text_embed": "step"}),
-    test_config=SmallConfig(TINY, NATIVE, TINY | WIDE, detected="Lumina2",
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Lumina2",
               input_shapes={"clip_text_pooled": lambda config, shape, tokens: (shape[0], config["clip_text_dim"])}),
 )

@@ -3,7 +3,7 @@ key heads."""
 
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, check_mask, config_of, has, size
-from .common.native_module import handed_on, num_reference_tokens, number, same_names, whole_references
+from .common.native_module import batched_references, native_arguments, num_reference_tokens, number, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 
@@ -41,7 +41,7 @@ POSITIONS = {"rope_embedder": Cut((None, None, TokenArgument(1, ("image",)), Tok
 REFINED = BlockList("noise_refiner", "noise_refiner.", "num_refiner_layers", streams={"hidden_states": "image"},
                     attention={"attn": ("image",)}, tokens={"image_rotary_emb": TokenArgument(1, ("image",))})
 
-TINY = {"patch_size": 2, "in_channels": 4, "hidden_size": 48, "num_layers": 3, "num_refiner_layers": 2,
+SMALL = {"patch_size": 2, "in_channels": 4, "hidden_size": 48, "num_layers": 3, "num_refiner_layers": 2,
         "num_attention_heads": 4, "num_kv_heads": 2, "text_feat_dim": 24, "axes_dim_rope": (4, 4, 4),
         "multiple_of": 192, "timestep_scale": 1000.0}
 # of files, half of whose layers' columns are to be whole blocks of every quantised format
@@ -62,8 +62,8 @@ OMNIGEN2 = Family(
     convert=same_names, latent=LATENT, time_scale=1.0,
     conditioning={"context": "text_feat_dim", "num_tokens": None, "ref_latents": None},
     counts=("num_tokens",), lengths={"reference": num_reference_tokens(LATENT)},
-    arguments=handed_on(LATENT, "context", times="timesteps", num_tokens=_num_tokens,
-                        ref_latents=whole_references),
+    arguments=native_arguments(LATENT, "context", times="timesteps", num_tokens=_num_tokens,
+                        ref_latents=batched_references),
     num_key_heads=lambda config: config["num_kv_heads"], width=lambda config: config["hidden_size"],
     activation_factors={"alone": 15.6, "outside": 5.35, "held": 1.55, "block": 12.9, "exchange": 14.8, "attends": 15.4,
           "own": 0.0},
@@ -72,6 +72,6 @@ OMNIGEN2 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, cacheable_outside={"context_refiner": "run", "ref_image_refiner": "step"},
         unstaged_blocks=("context_refiner", "ref_image_refiner")),
-    test_config=SmallConfig(TINY, NATIVE, TINY | WIDE, detected="Omnigen2",
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Omnigen2",
               input_shapes={"num_tokens": lambda config, shape, tokens: (tokens,)}),
 )

@@ -5,7 +5,7 @@ import dataclasses
 from .common.family import SmallConfig
 from .common.inputs import config_of, has, size
 from .common.key_mapping import table
-from .common.split_linear import halve
+from .common.split_linear import split_linears
 from .flux import BLOCKS, FLUX, LATENT
 from .longcat import LONGCAT
 
@@ -21,7 +21,7 @@ def _adapt(model, config):
     """ComfyUI's norm of the text has the smallest number of its type, where diffusers' has 1e-6. What is gated and its
     gate are two layers there, which a file may hold in formats of their own."""
     model.context_embedder_norm.eps = None
-    halve(model, GATED)
+    split_linears(model, GATED)
 
 
 OVIS = dataclasses.replace(

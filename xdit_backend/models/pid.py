@@ -10,10 +10,10 @@ from ..protocol.errors import ConfigError
 from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import blocks, config_of, from_conditioning, has, size
-from .common.native_module import handed_on
+from .common.native_module import native_arguments
 from .common.pixel_blocks import adapt_model, draw, with_places
 from .common.rope_scaling import moves
-from .pixeldit import LATENT, PIXELDIT, RULES, TINY
+from .pixeldit import LATENT, PIXELDIT, RULES, SMALL
 
 NATIVE, LQ = "comfy.ldm.pixeldit.pid:PidNet", "lq_proj.latent_proj.0.weight"
 PER_TOKEN, IS_NEWER = "lq_proj.gate_modules.0.content_proj.weight", has("lq_proj.pit_head.weight")
@@ -106,7 +106,7 @@ PID = dataclasses.replace(
         rope_ref_h=lambda shapes: 2048 if IS_NEWER(shapes) else 1024,
         rope_ref_w=lambda shapes: 2048 if IS_NEWER(shapes) else 1024),
     conditioning=PIXELDIT.conditioning | {"lq_latent": None, "degrade_sigma": None},
-    arguments=handed_on(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low,
+    arguments=native_arguments(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low,
                         transformer_options=moves),
     activation_factors={"alone": 38.7, "residual": 38.66, "held": 13.15, "block": 25.5, "own": 3.5, "outside": 25.55,
                         "once": 10.5,
@@ -116,7 +116,7 @@ PID = dataclasses.replace(
             dataclasses.replace(list_, file_prefix=f"{list_.name}.") for list_ in PIXELDIT.plan.blocks),
         positions=PIXELDIT.plan.positions | {"lq_proj": _for_whole},
         cacheable_outside=PIXELDIT.plan.cacheable_outside | {"lq_proj.latent_proj": "run"}),
-    test_config=SmallConfig(TINY | OWN | NEWER, NATIVE,
+    test_config=SmallConfig(SMALL | OWN | NEWER, NATIVE,
                      PIXELDIT.test_config.arguments | OWN | NEWER | {"lq_latent_channels": 16},
               detected="PiD", input_shapes={"lq_latent": _of_latent,
                                      "degrade_sigma": lambda config, shape, tokens: shape[:1]}),

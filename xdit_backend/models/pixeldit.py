@@ -5,8 +5,8 @@ import math
 
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, because, blocks, config_of, has
-from .common.native_module import handed_on
-from .common.pixel_blocks import PREFIX, SIDE, adapt_model, convert, of_file, pixels_of_patch, under_core, whole_rows
+from .common.native_module import native_arguments
+from .common.pixel_blocks import PREFIX, SIDE, adapt_model, convert, full_rows, of_file, pixels_of_patch, under_core
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
@@ -35,7 +35,7 @@ RULES = {
     "patch_depth": under_core(blocks("patch_blocks.")), "pixel_depth": under_core(blocks("pixel_blocks.")),
     "txt_embed_dim": of_file("y_embedder.proj.weight", 1), "_drawn_width": _width}
 
-TINY = {"in_channels": CHANNELS, "num_groups": 4, "hidden_size": 64, "pixel_hidden_size": 4,
+SMALL = {"in_channels": CHANNELS, "num_groups": 4, "hidden_size": 64, "pixel_hidden_size": 4,
         "pixel_attn_hidden_size": 48, "pixel_num_groups": 4, "patch_depth": 3, "pixel_depth": 2, "txt_embed_dim": 24,
         "_drawn_width": 64 + 4 * SIDE ** 2}
 
@@ -48,7 +48,7 @@ PIXELDIT = Family(
     conditioning={"context": "txt_embed_dim", "rope_scales": None}, ignored=("attention_mask",),
     unsupported_dtypes=("float16",),
     lengths={"text": lambda conditioning: min(TEXT, conditioning["context"].shape[1])},
-    arguments=handed_on(LATENT, "context", times="timesteps", transformer_options=moves),
+    arguments=native_arguments(LATENT, "context", times="timesteps", transformer_options=moves),
     activation_factors={"alone": 29.91, "residual": 29.64, "held": 6.0, "block": 24.0, "own": 3.2, "outside": 17.7,
                         "once": 9.5,
           "keys": 1.725},
@@ -62,13 +62,13 @@ PIXELDIT = Family(
         streams={"x": "image", "y": "text"}, attention={"attn": BOTH}, needs_text=True, rereads_latent=True,
         tokens={"pos_img": TokenArgument(0, IMAGE), "pos_txt": TokenArgument(0, ("text",))},
         token_index_argument=("token_indices", IMAGE),
-        positions={"_fetch_patch_pos": Cut(TokenArgument(0, IMAGE), whole_rows),
+        positions={"_fetch_patch_pos": Cut(TokenArgument(0, IMAGE), full_rows),
                    "pixel_embedder.pixels": pixels_of_patch},
         # of which the most are numbers for each pixel
         unsplit=("adaLN_modulation_msa", "adaLN_modulation_mlp", "compress_to_attn", "expand_from_attn", "mlp.fc1",
                  "mlp.fc2"),
         cacheable={"adaLN_modulation_img": "step", "adaLN_modulation_txt": "step"},
         cacheable_outside={"y_embedder": "run"}),
-    test_config=SmallConfig(TINY, NATIVE, {name: size for name, size in TINY.items() if not name.startswith("_")} | {
+    test_config=SmallConfig(SMALL, NATIVE, {name: size for name, size in SMALL.items() if not name.startswith("_")} | {
         "hidden_size": 256, "pixel_attn_hidden_size": 256, "txt_embed_dim": 48}, detected="PixelDiTT2I"),
 )

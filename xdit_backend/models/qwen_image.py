@@ -8,7 +8,7 @@ from .common.forward_state import ForwardValue
 from .common.inputs import Packed, blocks, config_of, from_conditioning, has, needs_diffusers, size, text_mask, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
-from .common.position_slicing import Cut, whole_shapes
+from .common.position_slicing import Cut, full_shapes
 from .common.reference_latents import AT_ZERO, at_zero, method_of, reference_positions
 from .mage_flow import is_mage_flow
 
@@ -100,7 +100,7 @@ QWEN_IMAGE = Family(
                           control="input", patched="double", added="double_block"),),
         streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ("text", *IMAGE)},
         needs_text=True, tokens={"image_rotary_emb": (TABLE, TEXT), "modulate_index": TokenArgument(1, IMAGE)},
-        masks={"encoder_hidden_states_mask": ("text",)}, positions={"pos_embed": Cut((TABLE, TEXT), whole_shapes)},
+        masks={"encoder_hidden_states_mask": ("text",)}, positions={"pos_embed": Cut((TABLE, TEXT), full_shapes)},
         full_precision_inputs={"time_text_embed": (("timestep",), 1.0)},
         cacheable={"img_mod": "step", "txt_mod": "step"},
         cacheable_outside={"txt_in": "run"}),

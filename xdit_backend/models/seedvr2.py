@@ -11,7 +11,7 @@ from torch import nn
 from ..protocol.errors import ConfigError
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, even_sides, has, size
-from .common.native_module import handed_on, same_names
+from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
 
 NAME, LATENT, NATIVE = "SeedVR2", Unpacked((1, 2, 2)), "comfy.ldm.seedvr.model:NaDiT"
@@ -144,7 +144,7 @@ def _within_windows(self, vid_shape, txt_shape, cache, *of_heads):
     return out.unflatten(2, (count, size)).transpose(1, 2)
 
 
-TINY = {"norm_eps": 1e-5, "num_layers": 4, "mlp_type": "swiglu", "vid_in_channels": 33, "vid_out_channels": 16,
+SMALL = {"norm_eps": 1e-5, "num_layers": 4, "mlp_type": "swiglu", "vid_in_channels": 33, "vid_out_channels": 16,
         "vid_dim": 64, "txt_in_dim": 5120, "heads": 4, "head_dim": 16, "mm_layers": 2, "expand_ratio": 4,
         "rope_dim": 12, "rope_type": "mmrope3d", "vid_out_norm": True}
 
@@ -162,7 +162,7 @@ SEEDVR2 = Family(
     convert=same_names, latent=LATENT, adapt_model=_adapt, read_by_nodes=CONDITIONINGS,
     conditioning={"context": "txt_in_dim", "condition": None},
     # a call is of one branch, so that ComfyUI's forward swaps none
-    arguments=handed_on(LATENT, "context", condition=_condition) | {
+    arguments=native_arguments(LATENT, "context", condition=_condition) | {
         "x": even_sides(NAME, LATENT), "transformer_options": lambda call: {"cond_or_uncond": [0]}},
     refused={"data": "ComfyUI's model gives all videos of a batch the queries and keys of the first one's text",
              **dict.fromkeys(("ring", "pipefusion", "displaced"), WINDOWS)}, branches_apart=True,
@@ -175,6 +175,6 @@ SEEDVR2 = Family(
         blocks=(BlockList("blocks", "blocks.", returns=("image", "text")),),
         streams={"vid": "image", "txt": "text"}, attention={"attn": ("text", "image")},
         token_index_argument=("token_indices", ("image",))),
-    test_config=SmallConfig(TINY, NATIVE, TINY, detected="SeedVR2",
+    test_config=SmallConfig(SMALL, NATIVE, SMALL, detected="SeedVR2",
               input_shapes={"condition": lambda config, shape, tokens: (
                   shape[0], config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}))

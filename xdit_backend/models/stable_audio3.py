@@ -7,7 +7,7 @@ from .common.family import SmallConfig
 from .common.inputs import because, config_of, from_conditioning, has, size
 from .common.plan import TokenArgument
 from .common.stable_audio import CONDITIONERS, LAYER, NATIVE, PLAN, ROTARY, SHARED, seconds
-from .stable_audio import STABLE_AUDIO, TINY
+from .stable_audio import SMALL, STABLE_AUDIO
 
 NUM_MEMORY, NORM = 64, f"{LAYER}self_attn.q_norm.gamma"        # tokens of the model's own
 TOTAL = seconds("seconds_total")
@@ -25,7 +25,7 @@ def _local(call):
     return tensor if tensor is None or call.patch is None else tensor.narrow(2, call.patch.start, call.latent.shape[2])
 
 
-TINY3 = TINY | {"embed_dim": 128, "cond_token_dim": 24, "project_cond_tokens": True, "num_memory_tokens": NUM_MEMORY,
+TINY3 = SMALL | {"embed_dim": 128, "cond_token_dim": 24, "project_cond_tokens": True, "num_memory_tokens": NUM_MEMORY,
                 "norm_type": "rms_norm", "attn_kwargs": {"qk_norm": "rms", "differential": True},
                 "local_add_cond_dim": 9, "timestep_features_type": "expo", "global_cond_shared_embed": True,
                 "global_cond_type": "adaLN"}

@@ -5,7 +5,7 @@ from ..protocol.errors import ConfigError
 from .common.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, config_of, from_conditioning, has, size
-from .common.native_module import handed_on
+from .common.native_module import native_arguments
 
 NATIVE, LATENT = "comfy.ldm.cascade.stage_b:StageB", Unpacked((2, 2))
 
@@ -34,7 +34,7 @@ def _drawn(config, shape, tokens):
     return shape[0], config["c_effnet"], *(-(-side * 4 // 42) for side in shape[-2:])
 
 
-TINY = {"c_in": 4, "c_out": 4, "patch_size": 2, "c_r": 64, "c_clip_seq": 4, "kernel_size": 3, "c_cond": 96,
+SMALL = {"c_in": 4, "c_out": 4, "patch_size": 2, "c_r": 64, "c_clip_seq": 4, "kernel_size": 3, "c_cond": 96,
         "c_hidden": (32, 64, 128, 128), "nhead": (-1, -1, 2, 2), "level_config": ("CT", "CT", "CTA", "CTA"),
         "blocks": ((1, 1, 2, 1), (1, 2, 1, 1)), "block_repeat": ((1, 1, 1, 1), (3, 2, 1, 2)), "c_clip": 40,
         "c_effnet": 16, "c_pixels": 3}
@@ -47,10 +47,10 @@ STABLE_CASCADE_B = Family(
         **rules(2), c_cond=lambda shapes: shapes["clip_mapper.weight"][0] // 4, c_clip=size("clip_mapper.weight", 1),
         c_effnet=size("effnet_mapper.0.weight", 1), c_pixels=size("pixels_mapper.0.weight", 1)),
     conditioning={"clip": "c_clip", "effnet": None, "sca": None},
-    arguments=handed_on(_latent, "sca", times="r", clip=vector("clip"),
+    arguments=native_arguments(_latent, "sca", times="r", clip=vector("clip"),
                         effnet=_prior),
     activation_factors={"alone": 4.48}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
     num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
     pixels=lambda config: (1, 4, 4), plan=plan(),
-    test_config=SmallConfig(TINY, NATIVE, TINY, detected="Stable_Cascade_B",
+    test_config=SmallConfig(SMALL, NATIVE, SMALL, detected="Stable_Cascade_B",
               input_shapes={"effnet": _drawn, "sca": lambda config, shape, tokens: shape[:1]}))

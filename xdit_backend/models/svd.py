@@ -10,7 +10,7 @@ from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import because, config_of, from_conditioning, has, timestep
 from .common.native_module import number
-from .common.unet import EVEN, LATENT, OF_VIDEOS, PLAN, Architecture, config_rules, convert_of_videos, looks_along
+from .common.unet import EVEN, LATENT, OF_VIDEOS, PLAN, Architecture, config_rules, convert_of_videos, has_temporal_layers
 
 RULES = config_rules(Architecture((1024,), num_heads=lambda width: width // 64, alone=0, block=0)).rules
 SAME = ("sample_size", "in_channels", "out_channels", "block_out_channels", "layers_per_block", "cross_attention_dim",
@@ -45,7 +45,7 @@ def _kinds(name):
 SVD = Family(
     name="Stable Video Diffusion", title="Stable Video Diffusion, SV3D", transformer=OF_VIDEOS, latent=LATENT,
     convert=convert_of_videos, config_from_tensors=("sample_size",),
-    recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and looks_along(shapes),
+    recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and has_temporal_layers(shapes),
     refusals=(EVEN, because("it reads no picture where it looks along frames",
                             lambda shapes: not any(".time_stack.0.attn2." in name for name in shapes))),
     config=config_of(

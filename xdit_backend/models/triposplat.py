@@ -6,10 +6,10 @@ from types import MethodType
 from torch import nn
 
 from .common.family import Family, SmallConfig
-from .common.inputs import blocks, config_of, has, optional_size, size, stored_dtype, type_of_arithmetic
-from .common.native_module import handed_on, same_names
+from .common.inputs import blocks, compute_dtype_of, config_of, has, optional_size, size, stored_dtype
+from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
-from .triposplat_latents import Row, call_shapes, first_part, pictures, split_parts, unfold
+from .triposplat_latents import Row, call_shapes, first_component, pictures, split_components, unfold
 
 LATENT, SHAPE, ALL = Row((1, 1)), ("image",), ("image", "text", "camera")
 NATIVE, NORM = "comfy.ldm.triposplat.model:LatentSeqMMFlowModel", "blocks.0.attn.q_norm.gamma"
@@ -43,7 +43,7 @@ def _of_patch(module, forward, rows, tokens, args, kwargs):
 def _adapt(model, config):
     """Blocks make the places of their own tokens, which the class's forward does between them; what it calls there
     does nothing. The time's sines are made on its device, and are of the weights' type."""
-    embedder, dtype = model.t_embedder, type_of_arithmetic(model)
+    embedder, dtype = model.t_embedder, compute_dtype_of(model)
     embedder.forward = lambda times: embedder.mlp(_sines(embedder, times).to(stored_dtype(embedder.mlp[0], dtype())))
     model.anchors = _Anchors(model.pos_emb)
     del model.pos_emb
@@ -69,7 +69,7 @@ def _placed(self, x, mod=None, rotary_emb=None, transformer_options=None):
                               transformer_options=transformer_options)
 
 
-TINY = {"in_channels": 4, "model_channels": 48, "cond_channels": 24, "out_channels": 4, "num_blocks": 2,
+SMALL = {"in_channels": 4, "model_channels": 48, "cond_channels": 24, "out_channels": 4, "num_blocks": 2,
         "num_refiner_blocks": 2, "num_head_channels": 12, "cam_channels": 5, "cond2_channels": 6, "mlp_ratio": 4}
 
 TRIPOSPLAT = Family(
@@ -83,8 +83,9 @@ TRIPOSPLAT = Family(
         mlp_ratio=lambda shapes: shapes["blocks.0.mlp.mlp.0.weight"][0] // shapes["input_layer.weight"][0]),
     convert=same_names, latent=LATENT, time_scale=1000.0, adapt_model=_adapt, computes_as_made=True,
     conditioning={"context": "cond_channels", "picture": None}, ignored=("latent_shapes",), unfold=unfold,
-    arguments=handed_on(LATENT, "context", times="t", ref_latents=pictures),
-    parts={"camera": lambda output: output}, split_parts=split_parts, first_part=first_part, call_shapes=call_shapes,
+    arguments=native_arguments(LATENT, "context", times="t", ref_latents=pictures),
+    components={"camera": lambda output: output}, split_components=split_components, first_component=first_component,
+    call_shapes=call_shapes,
     lengths={"camera": lambda conditioning: 1},
     num_heads=lambda config: config["model_channels"] // config["num_head_channels"],
     width=lambda config: config["model_channels"], num_channels=lambda config: config["out_channels"],
@@ -100,7 +101,7 @@ TRIPOSPLAT = Family(
         unsplit=WHOLE, unstaged_blocks=("context_refiner",),
         cacheable_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
                       "adaLN_modulation": "step"}),
-    test_config=SmallConfig(TINY, NATIVE, TINY | {"in_channels": 16, "out_channels": 16, "model_channels": 256,
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 16, "out_channels": 16, "model_channels": 256,
                                     "num_head_channels": 64, "cond2_channels": 128}, detected="TripoSplat",
               input_shapes={"picture": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}),
 )

@@ -7,13 +7,13 @@ given.
 from dataclasses import dataclass
 
 from ..protocol.errors import ConfigError
-from .common.inputs import Whole
+from .common.inputs import PaddedByModel
 
 MOST_TOKENS, CAMERA = 8192, 5              # places that the class has; numbers of the camera
 
 
 @dataclass(frozen=True)
-class Row(Whole):
+class Row(PaddedByModel):
     """A row of tokens (B, C, rows, columns), which the forward takes and gives as (B, T, C)."""
 
     def __call__(self, call):
@@ -23,7 +23,7 @@ class Row(Whole):
         return output.transpose(1, 2).unflatten(2, latent.shape[2:])
 
 
-def split_parts(latents, times, config, options):
+def split_components(latents, times, config, options):
     """The tokens as (B, C, T, 1), their timestep, and of this call: the camera, (B, 1, 5)."""
     tokens, *cameras = latents
     width = config["in_channels"]
@@ -36,13 +36,13 @@ def split_parts(latents, times, config, options):
     return tokens.transpose(1, 2).unsqueeze(3), times, {"camera": cameras[0]}
 
 
-def first_part(tokens):
+def first_component(tokens):
     """(B, C, rows, columns) -> (B, T, C), as ComfyUI has them."""
     return tokens.flatten(2).transpose(1, 2)
 
 
 def call_shapes(config, shape, length=None):
-    """{name: shape} of what split_parts makes, for tokens of this shape."""
+    """{name: shape} of what split_components makes, for tokens of this shape."""
     return {"camera": (shape[0], 1, CAMERA)}
 
 

@@ -18,7 +18,7 @@ from .common.inputs import (
     frame_times,
     from_conditioning,
     has,
-    only_parts,
+    only_prefixes,
     optional_size,
     size,
 )
@@ -118,7 +118,7 @@ def _vision_and_text(attn, num_vision_tokens):
 WAN = Family(
     name="Wan", title="Wan 2.1, 2.2 text- and image-to-video", transformer="WanTransformer3DModel",
     recognise=_recognise,
-    refusals=(_variant, only_parts(PARTS)),
+    refusals=(_variant, only_prefixes(PARTS)),
     config=config_of(
         patch_size=LATENT.patch, in_channels=size("patch_embedding.weight", 1),
         out_channels=size("head.head.weight", 0, 4),

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import blocks, config_of, from_conditioning, has, only_parts, optional_size
+from .common.inputs import blocks, config_of, from_conditioning, has, only_prefixes, optional_size
 from .common.key_mapping import table
-from .common.native_module import handed_on
+from .common.native_module import native_arguments
 from .common.rope_scaling import moves
-from .common.wan import ARGUMENTS, RULES, TINY
+from .common.wan import ARGUMENTS, RULES, SMALL
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 
@@ -91,7 +91,8 @@ def _with_music(self, x, e, freqs, context, context_img_len=257, transformer_opt
     _, scale, moments = self.music.get()
     if moments is None:
         return x
-    own, num_tokens = (torch.arange(x.shape[1], device=x.device), x.shape[1]) if token_indices is None else token_indices
+    own, num_tokens = (torch.arange(x.shape[1], device=x.device),
+                       x.shape[1]) if token_indices is None else token_indices
     read = self.reader.o(self.reader.v(moments))[:, own * moments.shape[1] // num_tokens]
     return x + (read * scale).to(x.dtype)
 
@@ -99,7 +100,7 @@ def _with_music(self, x, e, freqs, context, context_img_len=257, transformer_opt
 WAN_DANCER = dataclasses.replace(
     WAN_CAMERA, name="WanDancer", title="WanDancer", transformer=NATIVE, adapt_model=_adapt, convert=KEYS,
     recognise=has(HEAD, "head.modulation", "patch_embedding_global.weight"),
-    refusals=(only_parts(PARTS | MORE),),
+    refusals=(only_prefixes(PARTS | MORE),),
     config=config_of(**RULES, model_type="wandancer", in_dim_ref_conv=optional_size("ref_conv.weight", 1),
                      audio_inject_layers=lambda shapes: LAYERS[:blocks("music_injector.injector.")(shapes)],
                      _image_dim=optional_size("img_emb.proj.1.weight", 1)),
@@ -107,12 +108,12 @@ WAN_DANCER = dataclasses.replace(
     conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim",
                   **dict.fromkeys(("clip_fea_ref", "audio_embed", "frame_lasts", "audio_inject_scale"))},
     counts=("frame_lasts",), unfold=_unfold, ignored=("denoise_mask",),
-    arguments=handed_on(LATENT, "context", "clip_fea", "clip_fea_ref", "audio_embed", fps=_rate,
+    arguments=native_arguments(LATENT, "context", "clip_fea", "clip_fea_ref", "audio_embed", fps=_rate,
                         audio_inject_scale=_scale, transformer_options=moves),
     plan=dataclasses.replace(
         WAN_CAMERA.plan, token_index_argument=("token_indices", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "music_encoder.1": _of_all_frames}),
-    test_config=SmallConfig(TINY | {"model_type": "wandancer", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
+    test_config=SmallConfig(SMALL | {"model_type": "wandancer", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
                       "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "wandancer", "in_dim": 36, "num_layers": 5}, input_shapes={
                   "clip_fea_ref": lambda config, shape, tokens: (shape[0], 3, 1280),

@@ -5,12 +5,12 @@ import dataclasses
 
 from ..protocol.errors import ConfigError
 from .common.family import SmallConfig
-from .common.inputs import config_of, from_conditioning, has, only_parts, optional_size
-from .common.native_module import handed_on
+from .common.inputs import config_of, from_conditioning, has, only_prefixes, optional_size
+from .common.native_module import native_arguments
 from .common.plan import ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
-from .common.wan import ARGUMENTS, RULES, TINY, even_with
+from .common.wan import ARGUMENTS, RULES, SMALL, even_with
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 from .wan_scail import WAN_SCAIL
@@ -52,7 +52,7 @@ WAN_FUN = dataclasses.replace(
     adapt_model=WAN_SCAIL.adapt_model,
     recognise=lambda shapes: (has(HEAD, "head.modulation", "ref_conv.weight")(shapes)
                               and "patch_embedding_global.weight" not in shapes),
-    refusals=(only_parts(PARTS | {"ref_conv"}),),
+    refusals=(only_prefixes(PARTS | {"ref_conv"}),),
     config=config_of(**RULES, model_type=lambda shapes: "i2v" if has("img_emb.")(shapes) else "t2v",
                      flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
                      in_dim_ref_conv=optional_size("ref_conv.weight", 1),
@@ -60,7 +60,7 @@ WAN_FUN = dataclasses.replace(
     pixels=lambda config: (4, 16, 16) if config["out_dim"] == 48 else (4, 8, 8),
     conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None},
     ignored=("denoise_mask",),                                 # but for times, see _latent
-    arguments=handed_on(_latent, "context",
+    arguments=native_arguments(_latent, "context",
                         clip_fea=from_conditioning("clip_fea", where="_image_dim"),
                         reference_latent=from_conditioning("reference_latent"),
                         transformer_options=moves),
@@ -72,7 +72,7 @@ WAN_FUN = dataclasses.replace(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": _positions}, cacheable_outside={"text_embedding": "run"}),
-    test_config=SmallConfig(TINY | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280},
+    test_config=SmallConfig(SMALL | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280},
                             NATIVE,
               ARGUMENTS | {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
               input_shapes={"reference_latent": lambda config, shape, tokens: (

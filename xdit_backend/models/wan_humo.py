@@ -6,17 +6,17 @@ from types import MethodType
 
 from ..protocol.errors import ConfigError
 from .common.family import SmallConfig
-from .common.inputs import config_of, from_conditioning, has, num_tokens_of, only_parts
-from .common.native_module import handed_on, whole_sizes
+from .common.inputs import config_of, from_conditioning, has, num_tokens_of, only_prefixes
+from .common.native_module import full_sizes, native_arguments
 from .common.plan import ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
-from .common.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame
+from .common.wan import ARGUMENTS, RULES, SMALL, even_with, read_own_frame
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 
 ALL, TABLE = ("image", "reference"), TokenArgument(1, ("image",))
-OWN = Cut(TABLE, whole_sizes)
+OWN = Cut(TABLE, full_sizes)
 
 
 def _positions(module, forward, rows, tokens, args, kwargs):
@@ -56,10 +56,10 @@ def _of_frames(self, x, context, transformer_options={}, **others):
 WAN_HUMO = dataclasses.replace(
     WAN_CAMERA, name="Wan HuMo", title="Wan HuMo", transformer="comfy.ldm.wan.model:HumoWanModel", adapt_model=_adapt,
     recognise=has(HEAD, "head.modulation", "audio_proj.audio_proj_glob_1.layer.weight"),
-    refusals=(only_parts(PARTS | {"audio_proj"}),), config=config_of(**RULES, model_type="humo"),
+    refusals=(only_prefixes(PARTS | {"audio_proj"}),), config=config_of(**RULES, model_type="humo"),
     conditioning={"context": "text_dim", "rope_scales": None, "audio_embed": None, "reference_latent": None},
     ignored=("clip_fea", "denoise_mask"),
-    arguments=handed_on(even_with(LATENT, "Wan HuMo", "reference_latent"), "context",
+    arguments=native_arguments(even_with(LATENT, "Wan HuMo", "reference_latent"), "context",
                         audio_embed=from_conditioning("audio_embed"),
                         reference_latent=from_conditioning("reference_latent"),
                         transformer_options=moves),
@@ -72,7 +72,7 @@ WAN_HUMO = dataclasses.replace(
         tokens={"freqs": TokenArgument(1, ALL)}, positions={"rope_encode": _positions},
         token_index_argument=("token_indices", ALL),
         cacheable_outside={"text_embedding": "run"}),
-    test_config=SmallConfig(TINY | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel",
+    test_config=SmallConfig(SMALL | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel",
                      ARGUMENTS | {"model_type": "humo"},
               input_shapes={"audio_embed": lambda config, shape, tokens: (shape[0], shape[2], 8, 5, 1280),
                      "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:])}),

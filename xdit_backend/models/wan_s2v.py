@@ -10,12 +10,12 @@ from torch import nn
 from ..protocol.errors import ConfigError
 from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import blocks, config_of, from_conditioning, has, num_tokens_of, only_parts, size, whole_shape
-from .common.native_module import handed_on, whole_sizes
+from .common.inputs import blocks, config_of, from_conditioning, full_shape, has, num_tokens_of, only_prefixes, size
+from .common.native_module import full_sizes, native_arguments
 from .common.plan import ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
-from .common.wan import ARGUMENTS, RULES, TINY, even_with, read_own_frame, tokens_of_patch
+from .common.wan import ARGUMENTS, RULES, SMALL, even_with, read_own_frame, tokens_of_patch
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 
@@ -24,7 +24,7 @@ MORE = {"trainable_cond_mask", "casual_audio_encoder", "cond_encoder", "audio_in
 LAYERS = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)         # which read the sound, as the class has it
 NUM_REFERENCE_TOKENS = num_tokens_of(LATENT, "reference_latent")
 FIRST_PLACE, AFTER = 30, 9                 # in time: of a reference, at least, and so far from the video's last frame
-OWN, OF_VIDEO = Cut(TokenArgument(1, ("image",)), whole_sizes), even_with(
+OWN, OF_VIDEO = Cut(TokenArgument(1, ("image",)), full_sizes), even_with(
     LATENT, "Wan S2V", "control_video", "control video", is_as_long=True)
 
 
@@ -42,13 +42,13 @@ def _latent(call):
 
 def _times(call):
     """(B, frames of the whole latent)."""
-    return call.timestep[:, None].expand(-1, whole_shape(call)[2])
+    return call.timestep[:, None].expand(-1, full_shape(call)[2])
 
 
 def _audio(call):
     """(B, layers, C, 1, 4 a frame of the whole latent); ComfyUI's forward cuts what comes fourth to a patch's frames"""
     audio = from_conditioning("audio_embed")(call)
-    return None if audio is None else audio[..., :4 * whole_shape(call)[2]].unsqueeze(3)
+    return None if audio is None else audio[..., :4 * full_shape(call)[2]].unsqueeze(3)
 
 
 def _positions(module, forward, rows, tokens, args, kwargs):
@@ -157,7 +157,8 @@ def _with_audio(self, x, e, freqs, context, context_img_len=257, transformer_opt
 def _of_frames(injector, x, whole_BF1C, own_BFNC, token_indices, frame_size):
     """What tokens that are not all of a frame read of its sound; what comes after the video reads something, too."""
     norm, attention = injector.injector_adain_layers[0], injector.injector[0]
-    heads, frames = (attention.num_heads, attention.head_dim), (token_indices // frame_size).clamp(max=own_BFNC.shape[1] - 1)
+    heads, frames = (attention.num_heads,
+                     attention.head_dim), (token_indices // frame_size).clamp(max=own_BFNC.shape[1] - 1)
     shift, scale = (each[:, frames] for each in norm.linear(norm.silu(whole_BF1C[:, :, 0])).chunk(2, 2))
     x, audio = norm.norm(x) * (1 + scale) + shift, own_BFNC.flatten(1, 2)
     query, key, value = (each.unflatten(2, heads).transpose(1, 2) for each in (
@@ -169,14 +170,14 @@ def _of_frames(injector, x, whole_BF1C, own_BFNC, token_indices, frame_size):
 WAN_S2V = dataclasses.replace(
     WAN_CAMERA, name="Wan S2V", title="Wan 2.2 S2V", transformer=NATIVE, adapt_model=_adapt,
     recognise=has(HEAD, "head.modulation", "casual_audio_encoder.encoder.final_linear.weight"),
-    refusals=(only_parts(PARTS | MORE),),
+    refusals=(only_prefixes(PARTS | MORE),),
     config=config_of(**RULES, model_type="s2v",
                      audio_inject_layers=lambda shapes: LAYERS[:blocks("audio_injector.injector.")(shapes)],
                      audio_dim=size("casual_audio_encoder.encoder.conv1_local.conv.weight", 1)),
     conditioning={"context": "text_dim", **dict.fromkeys(("rope_scales", "audio_embed", "reference_latent",
                                                           "reference_motion", "control_video"))},
     ignored=("clip_fea", "denoise_mask"),
-    arguments=handed_on(_latent, "context", "reference_latent", "reference_motion", "control_video",
+    arguments=native_arguments(_latent, "context", "reference_latent", "reference_motion", "control_video",
                         audio_embed=_audio, transformer_options=moves) | {"timestep": _times},
     lengths={"reference": NUM_REFERENCE_TOKENS, "motion": _num_motion_tokens},
     activation_factors={"alone": 8.53, "residual": 0.53, "whole": 6.14, "held": 1.15, "block": 16.3,
@@ -187,7 +188,7 @@ WAN_S2V = dataclasses.replace(
         token_index_argument=("token_indices", ALL), positions={"rope_encode": _positions,
                                                                 "cond_encoder": tokens_of_patch, "head": _last},
         cacheable_outside={"text_embedding": "run"}),
-    test_config=SmallConfig(TINY | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
+    test_config=SmallConfig(SMALL | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
                                     "audio_dim": 8},
                      NATIVE,
               ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, input_shapes={

@@ -6,12 +6,12 @@ from types import MethodType
 
 from ..protocol.errors import ConfigError
 from .common.family import SmallConfig
-from .common.inputs import config_of, from_conditioning, has, num_tokens_of, only_parts, optional_size, whole_shape
-from .common.native_module import handed_on
+from .common.inputs import config_of, from_conditioning, full_shape, has, num_tokens_of, only_prefixes, optional_size
+from .common.native_module import native_arguments
 from .common.plan import ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
-from .common.wan import ARGUMENTS, RULES, TINY
+from .common.wan import ARGUMENTS, RULES, SMALL
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD, WAN_CAMERA
 
@@ -22,7 +22,7 @@ def latent(call):
     """The latent as it is: ComfyUI's model pads it, and places a pose by its own rows and columns."""
     reference = call.conditioning.get("reference_latent")
     if reference is not None:
-        sides, needed = tuple(reference.shape[-2:]), tuple(whole_shape(call)[-2:])
+        sides, needed = tuple(reference.shape[-2:]), tuple(full_shape(call)[-2:])
         if sides != needed:
             raise ConfigError("Make the reference picture and the latent of one width and height, by one node: the "
                               f"reference is of {sides[0]} x {sides[1]}, and {needed[0]} x {needed[1]} belong to this "
@@ -63,14 +63,14 @@ WAN_SCAIL = dataclasses.replace(
     WAN_CAMERA, name="Wan SCAIL", title="Wan SCAIL", transformer=NATIVE, adapt_model=_adapt,
     recognise=lambda shapes: (has(HEAD, "head.modulation", "patch_embedding_pose.weight")(shapes)
                               and "patch_embedding_mask.weight" not in shapes),
-    refusals=(only_parts(PARTS | {"patch_embedding_pose"}),),
+    refusals=(only_prefixes(PARTS | {"patch_embedding_pose"}),),
     config=config_of(**RULES, model_type="scail", flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
                      _image_dim=optional_size("img_emb.proj.1.weight", 1)),
     keep_in_compute_dtype=("patch_embedding", "patch_embedding_pose"),
     conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None,
                   "pose_latents": None},
     ignored=("denoise_mask",),
-    arguments=handed_on(latent, "context", clip_fea=from_conditioning("clip_fea", where="_image_dim"),
+    arguments=native_arguments(latent, "context", clip_fea=from_conditioning("clip_fea", where="_image_dim"),
                         pose_latents=from_conditioning("pose_latents"),
                         reference_latent=from_conditioning("reference_latent"),
                         transformer_options=moves),
@@ -79,7 +79,7 @@ WAN_SCAIL = dataclasses.replace(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": Cut(TokenArgument(1, ALL), _whole)}, cacheable_outside={"text_embedding": "run"}),
-    test_config=SmallConfig(TINY | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
+    test_config=SmallConfig(SMALL | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "scail", "in_dim": 20},
               input_shapes={"reference_latent": reference_shape, "pose_latents": pose_shape}),
 )

@@ -6,9 +6,9 @@ import torch
 
 from ..protocol.errors import ConfigError
 from .common.family import SmallConfig
-from .common.inputs import from_conditioning, has, only_parts, size, whole_shape
+from .common.inputs import from_conditioning, full_shape, has, only_prefixes, size
 from .common.native_module import number
-from .common.wan import ARGUMENTS, TINY
+from .common.wan import ARGUMENTS, SMALL
 from .wan import LATENT, PARTS
 from .wan_camera import HEAD
 from .wan_scail import WAN_SCAIL, latent, pose_shape, reference_shape
@@ -19,7 +19,7 @@ MASKS = {"ref_mask_latents": "reference pictures", "sam_latents": "pose"}
 
 def _latent(call):
     """As SCAIL's; masks are of the size of what they are of."""
-    given, whole = call.conditioning, whole_shape(call)
+    given, whole = call.conditioning, full_shape(call)
     reference, pose = given.get("reference_latent"), given.get("pose_latents")
     whole[2] += 0 if reference is None else reference.shape[2]
     for name, shape in (("ref_mask_latents", whole), ("sam_latents", None if pose is None else pose.shape)):
@@ -44,7 +44,7 @@ def _mask_of_references(call):
 WAN_SCAIL2 = dataclasses.replace(
     WAN_SCAIL, name="Wan SCAIL-2", title="Wan SCAIL-2", transformer=NATIVE,
     recognise=has(HEAD, "head.modulation", "patch_embedding_pose.weight", "patch_embedding_mask.weight"),
-    refusals=(only_parts(PARTS | {"patch_embedding_pose", "patch_embedding_mask"}),),
+    refusals=(only_prefixes(PARTS | {"patch_embedding_pose", "patch_embedding_mask"}),),
     config=dataclasses.replace(WAN_SCAIL.config, rules=WAN_SCAIL.config.rules | {
         "model_type": "scail2", "mask_in_dim": size("patch_embedding_mask.weight", 1)}),
     keep_in_compute_dtype=(*WAN_SCAIL.keep_in_compute_dtype, "patch_embedding_mask"),
@@ -53,7 +53,7 @@ WAN_SCAIL2 = dataclasses.replace(
     arguments=WAN_SCAIL.arguments | {"x": _latent, "sam_latents": from_conditioning("sam_latents"),
                                      "ref_mask_latents": _mask_of_references,
                                      "ref_mask_flag": number("ref_mask_flag")},
-    test_config=SmallConfig(TINY | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
+    test_config=SmallConfig(SMALL | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
               ARGUMENTS | {"model_type": "scail2", "in_dim": 20}, input_shapes=WAN_SCAIL.test_config.input_shapes | {
                   "ref_mask_latents": lambda config, shape, tokens: (
                       shape[0], config["mask_in_dim"], shape[2] + reference_shape(config, shape, tokens)[2],

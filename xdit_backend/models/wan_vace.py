@@ -13,7 +13,7 @@ import torch
 from ..protocol.errors import ConfigError
 from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import blocks, config_of, has, only_parts, size
+from .common.inputs import blocks, config_of, has, only_prefixes, size
 from .common.plan import TokenArgument
 from .common.position_slicing import Cut
 from .wan import PARTS, WAN
@@ -91,7 +91,7 @@ def _adapt(model, config):
 WAN_VACE = dataclasses.replace(
     WAN, name="Wan VACE", title="Wan VACE (2.1, 2.2)", transformer="WanVACETransformer3DModel",
     recognise=has("vace_patch_embedding.weight", "vace_blocks.0.before_proj.weight", "head.modulation"),
-    refusals=(only_parts(PARTS | {"vace_patch_embedding", "vace_blocks"}),),
+    refusals=(only_prefixes(PARTS | {"vace_patch_embedding", "vace_blocks"}),),
     config=config_of(**WAN.config.rules, vace_layers=_layers,
                      vace_in_channels=size("vace_patch_embedding.weight", 1)),
     adapt_model=_adapt, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"),

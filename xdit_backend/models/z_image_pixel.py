@@ -9,7 +9,7 @@ import torch
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, because, blocks, config_of, has, size, stored_dtype
 from .common.key_mapping import table
-from .common.native_module import handed_on
+from .common.native_module import native_arguments
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import moves, with_first_row
 
@@ -51,7 +51,7 @@ def _num_heads(shapes):
     return shapes["x_embedder.weight"][0] // shapes[NORM][0]
 
 
-TINY = {"patch_size": SIDE, "in_channels": CHANNELS, "dim": 256, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
+SMALL = {"patch_size": SIDE, "in_channels": CHANNELS, "dim": 256, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
         "n_kv_heads": 4, "multiple_of": 256, "ffn_dim_multiplier": 1.0, "qk_norm": True, "cap_feat_dim": 24,
         "axes_dims": (16, 24, 24), "rope_theta": 256.0, "z_image_modulation": True, "time_scale": 1000.0,
         "pad_tokens_multiple": GROUP, "decoder_hidden_size": 32, "decoder_num_res_blocks": 2, "decoder_max_freqs": 4}
@@ -76,7 +76,7 @@ Z_IMAGE_PIXEL = Family(
     conditioning={"context": "cap_feat_dim", "rope_scales": None},
     ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     lengths={"text": lambda conditioning: -(-conditioning["context"].shape[1] // GROUP) * GROUP},
-    arguments=handed_on(LATENT, "context", times="timesteps", num_tokens=None, transformer_options=moves),
+    arguments=native_arguments(LATENT, "context", times="timesteps", num_tokens=None, transformer_options=moves),
     num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     activation_factors={"alone": 16.85, "whole": 11.46, "held": 1.79, "outside": 11.1, "exchange": 17.2, "own": 0.0,
@@ -89,5 +89,6 @@ Z_IMAGE_PIXEL = Family(
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"embed_all": _of_patch}, rereads_latent=True, unstaged_blocks=("context_refiner",),
         cacheable={"adaLN_modulation": "step"}, cacheable_outside={"cap_embedder": "run", "context_refiner": "run"}),
-    test_config=SmallConfig(TINY, NATIVE, TINY | {"dim": 512, "axes_dims": (32, 48, 48)}, detected="ZImagePixelSpace"),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"dim": 512, "axes_dims": (32, 48, 48)},
+                            detected="ZImagePixelSpace"),
 )

@@ -34,7 +34,7 @@ def conditioning_shapes(family, config, shape, tokens):
             found[name] = (batch, config[width])
     if "guidance" in family.conditioning and config.get("guidance_embeds"):
         found["guidance"] = (batch,)
-    if not family.parts:
+    if not family.components:
         return found, {}
     return found, family.call_shapes(config, shape)
 
