@@ -1,5 +1,5 @@
-"""ACE-Step 1.5, ComfyUI's own module: sound as one row of tokens, every second layer of which attends to its
-neighbours alone; lyrics, timbre and text are encoded in the model, and read by cross-attention."""
+"""ACE-Step 1.5, ComfyUI's own module: audio as one row of tokens, with sliding-window attention in every second
+layer. Lyrics, timbre and text are encoded inside the model, and read by cross-attention."""
 
 import torch
 
@@ -15,23 +15,23 @@ LAYER, LYRICS = "decoder.layers.0.", "encoder.lyric_encoder.layers."
 NORM = f"{LAYER}self_attn.q_norm.weight"
 
 
-def _whole_length(rows, args, kwargs):
-    """The tokens of the whole sound."""
+def _full_length(rows, args, kwargs):
+    """The call's arguments with the number of tokens of the full audio."""
     return args, kwargs | {"seq_len": rows.num_tokens}
 
 
-def _whole_audio(module, forward, rows, tokens, args, kwargs):
-    """What the model reads beside the latent, channels at the times of a patch: made of the whole sound, of which
-    ComfyUI's forward takes the length alone."""
+def _full_audio(module, forward, rows, tokens, args, kwargs):
+    """Prepare the conditioning from the full audio, of which ComfyUI's forward only reads the length, and keep the
+    additional channels of the patch's frames."""
     *others, latent, masks, is_cover = args
-    whole = latent.new_ones(len(latent), rows.patch.whole, latent.shape[2])
-    text, mask, channels = forward(*others, whole, whole, is_cover, **kwargs)
+    full = latent.new_ones(len(latent), rows.patch.whole, latent.shape[2])
+    text, mask, channels = forward(*others, full, full, is_cover, **kwargs)
     return text, mask, channels.narrow(1, rows.patch.start, latent.shape[1])
 
 
 def _adapt(model, config):
-    """Tables of positions and of codes are made in float32, and rounded as the latent is; the class makes them in the
-    type that it is made in."""
+    """Compute tables of positions and codes in float32, to be rounded like the latent; the class computes them in
+    the dtype that it is created in."""
     for module in model.modules():
         if type(module).__name__ == "RotaryEmbedding":
             module._set_cos_sin_cache(module.max_position_embeddings, module.inv_freq.device, torch.float32)
@@ -44,15 +44,15 @@ def _adapt(model, config):
 
 
 def _all_to_the_first(embeddings, order):
-    """What the class makes of an order of zeros, which is all that its forward gives: (B, B, C), of which the first has
-    what all have. The class counts on the host, and waits for the device."""
+    """Result of the class's unpack_timbre_embeddings for an order of zeros, the only one that its forward passes:
+    (B, B, C), of which the first has all embeddings. The class counts on the host, which waits for the device."""
     unpacked = embeddings.new_zeros(len(embeddings), *embeddings.shape)
     unpacked[0] = embeddings
     return unpacked, None
 
 
 def _flag(name):
-    """A conditioning that is true or false, or is not given."""
+    """Rule for a boolean conditioning; None without it."""
     def rule(call):
         count = number(name)(call)
         return None if count is None else bool(count)
@@ -91,19 +91,19 @@ ACE_STEP15 = Family(
     arguments=native_arguments(LATENT, "context", "lyric_embed", "refer_audio", "audio_codes",
                                is_covers=_flag("is_covers"),
                         replace_with_null_embeds=_flag("replace_with_null_embeds")),
-    refused={"data": "ComfyUI's model gives the timbre of a whole batch to its first sound"},
+    refused={"data": "ComfyUI's model applies the timbres of all images of a batch to the first one"},
     num_heads=lambda config: config["num_heads"], num_key_heads=lambda config: config["num_kv_heads"],
     width=lambda config: config["hidden_size"], in_channels=lambda config: config["audio_acoustic_hidden_dim"],
     num_channels=lambda config: config["audio_acoustic_hidden_dim"], pixels=lambda config: (1, 32, 32),
-    # most while the sound is encoded, which every rank does for itself
+    # the peak is while audio is encoded, which every rank does for all of it
     activation_factors={"alone": 31.5, "residual": 31.5, "whole": 20.0, "outside": 31.5, "late": 16.0},
     plan=ModelPlan(
         blocks=(BlockList("decoder.layers", "decoder.layers.", "num_dit_layers"),),
         streams={"hidden_states": "image"}, attention={"self_attn": IMAGE},
         tokens={"position_embeddings": TokenArgument(0, IMAGE)},
         window=lambda attention: (attention.sliding_window,) * 2 if attention.sliding_window else None,
-        positions={"decoder.rotary_emb": Cut(TokenArgument(0, IMAGE), _whole_length),
-                   "prepare_condition": _whole_audio},
+        positions={"decoder.rotary_emb": Cut(TokenArgument(0, IMAGE), _full_length),
+                   "prepare_condition": _full_audio},
         cacheable={"cross_attn.k_proj": "run", "cross_attn.v_proj": "run"},
         cacheable_outside={"decoder.condition_embedder": "run", "encoder": "run", "tokenizer": "run",
                            "detokenizer": "run"}),

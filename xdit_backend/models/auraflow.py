@@ -1,5 +1,5 @@
-"""AuraFlow: two streams, text first, then one of both; eight learned tokens stand before the text;
-a table of learned positions."""
+"""AuraFlow: two streams, text first, then one of both. Eight learned tokens precede the text; positions are a
+learned table."""
 
 import math
 
@@ -22,7 +22,8 @@ from .common.inputs import (
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan
 
-LATENT, BOTH, NUM_HEADS = Unpacked((2, 2)), ("text", "image"), 12  # heads as in ComfyUI, which does not look
+# number of heads as in ComfyUI, which does not detect it
+LATENT, BOTH, NUM_HEADS = Unpacked((2, 2)), ("text", "image"), 12
 
 KEYS = table(
     (r"^t_embedder\.mlp\.0\.", "time_step_proj.linear_1."), (r"^t_embedder\.mlp\.2\.", "time_step_proj.linear_2."),
@@ -40,8 +41,8 @@ KEYS = table(
 
 
 def _adapt(model, config):
-    """Positions are the middle of the table, which is made larger where a latent is;
-    the time's sines are not rounded as weights are."""
+    """Take positions from the middle of the table, which is enlarged for larger latents, and do not round the
+    timestep's sinusoids like weights."""
     embed, sines = model.pos_embed, []
     project, dtype = model.time_step_proj.forward, compute_dtype_of(model)
     embed.forward = lambda latent, patch=None: embed.proj(Packed(LATENT.patch).tokens(latent)) + _positions(
@@ -56,7 +57,7 @@ def _adapt(model, config):
 
 
 def _positions(learned, latent, patch):
-    """(1, tokens, hidden) of a latent or of its patch. learned: (1, side * side, hidden)."""
+    """Positions of a latent or its patch, (1, tokens, hidden). learned: (1, side * side, hidden)."""
     counts = LATENT.counts((*latent.shape[:2], patch.whole if patch else latent.shape[2], latent.shape[3]))
     side, most = math.isqrt(learned.shape[1]), max(counts)
     square = learned.to(latent.dtype).unflatten(1, (side, side)).movedim(3, 1)

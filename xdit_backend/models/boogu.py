@@ -1,5 +1,5 @@
-"""Boogu-Image, ComfyUI's own module: OmniGen 2 with blocks of two streams, in which pictures also attend to themselves
-alone."""
+"""Boogu-Image, ComfyUI's own module: OmniGen 2 with additional two-stream blocks, in which images also attend to
+themselves alone."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""Chroma: Flux.1's blocks; a small network makes the modulation of all of them from time and guidance;
-two streams, then one sequence."""
+"""Chroma: Flux.1's blocks, two streams, then one sequence. A small network computes the modulations of all blocks
+from timestep and guidance."""
 
 import functools
 
@@ -14,19 +14,19 @@ from .flux import KEYS as FLUX_KEYS
 LATENT, BOTH, NUM_MODULATIONS = Packed((2, 2)), ("text", "image"), 344
 TENSORS = has("distilled_guidance_layer.in_proj.weight", "double_blocks.0.img_attn.qkv.weight")
 
-# the rest is as Flux.1's
+# other names are as in Flux.1
 KEYS = table((r"^(distilled_guidance_layer\.norms\.\d+)\.scale$", r"\1.weight"))
 
 
 def _adapt(model, config):
-    """As in ComfyUI, guidance counts, times are not rounded,
-    and there are as many modulations as published models have blocks for."""
+    """As in ComfyUI, use the guidance, do not round timesteps, and compute as many modulations as the published
+    models' blocks need."""
     from diffusers.models.embeddings import get_timestep_embedding
     embed, forward, now = model.time_text_embed, model.forward, []
     width = config["approximator_num_channels"] // 2
 
     @functools.cache
-    def places(device):
+    def modulation_indices(device):
         return get_timestep_embedding(torch.arange(NUM_MODULATIONS, device=device) * 1000, width, True, 0)
 
     def guided(*, timestep, guidance, **inputs):
@@ -35,7 +35,8 @@ def _adapt(model, config):
 
     def embedded(rounded):
         of_time = torch.cat(now, 1).to(rounded.dtype)[:, None].expand(-1, NUM_MODULATIONS, -1)
-        return torch.cat([of_time, places(rounded.device).to(rounded.dtype).expand(len(of_time), -1, -1)], 2)
+        return torch.cat([of_time, modulation_indices(rounded.device).to(rounded.dtype).expand(len(of_time), -1, -1)],
+                         2)
     embed.forward, model.forward = embedded, guided
 
 

@@ -1,4 +1,4 @@
-"""CogVideoX from text, and from a picture as more channels: one attention over text and video, text first;
+"""CogVideoX from text, and from an image as additional channels: one attention over text and video, text first;
 rotary positions."""
 
 import torch
@@ -20,8 +20,8 @@ from .common.inputs import (
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, HEAD_SIZE, SPREAD, TABLE = Unpacked((1, 2, 2)), 64, 1.875, TokenArgument(0, ("image",))
-LEARNED = "patch_embed.pos_embedding"      # a table of positions, of another family
+LATENT, HEAD_SIZE, SPACING, TABLE = Unpacked((1, 2, 2)), 64, 1.875, TokenArgument(0, ("image",))
+LEARNED = "patch_embed.pos_embedding"      # table of learned positions, which another family has
 
 KEYS = table(
     (r"^blocks\.", "transformer_blocks."), (r"\.([qkv])\.", r".attn1.to_\1."), (r"\.norm_([qk])\.", r".attn1.norm_\1."),
@@ -30,20 +30,22 @@ KEYS = table(
 
 
 def is_cogvideox(shapes, num_dims):
-    """num_dims: of the projection of patches; frames are taken one by one (4) or in pairs (2)."""
+    """num_dims: of the weight of the patch projection; 4 if tokens have one frame, 2 if they have two."""
     return has("blocks.0.norm1.linear.weight", "patch_embed.text_proj.weight")(shapes) \
         and len(shapes.get("patch_embed.proj.weight", ())) == num_dims
 
 
-def rotary(patch, spread):
-    """A rule: sines of tokens' frames, rows and columns, (tokens, head size) each.
-    patch: of a token; spread: between rows, and columns."""
+def rotary(patch, spacing):
+    """Rule for cosines and sines of tokens' frames, rows and columns, (tokens, head size) each.
+
+    patch: latent pixels of a token. spacing: distance of rows and columns.
+    """
     def tables(call):
-        places = Packed(patch).positions(call) * on_device(torch.tensor([1.0, spread, spread]), call.latent.device)
+        positions = Packed(patch).positions(call) * on_device(torch.tensor([1.0, spacing, spacing]), call.latent.device)
         head = call.config["attention_head_dim"]
         sizes = head // 4, head // 8 * 3, head // 8 * 3
-        angles = torch.cat([torch.outer(place, 1.0 / 10000.0 ** (torch.arange(0, each, 2, device=place.device) / each))
-                            for place, each in zip(places.unbind(1), sizes)], 1).repeat_interleave(2, 1)
+        angles = torch.cat([torch.outer(axis, 1.0 / 10000.0 ** (torch.arange(0, each, 2, device=axis.device) / each))
+                            for axis, each in zip(positions.unbind(1), sizes)], 1).repeat_interleave(2, 1)
         return angles.cos(), angles.sin()
     return tables
 
@@ -65,7 +67,7 @@ COGVIDEOX = Family(
     conditioning={"context": "text_embed_dim", "ofs": None}, ignored=("y",), pixels=lambda config: (4, 8, 8),
     arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep(),
                "ofs": from_conditioning("ofs", where="ofs_embed_dim"), "image_rotary_emb": rotary(LATENT.patch,
-                                                                                                  SPREAD)},
+                                                                                                  SPACING)},
     activation_factors={"alone": 13.1, "residual": 3.3, "whole": 7.0, "outside": 3.2, "held": 1.17, "block": 12.0,
                         "exchange": 14.0,
           "own": 0.9},

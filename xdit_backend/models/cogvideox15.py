@@ -1,4 +1,4 @@
-"""CogVideoX 1.5: CogVideoX with tokens of two frames, and positions that count rows and columns as they are."""
+"""CogVideoX 1.5: CogVideoX with tokens of two frames, and positions with a distance of 1 between rows and columns."""
 
 import dataclasses
 

@@ -1,7 +1,7 @@
-"""Cosmos-Predict2, from text and from pictures: one stream over frames, rows and columns; text by cross-attention;
+"""Cosmos-Predict2, text-to-image and image-to-video: one stream over frames, rows and columns; text by cross-attention;
 rotary positions.
 
-A picture's frames come as they are, with a channel that says where, and have times of their own.
+Frames of an input image are in the latent without noise, marked by an additional channel, and have their own timesteps.
 """
 
 from .common.family import Family, SmallConfig
@@ -11,10 +11,10 @@ from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 
 LATENT, TABLE, TIMES = Unpacked((1, 2, 2)), TokenArgument(0, ("image",)), TokenArgument(1, ("image",), ndim=3)
-SIDE, HEAD_SIZE = 8192, 128                                    # ComfyUI's model has positions without end
+SIDE, HEAD_SIZE = 8192, 128                                    # ComfyUI's model has no largest position
 
-SHARED = (                                                     # of Cosmos-Predict1's files too
-    (r"(^accum_|_extra_state$|^pos_embedder\.|^logvar\.)", None),          # of training, or computed by the model
+SHARED = (                                                     # also of Cosmos-Predict1's files
+    (r"(^accum_|_extra_state$|^pos_embedder\.|^logvar\.)", None),          # training state, or computed by the model
     (r"^final_layer\.linear\.", "proj_out."), (r"^t_embedder\.1\.", "time_embed.t_embedder."),
     (r"^x_embedder\.proj\.1\.", "patch_embed.proj."))
 KEYS = table(
@@ -31,7 +31,7 @@ def is_cosmos(shapes):
 
 
 def _scale(shapes):
-    """How much longer frames, rows and columns are than what the positions were made for, as ComfyUI computes it."""
+    """Ratio of frames, rows and columns to the trained sizes of the position embedding, as ComfyUI computes it."""
     width, pixels = shapes["x_embedder.proj.1.weight"]
     if pixels // 4 - 1 == 16:
         return (1.0, 4.0, 4.0)
@@ -39,13 +39,13 @@ def _scale(shapes):
 
 
 def _times(call):
-    """(B,), or (B, 1, F, 1, 1) where frames differ."""
+    """Timesteps (B,), or (B, 1, F, 1, 1) if frames differ."""
     times = frame_times(call)
     return times if times.ndim == 1 else times[:, None, :, None, None]
 
 
 def _adapt(model, config):
-    """Queries and keys are normalised with ComfyUI's epsilon."""
+    """Normalise queries and keys with ComfyUI's epsilon."""
     for block in model.transformer_blocks:
         for norm in (block.attn1.norm_q, block.attn1.norm_k, block.attn2.norm_q, block.attn2.norm_k):
             norm.eps = 1e-6
@@ -65,7 +65,7 @@ COSMOS = Family(
         max_size=(SIDE, SIDE, SIDE), rope_scale=_scale, concat_padding_mask=True, extra_pos_embed_type=None),
     convert=KEYS, latent=LATENT, time_scale=1.0, adapt_model=_adapt, config_from_tensors=("max_size",),
     pixels=lambda config: (4, 8, 8),
-    # ComfyUI then keeps hidden states in float32, diffusers' forward does not
+    # ComfyUI then has float32 hidden states, which diffusers' forward does not support
     unsupported_dtypes=("float16",),
     conditioning={"context": "text_embed_dim"}, ignored=("fps", "denoise_mask", "y"),
     arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": from_conditioning("context"),

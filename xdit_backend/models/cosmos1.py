@@ -1,7 +1,7 @@
-"""Cosmos-Predict1, from text and from given frames: Cosmos-Predict2's model, with learned positions that every block
+"""Cosmos-Predict1, from text and from input frames: Cosmos-Predict2's model with learned positions, which every block
 adds.
 
-Given frames are in the latent, whose last channel says which; the tables of positions end, and so do sizes of latents.
+Input frames are in the latent, and its last channel marks them. The tables of positions limit the size of latents.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from .common.position_slicing import Cut
 from .cosmos import COSMOS, SHARED
 
 LATENT, NAME, FIRST = Unpacked((1, 2, 2)), "Cosmos-Predict1", "blocks.block0.blocks."
-TABLE, PLACES = TokenArgument(0, ("image",)), TokenArgument(1, ("image",))
+TABLE, LEARNED = TokenArgument(0, ("image",)), TokenArgument(1, ("image",))
 
 KEYS = table(
     *SHARED, (r"^blocks\.block(\d+)\.", r"transformer_blocks.\1."), (r"\.blocks\.0\.block\.attn\.", ".attn1."),
@@ -35,40 +35,40 @@ def _max_size(shapes):
 
 
 def _latent(call):
-    whole = full_shape(call)[2:]
-    if any(length > most for length, most in zip(whole, call.config["max_size"])):
+    full = full_shape(call)[2:]
+    if any(length > most for length, most in zip(full, call.config["max_size"])):
         taken, most = (f"{8 * frames - 7} frames of {8 * columns} x {8 * rows} pixels"
-                       for frames, rows, columns in (whole, call.config["max_size"]))
+                       for frames, rows, columns in (full, call.config["max_size"]))
         raise ConfigError(f"Use fewer frames, or a smaller width and height: this {NAME} model has positions for "
-                          f"{most}, and the latent is of {taken}.")
+                          f"{most}, and the latent has {taken}.")
     return even_sides(NAME, LATENT)(call)
 
 
 def _frame_rate(call):
-    """Pictures a second, float32, or None: frames are then as far apart as at 24."""
+    """Frames per second, float32; None stands for 24."""
     rate = call.conditioning.get("fps")
     return None if rate is None else rate.flatten()[0].float()
 
 
 def _adapt(model, config):
     COSMOS.adapt_model(model, config)
-    model.learnable_pos_embed.forward = MethodType(_places, model.learnable_pos_embed)
+    model.learnable_pos_embed.forward = MethodType(_learned_positions, model.learnable_pos_embed)
 
 
-def _places(self, latent, first=(0, 0, 0)):
-    """(1, T, C): learned positions of a latent, or of a patch that begins at this frame, row and column of tokens.
+def _learned_positions(self, latent, first=(0, 0, 0)):
+    """Learned positions (1, T, C) of a latent, or of a patch that begins at this frame, row and column of tokens.
 
-    Added up and divided by their size in the latent's type, as ComfyUI does it.
+    Summed and normalised in the latent's dtype, as ComfyUI does.
     """
     frames, rows, columns = (table[start:start + length // patch].to(latent) for table, start, length, patch in zip(
         (self.pos_emb_t, self.pos_emb_h, self.pos_emb_w), first, latent.shape[2:], self.patch_size))
-    places = (frames[:, None, None] + rows[:, None] + columns).flatten(0, 2)
-    norm = torch.linalg.vector_norm(places, dim=-1, keepdim=True,
-                                    dtype=torch.promote_types(places.dtype, torch.float32))
-    return (places / (self.eps + norm * places.shape[-1] ** -0.5).to(places.dtype))[None]
+    positions = (frames[:, None, None] + rows[:, None] + columns).flatten(0, 2)
+    norm = torch.linalg.vector_norm(positions, dim=-1, keepdim=True,
+                                    dtype=torch.promote_types(positions.dtype, torch.float32))
+    return (positions / (self.eps + norm * positions.shape[-1] ** -0.5).to(positions.dtype))[None]
 
 
-def _places_of_patch(module, forward, rows, tokens, args, kwargs):
+def _learned_positions_of_patch(module, forward, rows, tokens, args, kwargs):
     first = [0, 0, 0]
     first[rows.axis] = rows.patch.start // module.patch_size[rows.axis]
     return forward(*args, first=first, **kwargs)
@@ -96,8 +96,8 @@ COSMOS1 = dataclasses.replace(
           "shared": 1.1},
     plan=dataclasses.replace(
         COSMOS.plan, blocks=(BlockList("transformer_blocks", "blocks.block"),),
-        tokens={"image_rotary_emb": TABLE, "extra_pos_emb": PLACES},
-        positions={"rope": Cut(TABLE), "learnable_pos_embed": _places_of_patch}),
+        tokens={"image_rotary_emb": TABLE, "extra_pos_emb": LEARNED},
+        positions={"rope": Cut(TABLE), "learnable_pos_embed": _learned_positions_of_patch}),
     test_config=SmallConfig(
         COSMOS.test_config.config | {"rope_scale": (2.0, 1.0, 1.0), "extra_pos_embed_type": "learnable"},
         "comfy.ldm.cosmos.model:GeneralDIT",

@@ -1,5 +1,5 @@
-"""DiT: one stream; time and a class in each block's norm; sine positions added before the blocks.
-ComfyUI has no model of it."""
+"""DiT: one stream; timestep and class in each block's norm; sinusoidal positions added before the blocks. ComfyUI
+has no model of it."""
 
 import torch
 import torch.nn.functional as F
@@ -9,24 +9,24 @@ from .common.inputs import Unpacked, config_of, folder_alone, from_conditioning,
 from .common.plan import BlockList, ModelPlan
 from .common.position_slicing import embedded
 
-LATENT, EMBEDDER = Unpacked((2, 2)), "norm1.emb"               # of time and class, of which each block has its own
+LATENT, EMBEDDER = Unpacked((2, 2)), "norm1.emb"               # embedder of timestep and class, one in each block
 
 
 def _classes(call):
-    """(B,): the class that is marked by a one; where none is, the one for no class, which is the last."""
+    """Classes (B,) from one-hot conditioning; all zeros stand for no class, which has the last index."""
     marked = from_conditioning("context")(call)[:, 0]
     return torch.where(marked.any(1), marked.argmax(1), marked.shape[1])
 
 
 def _mixed(arguments):
-    """A prompt that is no row of the model's table."""
+    """Return a reason if the conditioning is not one class of the model's table."""
     classes = arguments["context"]
     is_class = classes.shape[1] == 1 and ((classes == 0) | (classes == 1)).all() and (classes.sum(2) <= 1).all()
     return None if is_class else "a text or a mix of classes (a prompt is one class here, from xDiT Class Label)"
 
 
 def _adapt(model, config):
-    """diffusers' forward takes the tokens for those of a square."""
+    """Arrange tokens by the latent's shape; diffusers' forward assumes a square."""
     def forward(latent, timestep, classes, return_dict):
         hidden = model.pos_embed(latent)
         for block in model.transformer_blocks:
@@ -55,7 +55,7 @@ DIT = Family(
     sampled=Sampled(
         "EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", memory=0.5,
         labels="num_embeds_ada_norm"),
-    num_channels=lambda config: config["in_channels"],         # the other half is the variance
+    num_channels=lambda config: config["in_channels"],         # the other half of the channels is the variance
     conditioning={"context": "num_embeds_ada_norm"},
     arguments={"latent": LATENT, "timestep": timestep(), "classes": _classes},
     activation_factors={"alone": 12.0, "residual": 4.05, "whole": 6.0, "outside": 3.5, "held": 0.7, "block": 9.2,

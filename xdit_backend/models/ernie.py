@@ -1,5 +1,4 @@
-"""ERNIE-Image: one sequence of picture and text, text last; blocks take tokens before batch;
-one modulation for all of them."""
+"""ERNIE-Image: one sequence of image and text, text last. Blocks take tokens before batch, and share one modulation."""
 
 import functools
 
@@ -15,8 +14,8 @@ LATENT, BOTH = Unpacked((1, 1)), ("image", "text")
 
 
 def _adapt(model, config):
-    """All tokens have one modulation, which diffusers' forward repeats for each of them:
-    blocks read it once, as ComfyUI's do."""
+    """Read the single modulation of all tokens once, as ComfyUI's blocks do; diffusers' forward repeats it for each
+    token."""
     def once(forward, x, rotary_pos_emb, temb, attention_mask=None):
         return forward(x, rotary_pos_emb, [part[:1] for part in temb], attention_mask)
     for block in model.layers:
@@ -24,7 +23,8 @@ def _adapt(model, config):
     make = model.pos_embed.forward
 
     def rotations(ids, scales):
-        """Of moved places, which are the picture's: text stands in its first row and column, before its frame."""
+        """Scale and shift the positions of the image's tokens. Text is at its first row and column, in frames before
+        it."""
         is_image = ids[..., :1] == ids[:, :1, :1]
         scale, shift = scales.float().T
         return make(torch.where(is_image, ids * torch.cat([scale.new_ones(1), scale[1:]]) + shift, ids))
@@ -32,14 +32,14 @@ def _adapt(model, config):
 
 
 def _of_patch(module, forward, rows, tokens, args, kwargs):
-    """Rows of a patch are counted from where the whole latent begins."""
+    """Offset the rows of a patch to their positions in the full latent."""
     positions = args[0].clone()
     positions[:, :tokens.counts["image"], 1] += rows.patch.start
     return forward(positions)
 
 
 def _text_lengths(call):
-    """(B,): every text token is real; the picture stands after as many."""
+    """Number of text tokens (B,), all of which are real. The image's positions begin after them."""
     return torch.full((len(call.latent),), call.conditioning["context"].shape[1], device=call.latent.device)
 
 

@@ -1,5 +1,5 @@
-"""Flux.1: two streams, then one; joint attention, text first; rotary positions;
-pictures beside the latent, or as references."""
+"""Flux.1: two streams, then one; joint attention, text first; rotary positions. Images as additional channels, or as
+references."""
 
 import torch
 
@@ -34,19 +34,18 @@ KEYS = table(
 
 
 def _head_size(shapes):
-    """Files that ComfyUI saved call the scale of a norm its weight."""
+    """Size of an attention head. Files saved by ComfyUI call the scale of a norm its weight."""
     return next(shapes[NORM + leaf][0] for leaf in ("scale", "weight") if NORM + leaf in shapes)
 
 
 def _adapt(model, config):
-    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does. Tokens of a style stand
-    before the text's."""
+    """Allow a workflow to disable guidance, as ComfyUI's model does, and insert style tokens before the text's."""
     embed, styles = model.time_text_embed, ForwardValue(model)
-    forward, whole, of_text = embed.forward, model.forward, model.context_embedder.forward
+    forward, run, of_text = embed.forward, model.forward, model.context_embedder.forward
 
     def styled(*, style=None, **inputs):
         styles.set(style)
-        return whole(**inputs)
+        return run(**inputs)
 
     def with_style(text):
         style = styles.get()
@@ -66,12 +65,12 @@ def _num_texts(conditioning):
 
 
 def _text_positions(call):
-    """(T, 3): text has no place in the picture, nor has a style."""
+    """Positions of style and text tokens, (T, 3): all zero."""
     return torch.zeros(_num_texts(call.conditioning), 3, device=call.latent.device)
 
 
 def _pooled(call):
-    """As wide as the model takes it; ComfyUI's leaves the rest out."""
+    """The pooled text, truncated to the model's width as in ComfyUI."""
     return from_conditioning("y", else_zeros="pooled_projection_dim")(call)[:, :call.config["pooled_projection_dim"]]
 
 

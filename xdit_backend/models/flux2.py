@@ -1,5 +1,5 @@
-"""Flux.2: two streams, then one sequence, text first; modulation shared by all blocks; rotary positions of four axes;
-references."""
+"""Flux.2: two streams, then one sequence, text first; modulation shared by all blocks; rotary positions with four
+axes; references."""
 
 import functools
 
@@ -37,7 +37,7 @@ KEYS = table(
 
 
 def _adapt(model, config):
-    """Times are embedded unrounded, as in ComfyUI; references are at the time of the latent, or at time zero."""
+    """Embed timesteps unrounded, as in ComfyUI. References are at the latent's timestep, or at timestep zero."""
     embed, forward, now, num_images = model.time_guidance_embed, model.forward, [], ForwardValue(model)
 
     def timed(*, at_zero, timestep, guidance, **inputs):
@@ -55,15 +55,15 @@ def _adapt(model, config):
     embed.forward, model.forward = embedded, timed
     text, last = model.double_stream_modulation_txt.forward, model.norm_out.forward
     model.double_stream_modulation_txt.forward = lambda temb: text(temb[:num_images.get()])
-    # whose output of references is left out
+    # the output of references is dropped
     model.norm_out.forward = lambda hidden_states, temb: last(hidden_states, temb[:len(hidden_states)])
     for block in (*model.transformer_blocks, *model.single_transformer_blocks):
         block.forward = _at_two_times(block.forward)
 
 
 def _at_two_times(forward):
-    """A block's forward, for tokens of which some are at the second half of the times: those of references, which alone
-    are not at 0 along the first axis of places, and whose sines there are not 0."""
+    """Wrap a block's forward for tokens at two timesteps. References use the second half of the modulations; they
+    alone have a position other than 0 along the first axis, and so a sine other than 0 there."""
     @functools.wraps(forward)
     def timed(*, hidden_states, image_rotary_emb, **arguments):
         name = "temb_mod_img" if "temb_mod_img" in arguments else "temb_mod"
@@ -76,17 +76,18 @@ def _at_two_times(forward):
 
 
 def _text_positions(call):
-    """(T, 4): text is counted along the axis that pictures do not use."""
+    """Positions of the text tokens, (T, 4), counted along the axis that images do not use."""
     count = call.conditioning["context"].shape[1]
     return F.pad(torch.arange(float(count), device=call.latent.device)[:, None], (3, 0))
 
 
-def _places(call):
-    """(T, 4). References are at time 0 by their first places, which those of an image are not then."""
+def _image_positions(call):
+    """Positions of the image tokens, (T, 4). References at timestep zero are recognised by their position along the
+    first axis, so that the image must be at 0. Raises ConfigError otherwise."""
     if "rope_scales" in call.conditioning and at_zero(call.conditioning, LATENT.method):
         if scales_and_shifts(call.conditioning["rope_scales"])[0, 1]:
-            raise ConfigError("Set shift_t of Scale ROPE to 0: Flux.2 tells by these places which tokens are those of "
-                              "reference pictures, whose time this workflow sets to 0.")
+            raise ConfigError("Set shift_t of Scale ROPE to 0: xDiT recognises the tokens of Flux.2's reference images "
+                              "at timestep 0, which this workflow uses, by these positions.")
     return F.pad(LATENT.positions(call), (0, 1))
 
 
@@ -107,7 +108,7 @@ FLUX2 = Family(
     lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "guidance": from_conditioning("guidance", where="guidance_embeds"),
-               "img_ids": _places,
+               "img_ids": _image_positions,
                "txt_ids": _text_positions, "at_zero": lambda call: at_zero(call.conditioning, LATENT.method)},
     activation_factors={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4,
           "held": 1.55, "block": 20.0, "exchange": 22.2, "own": 0.0},

@@ -1,5 +1,5 @@
-"""Hunyuan3D 2 and 2 mini, ComfyUI's own module: a shape as one row of tokens without places, and what a vision model
-says of pictures of it; two streams, then one sequence of both, as Flux.1's."""
+"""Hunyuan3D 2 and 2 mini, ComfyUI's own module: a shape as one row of tokens without positions, conditioned on a
+vision model's features of images. Two streams, then one sequence of both, as in Flux.1."""
 
 from .common.family import Family, SmallConfig
 from .common.inputs import PaddedByModel, blocks, config_of, has, size
@@ -12,7 +12,7 @@ NATIVE, NORM = "comfy.ldm.hunyuan3d.model:Hunyuan3Dv2", "double_blocks.0.img_att
 
 
 def _num_heads(shapes):
-    """Files that ComfyUI saved call the scale of a norm its weight."""
+    """Number of attention heads. Files saved by ComfyUI call the scale of a norm its weight."""
     norm = shapes[f"{NORM}weight" if f"{NORM}weight" in shapes else f"{NORM}scale"]
     return shapes["latent_in.weight"][0] // norm[0]
 

@@ -1,5 +1,5 @@
-"""Hunyuan3D 2.1, ComfyUI's own module: one row of tokens of a shape after one of the time; what a vision model says of
-a picture by cross-attention; U-shaped, and the last blocks have experts."""
+"""Hunyuan3D 2.1, ComfyUI's own module: one row of shape tokens after a timestep token; cross-attention to a vision
+model's features of an image; U-shaped, with experts in the last blocks."""
 
 from types import SimpleNamespace
 
@@ -15,10 +15,10 @@ NATIVE, NORM = "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain", "blocks.0.a
 
 
 def _adapt(model, config):
-    """ComfyUI's forward swaps the halves of a batch's conditioning, and those of its output, where these are guidance's
-    branches of the same latents. Here each of a batch has its own conditioning, and blocks have the batch in its
-    order, by which keys and values are kept. And it asks layers in which type they compute by that of their weights,
-    which packed ones do not have."""
+    """Undo the swap of a batch's halves in ComfyUI's forward, which assumes the two CFG branches of the same
+    latents: here each image of a batch has its own conditioning, and blocks have the batch in its order, which
+    identifies cached keys and values. Also replace the dtypes that the forward reads from weights, which packed
+    weights do not have."""
     forward, dtype, embedder = model.forward, compute_dtype_of(model), model.t_embedder
     for layer in (model.x_embedder, *(block.attn2.to_k for block in model.blocks)):
         layer.parameters = lambda recurse=True, layer=layer: iter([torch.empty(0, dtype=stored_dtype(layer, dtype()))])
@@ -34,7 +34,7 @@ def _adapt(model, config):
 
 
 def _typed(forward, dtype):
-    """A forward whose output, in whatever type it is asked for, is in this."""
+    """Wrap a forward so that its output is cast to this dtype, whichever dtype the caller requests."""
     def typed(times):
         output = forward(times)
         return SimpleNamespace(type=lambda requested: output.to(dtype()))
@@ -71,7 +71,7 @@ HUNYUAN3D21 = Family(
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", "depth", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn1": ALL}, graph_breaks=("moe",),
-        # whose heads are of numbers of all three projections, so that none of them is a rank's own
+        # not split: a head takes values from all three projections, so that no rank owns one
         unsplit=("skip_linear", *(f"{name}.{leaf}" for name in ("attn1", "attn2")
                                   for leaf in ("to_q", "to_k", "to_v", "out_proj"))),
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},

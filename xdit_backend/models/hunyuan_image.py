@@ -1,5 +1,5 @@
-"""HunyuanImage 2.1: HunyuanVideo's blocks for pictures: two streams, then one; joint attention, image first;
-text, and glyphs beside it."""
+"""HunyuanImage 2.1: HunyuanVideo's blocks for images. Two streams, then one; joint attention, image first; text and
+glyph features."""
 
 import torch
 
@@ -24,25 +24,25 @@ from .hunyuan_video import KEYS as SHARED_KEYS
 
 LATENT, BOTH, TABLE = Unpacked((1, 1)), ("image", "text"), TokenArgument(0, ("image",))
 
-KEYS = table(                                                  # of what HunyuanVideo's table leaves
+KEYS = table(                                                  # applied after HunyuanVideo's table
     (r"^time_text_embed\.(timestep|guidance)_embedder\.", r"time_guidance_embed.\1_embedder."),
     (r"^time_r_in\.linear_", "time_guidance_embed.timestep_embedder_r.linear_"),
     (r"^byt5_in\.layernorm\.", "context_embedder_2.norm."), (r"^byt5_in\.fc(\d)\.", r"context_embedder_2.linear_\1."))
 
 
 def is_image(shapes):
-    """Are these HunyuanVideo's blocks, without what only videos have?"""
+    """Whether these are HunyuanVideo's blocks without the modules that only video models have."""
     return has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "img_in.proj.weight")(shapes) \
         and not has("vision_in.")(shapes) and not has("vector_in.")(shapes)
 
 
 def is_distilled(shapes):
-    """Is it told of the time of the next step, or of guidance?"""
+    """Whether the model is conditioned on the timestep of the next step, or on guidance."""
     return has("time_r_in.")(shapes) or has("guidance_in.")(shapes)
 
 
 def is_of_rows_and_columns(shapes):
-    """Is it such a model, and not the refiner, which takes frames?"""
+    """Whether it is such a model and not the refiner, which takes frames."""
     return is_image(shapes) and len(shapes["img_in.proj.weight"]) != 5
 
 
@@ -60,8 +60,8 @@ def _num_text_tokens(conditioning):
 
 
 def _adapt(model, config):
-    """The sines of the times and of guidance are of the type of the arithmetic; diffusers leaves them as the time is.
-    A model that takes guidance does without where a workflow disables it."""
+    """Compute the sinusoids of timestep and guidance in the compute dtype; diffusers uses the dtype of the timestep.
+    Allow a workflow to disable guidance."""
     embed, dtype = model.time_guidance_embed, compute_dtype_of(model)
 
     def sines(times):

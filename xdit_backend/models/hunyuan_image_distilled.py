@@ -1,4 +1,4 @@
-"""HunyuanImage 2.1 distilled: HunyuanImage that is told of the next step's time, and of guidance."""
+"""HunyuanImage 2.1 distilled: HunyuanImage conditioned on the timestep of the next step, and on guidance."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""HunyuanImage 2.1's refiner: HunyuanImage's blocks over a picture as one frame, beside the picture that it mends as
-more channels; guidance."""
+"""HunyuanImage 2.1's refiner: HunyuanImage's blocks over an image as one frame, with the image to refine as
+additional channels; guidance."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ HUNYUAN_IMAGE_REFINER = dataclasses.replace(
     refusals=(because("it cuts frames into larger patches than the refiner, and lacks the pooled text (vector_in) of "
                       "HunyuanVideo",
                       lambda shapes: _patches(shapes) != LATENT.patch),
-              because("it reads glyphs, which no refiner that xDiT knows does", has("byt5_in.")),
+              because("it reads glyphs, unlike the refiners that xDiT supports", has("byt5_in.")),
               needs_diffusers("0.36")),
     config=config_of(
         **HUNYUAN_IMAGE.config.rules | {
@@ -27,7 +27,7 @@ HUNYUAN_IMAGE_REFINER = dataclasses.replace(
             "use_meanflow": has("time_r_in.")}),
     latent=LATENT,
     conditioning={"context": "text_embed_dim", "guidance": None}, ignored=("y", "txt_byt5", "disable_time_r"),
-    unsupported_arguments=lambda given: None if given.get("disable_time_r") else "the time of the next step",
+    unsupported_arguments=lambda arguments: None if arguments.get("disable_time_r") else "the time of the next step",
     lengths={}, pixels=lambda config: (4, 16, 16),
     arguments={**{name: rule for name, rule in HUNYUAN_IMAGE.arguments.items() if not name.endswith("_2")},
                "hidden_states": LATENT, "guidance": from_conditioning("guidance", times=1000, where="guidance_embeds")},

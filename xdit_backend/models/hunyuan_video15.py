@@ -1,5 +1,5 @@
-"""HunyuanVideo 1.5: two streams, image first; the text's holds CLIP vision tokens, glyphs and text.
-A picture is more channels."""
+"""HunyuanVideo 1.5: two streams, image first; the text stream has CLIP vision tokens, glyph features and text. An
+input image is additional channels."""
 
 import torch
 
@@ -25,7 +25,7 @@ from .hunyuan_video import KEYS as SHARED_KEYS
 LATENT, BOTH, TABLE = Unpacked((1, 1, 1)), ("image", "text"), TokenArgument(0, ("image",))
 NAMES = has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vision_in.proj.0.weight", "byt5_in.fc1.weight")
 
-KEYS = table(                                                  # of what HunyuanVideo's table leaves
+KEYS = table(                                                  # applied after HunyuanVideo's table
     (r"^time_text_embed\.timestep_embedder\.", "time_embed.timestep_embedder."),
     (r"^time_r_in\.linear_", "time_embed.timestep_embedder_r.linear_"),
     (r"^cond_type_embedding\.", "cond_type_embed."),
@@ -33,8 +33,8 @@ KEYS = table(                                                  # of what Hunyuan
     (r"^vision_in\.proj\.0\.", "image_embedder.norm_in."), (r"^vision_in\.proj\.1\.", "image_embedder.linear_1."),
     (r"^vision_in\.proj\.3\.", "image_embedder.linear_2."), (r"^vision_in\.proj\.4\.", "image_embedder.norm_out."))
 
-def _given_or_none(name, width):
-    """(B, T, C); no tokens where a workflow has none."""
+def _or_no_tokens(name, width):
+    """Rule for a conditioning (B, T, C); zero tokens without it."""
     rule = from_conditioning(name)
 
     def tokens(call):
@@ -54,8 +54,8 @@ def _num_text_tokens(conditioning):
 
 
 def _adapt(model, config):
-    """diffusers rounds the time's sines as the time is, and masks attention by a square of all tokens,
-    though none is masked here."""
+    """Compute the sinusoids of the timestep in the compute dtype, and attend without diffusers' square mask of all
+    tokens, which masks none here."""
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
     embed, dtype = model.time_embed, compute_dtype_of(model)
 
@@ -86,13 +86,13 @@ HUNYUAN_VIDEO15 = Family(
         text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0),
         rope_axes_dim=(16, 56, 56), use_meanflow=False),
     convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
-    keep_in_compute_dtype=("cond_type_embed",),                # of torch's own, which ComfyUI rounds to no type
+    keep_in_compute_dtype=("cond_type_embed",),                # a plain torch module, which ComfyUI never casts
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"},
     ignored=("y", "guidance"), lengths={"text": _num_text_tokens}, pixels=lambda config: (4, 16, 16),
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
-               "encoder_hidden_states_2": _given_or_none("txt_byt5", "text_embed_2_dim"),
-               "image_embeds": _given_or_none("clip_fea", "image_embed_dim")},
+               "encoder_hidden_states_2": _or_no_tokens("txt_byt5", "text_embed_2_dim"),
+               "image_embeds": _or_no_tokens("clip_fea", "image_embed_dim")},
     activation_factors={"alone": 12.3, "residual": 4.4, "whole": 7.4, "outside": 3.3, "held": 1.3, "block": 11.9,
                         "exchange": 14.1,
           "own": 0.0},

@@ -1,4 +1,5 @@
-"""HunyuanVideo 1.5 distilled, and for super-resolution: HunyuanVideo 1.5 that is told of the next step's time."""
+"""HunyuanVideo 1.5 distilled, and for super-resolution: HunyuanVideo 1.5 conditioned on the timestep of the next
+step."""
 
 import dataclasses
 
@@ -12,7 +13,7 @@ HUNYUAN_VIDEO15_DISTILLED = dataclasses.replace(
     config=config_of(**HUNYUAN_VIDEO15.config.rules | {"use_meanflow": True}),
     conditioning=HUNYUAN_VIDEO15.conditioning | {"sigma_after": None},
     ignored=(*HUNYUAN_VIDEO15.ignored, "disable_time_r"),
-    unsupported_arguments=lambda given: "no time of the next step" if given.get("disable_time_r") else None,
+    unsupported_arguments=lambda arguments: "no time of the next step" if arguments.get("disable_time_r") else None,
     per_call_inputs=sigma_after,
     arguments=HUNYUAN_VIDEO15.arguments | {"timestep_r": from_conditioning("sigma_after", times=1000)},
     test_config=SmallConfig(

@@ -1,5 +1,5 @@
-"""Ideogram 4, ComfyUI's own module: one sequence of text and image, whose text is what 13 layers of a language model
-give."""
+"""Ideogram 4, ComfyUI's own module: one sequence of text and image. The text is hidden states of 13 layers of a
+language model."""
 
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, size
@@ -13,8 +13,8 @@ NATIVE = "comfy.ldm.ideogram4.model:Ideogram4Transformer2DModel"
 NORM = "layers.0.attention.norm_q.weight"
 
 
-def _whole_sizes(rows, args, kwargs):
-    """The rows and columns of the whole latent."""
+def _full_sizes(rows, args, kwargs):
+    """The call's arguments with the number of rows of the full latent."""
     return [rows.whole_rows, *args[1:]], kwargs
 
 
@@ -40,7 +40,7 @@ IDEOGRAM4 = Family(
     plan=ModelPlan(
         blocks=(BlockList("layers", "layers.", returns=(ALL,)),),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
-        positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _whole_sizes)}),
+        positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _full_sizes)}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 128, "attention_head_dim": 96, "mrope_section": (16, 16, 16), "adaln_dim": 64,
         "intermediate_size": 128},

@@ -1,4 +1,4 @@
-"""JoyImage (JoyAI-Image-Edit), ComfyUI's own module: two streams with joint attention, image first; reference pictures
+"""JoyImage (JoyAI-Image-Edit), ComfyUI's own module: two streams with joint attention, image first. Reference images
 follow the image as further frames, each of its own size."""
 
 from .common.family import Family, SmallConfig
@@ -8,13 +8,13 @@ from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .omnigen2 import of_heads
 
-LATENT, PICTURES = Unpacked((1, 2, 2)), ("image", "reference")
+LATENT, IMAGES = Unpacked((1, 2, 2)), ("image", "reference")
 NATIVE = "comfy.ldm.joyimage.model:JoyImageTransformer3DModel"
 NORM, WIDTH = "double_blocks.0.attn.img_attn_q_norm.weight", "img_in.weight"
 
 
-def _whole_sizes(rows, args, kwargs):
-    """Frames, rows and columns of tokens of the whole latent, and of each reference."""
+def _full_sizes(rows, args, kwargs):
+    """Frames, rows and columns of tokens of the full latent, and of each reference."""
     (own, *others), *more = args
     return [[tuple(rows.whole_token_rows if axis == rows.axis else length for axis, length in enumerate(own)),
              *others], *more], kwargs
@@ -41,11 +41,11 @@ JOYIMAGE = Family(
     num_channels=lambda config: config["in_channels"], width=lambda config: config["hidden_size"],
     activation_factors={"alone": 15.65, "residual": 8.1, "held": 1.75, "exchange": 19.8, "entered": 3.9, "own": 0.88},
     plan=ModelPlan(
-        blocks=(BlockList("double_blocks", "double_blocks.", returns=(PICTURES, "text"), image_fraction=0.5,
+        blocks=(BlockList("double_blocks", "double_blocks.", returns=(IMAGES, "text"), image_fraction=0.5,
                           patched="double"),),
-        streams={"hidden_states": PICTURES, "encoder_hidden_states": "text"}, attention={"attn": (*PICTURES, "text")},
-        tokens={"image_rotary_emb": TokenArgument(1, PICTURES)},
-        positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, PICTURES), _whole_sizes)},
+        streams={"hidden_states": IMAGES, "encoder_hidden_states": "text"}, attention={"attn": (*IMAGES, "text")},
+        tokens={"image_rotary_emb": TokenArgument(1, IMAGES)},
+        positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, IMAGES), _full_sizes)},
         cacheable_outside={"condition_embedder.text_embedder": "run"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 16, "hidden_size": 384, "rope_dim_list": (32, 32, 32)}, detected="JoyImage"),

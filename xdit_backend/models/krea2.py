@@ -1,5 +1,5 @@
-"""Krea 2: one sequence, text first; the text is hidden states of several layers, fused alone; grouped-query attention;
-references."""
+"""Krea 2: one sequence, text first. The text is hidden states of several layers, which are fused first;
+grouped-query attention; references."""
 
 import functools
 
@@ -41,16 +41,15 @@ KEYS = table(
 
 
 def _convert(tensors, config):
-    """Files have a block's six modulations one after the other."""
+    """Reshape a block's six modulations, which files store as one vector."""
     return {name: tensor.reshape(6, -1) if name.startswith("transformer_blocks.") and name.endswith("_table")
             else tensor
             for name, tensor in KEYS(tensors, config).items()}
 
 
 def _adapt(model, config):
-    """Norms add one to their weights in float32, in whichever type these are held, as ComfyUI's do; references are at
-    the time of the latent, or at time zero.
-    """
+    """Add one to the weights of norms in float32 whatever dtype they are stored in, as ComfyUI does. References are
+    at the latent's timestep, or at timestep zero."""
     def normed(norm, hidden_states):
         weight = norm.weight.float() + 1.0 if hidden_states.dtype.itemsize < 4 else norm.weight + 1.0
         return F.rms_norm(hidden_states.to(weight.dtype), (norm.dim,), weight, norm.eps).to(hidden_states.dtype)
@@ -62,15 +61,15 @@ def _adapt(model, config):
     def timed(*, at_zero, timestep, **inputs):
         return forward(timestep=torch.cat([timestep, torch.zeros_like(timestep)]) if at_zero else timestep, **inputs)
     model.forward = timed
-    # whose output of references is left out
+    # the output of references is dropped
     model.final_layer.forward = lambda hidden_states, temb: last(hidden_states, temb[:len(hidden_states)])
     for block in model.transformer_blocks:
         block.forward = _at_two_times(block.forward)
 
 
 def _at_two_times(forward):
-    """A block's forward, for tokens of which some are at the second half of the times: those of references, which alone
-    are not at 0 along the first axis of places, and whose sines there are not 0."""
+    """Wrap a block's forward for tokens at two timesteps. References use the second half of the modulations; they
+    alone have a position other than 0 along the first axis, and so a sine other than 0 there."""
     def timed(hidden_states, temb, image_rotary_emb, attention_mask=None):
         if len(temb) > len(hidden_states):
             image, zero = temb.chunk(2)
@@ -84,13 +83,13 @@ def _heads(layer, block="blocks.0"):
 
 
 def _axes(shapes):
-    """As ComfyUI shares out a head's numbers."""
+    """Split a head's channels over the axes as ComfyUI does."""
     sixteenth = HEAD_SIZE(shapes) // 16
     return HEAD_SIZE(shapes) - 12 * sixteenth, 6 * sixteenth, 6 * sixteenth
 
 
 def _text_width(shapes):
-    """Of all layers' hidden states of a token, side by side; a folder has other names."""
+    """Width of a token's hidden states of all layers, concatenated. Tensors of a folder have other names."""
     fusion, norm = (("txtfusion", "txtmlp.0.scale") if "txtmlp.0.scale" in shapes
                     else ("text_fusion", "txt_in.norm.weight"))
     return shapes[f"{fusion}.projector.weight"][1] * shapes[norm][0]
@@ -99,8 +98,8 @@ def _text_width(shapes):
 def _image(call):
     frames = full_shape(call)[2]
     if frames > 1:
-        raise ConfigError("Use an empty latent of a picture, with batch_size for several: Krea 2 draws pictures, and "
-                          f"this latent is of {frames} frames.")
+        raise ConfigError("Use an empty image latent, with batch_size for several images: Krea 2 generates images, and "
+                          f"this latent has {frames} frames.")
     return LATENT(call)
 
 
@@ -109,7 +108,7 @@ def _text(call):
 
 
 def _positions(call):
-    """(T, 3): text has no place in the picture."""
+    """Positions (T, 3); those of the text are zero."""
     return torch.cat([torch.zeros(call.conditioning["context"].shape[1], 3, device=call.latent.device),
                       LATENT.positions(call)])
 

@@ -1,5 +1,5 @@
-"""Lens, ComfyUI's own module: two streams with joint attention, image first; its text is what several layers of a
-language model give; positions count from the picture's middle."""
+"""Lens, ComfyUI's own module: two streams with joint attention, image first. The text is hidden states of several
+layers of a language model; positions count from the centre of the image."""
 
 from types import MethodType
 
@@ -15,24 +15,25 @@ NATIVE, NORM = "comfy.ldm.lens.model:LensTransformer2DModel", "transformer_block
 
 
 def _positions(module, forward, rows, tokens, args, kwargs):
-    """Of the whole picture: rows count from its middle, and text begins after half of it."""
+    """Positions of a patch in the full image: rows count from its centre, and text begins half a side from it."""
     ids, own = args[0].clone(), tokens.counts["image"]
     own_rows, columns = own * rows.whole_token_rows // rows.num_tokens, rows.num_tokens // rows.whole_token_rows
-    first_row, whole = rows.first_token // columns, rows.whole_token_rows
-    ids[:, :own, 1] += first_row - (whole - whole // 2) + (own_rows - own_rows // 2)
-    ids[:, own:] += max(whole // 2, columns // 2) - max(own_rows // 2, columns // 2)
+    first_row, num_rows = rows.first_token // columns, rows.whole_token_rows
+    ids[:, :own, 1] += first_row - (num_rows - num_rows // 2) + (own_rows - own_rows // 2)
+    ids[:, own:] += max(num_rows // 2, columns // 2) - max(own_rows // 2, columns // 2)
     return forward(ids, *args[1:], **kwargs)
 
 
 def _mask(call):
-    """Which text tokens are real; of no tokens where nothing is masked, for which ComfyUI's forward would make a mask
-    of ones."""
+    """Mask of the real text tokens; a mask of zero tokens where nothing is masked, for which ComfyUI's forward would
+    create one."""
     mask = text_mask(call)
     return call.latent.new_zeros(len(call.latent), 0, dtype=torch.bool) if mask is None else mask
 
 
 def _adapt(model, config):
-    """Blocks are told which tokens of the text are real, and make ComfyUI's bias of it: only so it can be cut."""
+    """Pass the mask of the text tokens to the blocks, which make ComfyUI's bias of it: a mask can be sharded, the
+    bias cannot."""
     bias = model._build_joint_attention_mask
     model._build_joint_attention_mask = lambda text, num_image_tokens: text if text.shape[1] else None
     for block in model.transformer_blocks:

@@ -1,7 +1,8 @@
 """LTX-Video 0.9: one stream over frames, rows and columns; text by cross-attention; rotary positions in pixels and
 seconds.
 
-Given frames have times of their own, token by token; guides are frames after the video's, at positions of their own.
+Conditioning frames have timesteps of their own, per token; guides are frames after the video's, with their own
+positions.
 """
 
 from .common.family import Family, SmallConfig
@@ -23,7 +24,7 @@ TABLE = TokenArgument(1, ("image",))
 
 
 def _in_folder(folder):
-    """Since 0.9.5 a first frame is one pixel frame long; of that release on, the VAE has blocks of its own."""
+    """Whether a first frame is one pixel frame long, as in 0.9.5 and later, whose VAE has different blocks."""
     vae, pipeline = folder.other_configs.get("vae"), folder.other_configs.get("model_index", {}).get("_class_name")
     if vae is None and pipeline != "LTXConditionPipeline":
         return None
@@ -33,9 +34,10 @@ def _in_folder(folder):
 LTX = Family(
     name="LTX-Video", title="LTX-Video 0.9", transformer="LTXVideoTransformer3DModel",
     recognise=lambda shapes: IS_LTX(shapes) and not has("audio_adaln_single.linear.weight")(shapes),
-    refusals=(because("it is LTX-2.3 without its sound, and ComfyUI's own loader leaves out its gates of attention "
-                      "(to_gate_logits). Use the file with sound", has("transformer_blocks.0.attn1.to_gate_logits.")),
-              because("it shifts its text by time (LTX-2 without sound)", has("prompt_adaln_single.linear.weight")),),
+    refusals=(because("it is LTX-2.3 without audio, of which ComfyUI's own loader ignores the attention gates "
+                      "(to_gate_logits). Use the file with audio", has("transformer_blocks.0.attn1.to_gate_logits.")),
+              because("it modulates the text by the timestep (LTX-2 without audio)",
+                      has("prompt_adaln_single.linear.weight")),),
     config=config_of(
         in_channels=size("patchify_proj.weight", 1), out_channels=size("proj_out.weight", 0),
         num_attention_heads=NUM_HEADS, attention_head_dim=size("transformer_blocks.0.attn2.to_k.weight", 0, NUM_HEADS),

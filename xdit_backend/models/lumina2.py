@@ -1,5 +1,5 @@
-"""Lumina-Image 2.0: picture refined alone, text alone, then one sequence of both, text first;
-grouped-query attention."""
+"""Lumina-Image 2.0: image and text refined separately, then one sequence of both, text first; grouped-query
+attention."""
 
 import torch
 
@@ -10,7 +10,7 @@ from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import complex_rotations, with_rotations
 
-LATENT, BOTH, PICTURE, SEQUENCE = Unpacked((2, 2)), ("text", "image"), TokenArgument(1, ("image",)), TokenArgument(
+LATENT, BOTH, IMAGE, SEQUENCE = Unpacked((2, 2)), ("text", "image"), TokenArgument(1, ("image",)), TokenArgument(
     1, ("text", "image"))
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)
 
@@ -32,14 +32,14 @@ def _num_heads(shapes):
 
 
 def _adapt(model, config):
-    """Where places are scaled_positions, those of the picture are, whose tokens come after the text's: they alone have the
-    highest frame."""
+    """Scale and shift the positions of the image's tokens, which come after the text's and alone have the highest
+    frame."""
     rope = model.rope_embedder
 
     def rotations(ids, scales):
-        places, is_image = ids.double(), ids[..., :1] == ids[..., :1].amax(1, keepdim=True)
-        scaled = torch.cat([places[..., :1], places[..., 1:] * scales[1:, 0] + scales[1:, 1]], -1)
-        return complex_rotations(torch.where(is_image, scaled, places), rope.axes_dim, rope.theta)
+        positions, is_image = ids.double(), ids[..., :1] == ids[..., :1].amax(1, keepdim=True)
+        scaled = torch.cat([positions[..., :1], positions[..., 1:] * scales[1:, 0] + scales[1:, 1]], -1)
+        return complex_rotations(torch.where(is_image, scaled, positions), rope.axes_dim, rope.theta)
     model.forward = with_rotations(model, model.forward, rope, "_get_freqs_cis", rotations)
 
 
@@ -68,10 +68,10 @@ LUMINA2 = Family(
           "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "num_refiner_layers", streams={"hidden_states": "image"},
-                          attention={"attn": ("image",)}, tokens={"image_rotary_emb": PICTURE}),
+                          attention={"attn": ("image",)}, tokens={"image_rotary_emb": IMAGE}),
                 BlockList("layers", "layers.", returns=(BOTH,))),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, tokens={"image_rotary_emb": SEQUENCE},
-        positions={"rope_embedder": Cut((None, None, PICTURE, SEQUENCE, None, None))},
+        positions={"rope_embedder": Cut((None, None, IMAGE, SEQUENCE, None, None))},
         cacheable={"norm1.linear": "step"},
         cacheable_outside={"time_caption_embed.caption_embedder": "run", "context_refiner": "run"}),
     test_config=SmallConfig(

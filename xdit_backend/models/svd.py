@@ -10,7 +10,16 @@ from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import because, config_of, from_conditioning, has, timestep
 from .common.native_module import number
-from .common.unet import EVEN, LATENT, OF_VIDEOS, PLAN, Architecture, config_rules, convert_of_videos, has_temporal_layers
+from .common.unet import (
+    EVEN,
+    LATENT,
+    OF_VIDEOS,
+    PLAN,
+    Architecture,
+    config_rules,
+    convert_of_videos,
+    has_temporal_layers,
+)
 
 RULES = config_rules(Architecture((1024,), num_heads=lambda width: width // 64, alone=0, block=0)).rules
 SAME = ("sample_size", "in_channels", "out_channels", "block_out_channels", "layers_per_block", "cross_attention_dim",

@@ -1,5 +1,5 @@
-"""Z-Image and its turbo: picture refined alone, text alone, then one sequence of both;
-each is padded to whole groups of tokens."""
+"""Z-Image and Z-Image-Turbo: image and text refined separately, then one sequence of both. Each is padded to full
+groups of tokens."""
 
 import torch
 
@@ -10,7 +10,7 @@ from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import scales_and_shifts
 from .common.z_image import EMBEDDER, GROUP, LATENT, embed_times, first_row, is_z_image, num_pads, padded, rotations_of
 
-PICTURE, ALL = ("image", "pad"), ("image", "pad", "text")
+IMAGE, ALL = ("image", "pad"), ("image", "pad", "text")
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)
 
 KEYS = table(
@@ -21,18 +21,18 @@ KEYS = table(
 
 
 def _adapt(model, config):
-    """A patch has its rows' positions, and the whole latent's padding."""
-    forward, pad, place = model.forward, model._pad_with_ids, []
+    """Give a patch its rows' positions, and the full latent's padding."""
+    forward, pad, position = model.forward, model._pad_with_ids, []
     embed_times(model, config)
 
-    def placed(*, first_row, num_pads, rope_scales=None, **inputs):
-        place[:] = first_row, num_pads, rope_scales
+    def with_position(*, first_row, num_pads, rope_scales=None, **inputs):
+        position[:] = first_row, num_pads, rope_scales
         return (torch.stack(forward(**inputs)[0]).squeeze(2),)
 
-    def placed_pads(features, counts, start, device, noise=None):
-        if start[0] == 1:                                      # text; the picture is counted from its end
+    def pad_with_positions(features, counts, start, device, noise=None):
+        if start[0] == 1:                                      # text; the image's positions begin after its end
             return pad(features, counts, start, device, noise)
-        first_row, num_pads, scales = place
+        first_row, num_pads, scales = position
         ids = model.create_coordinate_grid(counts, (start[0], first_row, 0), device).flatten(0, 2)
         if scales is not None:
             scale, shift = scales_and_shifts(scales).to(device)[1:].T
@@ -41,7 +41,7 @@ def _adapt(model, config):
         is_pad = torch.arange(len(features), device=device) >= len(ids)
         return features, torch.cat([ids, ids.new_zeros(num_pads, 3)]), is_pad, len(features), None
 
-    model.forward, model._pad_with_ids, model.rope_embedder = placed, placed_pads, rotations_of(model)
+    model.forward, model._pad_with_ids, model.rope_embedder = with_position, pad_with_positions, rotations_of(model)
 
 
 Z_IMAGE = Family(
@@ -69,9 +69,9 @@ Z_IMAGE = Family(
                         "exchange": 14.3,
           "own": 0.0},
     plan=ModelPlan(
-        blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),
-                          added="noise_refiner", streams={"x": PICTURE},
-                          attention={"attention": PICTURE}, tokens={"freqs_cis": TokenArgument(1, PICTURE)}),
+        blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(IMAGE,),
+                          added="noise_refiner", streams={"x": IMAGE},
+                          attention={"attention": IMAGE}, tokens={"freqs_cis": TokenArgument(1, IMAGE)}),
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,), added="double_block")),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         cacheable={"adaLN_modulation": "step"}, cacheable_outside={"cap_embedder": "run", "context_refiner": "run"}),

@@ -181,8 +181,8 @@ class Family:
     split_components: Callable | None = None
     # (prediction in the layout of split_components' first component) -> the prediction in ComfyUI's layout
     first_component: Callable = lambda prediction: prediction
-    # (config, shape of the first component, length of the second or None) -> {conditioning: shape} that split_components
-    # returns
+    # (config, shape of the first component, length of the second or None) -> {conditioning: shape} returned by
+    # split_components
     call_shapes: Callable | None = None
     options: tuple[str, ...] = ()          # keys of transformer_options that split_components reads
 

@@ -173,7 +173,7 @@ class UNetPlan:
 
     first: str                             # the convolution that reads the latent
     num_levels: Callable                   # (config) -> number of image sizes, each half the one before
-    skips: Callable                        # (config) -> [(channels, level)] of the skips from encoder to decoder, in order
+    skips: Callable                        # (config) -> [(channels, level)] of the skips, in the encoder's order
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ def unet(name, title, architecture, test_config, refusals=(), values=()):
         latent=LATENT,
         convert=convert, config_from_tensors=("sample_size",),
         recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
-                                  and _context_width(shapes) in architecture.context_widths and not has_temporal_layers(shapes)
+                                  and _context_width(shapes) in architecture.context_widths
+                                  and not has_temporal_layers(shapes)
                                   and has("label_emb.weight")(shapes) == (architecture.num_classes is not None)),
         refusals=(*refusals, EVEN), config=config_rules(architecture), adapt_model=_adapt,
         activation_factors={"alone": architecture.alone, "block": architecture.block},
@@ -101,7 +102,7 @@ def config_rules(architecture):
         block_out_channels=_widths, layers_per_block=lambda shapes: len(_levels(shapes)[0]),
         down_block_types=lambda shapes: tuple(f"{_kind(depth)}DownBlock2D" for depth in _depths(shapes)),
         up_block_types=lambda shapes: tuple(f"{_kind(depth)}UpBlock2D" for depth in reversed(_depths(shapes))),
-        # the last is the middle's too
+        # the last also applies to the middle block
         transformer_layers_per_block=lambda shapes: (*(depth or 1 for depth in _depths(shapes)[:-1]),
                                                      _depth(shapes, "middle_block") or _depths(shapes)[-1] or 1),
         reverse_transformer_layers_per_block=_decoder_depths, mid_block_type=_kind_of_middle,
@@ -302,7 +303,8 @@ def _is_uneven(shapes):
             or bool(middle) and down[-1][0] not in (0, middle))
 
 
-EVEN = because("its levels have layers or attention in an arrangement that diffusers' U-Net does not support", _is_uneven)
+EVEN = because("its levels have layers or attention in an arrangement that diffusers' U-Net does not support",
+               _is_uneven)
 
 
 def _context_width(shapes):

@@ -51,7 +51,7 @@ def even_with(latent, name, other, title="", scale=1, is_as_long=False):
                               f"{title} of {name} has {sides[0]} x {sides[1]}, and this latent needs {needed[0]} x "
                               f"{needed[1]}.")
         if is_as_long and video.shape[2] != full[2]:
-            raise ConfigError(f"Use one node that makes the {title} and the latent with the same length: the {title} of "
-                              f"{name} has {video.shape[2]} latent frames, and this latent needs {full[2]}.")
+            raise ConfigError(f"Use one node that makes the {title} and the latent with the same length: the {title} "
+                              f"of {name} has {video.shape[2]} latent frames, and this latent needs {full[2]}.")
         return even_sides(name, latent)(call)
     return rule

@@ -3,7 +3,7 @@ to full groups of tokens."""
 
 import torch
 
-from .inputs import Unpacked, has, type_of_arithmetic
+from .inputs import Unpacked, compute_dtype_of, has
 from .rope_scaling import complex_rotations
 
 LATENT, GROUP = Unpacked((2, 2)), 32
@@ -17,7 +17,7 @@ def is_z_image(shapes):
 
 def embed_times(model, config):
     """For Family.adapt_model: embed timesteps at the width that the file has, and in the compute dtype."""
-    dtype, embedder = type_of_arithmetic(model), model.t_embedder
+    dtype, embedder = compute_dtype_of(model), model.t_embedder
     if config.get("_time_width") not in (None, model.t_embedder.mlp[0].out_features):
         first, activation, last = model.t_embedder.mlp
         model.t_embedder.mlp = torch.nn.Sequential(torch.nn.Linear(first.in_features, config["_time_width"]),
