@@ -152,8 +152,8 @@ class ComfyUI:
         if kind.startswith("ltx-2"):                           # as its text encoder gives it, for ComfyUI to prepare
             made["context"] = made["context"].chunk(2, -1)[0] if kind != "ltx-2.3" else made["context"]
             options["unprocessed_ltxav_embeds"] = True
-        if "picture" in made:
-            options["reference_latents"] = [made["picture"]]
+        if "reference_image" in made:
+            options["reference_latents"] = [made["reference_image"]]
         if "num_tokens" in made:
             options["attention_mask"] = torch.ones(1, tokens).long()
         options |= {name: made[name] for name in (

@@ -303,9 +303,9 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
 def as_comfyui(conditioning, family):
     """Conditioning as ComfyUI hands it to its models: of a list's tensors, the list of their numbers."""
     lists = {"disable_time_r": "sigma_after" not in conditioning} if "disable_time_r" in family.ignored else {}
-    if "picture" in conditioning:                              # of a list ComfyUI's model takes the first
-        lists["ref_latents"] = [conditioning["picture"]]
-        conditioning = {name: tensor for name, tensor in conditioning.items() if name != "picture"}
+    if "reference_image" in conditioning:                              # of a list ComfyUI's model takes the first
+        lists["ref_latents"] = [conditioning["reference_image"]]
+        conditioning = {name: tensor for name, tensor in conditioning.items() if name != "reference_image"}
     for name, tensor in conditioning.items():
         base, dot, _ = name.partition(".")
         lists.setdefault(base, [] if dot else tensor.sum().item() if base == "lyrics_strength" else tensor)

@@ -1,8 +1,8 @@
 """The demo model's text encoder: one vector per word, the mean of its subwords' vectors (P. Bojanowski et al. 2017,
 section 3.2).
 
-The transformer's own text stream relates the words to each other, so nothing larger is needed. Because vectors belong
-to subwords, a plural or a misspelling stays close to the word that was learnt.
+The transformer's own text stream relates words to each other, so nothing larger is needed. Because vectors belong to
+subwords, a plural or a misspelling stays close to the word that was learnt.
 """
 
 import re
@@ -24,7 +24,7 @@ MIN_SUBWORD, MAX_SUBWORD = 3, 5
 
 
 def tokens_of(prompt):
-    """The words of a prompt, in lower case, separated by punctuation and spaces."""
+    """Split a prompt into lower-case words, at spaces and punctuation."""
     return re.findall(r"[^\W_]+", prompt.lower())
 
 

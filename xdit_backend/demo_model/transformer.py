@@ -79,7 +79,7 @@ def captions_of(entries, chosen, backgrounds, randomness):
 
 
 def batch_of(generator, dataset):
-    """A training batch: (noisy latents, noise levels, velocities, captions as lists of words).
+    """A training batch: (noisy latents, noise levels, velocities, tokenised captions).
 
     All random numbers are generated on the CPU, so that they are the same on every device.
     """

@@ -6,7 +6,7 @@ import dataclasses
 from .common.family import SmallConfig
 from .common.inputs import blocks, config_of, has, size
 from .common.plan import BlockList, ModelPlan, TokenArgument
-from .omnigen2 import ALL, OMNIGEN2, PICTURES, POSITIONS, REFINED, WIDE, inner, of_heads
+from .omnigen2 import ALL, IMAGES, OMNIGEN2, POSITIONS, REFINED, WIDE, inner, of_heads
 
 NATIVE = "comfy.ldm.boogu.model:BooguTransformer2DModel"
 NORM = "single_stream_layers.0.attn.norm_q.weight"
@@ -31,11 +31,11 @@ BOOGU = dataclasses.replace(
     plan=ModelPlan(
         blocks=(REFINED,
                 BlockList("double_stream_layers", "double_stream_layers.", "num_double_stream_layers",
-                          returns=(PICTURES, "text"), image_fraction=0.6,
-                          streams={"img_hidden_states": PICTURES, "instruct_hidden_states": "text"},
-                          attention={"img_instruct_attn": ALL, "img_self_attn": PICTURES},
+                          returns=(IMAGES, "text"), image_fraction=0.6,
+                          streams={"img_hidden_states": IMAGES, "instruct_hidden_states": "text"},
+                          attention={"img_instruct_attn": ALL, "img_self_attn": IMAGES},
                           tokens={"joint_rotary_emb": TokenArgument(1, ALL),
-                                  "img_rotary_emb": TokenArgument(1, PICTURES)}),
+                                  "img_rotary_emb": TokenArgument(1, IMAGES)}),
                 BlockList("single_stream_layers", "single_stream_layers.", returns=(ALL,))),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, cacheable_outside=OMNIGEN2.plan.cacheable_outside, unsplit=("img_instruct_attn.to_out.0",),

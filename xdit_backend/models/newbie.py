@@ -1,5 +1,5 @@
-"""NewBie-Image, ComfyUI's own module: Lumina 2's blocks, whose time is mixed with a pooled vector of the prompt; few
-key heads."""
+"""NewBie-Image, ComfyUI's own module: Lumina 2's blocks, whose timestep embedding is combined with a pooled vector
+of the prompt; grouped-query attention."""
 
 from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, size
@@ -9,11 +9,11 @@ from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import moves, with_first_row
 
 NATIVE, NORM = "comfy.ldm.lumina.model:NextDiT", "layers.0.attention.q_norm.weight"
-LATENT, PICTURE, ALL = Unpacked((2, 2)), ("image",), ("text", "image")
+LATENT, IMAGE, ALL = Unpacked((2, 2)), ("image",), ("text", "image")
 
 
 def _of_patch(module, forward, rows, tokens, args, kwargs):
-    """The class's embed_all for a patch, whose rows have their places in the whole."""
+    """The class's embed_all for a patch, whose rows have their positions in the full image."""
     options = with_first_row(kwargs["transformer_options"], rows.patch.start // module.patch_size)
     return forward(*args, **kwargs | {"transformer_options": options})
 
@@ -29,7 +29,7 @@ def _num_key_heads(shapes):
 SMALL = {"patch_size": 2, "in_channels": 4, "dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
         "n_kv_heads": 2, "multiple_of": 96, "ffn_dim_multiplier": 1.0, "qk_norm": True, "cap_feat_dim": 24,
         "clip_text_dim": 16, "axes_dims": (4, 4, 4)}
-# of files, half of whose layers' columns are to be whole blocks of every quantised format
+# for files: half of the columns of each layer are a multiple of the block size of every quantised format
 WIDE = {"in_channels": 16, "dim": 768, "n_heads": 8, "n_kv_heads": 4, "multiple_of": 1024, "axes_dims": (32, 32, 32)}
 
 NEWBIE = Family(
@@ -53,9 +53,9 @@ NEWBIE = Family(
     activation_factors={"alone": 20.02, "residual": 5.06, "whole": 6.02, "outside": 6.69, "held": 1.6, "block": 19.05,
           "exchange": 15.47, "own": 0.0},
     plan=ModelPlan(
-        blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),
-                          streams={"x": PICTURE}, attention={"attention": PICTURE},
-                          tokens={"freqs_cis": TokenArgument(1, PICTURE)}),
+        blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(IMAGE,),
+                          streams={"x": IMAGE}, attention={"attention": IMAGE},
+                          tokens={"freqs_cis": TokenArgument(1, IMAGE)}),
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,))),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         positions={"embed_all": _of_patch}, unstaged_blocks=("context_refiner",),

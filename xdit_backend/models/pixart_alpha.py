@@ -1,4 +1,4 @@
-"""PixArt-Alpha of 1024 pixels: PixArt-Sigma's model, with the picture's size and shape as further conditioning."""
+"""PixArt-Alpha for 1024 pixels: PixArt-Sigma's model, conditioned on the image's size and aspect ratio too."""
 
 import dataclasses
 
@@ -11,13 +11,13 @@ from .common.key_mapping import table
 from .pixart import PIXART
 
 CONDITIONS = {"use_additional_conditions": True}
-KEYS = table(*((rf"^{ours}_embedder\.mlp\.{place}\.", f"adaln_single.emb.{theirs}_embedder.linear_{number}.")
+KEYS = table(*((rf"^{ours}_embedder\.mlp\.{layer}\.", f"adaln_single.emb.{theirs}_embedder.linear_{number}.")
                for ours, theirs in (("csize", "resolution"), ("ar", "aspect_ratio"))
-               for place, number in ((0, 1), (2, 2))))
+               for layer, number in ((0, 1), (2, 2))))
 
 
 def _sizes(call):
-    """Height and width in pixels, and their ratio: what a node says, else those of the whole latent."""
+    """Height and width in pixels, and aspect ratio: those set by a node, or else the full latent's."""
     height, width = call.patch.whole if call.patch else call.latent.shape[2], call.latent.shape[3]
     size, shape = (from_conditioning(name)(call) for name in ("c_size", "c_ar"))
 

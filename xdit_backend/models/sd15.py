@@ -1,5 +1,5 @@
-"""Stable Diffusion 1.4 and 1.5, and what is trained from them: a U-Net of four levels, eight heads everywhere.
-Of Stable Zero123 ComfyUI itself projects what a vision model says of a picture, and where it is seen from."""
+"""Stable Diffusion 1.4 and 1.5, and models trained from them: a U-Net of four levels with eight heads in each. For
+Stable Zero123, ComfyUI itself projects the CLIP vision embedding and the camera position."""
 
 from .common.unet import Architecture, unet, unet_test_config
 

@@ -1,12 +1,12 @@
-"""Stable Diffusion 2.0 and 2.1, of 512 and of 768 pixels: a U-Net of four levels, heads of 64.
-Some predict velocity. unCLIP reads a picture's vector beside the text, Lotus which of its tasks is meant."""
+"""Stable Diffusion 2.0 and 2.1, for 512 and 768 pixels: a U-Net of four levels with heads of 64. Some predict
+velocity. unCLIP reads an image embedding in addition to the text, and Lotus a task embedding."""
 
 from .common.unet import Architecture, unet, unet_test_config
 
 SD2 = unet(
     name="SD 2", title="SD 2.0, 2.1, unCLIP, Lotus",
     architecture=Architecture((1024,), num_heads=lambda width: width // 64, alone=26.05, block=28.05),
-    # by which ComfyUI tells velocity from noise
+    # from which ComfyUI distinguishes velocity from noise prediction
     values=("output_blocks.11.1.transformer_blocks.0.norm1.bias",),
     test_config=unet_test_config(
         "SD20",

@@ -1,5 +1,5 @@
-"""Stable Diffusion 3 and 3.5: two streams, joint attention, image first.
-In variants, more layers see the text before."""
+"""Stable Diffusion 3 and 3.5: two streams, joint attention, image first. Variants have additional layers for the
+text."""
 
 import math
 
@@ -22,9 +22,10 @@ from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan
 from .common.position_slicing import embedded
 
-LATENT, OF_TEXT, NUM_TEXT_HEADS = Unpacked((2, 2)), "context_processor.", 8   # heads are ComfyUI's, whatever the width
+# number of heads as in ComfyUI, for any width
+LATENT, OF_TEXT, NUM_TEXT_HEADS = Unpacked((2, 2)), "context_processor.", 8
 
-KEYS = table(                                                  # of the layers that see the text alone
+KEYS = table(                                                  # for the layers that process only the text
     (r"^context_processor\.layers\.", OF_TEXT), (r"\.attn\.proj\.", ".attn1.to_out.0."),
     (r"\.attn\.qkv\.", (".attn1.to_q.", ".attn1.to_k.", ".attn1.to_v."), (1, 1, 1)),
     (r"\.mlp\.fc1\.", ".ff.net.0.proj."), (r"\.mlp\.fc2\.", ".ff.net.2."))
@@ -42,12 +43,12 @@ def _latent(call):
     most = call.config["pos_embed_max_size"] * 2
     if max(height, width) > most:
         raise ConfigError(f"Use a smaller latent: this SD3 model has positions for {most * 8} x {most * 8} pixels, "
-                          f"and it is of {width * 8} x {height * 8}.")
+                          f"and the latent has {width * 8} x {height * 8}.")
     return LATENT(call)
 
 
 def _adapt(model, config):
-    """Positions are added in float32, whatever type they are held in. Layers for the text come before all else."""
+    """Add positions in float32, whatever dtype they are stored in, and run the layers for the text first."""
     from diffusers.models.attention import BasicTransformerBlock
     embed, width = model.pos_embed, config["joint_attention_dim"]
     crop, forward = embed.cropped_pos_embed, model.forward

@@ -1,5 +1,5 @@
-"""SDXL and its refiner: a U-Net of three or four levels, heads of 64;
-pooled text and the picture's size as a vector beside the text."""
+"""SDXL and its refiner: a U-Net of three or four levels with heads of 64, conditioned on pooled text and the image's
+size as a vector in addition to the text."""
 
 from .common.unet import Architecture, unet, unet_test_config
 

@@ -1,5 +1,5 @@
-"""Stable Audio Open 1.0, ComfyUI's own module: sound as one row of tokens after one of the time and the seconds; text
-by cross-attention, with fewer key heads than query heads."""
+"""Stable Audio Open 1.0, ComfyUI's own module: audio as one row of tokens after a token for timestep and duration;
+text by cross-attention with fewer key heads than query heads."""
 
 from dataclasses import replace
 
@@ -20,15 +20,16 @@ from .common.stable_audio import (
 )
 
 HEAD_SIZE, SECONDS = 64, (*seconds("seconds_start"), *seconds("seconds_total"))
-UNSPLIT = tuple(f"cross_attn.{name}" for name in ("to_q", "to_kv", "to_out"))  # of other numbers of heads than the rest
+# with other numbers of heads than the self-attention
+UNSPLIT = tuple(f"cross_attn.{name}" for name in ("to_q", "to_kv", "to_out"))
 SMALL = {"io_channels": 8, "embed_dim": 256, "cond_token_dim": 128, "project_cond_tokens": False, "global_cond_dim": 24,
         "depth": 4, "num_heads": 4}
 
 STABLE_AUDIO = Family(
     name="Stable Audio Open", title="Stable Audio Open 1.0", transformer=NATIVE,
     recognise=lambda shapes: has(ROTARY, "to_cond_embed.0.weight")(shapes) and SHARED not in shapes,
-    refusals=(because("its attention changes the mean over all tokens and the rest apart, as that of Stable Audio Open "
-                      "Small, of which no device has all", has(f"{LAYER}self_attn.q_norm.weight")),),
+    refusals=(because("its attention processes the mean over all tokens separately (Stable Audio Open Small), and no "
+                      "device has all tokens", has(f"{LAYER}self_attn.q_norm.weight")),),
     config=config_of(
         io_channels=size("postprocess_conv.weight", 0), embed_dim=size("to_timestep_embed.0.weight", 0),
         cond_token_dim=size("to_cond_embed.0.weight", 1), project_cond_tokens=projects_text,

@@ -1,5 +1,5 @@
-"""Stage B of Stable Cascade, ComfyUI's own module: draws the latent of stage A that a latent of stage C means, by a
-U-shaped network of four levels, which each device runs whole."""
+"""Stage B of Stable Cascade, ComfyUI's own module: generates the latent of stage A from a latent of stage C, by a
+U-shaped network of four levels that each device runs in full."""
 
 from ..protocol.errors import ConfigError
 from .common.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
@@ -15,22 +15,22 @@ def _latent(call):
     least = 2 ** len(call.config["c_hidden"])                  # each level has half the rows and columns
     if rows % 2 or columns % 2 or min(rows, columns) < least:
         raise ConfigError(f"Use a width and a height that are multiples of 8 pixels, and {4 * least} or more: Stable "
-                          f"Cascade B takes latents of even sides from {least} on, and this one is of {rows} x "
+                          f"Cascade B takes latents with even sides of {least} or more, and this one has {rows} x "
                           f"{columns}.")
     return LATENT(call)
 
 
 def _prior(call):
-    """The latent of stage C."""
+    """The latent of stage C. Raises ConfigError for other shapes."""
     latent, channels = from_conditioning("effnet")(call), call.config["c_effnet"]
     if latent.ndim != 4 or latent.shape[1] != channels or not latent.numel():
-        raise ConfigError(f"Connect the latent that stage C has drawn to StableCascade_StageB_Conditioning: the one "
-                          f"there has the shape {tuple(latent.shape)}, and stage B reads (images, {channels}, rows, "
+        raise ConfigError(f"Connect the latent that stage C generated to StableCascade_StageB_Conditioning: the latent "
+                          f"there has the shape {tuple(latent.shape)}, and stage B needs (images, {channels}, rows, "
                           "columns).")
     return latent
 
 
-def _drawn(config, shape, tokens):
+def _prior_shape(config, shape, tokens):
     return shape[0], config["c_effnet"], *(-(-side * 4 // 42) for side in shape[-2:])
 
 
@@ -53,4 +53,4 @@ STABLE_CASCADE_B = Family(
     num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
     pixels=lambda config: (1, 4, 4), plan=plan(),
     test_config=SmallConfig(SMALL, NATIVE, SMALL, detected="Stable_Cascade_B",
-              input_shapes={"effnet": _drawn, "sca": lambda config, shape, tokens: shape[:1]}))
+              input_shapes={"effnet": _prior_shape, "sca": lambda config, shape, tokens: shape[:1]}))

@@ -1,5 +1,5 @@
-"""Stage C of Stable Cascade, ComfyUI's own module: a U-shaped network on small latents that reads the text, which each
-device runs whole."""
+"""Stage C of Stable Cascade, ComfyUI's own module: a U-shaped network on small latents, conditioned on the text,
+that each device runs in full."""
 
 from .common.cascade import KEYS, REFUSALS, REFUSED, plan, rules, vector
 from .common.family import Family, SmallConfig
@@ -10,7 +10,7 @@ NATIVE, LATENT = "comfy.ldm.cascade.stage_c:StageC", Unpacked((1, 1))
 
 
 def _residual_blocks(config):
-    """Widths of the residual blocks, in the order in which they run."""
+    """Widths of the residual blocks, in execution order."""
     down, up = ([width for width, count, times in zip(widths, counts, repeat) for _ in range(count * times)]
                 for widths, counts, repeat in zip((config["c_hidden"], config["c_hidden"][::-1]), config["blocks"],
                                                   config["block_repeat"]))

@@ -1,5 +1,5 @@
-"""Stable Video Diffusion and SV3D: a U-Net of four levels, heads of 64, whose blocks also look along the frames of a
-video. ComfyUI hands on the frames as a batch, and with each what is said of the video, or of its camera.
+"""Stable Video Diffusion and SV3D: a U-Net of four levels with heads of 64, whose blocks also have layers along the
+frames of a video. ComfyUI passes the frames as a batch, each with the video's conditioning or that of its camera.
 
 # V videos, F frames
 """
@@ -24,12 +24,12 @@ from .common.unet import (
 RULES = config_rules(Architecture((1024,), num_heads=lambda width: width // 64, alone=0, block=0)).rules
 SAME = ("sample_size", "in_channels", "out_channels", "block_out_channels", "layers_per_block", "cross_attention_dim",
         "transformer_layers_per_block")
-EPS = 1e-5                                 # of ComfyUI's norms in residual blocks; diffusers has less in some
+EPS = 1e-5  # epsilon of ComfyUI's norms in residual blocks; diffusers' is smaller in some
 
 
 def _adapt(model, config):
-    """Each frame is handed to diffusers' forward as a video of one, so that it has a time and a vector of its own; the
-    blocks are told which of them are one video. The vector is ComfyUI's, ready made."""
+    """Pass each frame to diffusers' forward as a video of one frame, so that it has its own timestep and vector, and
+    tell the blocks which frames are one video. The vector has already been embedded by ComfyUI."""
     one_video, forward = ForwardValue(model), model.forward
 
     def of_frames(sample, num_frames, **inputs):
@@ -44,7 +44,7 @@ def _adapt(model, config):
         if "_res_block.norm" in name:
             module.eps = EPS
     model.forward, model.add_time_proj = of_frames, torch.nn.Identity()
-    model._keep_in_fp32_modules = ["time_mixer"]               # so ComfyUI's module has how it mixes them
+    model._keep_in_fp32_modules = ["time_mixer"]               # mixing factors are float32, as in ComfyUI's module
 
 
 def _kinds(name):
@@ -55,7 +55,7 @@ SVD = Family(
     name="Stable Video Diffusion", title="Stable Video Diffusion, SV3D", transformer=OF_VIDEOS, latent=LATENT,
     convert=convert_of_videos, config_from_tensors=("sample_size",),
     recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and has_temporal_layers(shapes),
-    refusals=(EVEN, because("it reads no picture where it looks along frames",
+    refusals=(EVEN, because("its temporal layers do not read the input image",
                             lambda shapes: not any(".time_stack.0.attn2." in name for name in shapes))),
     config=config_of(
         **{name: RULES[name] for name in SAME}, num_attention_heads=RULES["attention_head_dim"],
@@ -68,7 +68,7 @@ SVD = Family(
                   "num_video_frames": None}, counts=("num_video_frames",),
     arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "added_time_ids": from_conditioning("y"), "num_frames": number("num_video_frames")},
-    refused={"data": "the frames of a video, which are its batch, read each other"}, plan=PLAN,
+    refused={"data": "the batch is the frames of one video, which read each other"}, plan=PLAN,
     keep_in_compute_dtype=("time_mixer",),
     test_config=SmallConfig(
         {"sample_size": 96, "out_channels": 4, "cross_attention_dim": 24, "in_channels": 8,

@@ -1,5 +1,4 @@
-"""Wan Camera (2.1, 2.2), ComfyUI's own module: Wan that reads the ways of a camera's rays; and what further kinds
-of Wan have in common with it."""
+"""Wan Camera (2.1, 2.2), ComfyUI's own module: Wan conditioned on a camera path. Base of further Wan variants."""
 
 from .common.family import Family, SmallConfig
 from .common.inputs import config_of, from_conditioning, has, only_prefixes, optional_size, size
@@ -8,7 +7,7 @@ from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import moves
 from .common.wan import ARGUMENTS, RULES, SMALL, even_with, tokens_of_patch
-from .wan import LATENT, PARTS
+from .wan import LATENT, MODULES
 
 NATIVE, HEAD = "comfy.ldm.wan.model:CameraWanModel", "blocks.0.self_attn.norm_q.weight"
 TABLE = TokenArgument(1, ("image",))
@@ -17,7 +16,7 @@ TABLE = TokenArgument(1, ("image",))
 WAN_CAMERA = Family(
     name="Wan Camera", title="Wan Camera (2.1, 2.2)", transformer=NATIVE,
     recognise=has(HEAD, "head.modulation", "control_adapter.conv.weight"),
-    refusals=(only_prefixes(PARTS | {"control_adapter"}),),
+    refusals=(only_prefixes(MODULES | {"control_adapter"}),),
     config=config_of(
         **RULES, model_type=lambda shapes: "camera" if has("img_emb.")(shapes) else "camera_2.2",
         flf_pos_embed_token_number=optional_size("img_emb.emb_pos", 1),
@@ -26,7 +25,7 @@ WAN_CAMERA = Family(
     convert=same_names, latent=LATENT, keep_in_compute_dtype=("patch_embedding",),
     conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "camera_conditions": None},
     ignored=("reference_latent", "denoise_mask"),
-    arguments=native_arguments(even_with(LATENT, "Wan Camera", "camera_conditions", "camera's way", 8, True),
+    arguments=native_arguments(even_with(LATENT, "Wan Camera", "camera_conditions", "camera path", 8, True),
                         "context",
                         clip_fea=from_conditioning("clip_fea", where="_image_dim"),
                         camera_conditions=from_conditioning("camera_conditions"), transformer_options=moves),

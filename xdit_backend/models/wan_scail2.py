@@ -1,4 +1,4 @@
-"""Wan SCAIL-2, ComfyUI's own module: SCAIL whose reference pictures and pose carry masks of who is who."""
+"""Wan SCAIL-2, ComfyUI's own module: SCAIL with masks that identify the persons in reference images and pose."""
 
 import dataclasses
 
@@ -9,42 +9,42 @@ from .common.family import SmallConfig
 from .common.inputs import from_conditioning, full_shape, has, only_prefixes, size
 from .common.native_module import number
 from .common.wan import ARGUMENTS, SMALL
-from .wan import LATENT, PARTS
+from .wan import LATENT, MODULES
 from .wan_camera import HEAD
 from .wan_scail import WAN_SCAIL, latent, pose_shape, reference_shape
 
 NATIVE = "comfy.ldm.wan.model:SCAIL2WanModel"
-MASKS = {"ref_mask_latents": "reference pictures", "sam_latents": "pose"}
+MASKS = {"ref_mask_latents": "reference images", "sam_latents": "poses"}
 
 
 def _latent(call):
-    """As SCAIL's; masks are of the size of what they are of."""
-    given, whole = call.conditioning, full_shape(call)
-    reference, pose = given.get("reference_latent"), given.get("pose_latents")
-    whole[2] += 0 if reference is None else reference.shape[2]
-    for name, shape in (("ref_mask_latents", whole), ("sam_latents", None if pose is None else pose.shape)):
-        if name in given and LATENT.counts(given[name].shape) != LATENT.counts(shape):
-            raise ConfigError(f"Make the mask of the {MASKS[name]}, these and the latent by one node: the mask is of "
-                              f"{tuple(given[name].shape[2:])} frames, rows and columns, and {tuple(shape[2:])} belong "
-                              "to this latent.")
+    """The latent, as in SCAIL. Raises ConfigError for masks of another size than what they mask."""
+    conditioning, full = call.conditioning, full_shape(call)
+    reference, pose = conditioning.get("reference_latent"), conditioning.get("pose_latents")
+    full[2] += 0 if reference is None else reference.shape[2]
+    for name, shape in (("ref_mask_latents", full), ("sam_latents", None if pose is None else pose.shape)):
+        if name in conditioning and LATENT.counts(conditioning[name].shape) != LATENT.counts(shape):
+            raise ConfigError(f"Use one node that makes the {MASKS[name]}, their mask and the latent: the mask has "
+                              f"{tuple(conditioning[name].shape[2:])} frames, rows and columns, and this latent needs "
+                              f"{tuple(shape[2:])}.")
     return latent(call)
 
 
 def _mask_of_references(call):
-    """(B, C, frames of references and of the latent, rows, columns); a patch has its own frames, or rows."""
+    """Mask (B, C, frames of references and of the latent, rows, columns); for a patch, of its own frames, or rows."""
     mask = from_conditioning("ref_mask_latents")(call)
     if mask is None or call.patch is None:
         return mask
     if call.patch.dim == 3:
         return mask.narrow(3, call.patch.start, call.latent.shape[3])
-    of_references, of_video = mask.split([mask.shape[2] - call.patch.whole, call.patch.whole], 2)
+    of_references, of_video = mask.split([mask.shape[2] - call.patch.full, call.patch.full], 2)
     return torch.cat([of_references, of_video.narrow(2, call.patch.start, call.latent.shape[2])], 2)
 
 
 WAN_SCAIL2 = dataclasses.replace(
     WAN_SCAIL, name="Wan SCAIL-2", title="Wan SCAIL-2", transformer=NATIVE,
     recognise=has(HEAD, "head.modulation", "patch_embedding_pose.weight", "patch_embedding_mask.weight"),
-    refusals=(only_prefixes(PARTS | {"patch_embedding_pose", "patch_embedding_mask"}),),
+    refusals=(only_prefixes(MODULES | {"patch_embedding_pose", "patch_embedding_mask"}),),
     config=dataclasses.replace(WAN_SCAIL.config, rules=WAN_SCAIL.config.rules | {
         "model_type": "scail2", "mask_in_dim": size("patch_embedding_mask.weight", 1)}),
     keep_in_compute_dtype=(*WAN_SCAIL.keep_in_compute_dtype, "patch_embedding_mask"),

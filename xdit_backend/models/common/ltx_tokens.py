@@ -19,18 +19,19 @@ def bounds(call):
     """Second, row and column at which each token begins and ends, in pixels of the video: (1 or B, 3, T, 2). A
     causal first frame is one pixel frame long."""
     starts = LATENT.positions(call).T[None]
-    places = torch.stack([starts, starts + 1], -1) * on_device(torch.tensor(PIXELS), call.latent.device)[:, None, None]
+    pixels = on_device(torch.tensor(PIXELS), call.latent.device)
+    positions = torch.stack([starts, starts + 1], -1) * pixels[:, None, None]
     if call.config["_causal_temporal_positioning"]:
-        places[:, 0] = (places[:, 0] + 1 - PIXELS[0]).clamp(min=0)
+        positions[:, 0] = (positions[:, 0] + 1 - PIXELS[0]).clamp(min=0)
     guides = call.conditioning.get("keyframe_idxs")
     if guides is not None:                                     # (B, 3, guide tokens, 2): the last tokens
-        first, count, whole = token_range(call, LATENT)
-        guides = guides.to(places.dtype)
-        places = torch.cat([places.expand(len(guides), -1, -1, -1)[:, :, :max(0, whole - guides.shape[2] - first)],
-                            guides[:, :, max(0, first - (whole - guides.shape[2])):]], 2)[:, :, :count]
+        first, count, num_tokens = token_range(call, LATENT)
+        guides, num_video = guides.to(positions.dtype), num_tokens - guides.shape[2]
+        positions = torch.cat([positions.expand(len(guides), -1, -1, -1)[:, :, :max(0, num_video - first)],
+                               guides[:, :, max(0, first - num_video):]], 2)[:, :, :count]
     rate = call.conditioning.get("frame_rate")
-    rate = FRAME_RATE if rate is None else rate.flatten()[0].to(places)
-    return torch.cat([places[:, :1] * (1.0 / rate), places[:, 1:]], 1)
+    rate = FRAME_RATE if rate is None else rate.flatten()[0].to(positions)
+    return torch.cat([positions[:, :1] * (1.0 / rate), positions[:, 1:]], 1)
 
 
 def token_times(call):
@@ -77,11 +78,11 @@ def guide_bias(call):
     """Entry of Family.biases: the logarithm of the guide's strength between a token of a guide and one of the video."""
     if "guide_strengths" not in call.conditioning:
         return None
-    first, count, whole = token_range(call, LATENT)
+    first, count, num_tokens = token_range(call, LATENT)
     strengths = on_device(call.conditioning["guide_strengths"][:1], call.latent.device).float()
-    is_video = torch.ones(1, whole, device=call.latent.device)
-    is_video[:, whole - strengths.shape[1]:] = 0
-    weights = F.pad(strengths.log().clamp(min=NEVER), (whole - strengths.shape[1], 0))
+    is_video = torch.ones(1, num_tokens, device=call.latent.device)
+    is_video[:, num_tokens - strengths.shape[1]:] = 0
+    weights = F.pad(strengths.log().clamp(min=NEVER), (num_tokens - strengths.shape[1], 0))
     return torch.stack([is_video, weights], 2)[:, first:first + count]
 
 

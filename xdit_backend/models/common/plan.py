@@ -57,7 +57,7 @@ class BlockList:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Where a transformer has its tokens: its blocks, their token arguments and their attention.
+    """Location of the tokens in a transformer: its blocks, their token arguments and their attention.
 
     A stream is a kind of token that passes through the blocks: "image" is the latent's; others, such as "text", take
     part in self-attention with it. Text that only cross-attention reads is no stream. The first three fields are needed

@@ -25,9 +25,9 @@ def seconds(name):
 def positions(module, forward, rows, tokens, args, kwargs):
     """Positions of the tokens in front and of a patch of the audio. args: the number of tokens here, including those
     in front."""
-    whole = Cut((TokenArgument(0, ALL), None), lambda rows, args, kwargs: (
+    cut = Cut((TokenArgument(0, ALL), None), lambda rows, args, kwargs: (
         [tokens.held("front") + rows.num_tokens, *args[1:]], kwargs))
-    return whole(module, forward, rows, tokens, args, kwargs)
+    return cut(module, forward, rows, tokens, args, kwargs)
 
 
 def projects_text(shapes):

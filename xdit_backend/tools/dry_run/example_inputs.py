@@ -77,7 +77,7 @@ def _special(name, config, shape, width):
         return {name: (batch,)}
     if name == "condition":                                    # the video, and that it is given
         return {name: (batch, config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}
-    if name == "picture":                                      # whose tokens are added to the text's
+    if name == "reference_image":                                      # whose tokens are added to the text's
         return {name: (batch, config["cond2_channels"], 1, 1)}
     if name == "clip_img":
         return {name: (batch, 1, config[width])}
