@@ -91,10 +91,10 @@ def _of_audio(call):
 
 
 SMALL = {"in_channels": 8, "out_channels": 8, "num_layers": 4, "inner_dim": 512, "attention_head_dim": HEAD_SIZE,
-        "num_attention_heads": 4, "mlp_ratio": 2.5, "max_position": 512, "rope_theta": 1000000.0,
-        "speaker_embedding_dim": 16, "text_embedding_dim": 24, "ssl_latent_dims": [8, 12],
-        "lyric_encoder_vocab_size": 64, "lyric_hidden_size": 64, "patch_size": [ROWS, 1], "_lyric_heads": 4,
-        "_lyric_units": 96, "_lyric_blocks": 1}
+         "num_attention_heads": 4, "mlp_ratio": 2.5, "max_position": 512, "rope_theta": 1000000.0,
+         "speaker_embedding_dim": 16, "text_embedding_dim": 24, "ssl_latent_dims": [8, 12],
+         "lyric_encoder_vocab_size": 64, "lyric_hidden_size": 64, "patch_size": [ROWS, 1], "_lyric_heads": 4,
+         "_lyric_units": 96, "_lyric_blocks": 1}
 
 ACE_STEP = Family(
     name="ACE-Step 1.0", title="ACE-Step 1.0", transformer=NATIVE,
@@ -129,7 +129,8 @@ ACE_STEP = Family(
                                             value in SMALL.items() if not name.startswith("_")} | {
         "inner_dim": 256, "num_attention_heads": 2, "speaker_embedding_dim": 512,
         "max_position": 32768}, rows=ROWS, detected="ACEStep",
-        input_shapes={"speaker_embeds": lambda config, shape, tokens: (shape[0], config["speaker_embedding_dim"]),
-               "lyric_token_idx": lambda config, shape, tokens: (shape[0], tokens + 2),
-               "lyrics_strength": lambda config, shape, tokens: (NUM_TERMS,)}),
+                            input_shapes={"speaker_embeds": lambda config, shape,
+                                          tokens: (shape[0], config["speaker_embedding_dim"]),
+                                          "lyric_token_idx": lambda config, shape, tokens: (shape[0], tokens + 2),
+                                          "lyrics_strength": lambda config, shape, tokens: (NUM_TERMS,)}),
 )

@@ -64,9 +64,9 @@ def _heads(layer):
 
 
 SMALL = {"in_channels": 192, "hidden_size": 64, "text_hidden_dim": 24, "num_dit_layers": 4, "num_lyric_layers": 1,
-        "num_timbre_layers": 1, "num_tokenizer_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
-        "intermediate_size": 64, "sliding_window": 3, "fsq_dim": 32, "encoder_hidden_size": 32,
-        "encoder_intermediate_size": 48, "encoder_num_heads": 4, "audio_acoustic_hidden_dim": 64}
+         "num_timbre_layers": 1, "num_tokenizer_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+         "intermediate_size": 64, "sliding_window": 3, "fsq_dim": 32, "encoder_hidden_size": 32,
+         "encoder_intermediate_size": 48, "encoder_num_heads": 4, "audio_acoustic_hidden_dim": 64}
 
 ACE_STEP15 = Family(
     name="ACE-Step 1.5", title="ACE-Step 1.5", transformer=NATIVE,
@@ -90,7 +90,7 @@ ACE_STEP15 = Family(
     counts=("is_covers", "replace_with_null_embeds"),
     arguments=native_arguments(LATENT, "context", "lyric_embed", "refer_audio", "audio_codes",
                                is_covers=_flag("is_covers"),
-                        replace_with_null_embeds=_flag("replace_with_null_embeds")),
+                               replace_with_null_embeds=_flag("replace_with_null_embeds")),
     refused={"data": "ComfyUI's model applies the timbres of all images of a batch to the first one"},
     num_heads=lambda config: config["num_heads"], num_key_heads=lambda config: config["num_kv_heads"],
     width=lambda config: config["hidden_size"], in_channels=lambda config: config["audio_acoustic_hidden_dim"],
@@ -108,8 +108,8 @@ ACE_STEP15 = Family(
         cacheable_outside={"decoder.condition_embedder": "run", "encoder": "run", "tokenizer": "run",
                            "detokenizer": "run"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"sliding_window": 128}, detected="ACEStep15",
-              input_shapes={"lyric_embed": lambda config, shape,
-                            tokens: (shape[0], tokens + 2, config["text_hidden_dim"]),
-                     "refer_audio": lambda config, shape, tokens: (
-                         shape[0], config["audio_acoustic_hidden_dim"], shape[2])}),
+                            input_shapes={"lyric_embed": lambda config, shape,
+                                          tokens: (shape[0], tokens + 2, config["text_hidden_dim"]),
+                                          "refer_audio": lambda config, shape, tokens: (
+                                              shape[0], config["audio_acoustic_hidden_dim"], shape[2])}),
 )

@@ -63,4 +63,4 @@ ANIMA = dataclasses.replace(
     arguments=COSMOS.arguments | {"ids": from_conditioning("t5xxl_ids"), "weights": from_conditioning("t5xxl_weights")},
     plan=dataclasses.replace(COSMOS.plan, cacheable_outside={"text_conditioner": "run"}),
     test_config=SmallConfig(SMALL.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", SMALL.arguments,
-                     detected="Anima"))
+                            detected="Anima"))

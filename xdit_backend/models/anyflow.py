@@ -101,7 +101,7 @@ ANYFLOW = Family(
     arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"),
                "timestep": lambda call: call.timestep.unsqueeze(1), "r_timestep": _time_after},
     activation_factors={"alone": 9.28, "residual": 12.14, "whole": 8.73, "outside": 5.14, "held": 0.85, "block": 12.59,
-          "exchange": 14.2, "entered": 5.38, "attends": 8.65, "early": 0.85, "cut": 0.69},
+                        "exchange": 14.2, "entered": 5.38, "attends": 8.65, "early": 0.85, "cut": 0.69},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
         tokens={"rotary_emb": TABLE}, positions={"rope": Cut(TABLE, _full_sizes)},
@@ -109,6 +109,6 @@ ANYFLOW = Family(
         cacheable_outside={"condition_embedder.text_embedder": "run"}),
     test_config=SmallConfig({"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12,
                              "in_channels": 16,
-               "out_channels": 16, "text_dim": 24, "freq_dim": 32, "ffn_dim": 32, "num_layers": 4},
-              input_shapes={"sigma_after": lambda config, shape, tokens: (1,)}),
+                             "out_channels": 16, "text_dim": 24, "freq_dim": 32, "ffn_dim": 32, "num_layers": 4},
+                            input_shapes={"sigma_after": lambda config, shape, tokens: (1,)}),
 )

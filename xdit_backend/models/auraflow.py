@@ -83,8 +83,7 @@ AURAFLOW = Family(
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep()},
     activation_factors={"alone": 13.1, "residual": 5.1, "whole": 9.0, "outside": 4.1, "held": 2.05, "block": 12.0,
-                        "exchange": 14.0,
-          "own": 0.0},
+                        "exchange": 14.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("joint_transformer_blocks", "double_layers.", "num_mmdit_layers", returns=BOTH,
                           image_fraction=0.5, patched="double",

@@ -27,7 +27,7 @@ BOOGU = dataclasses.replace(
         axes_lens=(2048, 1664, 1664), timestep_scale=1000.0),
     conditioning=OMNIGEN2.conditioning | {"context": "instruction_feat_dim"},
     activation_factors={"alone": 17.65, "outside": 5.35, "held": 2.25, "block": 14.75, "exchange": 9.5, "keys": 2.36,
-          "own": 0.9, "late": 15.3, "early": 0.24},
+                        "own": 0.9, "late": 15.3, "early": 0.24},
     plan=ModelPlan(
         blocks=(REFINED,
                 BlockList("double_stream_layers", "double_stream_layers.", "num_double_stream_layers",

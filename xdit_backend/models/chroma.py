@@ -62,8 +62,7 @@ CHROMA = Family(
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "guidance": _guidance, "img_ids": LATENT.positions, "txt_ids": text_positions},
     activation_factors={"alone": 16.6, "residual": 2.6, "whole": 7.0, "outside": 3.6, "held": 1.55, "block": 16.2,
-                        "exchange": 18.2,
-          "own": 0.0},
+                        "exchange": 18.2, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",

@@ -46,7 +46,8 @@ def _adapt(model, config):
         pixels = TOKENS.tokens(hidden_states)
         tokens = forward(hidden_states=pixels, timestep=timestep, **inputs)[0]
         pixel_features = run_patch_networks(model.nerf_image_embedder, model.nerf_blocks,
-                              pixels.flatten(0, 1).unflatten(1, (CHANNELS, -1)).transpose(1, 2), tokens.flatten(0, 1))
+                                            pixels.flatten(0, 1).unflatten(1, (CHANNELS, -1)).transpose(1, 2),
+                                            tokens.flatten(0, 1))
         pixel_features = pixel_features.transpose(1, 2).flatten(1).unflatten(0, pixels.shape[:2])
         image = last(TOKENS.unpack(pixel_features, hidden_states[:, :1].expand(-1, width, -1, -1)))
         return ((hidden_states - image) / timestep.view(-1, 1, 1, 1) if config["_x0"] else image),
@@ -72,7 +73,7 @@ def _text_positions(call):
 
 
 SMALL = CHROMA.test_config.config | {"in_channels": CHANNELS, "_pixel_width": 8, "_pixel_layers": 2, "_ratio": 4,
-                             "_convolution": True, "_x0": False, "_sequential": False}
+                                     "_convolution": True, "_x0": False, "_sequential": False}
 
 CHROMA_RADIANCE = dataclasses.replace(
     CHROMA, name="Chroma Radiance", title="Chroma Radiance",
@@ -91,8 +92,8 @@ CHROMA_RADIANCE = dataclasses.replace(
     convert=lambda tensors, config: CHROMA.convert(KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     arguments=CHROMA.arguments | {"hidden_states": _pixels, "img_ids": TOKENS.positions, "txt_ids": _text_positions},
-    activation_factors={"alone": 16.87, "residual": 6.1, "whole": 16.04, "outside": 16.29, "held": 2.43, "block": 23.79,
-          "exchange": 19.24, "own": 3.51},
+    activation_factors={"alone": 16.87, "residual": 6.1, "whole": 16.04, "outside": 16.29, "held": 2.43,
+                        "block": 23.79, "exchange": 19.24, "own": 3.51},
     plan=dataclasses.replace(CHROMA.plan, rereads_latent=True, boundary_halos={"nerf_final_layer_conv.conv": SIDE}),
     test_config=SmallConfig(SMALL, "comfy.ldm.chroma_radiance.model:ChromaRadiance", CHROMA.test_config.arguments | {
         "in_channels": CHANNELS, "out_channels": CHANNELS, "patch_size": SIDE, "nerf_hidden_size": 8,

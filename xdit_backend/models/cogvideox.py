@@ -69,8 +69,7 @@ COGVIDEOX = Family(
                "ofs": from_conditioning("ofs", where="ofs_embed_dim"), "image_rotary_emb": rotary(LATENT.patch,
                                                                                                   SPACING)},
     activation_factors={"alone": 13.1, "residual": 3.3, "whole": 7.0, "outside": 3.2, "held": 1.17, "block": 12.0,
-                        "exchange": 14.0,
-          "own": 0.9},
+                        "exchange": 14.0, "own": 0.9},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks.", returns=("image", "text")),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn1": ("text", "image")},

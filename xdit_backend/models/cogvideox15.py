@@ -14,5 +14,5 @@ COGVIDEOX15 = dataclasses.replace(
         "in_channels": size("patch_embed.proj.weight", 1, 8), "out_channels": size("proj_out.weight", 0, 8)}),
     arguments=COGVIDEOX.arguments | {"hidden_states": LATENT, "image_rotary_emb": rotary(LATENT.patch, 1.0)},
     test_config=SmallConfig(COGVIDEOX.test_config.config | PAIRS, COGVIDEOX.test_config.native,
-                     COGVIDEOX.test_config.arguments | PAIRS,
-              more={"ofs_embed_dim": 64}))
+                            COGVIDEOX.test_config.arguments | PAIRS,
+                            more={"ofs_embed_dim": 64}))

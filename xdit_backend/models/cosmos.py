@@ -71,8 +71,7 @@ COSMOS = Family(
     arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": from_conditioning("context"),
                "padding_mask": lambda call: LATENT(call)[:1, :1, 0] * 0},
     activation_factors={"alone": 12.35, "residual": 4.2, "whole": 7.3, "outside": 4.35, "held": 1.4, "block": 10.9,
-                        "exchange": 12.8,
-          "own": 0.7},
+                        "exchange": 12.8, "own": 0.7},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},
@@ -80,7 +79,7 @@ COSMOS = Family(
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
         lllite_targets={"attn1.to_q": "self_attn_q_proj", "attn1.to_k": "self_attn_k_proj",
                         "attn1.to_v": "self_attn_v_proj",
-             "attn2.to_q": "cross_attn_q_proj", "ff.net.0.proj": "mlp_layer1"}),
+                        "attn2.to_q": "cross_attn_q_proj", "ff.net.0.proj": "mlp_layer1"}),
     test_config=SmallConfig(
         {"in_channels": 5, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
          "text_embed_dim": 24,

@@ -92,8 +92,7 @@ COSMOS1 = dataclasses.replace(
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "fps": _frame_rate, "padding_mask": COSMOS.arguments["padding_mask"]},
     activation_factors={"alone": 14.1, "residual": 4.1, "whole": 8.1, "outside": 5.1, "held": 2.1, "block": 11.0,
-                        "exchange": 14.0,
-          "shared": 1.1},
+                        "exchange": 14.0, "shared": 1.1},
     plan=dataclasses.replace(
         COSMOS.plan, blocks=(BlockList("transformer_blocks", "blocks.block"),),
         tokens={"image_rotary_emb": TABLE, "extra_pos_emb": LEARNED},

@@ -59,13 +59,12 @@ DIT = Family(
     conditioning={"context": "num_embeds_ada_norm"},
     arguments={"latent": LATENT, "timestep": timestep(), "classes": _classes},
     activation_factors={"alone": 12.0, "residual": 4.05, "whole": 6.0, "outside": 3.5, "held": 0.7, "block": 9.2,
-                        "exchange": 14.65,
-          "attends": 8.6, "entered": 3.5, "own": 0.0},
+                        "exchange": 14.65, "attends": 8.6, "entered": 3.5, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, cacheable={EMBEDDER: "step", "norm1.linear": "step"},
         positions={"pos_embed": embedded}, shared_parameters=(f"transformer_blocks.0.{EMBEDDER}.",),
         unsplit=(f"{EMBEDDER}.timestep_embedder.linear_1", f"{EMBEDDER}.timestep_embedder.linear_2")),
     test_config=SmallConfig({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
-               "num_attention_heads": 4, "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
+                             "num_attention_heads": 4, "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
 )

@@ -58,7 +58,7 @@ ERNIE = Family(
     arguments={"hidden_states": LATENT, "timestep": timestep(), "text_bth": from_conditioning("context"),
                "text_lens": _text_lengths, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 21.0, "residual": 12.65, "whole": 16.15, "outside": 9.0, "held": 8.05, "block": 14.35,
-          "exchange": 14.25, "own": 0.35},
+                        "exchange": 14.25, "own": 0.35},
     plan=ModelPlan(
         blocks=(BlockList("layers", "layers.", returns=(BOTH,)),), streams={"x": BOTH}, tokens_first=True,
         attention={"self_attention": BOTH}, masks={"attention_mask": ()}, positions={"pos_embed": _of_patch},

@@ -94,8 +94,7 @@ FLUX = Family(
                "pooled_projections": _pooled, "guidance": from_conditioning("guidance", where="guidance_embeds"),
                "img_ids": LATENT.positions, "txt_ids": _text_positions, "style": from_conditioning("style")},
     activation_factors={"alone": 17.4, "residual": 3.4, "whole": 7.9, "outside": 3.3, "held": 0.5, "block": 17.3,
-                        "exchange": 18.8,
-          "own": 0.0},
+                        "exchange": 18.8, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, cached_references="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_fraction=0.5,

@@ -110,8 +110,8 @@ FLUX2 = Family(
                "guidance": from_conditioning("guidance", where="guidance_embeds"),
                "img_ids": _image_positions,
                "txt_ids": _text_positions, "at_zero": lambda call: at_zero(call.conditioning, LATENT.method)},
-    activation_factors={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4,
-          "held": 1.55, "block": 20.0, "exchange": 22.2, "own": 0.0},
+    activation_factors={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4, "held": 1.55,
+                        "block": 20.0, "exchange": 22.2, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, cached_references="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_fraction=0.5,

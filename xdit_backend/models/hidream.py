@@ -133,7 +133,7 @@ HIDREAM = Family(
     arguments={"latent": LATENT, "reference": _reference, "timesteps": timestep(), "pooled": from_conditioning("y"),
                "text": from_conditioning("context"), "layers": from_conditioning(LAYERS), "positions": _positions},
     activation_factors={"alone": 23.3, "residual": 6.3, "whole": 13.2, "held": 4.95, "block": 18.7, "exchange": 17.95,
-          "given": 1.5, "own": 0.0},
+                        "given": 1.5, "own": 0.0},
     plan=ModelPlan(                                            # each token uses two of four experts
         blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=(IMAGE, "text"), image_fraction=0.38,
                           streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}),

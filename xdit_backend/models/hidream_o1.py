@@ -112,8 +112,8 @@ def _positions_shape(config, shape, tokens):
 
 
 SMALL = {"vocab_size": 151936, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vision_hidden_size": 64,
-        "vision_intermediate_size": 48, "vision_depth": 1, "vision_num_position_embeddings": 16}
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vision_hidden_size": 64,
+         "vision_intermediate_size": 48, "vision_depth": 1, "vision_num_position_embeddings": 16}
 
 HIDREAM_O1 = Family(
     name="HiDream-O1", title="HiDream-O1-Image", transformer=NATIVE,
@@ -131,8 +131,8 @@ HIDREAM_O1 = Family(
     conditioning=dict.fromkeys(("input_ids", "position_ids", "ar_len", "ref_pixel_values", "ref_image_grid_thw",
                                 "ref_patches")), counts=("ar_len",),
     arguments=native_arguments(_latent, "input_ids", "ref_pixel_values", "ref_image_grid_thw", "ref_patches",
-                        times="timesteps", position_ids=_positions, ar_len=number("ar_len"),
-                        transformer_options=_without_kv_cache),
+                               times="timesteps", position_ids=_positions, ar_len=number("ar_len"),
+                               transformer_options=_without_kv_cache),
     lengths={"text": lambda conditioning: conditioning["ar_len"].shape[0],
              "time": lambda conditioning: conditioning["input_ids"].shape[1] - conditioning["ar_len"].shape[0],
              "reference": _num_references},
@@ -141,8 +141,7 @@ HIDREAM_O1 = Family(
     pixels=lambda config: (1, 1, 1),
     # the peak is where the forward has all tokens, before and after the blocks
     activation_factors={"alone": 16.23, "residual": 7.24, "whole": 11.07, "outside": 11.07, "held": 1.5,
-                        "exchange": 14.0,
-          "own": 0.0},
+                        "exchange": 14.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("language_model.layers", LAYERS, "num_hidden_layers", returns=(ALL,)),),
         streams={"x": ALL}, attention={"self_attn.causal": TEXT},

@@ -18,7 +18,7 @@ def _num_heads(shapes):
 
 
 SMALL = {"in_channels": 8, "context_in_dim": 24, "hidden_size": 48, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2,
-        "depth_single_blocks": 2, "qkv_bias": True, "guidance_embed": True}
+         "depth_single_blocks": 2, "qkv_bias": True, "guidance_embed": True}
 
 HUNYUAN3D = Family(
     name="Hunyuan3D 2", title="Hunyuan3D 2, 2 mini, 2mv", transformer=NATIVE,
@@ -34,7 +34,7 @@ HUNYUAN3D = Family(
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 13.82, "residual": 1.81, "whole": 5.3, "outside": 5.58, "held": 1.7, "block": 14.33,
-          "exchange": 19.27, "entered": 1.0, "own": 0.0, "keys": 2.03, "once": 0.29},
+                        "exchange": 19.27, "entered": 1.0, "own": 0.0, "keys": 2.03, "once": 0.29},
     plan=ModelPlan(
         blocks=(BlockList("double_blocks", "double_blocks.", "depth", returns=("image", "text"), image_fraction=0.5,
                           patched="double"),
@@ -43,6 +43,6 @@ HUNYUAN3D = Family(
         streams={"img": "image", "txt": "text"}, attention={".": BOTH}, needs_text=True,
         cacheable={"img_mod.lin": "step", "txt_mod.lin": "step", "modulation.lin": "step"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
-                     detected="Hunyuan3Dv2",
-              input_shapes={"guidance": lambda config, shape, tokens: (shape[0],)}),
+                            detected="Hunyuan3Dv2",
+                            input_shapes={"guidance": lambda config, shape, tokens: (shape[0],)}),
 )

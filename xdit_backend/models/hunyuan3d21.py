@@ -50,7 +50,7 @@ def _num_experts(shapes):
 
 
 SMALL = {"in_channels": 8, "hidden_size": 48, "context_dim": 24, "depth": 5, "num_heads": 4, "qkv_bias": False,
-        "num_moe_layers": 2, "guidance_cond_proj_dim": None, "num_experts": 4, "moe_top_k": 2}
+         "num_moe_layers": 2, "guidance_cond_proj_dim": None, "num_experts": 4, "moe_top_k": 2}
 
 HUNYUAN3D21 = Family(
     name="Hunyuan3D 2.1", title="Hunyuan3D 2.1", transformer=NATIVE,
@@ -67,7 +67,7 @@ HUNYUAN3D21 = Family(
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 14.5, "residual": 8.47, "whole": 11.4, "outside": 5.41, "held": 2.5, "block": 12.44,
-          "exchange": 16.79, "own": 0.37, "keys": 2.07, "once": 0.99},
+                        "exchange": 16.79, "own": 0.37, "keys": 2.07, "once": 0.99},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", "depth", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn1": ALL}, graph_breaks=("moe",),
@@ -77,8 +77,9 @@ HUNYUAN3D21 = Family(
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
         skip_name="skip_tensor",
         skips=lambda num_blocks: {block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1,
-                                                                                         num_blocks)}),
+                                                                                          num_blocks)}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024,
-                                                  "depth": 9,
-                                    "num_heads": 16, "num_moe_layers": 6, "num_experts": 8}, detected="Hunyuan3Dv2_1"),
+                                                    "depth": 9,
+                                                    "num_heads": 16, "num_moe_layers": 6, "num_experts": 8},
+                            detected="Hunyuan3Dv2_1"),
 )

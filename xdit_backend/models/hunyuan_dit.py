@@ -163,7 +163,7 @@ HUNYUAN_DIT = Family(
     lengths={"text": _num_text_tokens},
     arguments={"latent": LATENT, "timestep": timestep(), "texts": _texts, "sizes": _sizes, "rotary": _rotary},
     activation_factors={"alone": 13.95, "residual": 5.35, "whole": 7.5, "outside": 4.85, "held": 1.1, "block": 14.9,
-          "exchange": 15.45, "own": 0.05},
+                        "exchange": 15.45, "own": 0.05},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", control="output", patched="double"),),
         streams={"hidden_states": "image"},

@@ -92,8 +92,7 @@ HUNYUAN_IMAGE = Family(
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
                "encoder_hidden_states_2": from_conditioning("txt_byt5", where="text_embed_2_dim")},
     activation_factors={"alone": 17.0, "residual": 4.7, "whole": 8.0, "outside": 4.9, "held": 0.35, "block": 16.6,
-                        "exchange": 20.0,
-          "own": 0.0},
+                        "exchange": 20.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
                           patched="double"),

@@ -35,8 +35,8 @@ HUNYUAN_IMAGE_REFINER = dataclasses.replace(
     plan=dataclasses.replace(HUNYUAN_IMAGE.plan, cacheable_outside={"context_embedder": "step"}),
     test_config=SmallConfig(
         HUNYUAN_IMAGE.test_config.config | {"patch_size": (1, 1, 1), "in_channels": 8, "text_embed_2_dim": None,
-                                     "rope_axes_dim": (4, 6, 6), "guidance_embeds": True, "use_meanflow": True},
+                                            "rope_axes_dim": (4, 6, 6), "guidance_embeds": True, "use_meanflow": True},
         HUNYUAN_IMAGE.test_config.native,
         HUNYUAN_IMAGE.test_config.arguments | {"in_channels": 128, "axes_dim": [16, 56, 56], "patch_size": [1, 1, 1],
-                                        "guidance_embed": True, "byt5": False, "meanflow": True}, frames=1),
+                                               "guidance_embed": True, "byt5": False, "meanflow": True}, frames=1),
 )

@@ -81,8 +81,7 @@ HUNYUAN_VIDEO = Family(
                "first_frame_time": from_conditioning("guiding_frame_index"),
                "num_first_frame_tokens": _num_first_frame_tokens},
     activation_factors={"alone": 18.2, "residual": 4.2, "whole": 7.9, "outside": 3.3, "held": 0.2, "block": 18.0,
-                        "exchange": 20.0,
-          "own": 0.0},
+                        "exchange": 20.0, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",

@@ -94,8 +94,7 @@ HUNYUAN_VIDEO15 = Family(
                "encoder_hidden_states_2": _or_no_tokens("txt_byt5", "text_embed_2_dim"),
                "image_embeds": _or_no_tokens("clip_fea", "image_embed_dim")},
     activation_factors={"alone": 12.3, "residual": 4.4, "whole": 7.4, "outside": 3.3, "held": 1.3, "block": 11.9,
-                        "exchange": 14.1,
-          "own": 0.0},
+                        "exchange": 14.1, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5,

@@ -19,7 +19,7 @@ def _full_sizes(rows, args, kwargs):
 
 
 SMALL = {"in_channels": 16, "num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 12,
-        "intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 24, "mrope_section": (2, 2, 2)}
+         "intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 24, "mrope_section": (2, 2, 2)}
 
 IDEOGRAM4 = Family(
     name="Ideogram 4", title="Ideogram 4", transformer=NATIVE,
@@ -35,8 +35,8 @@ IDEOGRAM4 = Family(
     arguments=native_arguments(LATENT, "context", times="timesteps"),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     width=lambda config: config["num_attention_heads"] * config["attention_head_dim"],
-    activation_factors={"alone": 16.35, "residual": 5.55, "held": 2.45, "block": 14.7, "exchange": 16.8, "entered": 7.0,
-          "given": 1.29, "own": 0.0},
+    activation_factors={"alone": 16.35, "residual": 5.55, "held": 2.45, "block": 14.7, "exchange": 16.8,
+                        "entered": 7.0, "given": 1.29, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("layers", "layers.", returns=(ALL,)),),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
@@ -44,5 +44,5 @@ IDEOGRAM4 = Family(
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 128, "attention_head_dim": 96, "mrope_section": (16, 16, 16), "adaln_dim": 64,
         "intermediate_size": 128},
-        detected="Ideogram4"),
+                            detected="Ideogram4"),
 )

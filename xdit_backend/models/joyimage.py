@@ -21,7 +21,7 @@ def _full_sizes(rows, args, kwargs):
 
 
 SMALL = {"patch_size": (1, 2, 2), "in_channels": 4, "hidden_size": 48, "num_layers": 4, "num_attention_heads": 4,
-        "text_dim": 24, "mlp_width_ratio": 2.0, "rope_dim_list": (4, 4, 4), "theta": 10000}
+         "text_dim": 24, "mlp_width_ratio": 2.0, "rope_dim_list": (4, 4, 4), "theta": 10000}
 
 JOYIMAGE = Family(
     name="JoyImage", title="JoyImage", transformer=NATIVE,

@@ -142,7 +142,7 @@ KANDINSKY5 = Family(
                "pooled_projections": from_conditioning("y"), "visual_rope_pos": _positions,
                "text_rope_pos": _text_positions},
     activation_factors={"alone": 15.2, "residual": 3.45, "whole": 9.25, "outside": 5.25, "held": 1.2, "block": 14.5,
-          "exchange": 13.55, "own": 0.55},
+                        "exchange": 13.55, "own": 0.55},
     plan=ModelPlan(
         blocks=(BlockList("visual_transformer_blocks", "visual_transformer_blocks.", "num_visual_blocks"),),
         streams={"visual_embed": "image"}, attention={"self_attention": ("image",)}, tokens={"rope": TABLE},

@@ -39,5 +39,5 @@ KANDINSKY5_IMAGE = dataclasses.replace(
     arguments=KANDINSKY5.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT),
                                       "visual_rope_pos": _positions},
     test_config=SmallConfig(SMALL.config | {"visual_cond": False}, SMALL.native,
-              SMALL.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},
-              detected="Kandinsky5Image"))
+                            SMALL.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},
+                            detected="Kandinsky5Image"))

@@ -145,7 +145,7 @@ KREA2 = Family(
     arguments={"hidden_states": _image, "timestep": timestep(), "encoder_hidden_states": _text,
                "position_ids": _positions, "at_zero": _at_zero},
     activation_factors={"alone": 12.75, "residual": 4.75, "whole": 7.75, "outside": 6.75, "held": 1.6, "block": 12.55,
-          "exchange": 12.4, "own": 0.0},
+                        "exchange": 12.4, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},

@@ -53,8 +53,8 @@ def _text_norms(shapes):
 
 
 SMALL = {"in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 12, "num_attention_heads": 4,
-        "enc_hidden_dim": 24, "axes_dims_rope": (4, 4, 4), "multi_layer_encoder_feature": True,
-        "selected_layer_index": (0, 1, 2), "_text_width": 72}
+         "enc_hidden_dim": 24, "axes_dims_rope": (4, 4, 4), "multi_layer_encoder_feature": True,
+         "selected_layer_index": (0, 1, 2), "_text_width": 72}
 
 LENS = Family(
     name="Lens", title="Lens", transformer=NATIVE,
@@ -74,7 +74,7 @@ LENS = Family(
     arguments=native_arguments(LATENT, "context", attention_mask=_mask),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 11.1, "residual": 5.95, "whole": 7.95, "outside": 5.5, "held": 1.35, "block": 10.6,
-          "exchange": 15.55, "own": 0.55},
+                        "exchange": 15.55, "own": 0.55},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_fraction=0.5,
                           patched="double"),),
@@ -83,6 +83,7 @@ LENS = Family(
         positions={"pos_embed": _positions}, cacheable={"img_mod.1": "step", "txt_mod.1": "step"},
         cacheable_outside={"txt_in": "run"}),
     test_config=SmallConfig(SMALL, NATIVE, {name: value for name, value in SMALL.items() if not name.startswith("_")}
-              | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96, "axes_dims_rope": (32, 32, 32)},
-              detected="Lens"),
+                            | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96,
+                               "axes_dims_rope": (32, 32, 32)},
+                            detected="Lens"),
 )

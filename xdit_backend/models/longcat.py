@@ -40,7 +40,7 @@ def _image_positions(call):
     if "rope_scales" in call.conditioning:
         return LATENT.positions(call)
     return LATENT.positions(call) + on_device(torch.tensor([*_shifts(call.conditioning).values()]),
-                                               call.latent.device)
+                                              call.latent.device)
 
 
 LONGCAT = dataclasses.replace(
@@ -57,4 +57,4 @@ LONGCAT = dataclasses.replace(
     test_config=SmallConfig(
         _of_longcat(FLUX.test_config.config), FLUX.test_config.native,
         FLUX.test_config.arguments | {"vec_in_dim": None, "context_in_dim": WIDTH, "guidance_embed": False,
-                               "txt_ids_dims": [1, 2]}))
+                                      "txt_ids_dims": [1, 2]}))

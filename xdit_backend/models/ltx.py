@@ -57,8 +57,7 @@ LTX = Family(
     arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": token_times,
                "encoder_attention_mask": text_mask, "video_coords": lambda call: bounds(call)[..., 0]},
     activation_factors={"alone": 16.1, "residual": 8.1, "whole": 12.1, "outside": 7.1, "held": 5.1, "block": 11.0,
-                        "exchange": 13.0,
-          "shared": 4.0},
+                        "exchange": 13.0, "shared": 4.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", patched="double"),),
         streams={"hidden_states": "image"},

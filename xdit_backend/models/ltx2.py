@@ -64,7 +64,7 @@ def _text_width(shapes):
 def _text(call):
     """[text for the video, text for the audio]"""
     context, widths = from_conditioning("context")(call), (call.config["cross_attention_dim"],
-                                                call.config["audio_cross_attention_dim"])
+                                                           call.config["audio_cross_attention_dim"])
     return context.chunk(2, -1) if call.config["use_prompt_embeddings"] else context.split(widths, -1)
 
 
@@ -134,8 +134,8 @@ LTX2 = dataclasses.replace(
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],
         "video_coords": _coordinates},
-    activation_factors={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4,
-          "held": 7.45, "block": 13.7, "exchange": 12.7, "keys": 3.0},
+    activation_factors={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4, "held": 7.45, "block": 13.7,
+                        "exchange": 12.7, "keys": 3.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_fraction=0.78,
                           patched="double"),),
@@ -147,8 +147,8 @@ LTX2 = dataclasses.replace(
         cacheable_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
     test_config=SmallConfig(
         LTX.test_config.config | {f"_{name}": value
-                           for name, value in ({name: values[0] for name,
-                                                values in SETTINGS.items()} | PUBLISHED_SETTINGS).items()}
+                                  for name, value in ({name: values[0] for name,
+                                                       values in SETTINGS.items()} | PUBLISHED_SETTINGS).items()}
         | {
             "_text_width": 48, "use_prompt_embeddings": True, "gated_attn": False, "num_layers": 3,
             "audio_in_channels": 32,

@@ -26,8 +26,8 @@ SETTINGS = {
     "caption_proj_before_connector": (False, True), "caption_projection_first_linear": (True, False),
     "cross_attention_adaln": (False, True)}
 PUBLISHED_SETTINGS = {"causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split",
-        "frequencies_precision": "float64",
-        "av_ca_timestep_scale_multiplier": 1000.0}             # metadata of published files
+                      "frequencies_precision": "float64",
+                      "av_ca_timestep_scale_multiplier": 1000.0}             # metadata of published files
 RULES = {
     "audio_in_channels": size("audio_patchify_proj.weight", 1), "audio_out_channels": size("audio_proj_out.weight", 0),
     "audio_num_attention_heads": NUM_HEADS,
@@ -45,7 +45,7 @@ def split_components(latents, times, config, options):
     times = times if isinstance(times, tuple) else (times, times)
     channels = config["audio_in_channels"] // FREQUENCIES
     if (len(audio) > 1 or any(audio.ndim != 4 or audio.shape[1::2] != (channels, FREQUENCIES) or 0 in audio.shape
-                               for audio in audio)):
+                              for audio in audio)):
         raise ConfigError("Make video and audio with the nodes for LTX-2's latents, and join them with "
                           "LTXVConcatAVLatent: the latent's components have the shapes "
                           f"{', '.join(str(tuple(part.shape)) for part in latents)}, and LTX-2 needs a video and audio "

@@ -64,8 +64,7 @@ LUMINA2 = Family(
                "encoder_hidden_states": from_conditioning("context"),
                "encoder_attention_mask": all_text, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 26.5, "residual": 6.5, "whole": 11.4, "outside": 4.5, "held": 1.45, "block": 25.2,
-                        "exchange": 17.0,
-          "own": 0.0},
+                        "exchange": 17.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "num_refiner_layers", streams={"hidden_states": "image"},
                           attention={"attn": ("image",)}, tokens={"image_rotary_emb": IMAGE}),

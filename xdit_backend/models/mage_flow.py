@@ -45,7 +45,7 @@ def _adapt(model, config):
 
 
 def _with_placeholder(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb,
-                   transformer_options=None):
+                      transformer_options=None):
     lacking = hidden_states.shape[1] + encoder_hidden_states.shape[1] - image_rotary_emb.shape[2]
     if lacking:
         image_rotary_emb = torch.cat([image_rotary_emb[:, :, :lacking], image_rotary_emb], 2)
@@ -54,7 +54,7 @@ def _with_placeholder(self, hidden_states, encoder_hidden_states, encoder_hidden
 
 
 SMALL = {"in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
-        "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6)}
+         "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6)}
 
 MAGE_FLOW = Family(
     name="Mage-Flow", title="Mage-Flow, Mage-Flow-Edit", transformer=NATIVE,
@@ -71,7 +71,7 @@ MAGE_FLOW = Family(
     arguments=native_arguments(LATENT, "context", ref_latents=batched_references),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 11.3, "residual": 3.37, "whole": 5.0, "outside": 2.6, "held": 1.33, "block": 10.67,
-          "exchange": 15.87, "attends": 7.96, "entered": 1.08},
+                        "exchange": 15.87, "attends": 7.96, "entered": 1.08},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGES), image_fraction=0.5,
                           control="input", patched="double"),),
@@ -80,5 +80,5 @@ MAGE_FLOW = Family(
         cacheable={"img_mod.1": "step", "txt_mod.1": "step"}, cacheable_outside={"txt_in": "run"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 128, "out_channels": 128,
                                                     "joint_attention_dim": 2560},
-              detected="MageFlow"),
+                            detected="MageFlow"),
 )

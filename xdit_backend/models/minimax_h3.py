@@ -80,7 +80,7 @@ def _adapt(model, config):
     wide, dtype, forward = [*WIDE], compute_dtype_of(model), model.forward
     if config.get("_curve_points"):
         model.time_proj, model.time_embedder = nn.Identity(), TimeCurve(config["_curve_points"],
-                                                                       config["time_embed_dim"])
+                                                                        config["time_embed_dim"])
         for block in model.transformer_blocks:
             block.adaln_proj.arithmetic = dtype
             block.adaln_proj.forward = MethodType(_modulations, block.adaln_proj)
@@ -106,8 +106,8 @@ def _adapt(model, config):
 
 
 SMALL = {"num_attention_heads": 8, "attention_head_dim": 16, "hidden_size": 64, "num_layers": 4,
-        "num_refiner_layers": 1, "ffn_dim": 256, "in_channels": 4, "audio_in_channels": 6, "text_dim": 24,
-        "freq_dim": 16, "time_embed_hidden_dim": 32, "time_embed_dim": 20, "rope_freq_dim": 2}
+         "num_refiner_layers": 1, "ffn_dim": 256, "in_channels": 4, "audio_in_channels": 6, "text_dim": 24,
+         "freq_dim": 16, "time_embed_hidden_dim": 32, "time_embed_dim": 20, "rope_freq_dim": 2}
 
 MINIMAX_H3 = Family(
     name="MiniMax H3", title="MiniMax H3 video and audio", transformer="MiniMaxH3Transformer3DModel",
@@ -135,8 +135,7 @@ MINIMAX_H3 = Family(
                "slope": lambda call: call.conditioning["audio_slope"].view(-1, 1, 1)},
     # all heads together are a third wider than the hidden states
     activation_factors={"alone": 16.75, "residual": 6.06, "outside": 7.6, "held": 2.5, "block": 14.11,
-                        "exchange": 20.37,
-          "keys": 2.67, "own": 0.0},
+                        "exchange": 20.37, "keys": 2.67, "own": 0.0},
     width=lambda config: config["hidden_size"], num_channels=lambda config: config["in_channels"],
     in_channels=lambda config: 4 * config["in_channels"], pixels=lambda config: (4, 16, 16),
     plan=ModelPlan(
@@ -145,7 +144,8 @@ MINIMAX_H3 = Family(
         tokens={"adaln_indices": TokenArgument(0, ALL), "rotary_emb": TokenArgument(0, ALL)},
         cacheable={"adaln_proj": "step"}, cacheable_outside={"context_embedder": "run", "token_refiner": "run"}),
     test_config=SmallConfig(SMALL, "comfy.ldm.minimax.model:MiniMaxH3Model",
-              {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1, "num_attention_heads": 8,
-               "attention_head_dim": 16, "ffn_hidden_size": 256, "text_dim": 24, "timestep_input_dim": 16,
-               "time_embed_hidden_size": 32, "time_embed_dim": 20, "rope_inv_freq_len": 2}),
+                            {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1,
+                             "num_attention_heads": 8,
+                             "attention_head_dim": 16, "ffn_hidden_size": 256, "text_dim": 24, "timestep_input_dim": 16,
+                             "time_embed_hidden_size": 32, "time_embed_dim": 20, "rope_inv_freq_len": 2}),
 )

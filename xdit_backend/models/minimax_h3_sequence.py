@@ -255,7 +255,7 @@ def positions(call):
         sizes = None if reference_video is None else LATENT.counts(reference_video.shape)
         if audio is not None:
             audio_grids.append(_audio_grid(call, audio.shape[3], cursor,
-                                            ends if sizes is None else _ends(sizes[2], sizes[1])))
+                                           ends if sizes is None else _ends(sizes[2], sizes[1])))
         if sizes is not None:
             video_grids.append(_grid(call, sizes, cursor))
         of_audio = 0.0 if audio is None else float(audio.shape[3])

@@ -138,8 +138,7 @@ MOCHI = Family(
     arguments={"hidden_states": even_sides("Mochi", LATENT), "encoder_hidden_states": _text,
                "timestep": lambda call: 1000 * (1 - call.timestep), "encoder_attention_mask": _pooled_text},
     activation_factors={"alone": 16.6, "residual": 5.0, "whole": 8.2, "outside": 4.0, "held": 2.0, "block": 13.6,
-                        "exchange": 13.0,
-          "own": 0.0},
+                        "exchange": 13.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks.", returns=BOTH, image_fraction=0.7, patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn1": BOTH},

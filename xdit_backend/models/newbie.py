@@ -27,8 +27,8 @@ def _num_key_heads(shapes):
 
 
 SMALL = {"patch_size": 2, "in_channels": 4, "dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
-        "n_kv_heads": 2, "multiple_of": 96, "ffn_dim_multiplier": 1.0, "qk_norm": True, "cap_feat_dim": 24,
-        "clip_text_dim": 16, "axes_dims": (4, 4, 4)}
+         "n_kv_heads": 2, "multiple_of": 96, "ffn_dim_multiplier": 1.0, "qk_norm": True, "cap_feat_dim": 24,
+         "clip_text_dim": 16, "axes_dims": (4, 4, 4)}
 # for files: half of the columns of each layer are a multiple of the block size of every quantised format
 WIDE = {"in_channels": 16, "dim": 768, "n_heads": 8, "n_kv_heads": 4, "multiple_of": 1024, "axes_dims": (32, 32, 32)}
 
@@ -47,11 +47,11 @@ NEWBIE = Family(
     conditioning={"context": "cap_feat_dim", "rope_scales": None, "clip_text_pooled": "clip_text_dim"},
     ignored=("num_tokens", "attention_mask"),
     arguments=native_arguments(LATENT, "context", "clip_text_pooled", times="timesteps", num_tokens=None,
-                        transformer_options=moves),
+                               transformer_options=moves),
     num_heads=lambda config: config["n_heads"], num_key_heads=lambda config: config["n_kv_heads"],
     width=lambda config: config["dim"], num_channels=lambda config: config["in_channels"],
     activation_factors={"alone": 20.02, "residual": 5.06, "whole": 6.02, "outside": 6.69, "held": 1.6, "block": 19.05,
-          "exchange": 15.47, "own": 0.0},
+                        "exchange": 15.47, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(IMAGE,),
                           streams={"x": IMAGE}, attention={"attention": IMAGE},
@@ -61,7 +61,8 @@ NEWBIE = Family(
         positions={"embed_all": _of_patch}, unstaged_blocks=("context_refiner",),
         cacheable={"adaLN_modulation": "step"},
         cacheable_outside={"cap_embedder": "run", "context_refiner": "run", "clip_text_pooled_proj": "run",
-                      "time_text_embed": "step"}),
+                           "time_text_embed": "step"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Lumina2",
-              input_shapes={"clip_text_pooled": lambda config, shape, tokens: (shape[0], config["clip_text_dim"])}),
+                            input_shapes={"clip_text_pooled": lambda config, shape,
+                                          tokens: (shape[0], config["clip_text_dim"])}),
 )

@@ -43,8 +43,8 @@ REFINED = BlockList("noise_refiner", "noise_refiner.", "num_refiner_layers", str
                     attention={"attn": ("image",)}, tokens={"image_rotary_emb": TokenArgument(1, ("image",))})
 
 SMALL = {"patch_size": 2, "in_channels": 4, "hidden_size": 48, "num_layers": 3, "num_refiner_layers": 2,
-        "num_attention_heads": 4, "num_kv_heads": 2, "text_feat_dim": 24, "axes_dim_rope": (4, 4, 4),
-        "multiple_of": 192, "timestep_scale": 1000.0}
+         "num_attention_heads": 4, "num_kv_heads": 2, "text_feat_dim": 24, "axes_dim_rope": (4, 4, 4),
+         "multiple_of": 192, "timestep_scale": 1000.0}
 # for files: half of the columns of each layer are a multiple of the block size of every quantised format
 WIDE = {"hidden_size": 384, "axes_dim_rope": (32, 32, 32), "in_channels": 16}
 
@@ -64,15 +64,15 @@ OMNIGEN2 = Family(
     conditioning={"context": "text_feat_dim", "num_tokens": None, "ref_latents": None},
     counts=("num_tokens",), lengths={"reference": num_reference_tokens(LATENT)},
     arguments=native_arguments(LATENT, "context", times="timesteps", num_tokens=_num_tokens,
-                        ref_latents=batched_references),
+                               ref_latents=batched_references),
     num_key_heads=lambda config: config["num_kv_heads"], width=lambda config: config["hidden_size"],
     activation_factors={"alone": 15.6, "outside": 5.35, "held": 1.55, "block": 12.9, "exchange": 14.8, "attends": 15.4,
-          "own": 0.0},
+                        "own": 0.0},
     plan=ModelPlan(
         blocks=(REFINED, BlockList("layers", "layers.", returns=(ALL,))),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, cacheable_outside={"context_refiner": "run", "ref_image_refiner": "step"},
         unstaged_blocks=("context_refiner", "ref_image_refiner")),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Omnigen2",
-              input_shapes={"num_tokens": lambda config, shape, tokens: (tokens,)}),
+                            input_shapes={"num_tokens": lambda config, shape, tokens: (tokens,)}),
 )

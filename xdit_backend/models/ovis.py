@@ -39,4 +39,4 @@ OVIS = dataclasses.replace(
     plan=dataclasses.replace(FLUX.plan, full_precision_inputs={"time_proj": (("timestep",), 1000.0)},
                              cacheable_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
     test_config=SmallConfig(LONGCAT.test_config.config, FLUX.test_config.native,
-              LONGCAT.test_config.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))
+                            LONGCAT.test_config.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))

@@ -109,17 +109,16 @@ PID = dataclasses.replace(
         rope_ref_w=lambda shapes: 2048 if IS_NEWER(shapes) else 1024),
     conditioning=PIXELDIT.conditioning | {"lq_latent": None, "degrade_sigma": None},
     arguments=native_arguments(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low,
-                        transformer_options=moves),
+                               transformer_options=moves),
     activation_factors={"alone": 38.7, "residual": 38.66, "held": 13.15, "block": 25.5, "own": 3.5, "outside": 25.55,
-                        "once": 10.5,
-          "keys": 1.94, "shared": 0.28},
+                        "once": 10.5, "keys": 1.94, "shared": 0.28},
     plan=dataclasses.replace(
         PIXELDIT.plan, blocks=tuple(
             dataclasses.replace(list_, file_prefix=f"{list_.name}.") for list_ in PIXELDIT.plan.blocks),
         positions=PIXELDIT.plan.positions | {"lq_proj": _for_full_image},
         cacheable_outside=PIXELDIT.plan.cacheable_outside | {"lq_proj.latent_proj": "run"}),
     test_config=SmallConfig(SMALL | OWN | NEWER, NATIVE,
-                     PIXELDIT.test_config.arguments | OWN | NEWER | {"lq_latent_channels": 16},
-              detected="PiD", input_shapes={"lq_latent": _of_latent,
-                                     "degrade_sigma": lambda config, shape, tokens: shape[:1]}),
+                            PIXELDIT.test_config.arguments | OWN | NEWER | {"lq_latent_channels": 16},
+                            detected="PiD", input_shapes={"lq_latent": _of_latent,
+                                                          "degrade_sigma": lambda config, shape, tokens: shape[:1]}),
 )

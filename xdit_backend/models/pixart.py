@@ -96,8 +96,7 @@ PIXART = Family(
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
     activation_factors={"alone": 12.4, "residual": 4.4, "whole": 6.3, "outside": 3.4, "held": 1.35, "block": 12.0,
-                        "exchange": 14.0,
-          "own": 0.0},
+                        "exchange": 14.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},

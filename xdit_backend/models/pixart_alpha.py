@@ -38,5 +38,5 @@ PIXART_ALPHA = dataclasses.replace(
     arguments=PIXART.arguments | {"added_cond_kwargs": _sizes},
     test_config=SmallConfig(PIXART.test_config.config | CONDITIONS | {"attention_head_dim": 12,
                                                                       "cross_attention_dim": 48},
-              PIXART.test_config.native, PIXART.test_config.arguments | {"micro_condition": True},
-              detected="PixArtAlpha"))
+                            PIXART.test_config.native, PIXART.test_config.arguments | {"micro_condition": True},
+                            detected="PixArtAlpha"))

@@ -36,8 +36,8 @@ RULES = {
     "txt_embed_dim": of_file("y_embedder.proj.weight", 1), "_pixel_token_width": _width}
 
 SMALL = {"in_channels": CHANNELS, "num_groups": 4, "hidden_size": 64, "pixel_hidden_size": 4,
-        "pixel_attn_hidden_size": 48, "pixel_num_groups": 4, "patch_depth": 3, "pixel_depth": 2, "txt_embed_dim": 24,
-        "_pixel_token_width": 64 + 4 * SIDE ** 2}
+         "pixel_attn_hidden_size": 48, "pixel_num_groups": 4, "patch_depth": 3, "pixel_depth": 2, "txt_embed_dim": 24,
+         "_pixel_token_width": 64 + 4 * SIDE ** 2}
 
 PIXELDIT = Family(
     name="PixelDiT", title="PixelDiT", transformer=NATIVE,
@@ -50,8 +50,7 @@ PIXELDIT = Family(
     lengths={"text": lambda conditioning: min(TEXT, conditioning["context"].shape[1])},
     arguments=native_arguments(LATENT, "context", times="timesteps", transformer_options=moves),
     activation_factors={"alone": 29.91, "residual": 29.64, "held": 6.0, "block": 24.0, "own": 3.2, "outside": 17.7,
-                        "once": 9.5,
-          "keys": 1.725},
+                        "once": 9.5, "keys": 1.725},
     num_heads=_heads, width=lambda config: config["hidden_size"],
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     plan=ModelPlan(

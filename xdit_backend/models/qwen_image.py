@@ -92,8 +92,7 @@ QWEN_IMAGE = Family(
                "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes,
                "reference_starts": _reference_starts, "at_zero": _at_zero, "additional_t_cond": _no_addition},
     activation_factors={"alone": 15.0, "residual": 7.2, "whole": 10.2, "outside": 2.6, "held": 1.3, "block": 14.0,
-                        "exchange": 16.9,
-          "own": 0.75},
+                        "exchange": 16.9, "own": 0.75},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_fraction=0.5,
                           control="input", patched="double", added="double_block"),),

@@ -68,14 +68,14 @@ SANA_VIDEO = Family(
     conditioning={"context": "caption_channels", "attention_mask": None},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep(),
                "encoder_attention_mask": text_mask},
-    activation_factors={"alone": 16.25, "residual": 16.25, "whole": 16.25, "outside": 4.7, "held": 2.01, "block": 15.24,
-          "exchange": 8.0, "own": 0.0, "shared": 0.2},
+    activation_factors={"alone": 16.25, "residual": 16.25, "whole": 16.25, "outside": 4.7, "held": 2.01,
+                        "block": 15.24, "exchange": 8.0, "own": 0.0, "shared": 0.2},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, tokens={"rotary_emb": TokenArgument(1, ("image",))}, token_reductions=("attn1",),
         halos=("ff.conv_temp",),
         row_count_argument="frames"),
     test_config=SmallConfig({"in_channels": 16, "out_channels": 16, "num_attention_heads": 4, "attention_head_dim": 12,
-               "num_layers": 4, "num_cross_attention_heads": 2, "cross_attention_head_dim": 24,
-               "cross_attention_dim": 48, "caption_channels": 24, "patch_size": (1, 2, 2)}, frames=5),
+                             "num_layers": 4, "num_cross_attention_heads": 2, "cross_attention_head_dim": 24,
+                             "cross_attention_dim": 48, "caption_channels": 24, "patch_size": (1, 2, 2)}, frames=5),
 )

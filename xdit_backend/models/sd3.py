@@ -89,8 +89,8 @@ SD3 = Family(
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "pooled_projections": from_conditioning("y")},
-    activation_factors={"alone": 12.35, "narrowing": 0.754, "residual": 4.9, "whole": 7.6, "outside": 5.65, "held": 1.2,
-          "block": 10.0, "exchange": 13.2, "once": 1.85},
+    activation_factors={"alone": 12.35, "narrowing": 0.754, "residual": 4.9, "whole": 7.6, "outside": 5.65,
+                        "held": 1.2, "block": 10.0, "exchange": 13.2, "once": 1.85},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_fraction=0.5,
                           control="output", patched="double"),),

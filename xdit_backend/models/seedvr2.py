@@ -146,8 +146,8 @@ def _within_windows(self, vid_shape, txt_shape, cache, *of_heads):
 
 
 SMALL = {"norm_eps": 1e-5, "num_layers": 4, "mlp_type": "swiglu", "vid_in_channels": 33, "vid_out_channels": 16,
-        "vid_dim": 64, "txt_in_dim": 5120, "heads": 4, "head_dim": 16, "mm_layers": 2, "expand_ratio": 4,
-        "rope_dim": 12, "rope_type": "mmrope3d", "vid_out_norm": True}
+         "vid_dim": 64, "txt_in_dim": 5120, "heads": 4, "head_dim": 16, "mm_layers": 2, "expand_ratio": 4,
+         "rope_dim": 12, "rope_type": "mmrope3d", "vid_out_norm": True}
 
 SEEDVR2 = Family(
     name=NAME, title="SeedVR2", transformer=NATIVE,
@@ -177,5 +177,5 @@ SEEDVR2 = Family(
         streams={"vid": "image", "txt": "text"}, attention={"attn": ("text", "image")},
         token_index_argument=("token_indices", ("image",))),
     test_config=SmallConfig(SMALL, NATIVE, SMALL, detected="SeedVR2",
-              input_shapes={"condition": lambda config, shape, tokens: (
-                  shape[0], config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}))
+                            input_shapes={"condition": lambda config, shape, tokens: (
+                                shape[0], config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}))

@@ -23,7 +23,7 @@ HEAD_SIZE, SECONDS = 64, (*seconds("seconds_start"), *seconds("seconds_total"))
 # with other numbers of heads than the self-attention
 UNSPLIT = tuple(f"cross_attn.{name}" for name in ("to_q", "to_kv", "to_out"))
 SMALL = {"io_channels": 8, "embed_dim": 256, "cond_token_dim": 128, "project_cond_tokens": False, "global_cond_dim": 24,
-        "depth": 4, "num_heads": 4}
+         "depth": 4, "num_heads": 4}
 
 STABLE_AUDIO = Family(
     name="Stable Audio Open", title="Stable Audio Open 1.0", transformer=NATIVE,
@@ -43,9 +43,10 @@ STABLE_AUDIO = Family(
     in_channels=lambda config: config["io_channels"], num_channels=lambda config: config["io_channels"],
     pixels=lambda config: (1, 32, 32), plan=replace(PLAN, unsplit=UNSPLIT),
     activation_factors={"alone": 19.07, "residual": 3.46, "held": 1.43, "whole": 7.0, "block": 19.0, "exchange": 16.0,
-          "own": 0.0, "keys": 1.93},
+                        "own": 0.0, "keys": 1.93},
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"io_channels": 64, "cond_token_dim": 768,
                                                     "project_cond_tokens": True,
-                                    "global_cond_dim": 1536}, detected="StableAudio",
-              input_shapes={"global_embed": lambda config, shape, tokens: (shape[0], config["global_cond_dim"])}),
+                                                    "global_cond_dim": 1536}, detected="StableAudio",
+                            input_shapes={"global_embed": lambda config, shape,
+                                          tokens: (shape[0], config["global_cond_dim"])}),
 )

@@ -26,9 +26,9 @@ def _local(call):
 
 
 SMALL3 = SMALL | {"embed_dim": 128, "cond_token_dim": 24, "project_cond_tokens": True, "num_memory_tokens": NUM_MEMORY,
-                "norm_type": "rms_norm", "attn_kwargs": {"qk_norm": "rms", "differential": True},
-                "local_add_cond_dim": 9, "timestep_features_type": "expo", "global_cond_shared_embed": True,
-                "global_cond_type": "adaLN"}
+                  "norm_type": "rms_norm", "attn_kwargs": {"qk_norm": "rms", "differential": True},
+                  "local_add_cond_dim": 9, "timestep_features_type": "expo", "global_cond_shared_embed": True,
+                  "global_cond_type": "adaLN"}
 
 STABLE_AUDIO3 = replace(
     STABLE_AUDIO, name="Stable Audio 3", title="Stable Audio 3", recognise=has(ROTARY, SHARED),
@@ -46,11 +46,12 @@ STABLE_AUDIO3 = replace(
     conditioning=STABLE_AUDIO.conditioning | {"local_add_cond": None},
     arguments=STABLE_AUDIO.arguments | {"local_add_cond": _local},
     activation_factors={"alone": 21.94, "residual": 2.84, "whole": 7.9, "held": 1.39, "block": 22.0, "exchange": 22.08,
-          "entered": 3.0, "own": 0.0, "keys": 4.14},
+                        "entered": 3.0, "own": 0.0, "keys": 4.14},
     plan=replace(PLAN, unsplit=(), tokens=PLAN.tokens | {"local_add_cond": TokenArgument(1, ("image",))},
                  cacheable_outside=PLAN.cacheable_outside | {"transformer.global_cond_embedder": "step"}),
     test_config=SmallConfig(SMALL3, NATIVE, SMALL3 | {"io_channels": 256, "cond_token_dim": 768, "global_cond_dim": 768,
-                                      "local_add_cond_dim": 257}, detected="StableAudio3",
-              input_shapes=STABLE_AUDIO.test_config.input_shapes | {"local_add_cond": lambda config, shape, tokens: (
-                  shape[0], config["local_add_cond_dim"], shape[2])}),
+                                                      "local_add_cond_dim": 257}, detected="StableAudio3",
+                            input_shapes=STABLE_AUDIO.test_config.input_shapes | {"local_add_cond": lambda config,
+                                                                                  shape, tokens: (
+                                shape[0], config["local_add_cond_dim"], shape[2])}),
 )

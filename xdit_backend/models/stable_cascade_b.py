@@ -35,9 +35,9 @@ def _prior_shape(config, shape, tokens):
 
 
 SMALL = {"c_in": 4, "c_out": 4, "patch_size": 2, "c_r": 64, "c_clip_seq": 4, "kernel_size": 3, "c_cond": 96,
-        "c_hidden": (32, 64, 128, 128), "nhead": (-1, -1, 2, 2), "level_config": ("CT", "CT", "CTA", "CTA"),
-        "blocks": ((1, 1, 2, 1), (1, 2, 1, 1)), "block_repeat": ((1, 1, 1, 1), (3, 2, 1, 2)), "c_clip": 40,
-        "c_effnet": 16, "c_pixels": 3}
+         "c_hidden": (32, 64, 128, 128), "nhead": (-1, -1, 2, 2), "level_config": ("CT", "CT", "CTA", "CTA"),
+         "blocks": ((1, 1, 2, 1), (1, 2, 1, 1)), "block_repeat": ((1, 1, 1, 1), (3, 2, 1, 2)), "c_clip": 40,
+         "c_effnet": 16, "c_pixels": 3}
 
 STABLE_CASCADE_B = Family(
     name="Stable Cascade B", title="Stable Cascade (stage B)", transformer=NATIVE,
@@ -48,9 +48,9 @@ STABLE_CASCADE_B = Family(
         c_effnet=size("effnet_mapper.0.weight", 1), c_pixels=size("pixels_mapper.0.weight", 1)),
     conditioning={"clip": "c_clip", "effnet": None, "sca": None},
     arguments=native_arguments(_latent, "sca", times="r", clip=vector("clip"),
-                        effnet=_prior),
+                               effnet=_prior),
     activation_factors={"alone": 4.48}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
     num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
     pixels=lambda config: (1, 4, 4), plan=plan(),
     test_config=SmallConfig(SMALL, NATIVE, SMALL, detected="Stable_Cascade_B",
-              input_shapes={"effnet": _prior_shape, "sca": lambda config, shape, tokens: shape[:1]}))
+                            input_shapes={"effnet": _prior_shape, "sca": lambda config, shape, tokens: shape[:1]}))

@@ -18,8 +18,8 @@ def _residual_blocks(config):
 
 
 SMALL = {"c_in": 16, "c_out": 16, "patch_size": 1, "c_r": 64, "c_clip_seq": 4, "kernel_size": 3, "c_cond": 96,
-        "c_hidden": (128, 192), "nhead": (2, 3), "level_config": ("CTA", "CTA"), "blocks": ((1, 2), (2, 1)),
-        "block_repeat": ((1, 1), (1, 1)), "c_clip_text": 48, "c_clip_text_pooled": 40, "c_clip_img": 768}
+         "c_hidden": (128, 192), "nhead": (2, 3), "level_config": ("CTA", "CTA"), "blocks": ((1, 2), (2, 1)),
+         "block_repeat": ((1, 1), (1, 1)), "c_clip_text": 48, "c_clip_text_pooled": 40, "c_clip_img": 768}
 
 STABLE_CASCADE_C = Family(
     name="Stable Cascade C", title="Stable Cascade (stage C)", transformer=NATIVE,
@@ -32,11 +32,12 @@ STABLE_CASCADE_C = Family(
     conditioning={"clip_text": "c_clip_text", "clip_text_pooled": "c_clip_text_pooled", "clip_img": "c_clip_img",
                   "sca": None, "crp": None},
     arguments=native_arguments(LATENT, "clip_text", "clip_img", "sca", "crp", times="r",
-                        clip_text_pooled=vector("clip_text_pooled")),
+                               clip_text_pooled=vector("clip_text_pooled")),
     activation_factors={"alone": 18.05}, num_heads=lambda config: None, width=lambda config: config["c_hidden"][0],
     num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
     pixels=lambda config: (1, 42, 42), plan=plan(_residual_blocks),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"blocks": [[1, 2], [2, 1]]}, detected="Stable_Cascade_C",
-              input_shapes={"clip_text": lambda config, shape, tokens: (shape[0], tokens, config["c_clip_text"]),
-                     "clip_img": lambda config, shape, tokens: (shape[0], 1, config["c_clip_img"]),
-                     **dict.fromkeys(("sca", "crp"), lambda config, shape, tokens: shape[:1])}))
+                            input_shapes={"clip_text": lambda config, shape,
+                                          tokens: (shape[0], tokens, config["c_clip_text"]),
+                                          "clip_img": lambda config, shape, tokens: (shape[0], 1, config["c_clip_img"]),
+                                          **dict.fromkeys(("sca", "crp"), lambda config, shape, tokens: shape[:1])}))

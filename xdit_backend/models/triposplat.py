@@ -69,7 +69,7 @@ def _with_positions(self, x, mod=None, rotary_emb=None, transformer_options=None
 
 
 SMALL = {"in_channels": 4, "model_channels": 48, "cond_channels": 24, "out_channels": 4, "num_blocks": 2,
-        "num_refiner_blocks": 2, "num_head_channels": 12, "cam_channels": 5, "cond2_channels": 6, "mlp_ratio": 4}
+         "num_refiner_blocks": 2, "num_head_channels": 12, "cam_channels": 5, "cond2_channels": 6, "mlp_ratio": 4}
 
 TRIPOSPLAT = Family(
     name="TripoSplat", title="TripoSplat", transformer=NATIVE,
@@ -89,8 +89,8 @@ TRIPOSPLAT = Family(
     num_heads=lambda config: config["model_channels"] // config["num_head_channels"],
     width=lambda config: config["model_channels"], num_channels=lambda config: config["out_channels"],
     pixels=lambda config: (1, 1, 1),
-    activation_factors={"alone": 17.06, "residual": 7.81, "whole": 14.47, "outside": 5.65, "held": 2.42, "block": 13.81,
-          "exchange": 19.86, "own": 0.24, "keys": 1.91, "attends": 9.69, "entered": 4.0},
+    activation_factors={"alone": 17.06, "residual": 7.81, "whole": 14.47, "outside": 5.65, "held": 2.42,
+                        "block": 13.81, "exchange": 19.86, "own": 0.24, "keys": 1.91, "attends": 9.69, "entered": 4.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "num_refiner_blocks", streams={"x": SHAPE},
                           returns=(SHAPE,), attention={"attn": SHAPE}, paired="noise_repo_layers"),
@@ -99,9 +99,11 @@ TRIPOSPLAT = Family(
         # not split: each head has its own positions
         unsplit=UNSPLIT, unstaged_blocks=("context_refiner",),
         cacheable_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
-                      "adaLN_modulation": "step"}),
+                           "adaLN_modulation": "step"}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 16, "out_channels": 16, "model_channels": 256,
-                                    "num_head_channels": 64, "cond2_channels": 128}, detected="TripoSplat",
-              input_shapes={"reference_image": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2,
-                                                                              2)}),
+                                                    "num_head_channels": 64, "cond2_channels": 128},
+                            detected="TripoSplat",
+                            input_shapes={"reference_image": lambda config, shape,
+                                          tokens: (shape[0], config["cond2_channels"], 2,
+                                                                                            2)}),
 )

@@ -27,7 +27,7 @@ def split_components(latents, times, config, options):
     tokens, *cameras = latents
     width = config["in_channels"]
     if (tokens.ndim != 3 or tokens.shape[2] != width or tokens.shape[1] > MOST_TOKENS or len(cameras) != 1
-            or cameras[0].shape[1:] != (1, CAMERA)):
+        or cameras[0].shape[1:] != (1, CAMERA)):
         raise ConfigError("Make the latent with TripoSplat Conditioning: its components have the shapes "
                           f"{', '.join(str(tuple(part.shape)) for part in latents)}, and TripoSplat needs up to "
                           f"{MOST_TOKENS} tokens of {width} values and a camera of (batch, 1, {CAMERA}).")

@@ -26,21 +26,21 @@ WAN_CAMERA = Family(
     conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "camera_conditions": None},
     ignored=("reference_latent", "denoise_mask"),
     arguments=native_arguments(even_with(LATENT, "Wan Camera", "camera_conditions", "camera path", 8, True),
-                        "context",
-                        clip_fea=from_conditioning("clip_fea", where="_image_dim"),
-                        camera_conditions=from_conditioning("camera_conditions"), transformer_options=moves),
+                               "context",
+                               clip_fea=from_conditioning("clip_fea", where="_image_dim"),
+                               camera_conditions=from_conditioning("camera_conditions"), transformer_options=moves),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: config["out_dim"], in_channels=lambda config: config["in_dim"],
     pixels=lambda config: (4, 8, 8),
     activation_factors={"alone": 8.55, "residual": 3.15, "whole": 4.95, "outside": 4.2, "held": 1.05, "block": 8.6,
-          "exchange": 14.25, "own": 0.0},
+                        "exchange": 14.25, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", patched="double"),), streams={"x": "image"},
         attention={"self_attn": ("image",)}, tokens={"freqs": TABLE},
         positions={"rope_encode": Cut(TABLE, full_sizes), "control_adapter": tokens_of_patch},
         cacheable_outside={"text_embedding": "run"}),
     test_config=SmallConfig(SMALL | {"model_type": "camera", "in_dim_control_adapter": 2, "_image_dim": 1280}, NATIVE,
-              ARGUMENTS | {"model_type": "camera", "in_dim": 32}, input_shapes={
-                  "camera_conditions": lambda config, shape, tokens: (
-                      shape[0], config["in_dim_control_adapter"], shape[2], 8 * shape[3], 8 * shape[4])}),
+                            ARGUMENTS | {"model_type": "camera", "in_dim": 32}, input_shapes={
+                                "camera_conditions": lambda config, shape, tokens: (
+                                    shape[0], config["in_dim_control_adapter"], shape[2], 8 * shape[3], 8 * shape[4])}),
 )

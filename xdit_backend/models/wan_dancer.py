@@ -110,15 +110,15 @@ WAN_DANCER = dataclasses.replace(
                   **dict.fromkeys(("clip_fea_ref", "audio_embed", "frame_lasts", "audio_inject_scale"))},
     counts=("frame_lasts",), unfold=_unfold, ignored=("denoise_mask",),
     arguments=native_arguments(LATENT, "context", "clip_fea", "clip_fea_ref", "audio_embed", fps=_rate,
-                        audio_inject_scale=_scale, transformer_options=moves),
+                               audio_inject_scale=_scale, transformer_options=moves),
     plan=dataclasses.replace(
         WAN_CAMERA.plan, token_index_argument=("token_indices", ("image",)),
         positions={"rope_encode": WAN_CAMERA.plan.positions["rope_encode"], "music_encoder.1": _of_all_frames}),
     test_config=SmallConfig(SMALL | {"model_type": "wandancer", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
-                      "_image_dim": 1280}, NATIVE,
-              ARGUMENTS | {"model_type": "wandancer", "in_dim": 36, "num_layers": 5}, input_shapes={
-                  "clip_fea_ref": lambda config, shape, tokens: (shape[0], 3, 1280),
-                  "audio_embed": lambda config, shape, tokens: (shape[0], 7 * shape[2], 35),
-                  "frame_lasts": lambda config, shape, tokens: (2,),
-                  "audio_inject_scale": lambda config, shape, tokens: (1,)}),
+                                     "_image_dim": 1280}, NATIVE,
+                            ARGUMENTS | {"model_type": "wandancer", "in_dim": 36, "num_layers": 5}, input_shapes={
+                                "clip_fea_ref": lambda config, shape, tokens: (shape[0], 3, 1280),
+                                "audio_embed": lambda config, shape, tokens: (shape[0], 7 * shape[2], 35),
+                                "frame_lasts": lambda config, shape, tokens: (2,),
+                                "audio_inject_scale": lambda config, shape, tokens: (1,)}),
 )

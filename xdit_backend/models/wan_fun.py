@@ -61,20 +61,19 @@ WAN_FUN = dataclasses.replace(
     conditioning={"context": "text_dim", "rope_scales": None, "clip_fea": "_image_dim", "reference_latent": None},
     ignored=("denoise_mask",),                                 # _latent rejects it where it changes timesteps
     arguments=native_arguments(_latent, "context",
-                        clip_fea=from_conditioning("clip_fea", where="_image_dim"),
-                        reference_latent=from_conditioning("reference_latent"),
-                        transformer_options=moves),
+                               clip_fea=from_conditioning("clip_fea", where="_image_dim"),
+                               reference_latent=from_conditioning("reference_latent"),
+                               transformer_options=moves),
     lengths={"reference": num_reference_tokens},
     activation_factors={"alone": 8.6, "residual": 3.2, "whole": 4.97, "outside": 4.26, "held": 1.3, "block": 9.83,
-                        "exchange": 13.81,
-          "attends": 5.06, "early": 0.67, "cut": 1.76},
+                        "exchange": 13.81, "attends": 5.06, "early": 0.67, "cut": 1.76},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
         positions={"rope_encode": _positions}, cacheable_outside={"text_embedding": "run"}),
     test_config=SmallConfig(SMALL | {"model_type": "i2v", "in_dim": 12, "in_dim_ref_conv": 4, "_image_dim": 1280},
                             NATIVE,
-              ARGUMENTS | {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
-              input_shapes={"reference_latent": lambda config, shape, tokens: (
-                  shape[0], config["in_dim_ref_conv"], *shape[3:])}),
+                            ARGUMENTS | {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
+                            input_shapes={"reference_latent": lambda config, shape, tokens: (
+                                shape[0], config["in_dim_ref_conv"], *shape[3:])}),
 )

@@ -183,10 +183,10 @@ WAN_S2V = dataclasses.replace(
                                                           "reference_motion", "control_video"))},
     ignored=("clip_fea", "denoise_mask"),
     arguments=native_arguments(_latent, "context", "reference_latent", "reference_motion", "control_video",
-                        audio_embed=_audio, transformer_options=moves) | {"timestep": _times},
+                               audio_embed=_audio, transformer_options=moves) | {"timestep": _times},
     lengths={"reference": NUM_REFERENCE_TOKENS, "motion": _num_motion_tokens},
-    activation_factors={"alone": 8.53, "residual": 0.53, "whole": 6.14, "held": 1.15, "block": 16.3,
-          "exchange": 26.1, "entered": 14.1, "own": 0.0},
+    activation_factors={"alone": 8.53, "residual": 0.53, "whole": 6.14, "held": 1.15, "block": 16.3, "exchange": 26.1,
+                        "entered": 14.1, "own": 0.0},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
@@ -194,12 +194,14 @@ WAN_S2V = dataclasses.replace(
                                                                 "cond_encoder": tokens_of_patch, "head": _last},
         cacheable_outside={"text_embedding": "run"}),
     test_config=SmallConfig(SMALL | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
-                                    "audio_dim": 8},
-                     NATIVE,
-              ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, input_shapes={
-                  "audio_embed": lambda config, shape, tokens: (shape[0], 25, config["audio_dim"], 4 * shape[2]),
-                  "control_video": lambda config, shape, tokens: (shape[0], 16, *shape[2:]),
-                  "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:]),
-                  "reference_motion": lambda config, shape, tokens: (
-                      shape[0], 16, 19, *(max(8, side) for side in shape[3:]))}),
+                                     "audio_dim": 8},
+                            NATIVE,
+                            ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, input_shapes={
+                                "audio_embed": lambda config, shape, tokens: (shape[0], 25, config["audio_dim"],
+                                                                              4 * shape[2]),
+                                "control_video": lambda config, shape, tokens: (shape[0], 16, *shape[2:]),
+                                "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1,
+                                                                                   *shape[3:]),
+                                "reference_motion": lambda config, shape, tokens: (
+                                    shape[0], 16, 19, *(max(8, side) for side in shape[3:]))}),
 )

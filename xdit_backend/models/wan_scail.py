@@ -73,9 +73,9 @@ WAN_SCAIL = dataclasses.replace(
                   "pose_latents": None},
     ignored=("denoise_mask",),
     arguments=native_arguments(latent, "context", clip_fea=from_conditioning("clip_fea", where="_image_dim"),
-                        pose_latents=from_conditioning("pose_latents"),
-                        reference_latent=from_conditioning("reference_latent"),
-                        transformer_options=moves),
+                               pose_latents=from_conditioning("pose_latents"),
+                               reference_latent=from_conditioning("reference_latent"),
+                               transformer_options=moves),
     lengths={"reference": num_tokens_of(LATENT, "reference_latent"), "pose": num_tokens_of(LATENT, "pose_latents")},
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
@@ -83,6 +83,6 @@ WAN_SCAIL = dataclasses.replace(
         positions={"rope_encode": Cut(TokenArgument(1, ALL), _full_sizes)},
         cacheable_outside={"text_embedding": "run"}),
     test_config=SmallConfig(SMALL | {"model_type": "scail", "_image_dim": 1280}, NATIVE,
-              ARGUMENTS | {"model_type": "scail", "in_dim": 20},
-              input_shapes={"reference_latent": reference_shape, "pose_latents": pose_shape}),
+                            ARGUMENTS | {"model_type": "scail", "in_dim": 20},
+                            input_shapes={"reference_latent": reference_shape, "pose_latents": pose_shape}),
 )

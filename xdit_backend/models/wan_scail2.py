@@ -54,11 +54,13 @@ WAN_SCAIL2 = dataclasses.replace(
                                      "ref_mask_latents": _mask_of_references,
                                      "ref_mask_flag": number("ref_mask_flag")},
     test_config=SmallConfig(SMALL | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
-              ARGUMENTS | {"model_type": "scail2", "in_dim": 20}, input_shapes=WAN_SCAIL.test_config.input_shapes | {
-                  "ref_mask_latents": lambda config, shape, tokens: (
-                      shape[0], config["mask_in_dim"], shape[2] + reference_shape(config, shape, tokens)[2],
-                      *shape[3:]),
-                  "sam_latents": lambda config, shape, tokens: (
-                      shape[0], config["mask_in_dim"], *pose_shape(config, shape, tokens)[2:]),
-                  "ref_mask_flag": lambda config, shape, tokens: (0,)}),
+                            ARGUMENTS | {"model_type": "scail2", "in_dim": 20},
+                            input_shapes=WAN_SCAIL.test_config.input_shapes | {
+                                "ref_mask_latents": lambda config, shape, tokens: (
+                                    shape[0], config["mask_in_dim"], shape[2] + reference_shape(config, shape,
+                                                                                                tokens)[2],
+                                    *shape[3:]),
+                                "sam_latents": lambda config, shape, tokens: (
+                                    shape[0], config["mask_in_dim"], *pose_shape(config, shape, tokens)[2:]),
+                                "ref_mask_flag": lambda config, shape, tokens: (0,)}),
 )

@@ -66,8 +66,7 @@ Z_IMAGE = Family(
                "cap_feats": lambda call: list(from_conditioning("context")(call)), "first_row": first_row,
                "num_pads": num_pads, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 16.0, "residual": 5.4, "whole": 9.2, "outside": 6.0, "held": 2.3, "block": 14.9,
-                        "exchange": 14.3,
-          "own": 0.0},
+                        "exchange": 14.3, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(IMAGE,),
                           added="noise_refiner", streams={"x": IMAGE},

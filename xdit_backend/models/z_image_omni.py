@@ -168,7 +168,7 @@ Z_IMAGE_OMNI = dataclasses.replace(
                "siglip": _siglip,
                "first_row": first_row, "num_pads": num_pads, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 19.8, "residual": 9.35, "whole": 6.15, "outside": 6.4, "held": 2.65, "block": 17.65,
-          "exchange": 16.9, "own": 0.0},
+                        "exchange": 16.9, "own": 0.0},
     plan=dataclasses.replace(
         Z_IMAGE.plan,
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(IMAGES,),
@@ -182,5 +182,5 @@ Z_IMAGE_OMNI = dataclasses.replace(
                                                                           "siglip_refiner": "run"},
         unstaged_blocks=("context_refiner", "siglip_refiner")),
     test_config=SmallConfig(Z_IMAGE.test_config.config | {"siglip_feat_dim": 24}, Z_IMAGE.test_config.native,
-              Z_IMAGE.test_config.arguments | {"siglip_feat_dim": 40, "n_layers": 3}, detected="ZImage"),
+                            Z_IMAGE.test_config.arguments | {"siglip_feat_dim": 40, "n_layers": 3}, detected="ZImage"),
 )

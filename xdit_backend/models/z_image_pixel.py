@@ -17,7 +17,7 @@ NATIVE = "comfy.ldm.lumina.model:NextDiTPixelSpace"
 SIDE, CHANNELS, GROUP = 32, 3, 32          # pixels of a patch's side; channels; tokens are padded to a multiple of this
 LATENT, IMAGE, ALL = Unpacked((SIDE, SIDE)), ("image", "pad"), ("text", "image", "pad")
 NORM, DECODER, EMBEDDER = ("layers.0.attention.q_norm.weight", "dec_net.final_layer.linear.weight",
-                         "dec_net.input_embedder.embedder.0.weight")
+                           "dec_net.input_embedder.embedder.0.weight")
 
 
 def _of_patch(module, forward, rows, tokens, args, kwargs):
@@ -52,9 +52,9 @@ def _num_heads(shapes):
 
 
 SMALL = {"patch_size": SIDE, "in_channels": CHANNELS, "dim": 256, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
-        "n_kv_heads": 4, "multiple_of": 256, "ffn_dim_multiplier": 1.0, "qk_norm": True, "cap_feat_dim": 24,
-        "axes_dims": (16, 24, 24), "rope_theta": 256.0, "z_image_modulation": True, "time_scale": 1000.0,
-        "pad_tokens_multiple": GROUP, "decoder_hidden_size": 32, "decoder_num_res_blocks": 2, "decoder_max_freqs": 4}
+         "n_kv_heads": 4, "multiple_of": 256, "ffn_dim_multiplier": 1.0, "qk_norm": True, "cap_feat_dim": 24,
+         "axes_dims": (16, 24, 24), "rope_theta": 256.0, "z_image_modulation": True, "time_scale": 1000.0,
+         "pad_tokens_multiple": GROUP, "decoder_hidden_size": 32, "decoder_num_res_blocks": 2, "decoder_max_freqs": 4}
 
 Z_IMAGE_PIXEL = Family(
     name="Z-Image pixel", title="Z-Image on pixels (Zeta-Chroma)", transformer=NATIVE,
@@ -80,7 +80,7 @@ Z_IMAGE_PIXEL = Family(
     num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     activation_factors={"alone": 16.85, "whole": 11.46, "held": 1.79, "outside": 11.1, "exchange": 17.2, "own": 0.0,
-          "keys": 1.9},
+                        "keys": 1.9},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(IMAGE,),
                           streams={"x": IMAGE}, attention={"attention": IMAGE},

@@ -147,7 +147,7 @@ def settings_of(folder_config):
     embedded.
     """
     config = {key: value for key, value in folder_config.items() if not key.startswith("_")
-            and key not in ("upcast_attention", "addition_time_embed_dim", "projection_class_embeddings_input_dim")}
+              and key not in ("upcast_attention", "addition_time_embed_dim", "projection_class_embeddings_input_dim")}
     kinds = config.get("down_block_types") or ()
     each = lambda value: (value,) * len(kinds) if isinstance(value, int) else tuple(value or ())  # noqa: E731
     if config.get("addition_embed_type") == "text_time" and not config.get("class_embed_type"):

@@ -14,7 +14,7 @@ RULES = {
     "freq_dim": size("time_embedding.0.weight", 1), "ffn_dim": size("blocks.0.ffn.0.weight", 0),
     "num_layers": blocks("blocks."), "cross_attn_norm": has("blocks.0.norm3.weight")}
 SMALL = {"patch_size": (1, 2, 2), "in_dim": 4, "out_dim": 4, "dim": 48, "ffn_dim": 32, "freq_dim": 16, "text_dim": 24,
-        "num_heads": 4, "num_layers": 4, "cross_attn_norm": True}
+         "num_heads": 4, "num_layers": 4, "cross_attn_norm": True}
 # of ComfyUI's class, whose detection assumes heads of 128
 ARGUMENTS = {"in_dim": 16, "out_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "num_heads": 2,
              "num_layers": 2, "cross_attn_norm": True}
@@ -24,7 +24,7 @@ def tokens_of_patch(module, forward, rows, tokens, args, kwargs):
     """A patch's part of the (B, C, F, rows, columns) that a module computes for the full latent."""
     axis, full = 2 + rows.axis, forward(*args, **kwargs)
     return full.narrow(axis, rows.first_token * rows.whole_token_rows // rows.num_tokens,
-                        tokens.counts["image"] * rows.whole_token_rows // rows.num_tokens)
+                       tokens.counts["image"] * rows.whole_token_rows // rows.num_tokens)
 
 
 def read_own_frame(query_BNTH, key_BNTH, value_BNTH, frames, keys_a_frame):
