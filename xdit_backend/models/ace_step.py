@@ -125,12 +125,11 @@ ACE_STEP = Family(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, token_reductions=("attn",), halos=("ff.depth_conv",),
         tokens={"rotary_freqs_cis": TokenArgument(0, IMAGE)}),
-    test_config=SmallConfig(SMALL, NATIVE, {name: value for name,
-                                            value in SMALL.items() if not name.startswith("_")} | {
-        "inner_dim": 256, "num_attention_heads": 2, "speaker_embedding_dim": 512,
-        "max_position": 32768}, rows=ROWS, detected="ACEStep",
-                            input_shapes={"speaker_embeds": lambda config, shape,
-                                          tokens: (shape[0], config["speaker_embedding_dim"]),
-                                          "lyric_token_idx": lambda config, shape, tokens: (shape[0], tokens + 2),
-                                          "lyrics_strength": lambda config, shape, tokens: (NUM_TERMS,)}),
+    test_config=SmallConfig(
+        SMALL, NATIVE, {name: value for name, value in SMALL.items() if not name.startswith("_")} | {
+            "inner_dim": 256, "num_attention_heads": 2, "speaker_embedding_dim": 512, "max_position": 32768},
+        rows=ROWS, detected="ACEStep", input_shapes={
+            "speaker_embeds": lambda config, shape, tokens: (shape[0], config["speaker_embedding_dim"]),
+            "lyric_token_idx": lambda config, shape, tokens: (shape[0], tokens + 2),
+            "lyrics_strength": lambda config, shape, tokens: (NUM_TERMS,)}),
 )

@@ -88,9 +88,9 @@ ACE_STEP15 = Family(
     conditioning={"context": "text_hidden_dim", "lyric_embed": "text_hidden_dim", "refer_audio": None,
                   "audio_codes": None, "is_covers": None, "replace_with_null_embeds": None},
     counts=("is_covers", "replace_with_null_embeds"),
-    arguments=native_arguments(LATENT, "context", "lyric_embed", "refer_audio", "audio_codes",
-                               is_covers=_flag("is_covers"),
-                               replace_with_null_embeds=_flag("replace_with_null_embeds")),
+    arguments=native_arguments(
+        LATENT, "context", "lyric_embed", "refer_audio", "audio_codes", is_covers=_flag("is_covers"),
+        replace_with_null_embeds=_flag("replace_with_null_embeds")),
     refused={"data": "ComfyUI's model applies the timbres of all images of a batch to the first one"},
     num_heads=lambda config: config["num_heads"], num_key_heads=lambda config: config["num_kv_heads"],
     width=lambda config: config["hidden_size"], in_channels=lambda config: config["audio_acoustic_hidden_dim"],
@@ -102,14 +102,11 @@ ACE_STEP15 = Family(
         streams={"hidden_states": "image"}, attention={"self_attn": IMAGE},
         tokens={"position_embeddings": TokenArgument(0, IMAGE)},
         window=lambda attention: (attention.sliding_window,) * 2 if attention.sliding_window else None,
-        positions={"decoder.rotary_emb": Cut(TokenArgument(0, IMAGE), _full_length),
-                   "prepare_condition": _full_audio},
+        positions={"decoder.rotary_emb": Cut(TokenArgument(0, IMAGE), _full_length), "prepare_condition": _full_audio},
         cacheable={"cross_attn.k_proj": "run", "cross_attn.v_proj": "run"},
         cacheable_outside={"decoder.condition_embedder": "run", "encoder": "run", "tokenizer": "run",
                            "detokenizer": "run"}),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"sliding_window": 128}, detected="ACEStep15",
-                            input_shapes={"lyric_embed": lambda config, shape,
-                                          tokens: (shape[0], tokens + 2, config["text_hidden_dim"]),
-                                          "refer_audio": lambda config, shape, tokens: (
-                                              shape[0], config["audio_acoustic_hidden_dim"], shape[2])}),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"sliding_window": 128}, detected="ACEStep15", input_shapes={
+        "lyric_embed": lambda config, shape, tokens: (shape[0], tokens + 2, config["text_hidden_dim"]),
+        "refer_audio": lambda config, shape, tokens: (shape[0], config["audio_acoustic_hidden_dim"], shape[2])}),
 )

@@ -22,8 +22,8 @@ def _conditioner(shapes):
     (num_entries, target), width = of["embed.weight"], of["out_proj.weight"][1]
     return {"source_dim": of["blocks.0.cross_attn.k_proj.weight"][1], "target_dim": target, "model_dim": width,
             "num_layers": len({name.split(".")[1] for name in of if name.startswith("blocks.")}),
-            "num_attention_heads": NUM_HEADS,
-            "target_vocab_size": num_entries, "use_self_attention": "blocks.0.self_attn.q_proj.weight" in of}
+            "num_attention_heads": NUM_HEADS, "target_vocab_size": num_entries,
+            "use_self_attention": "blocks.0.self_attn.q_proj.weight" in of}
 
 
 def _convert(tensors, config):

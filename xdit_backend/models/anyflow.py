@@ -108,7 +108,7 @@ ANYFLOW = Family(
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
         cacheable_outside={"condition_embedder.text_embedder": "run"}),
     test_config=SmallConfig({"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12,
-                             "in_channels": 16,
-                             "out_channels": 16, "text_dim": 24, "freq_dim": 32, "ffn_dim": 32, "num_layers": 4},
+                             "in_channels": 16, "out_channels": 16, "text_dim": 24, "freq_dim": 32, "ffn_dim": 32,
+                             "num_layers": 4},
                             input_shapes={"sigma_after": lambda config, shape, tokens: (1,)}),
 )

@@ -96,9 +96,8 @@ AURAFLOW = Family(
         cacheable_outside={"context_embedder": "run"}),
     test_config=SmallConfig(
         {"sample_size": 64, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_mmdit_layers": 2,
-         "num_single_dit_layers": 2,
-         "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 64,
-         "pos_embed_max_size": 36},
+         "num_single_dit_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24,
+         "caption_projection_dim": 64, "pos_embed_max_size": 36},
         "comfy.ldm.aura.mmdit:MMDiT",
         {"in_channels": 4, "out_channels": 4, "patch_size": 2, "dim": 96, "n_layers": 3, "n_double_layers": 2,
          "n_heads": 12, "global_conddim": 96, "cond_seq_dim": 2048, "max_seq": 64}, detected="AuraFlow"),

@@ -73,13 +73,11 @@ CHROMA = Family(
         cacheable_outside={"context_embedder": "run", "distilled_guidance_layer": "step"}),
     test_config=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
-         "num_attention_heads": 4,
-         "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 16,
-         "approximator_hidden_dim": 24, "approximator_layers": 2},
+         "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 8),
+         "approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 2},
         "comfy.ldm.chroma.model:Chroma",
         {"in_channels": 64, "out_channels": 64, "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 4.0,
-         "num_heads": 2, "depth": 2,
-         "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True,
-         "in_dim": 64,
-         "out_dim": 256, "hidden_dim": 96, "n_layers": 2, "txt_ids_dims": [], "vec_in_dim": None}, detected="Chroma"),
+         "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000,
+         "patch_size": 2, "qkv_bias": True, "in_dim": 64, "out_dim": 256, "hidden_dim": 96, "n_layers": 2,
+         "txt_ids_dims": [], "vec_in_dim": None}, detected="Chroma"),
 )

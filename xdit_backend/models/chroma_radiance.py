@@ -92,8 +92,8 @@ CHROMA_RADIANCE = dataclasses.replace(
     convert=lambda tensors, config: CHROMA.convert(KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     arguments=CHROMA.arguments | {"hidden_states": _pixels, "img_ids": TOKENS.positions, "txt_ids": _text_positions},
-    activation_factors={"alone": 16.87, "residual": 6.1, "whole": 16.04, "outside": 16.29, "held": 2.43,
-                        "block": 23.79, "exchange": 19.24, "own": 3.51},
+    activation_factors={"alone": 16.87, "residual": 6.1, "whole": 16.04, "outside": 16.29, "held": 2.43, "block": 23.79,
+                        "exchange": 19.24, "own": 3.51},
     plan=dataclasses.replace(CHROMA.plan, rereads_latent=True, boundary_halos={"nerf_final_layer_conv.conv": SIDE}),
     test_config=SmallConfig(SMALL, "comfy.ldm.chroma_radiance.model:ChromaRadiance", CHROMA.test_config.arguments | {
         "in_channels": CHANNELS, "out_channels": CHANNELS, "patch_size": SIDE, "nerf_hidden_size": 8,

@@ -52,8 +52,7 @@ COGVIDEOX_I2V = dataclasses.replace(
                         "exchange": 14.0, "own": 0.0, "early": 0.95, "cut": 1.19},
     plan=dataclasses.replace(COGVIDEOX.plan, tokens={}, positions={"patch_embed": _positions_of_patch}),
     test_config=SmallConfig(COGVIDEOX.test_config.config | {"use_learned_positional_embeddings": True,
-                                                            "ofs_embed_dim": None,
-                                                            "num_attention_heads": 6},
+                                                            "ofs_embed_dim": None, "num_attention_heads": 6},
                             COGVIDEOX.test_config.native,
                             # a width of which sinusoids take three parts
                             COGVIDEOX.test_config.arguments | {"in_channels": 32, "num_attention_heads": 6,

@@ -108,11 +108,11 @@ FLUX = Family(
         cacheable_outside={"context_embedder": "run"}),
     test_config=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
-         "num_attention_heads": 4,
-         "joint_attention_dim": 24, "pooled_projection_dim": 16, "guidance_embeds": True, "axes_dims_rope": (4, 4, 8)},
+         "num_attention_heads": 4, "joint_attention_dim": 24, "pooled_projection_dim": 16, "guidance_embeds": True,
+         "axes_dims_rope": (4, 4, 8)},
         "comfy.ldm.flux.model:Flux",
         {"image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 32,
-         "context_in_dim": 64,
-         "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2,
-         "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": []}),
+         "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2,
+         "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True,
+         "txt_ids_dims": []}),
 )

@@ -145,12 +145,11 @@ HIDREAM = Family(
         cacheable={"block.adaLN_modulation": "step"}, cacheable_outside={"caption_projection": "run"}),
     test_config=SmallConfig(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
-         "attention_head_dim": 16,
-         "num_attention_heads": 4, "axes_dims_rope": (8, 4, 4), "caption_channels": [24, 20], "text_emb_dim": 16,
-         "llama_layers": [0, 1, 2, 3], "_text_width": 24, "_layer_width": 20},
+         "attention_head_dim": 16, "num_attention_heads": 4, "axes_dims_rope": (8, 4, 4), "caption_channels": [24, 20],
+         "text_emb_dim": 16, "llama_layers": [0, 1, 2, 3], "_text_width": 24, "_layer_width": 20},
         "comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",
         {"patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 2, "num_single_layers": 1,
-         "attention_head_dim": 128,
-         "num_attention_heads": 2, "axes_dims_rope": [64, 32, 32], "max_resolution": [128, 128],
-         "caption_channels": [48, 32], "text_emb_dim": 64, "llama_layers": [0, 1, 2]}, detected="HiDream"),
+         "attention_head_dim": 128, "num_attention_heads": 2, "axes_dims_rope": [64, 32, 32],
+         "max_resolution": [128, 128], "caption_channels": [48, 32], "text_emb_dim": 64,
+         "llama_layers": [0, 1, 2]}, detected="HiDream"),
 )

@@ -76,10 +76,9 @@ HUNYUAN3D21 = Family(
                                   for leaf in ("to_q", "to_k", "to_v", "out_proj"))),
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
         skip_name="skip_tensor",
-        skips=lambda num_blocks: {block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1,
-                                                                                          num_blocks)}),
+        skips=lambda num_blocks: {
+            block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1, num_blocks)}),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024,
-                                                    "depth": 9,
-                                                    "num_heads": 16, "num_moe_layers": 6, "num_experts": 8},
+                                                    "depth": 9, "num_heads": 16, "num_moe_layers": 6, "num_experts": 8},
                             detected="Hunyuan3Dv2_1"),
 )

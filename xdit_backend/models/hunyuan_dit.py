@@ -37,8 +37,8 @@ KEYS = table(
 def _texts(call):
     """The first text, its mask of real tokens, the second text, and its mask. Raises ConfigError for texts of
     another model."""
-    texts, needed = [from_conditioning(name)(call) for name in TEXTS], (call.config["text_len"],
-                                                                        call.config["text_len_t5"])
+    texts = [from_conditioning(name)(call) for name in TEXTS]
+    needed = call.config["text_len"], call.config["text_len_t5"]
     if any(text is None for text in texts) or any(text.shape[1] < least for text, least in zip(texts[::2], needed)):
         lengths = " and ".join("none" if text is None else str(text.shape[1]) for text in texts[::2])
         raise ConfigError("Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode: HunyuanDiT takes two "
@@ -158,8 +158,8 @@ HUNYUAN_DIT = Family(
     convert=KEYS, latent=LATENT, adapt_model=_adapt, config_from_tensors=("sample_size",),
     num_channels=lambda config: config["in_channels"],         # the other half of the channels is the variance
     conditioning={"context": "cross_attention_dim", "text_embedding_mask": None,
-                  "encoder_hidden_states_t5": "cross_attention_dim_t5",
-                  "text_embedding_mask_t5": None, "image_meta_size": None},
+                  "encoder_hidden_states_t5": "cross_attention_dim_t5", "text_embedding_mask_t5": None,
+                  "image_meta_size": None},
     lengths={"text": _num_text_tokens},
     arguments={"latent": LATENT, "timestep": timestep(), "texts": _texts, "sizes": _sizes, "rotary": _rotary},
     activation_factors={"alone": 13.95, "residual": 5.35, "whole": 7.5, "outside": 4.85, "held": 1.1, "block": 14.9,
@@ -173,9 +173,9 @@ HUNYUAN_DIT = Family(
         skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
     test_config=SmallConfig(
         {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16,
-         "hidden_size": 32,
-         "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16,
-         "text_len": 5, "text_len_t5": 6, "use_style_cond_and_image_meta_size": False, "learn_sigma": True},
+         "hidden_size": 32, "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16,
+         "pooled_projection_dim": 16, "text_len": 5, "text_len_t5": 6, "use_style_cond_and_image_meta_size": False,
+         "learn_sigma": True},
         "comfy.ldm.hydit.models:HunYuanDiT",
         {"depth": 6, "hidden_size": 96, "num_heads": 4, "text_states_dim": 48, "text_states_dim_t5": 64, "text_len": 8,
          "text_len_t5": 10},

@@ -104,13 +104,11 @@ HUNYUAN_IMAGE = Family(
         cacheable_outside={"context_embedder": "step", "context_embedder_2": "run"}, takes_output_patches=True),
     test_config=SmallConfig(
         {"patch_size": (1, 1), "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
-         "num_attention_heads": 4,
-         "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,
-         "rope_axes_dim": (8, 8)},
+         "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,
+         "text_embed_2_dim": 20, "rope_axes_dim": (8, 8)},
         "comfy.ldm.hunyuan_video.model:HunyuanVideo",
         {"in_channels": 64, "out_channels": 64, "vec_in_dim": None, "context_in_dim": 48, "hidden_size": 256,
-         "mlp_ratio": 4.0,
-         "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [64, 64], "theta": 256, "patch_size": [1, 1],
-         "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False, "meanflow_sum": False,
-         "vision_in_dim": None, "use_cond_type_embedding": False}),
+         "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [64, 64], "theta": 256,
+         "patch_size": [1, 1], "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False,
+         "meanflow_sum": False, "vision_in_dim": None, "use_cond_type_embedding": False}),
 )

@@ -105,13 +105,11 @@ HUNYUAN_VIDEO15 = Family(
         cacheable_outside={"context_embedder": "step", "context_embedder_2": "run", "image_embedder": "run"}),
     test_config=SmallConfig(
         {"patch_size": 1, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 4,
-         "num_attention_heads": 4,
-         "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,
-         "image_embed_dim": 12, "rope_axes_dim": (4, 6, 6)},
+         "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,
+         "text_embed_2_dim": 20, "image_embed_dim": 12, "rope_axes_dim": (4, 6, 6)},
         "comfy.ldm.hunyuan_video.model:HunyuanVideo",
         {"in_channels": 65, "out_channels": 32, "vec_in_dim": None, "context_in_dim": 48, "hidden_size": 256,
          "mlp_ratio": 4.0, "num_heads": 2, "depth": 3, "depth_single_blocks": 0, "axes_dim": [16, 56, 56], "theta": 256,
-         "patch_size": [1, 1, 1],
-         "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False, "use_cond_type_embedding": True,
-         "vision_in_dim": 1152, "meanflow_sum": True}),
+         "patch_size": [1, 1, 1], "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False,
+         "use_cond_type_embedding": True, "vision_in_dim": 1152, "meanflow_sum": True}),
 )

@@ -35,8 +35,8 @@ IDEOGRAM4 = Family(
     arguments=native_arguments(LATENT, "context", times="timesteps"),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     width=lambda config: config["num_attention_heads"] * config["attention_head_dim"],
-    activation_factors={"alone": 16.35, "residual": 5.55, "held": 2.45, "block": 14.7, "exchange": 16.8,
-                        "entered": 7.0, "given": 1.29, "own": 0.0},
+    activation_factors={"alone": 16.35, "residual": 5.55, "held": 2.45, "block": 14.7, "exchange": 16.8, "entered": 7.0,
+                        "given": 1.29, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("layers", "layers.", returns=(ALL,)),),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},

@@ -152,10 +152,9 @@ KREA2 = Family(
         cacheable_outside={"text_fusion": "run", "txt_in": "run", "time_mod_proj": "step"}),
     test_config=SmallConfig(
         {"in_channels": 16, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
-         "num_key_value_heads": 2,
-         "intermediate_size": 96, "timestep_embed_dim": 32, "text_hidden_dim": 24, "num_text_layers": 3,
-         "text_num_attention_heads": 2,
-         "text_num_key_value_heads": 2, "text_intermediate_size": 32, "axes_dims_rope": (4, 6, 6), "_text_width": 72},
+         "num_key_value_heads": 2, "intermediate_size": 96, "timestep_embed_dim": 32, "text_hidden_dim": 24,
+         "num_text_layers": 3, "text_num_attention_heads": 2, "text_num_key_value_heads": 2,
+         "text_intermediate_size": 32, "axes_dims_rope": (4, 6, 6), "_text_width": 72},
         "comfy.ldm.krea2.model:SingleStreamDiT",
         {"features": 256, "heads": 8, "kvheads": 4, "layers": 2, "channels": 16, "tdim": 64, "txtdim": 64,
          "txtlayers": 3, "txtheads": 4, "txtkvheads": 4, "multiplier": 2}, frames=1, detected="Krea2"),

@@ -61,8 +61,8 @@ LUMINA2 = Family(
     conditioning={"context": "cap_feat_dim", "rope_scales": None},
     ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     arguments={"hidden_states": LATENT, "timestep": timestep(-1, 1),
-               "encoder_hidden_states": from_conditioning("context"),
-               "encoder_attention_mask": all_text, "rope_scales": from_conditioning("rope_scales")},
+               "encoder_hidden_states": from_conditioning("context"), "encoder_attention_mask": all_text,
+               "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 26.5, "residual": 6.5, "whole": 11.4, "outside": 4.5, "held": 1.45, "block": 25.2,
                         "exchange": 17.0, "own": 0.0},
     plan=ModelPlan(
@@ -75,10 +75,10 @@ LUMINA2 = Family(
         cacheable_outside={"time_caption_embed.caption_embedder": "run", "context_refiner": "run"}),
     test_config=SmallConfig(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "hidden_size": 48, "num_layers": 2,
-         "num_refiner_layers": 2,
-         "num_attention_heads": 4, "num_kv_heads": 2, "axes_dim_rope": (4, 4, 4), "cap_feat_dim": 24, "multiple_of": 8},
+         "num_refiner_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2, "axes_dim_rope": (4, 4, 4),
+         "cap_feat_dim": 24, "multiple_of": 8},
         "comfy.ldm.lumina.model:NextDiT",
         {"in_channels": 16, "dim": 192, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 2,
-         "cap_feat_dim": 48,
-         "axes_dims": [16, 16, 16], "axes_lens": [300, 512, 512], "qk_norm": True}, detected="Lumina2"),
+         "cap_feat_dim": 48, "axes_dims": [16, 16, 16], "axes_lens": [300, 512, 512],
+         "qk_norm": True}, detected="Lumina2"),
 )

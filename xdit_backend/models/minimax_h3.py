@@ -79,8 +79,8 @@ def _adapt(model, config):
         model.rope.register_buffer("inv_freq", model.rope.inv_freq)
     wide, dtype, forward = [*WIDE], compute_dtype_of(model), model.forward
     if config.get("_curve_points"):
-        model.time_proj, model.time_embedder = nn.Identity(), TimeCurve(config["_curve_points"],
-                                                                        config["time_embed_dim"])
+        model.time_proj = nn.Identity()
+        model.time_embedder = TimeCurve(config["_curve_points"], config["time_embed_dim"])
         for block in model.transformer_blocks:
             block.adaln_proj.arithmetic = dtype
             block.adaln_proj.forward = MethodType(_modulations, block.adaln_proj)
@@ -145,7 +145,7 @@ MINIMAX_H3 = Family(
         cacheable={"adaln_proj": "step"}, cacheable_outside={"context_embedder": "run", "token_refiner": "run"}),
     test_config=SmallConfig(SMALL, "comfy.ldm.minimax.model:MiniMaxH3Model",
                             {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1,
-                             "num_attention_heads": 8,
-                             "attention_head_dim": 16, "ffn_hidden_size": 256, "text_dim": 24, "timestep_input_dim": 16,
-                             "time_embed_hidden_size": 32, "time_embed_dim": 20, "rope_inv_freq_len": 2}),
+                             "num_attention_heads": 8, "attention_head_dim": 16, "ffn_hidden_size": 256, "text_dim": 24,
+                             "timestep_input_dim": 16, "time_embed_hidden_size": 32, "time_embed_dim": 20,
+                             "rope_inv_freq_len": 2}),
 )

@@ -151,7 +151,6 @@ MOCHI = Family(
          "pooled_projection_dim": 32, "text_embed_dim": 24, "time_embed_dim": 16},
         "comfy.ldm.genmo.joint_model.asymm_models_joint:AsymmDiTJoint",
         {"depth": 3, "patch_size": 2, "num_heads": 6, "hidden_size_x": 192, "hidden_size_y": 96, "mlp_ratio_x": 64.0,
-         "mlp_ratio_y": 4.0,
-         "learn_sigma": False, "in_channels": 12, "qk_norm": True, "qkv_bias": False, "timestep_scale": 1000.0,
-         "use_t5": True, "t5_feat_dim": 64}, detected="GenmoMochi"),
+         "mlp_ratio_y": 4.0, "learn_sigma": False, "in_channels": 12, "qk_norm": True, "qkv_bias": False,
+         "timestep_scale": 1000.0, "use_t5": True, "t5_feat_dim": 64}, detected="GenmoMochi"),
 )

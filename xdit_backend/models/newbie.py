@@ -62,7 +62,6 @@ NEWBIE = Family(
         cacheable={"adaLN_modulation": "step"},
         cacheable_outside={"cap_embedder": "run", "context_refiner": "run", "clip_text_pooled_proj": "run",
                            "time_text_embed": "step"}),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Lumina2",
-                            input_shapes={"clip_text_pooled": lambda config, shape,
-                                          tokens: (shape[0], config["clip_text_dim"])}),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Lumina2", input_shapes={
+        "clip_text_pooled": lambda config, shape, tokens: (shape[0], config["clip_text_dim"])}),
 )

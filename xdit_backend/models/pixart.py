@@ -34,7 +34,7 @@ def _scale(shapes):
 
 
 def _latent(call):
-    height, width = call.patch.height if call.patch else call.latent.shape[2], call.latent.shape[3]
+    height, width = call.patch.whole if call.patch else call.latent.shape[2], call.latent.shape[3]
     if height % 2 or width % 2 or height + width < 66:
         raise ConfigError("Use sides that are multiples of 16, and together at least 528: PixArt cannot generate "
                           f"{width * 8} x {height * 8} pixels.")
@@ -55,7 +55,7 @@ def _positions(latent, patch, config):
     Rows and columns count up to the rounded mean side of the latent, in tokens, divided by the scale: the file's, or
     else the latent's own size.
     """
-    height = patch.height if patch else latent.shape[2]
+    height = patch.whole if patch else latent.shape[2]
     num_rows, num_columns = height // 2, latent.shape[3] // 2
     side = round((height + latent.shape[3]) // 2 / 64)          # in units of 512 pixels
     frequencies = config["num_attention_heads"] * config["attention_head_dim"] // 4
@@ -104,10 +104,9 @@ PIXART = Family(
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)}),
     test_config=SmallConfig(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
-         "num_attention_heads": 4,
-         "attention_head_dim": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True,
-         "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False,
-         "norm_eps": 1e-6, "use_additional_conditions": False},
+         "num_attention_heads": 4, "attention_head_dim": 8, "cross_attention_dim": 32, "caption_channels": 24,
+         "attention_bias": True, "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single",
+         "norm_elementwise_affine": False, "norm_eps": 1e-6, "use_additional_conditions": False},
         "comfy.ldm.pixart.pixartms:PixArtMS",
         {"hidden_size": 192, "num_heads": 16, "depth": 2, "caption_channels": 96, "model_max_length": 300,
          "micro_condition": False},

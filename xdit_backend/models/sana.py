@@ -57,7 +57,6 @@ SANA = Family(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, token_reductions=("attn1",), halos=("ff",), row_count_argument="height"),
     test_config=SmallConfig({"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 8,
-                             "num_layers": 4,
-                             "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32,
-                             "caption_channels": 24, "sample_size": 8, "patch_size": 1}),
+                             "num_layers": 4, "num_cross_attention_heads": 2, "cross_attention_head_dim": 16,
+                             "cross_attention_dim": 32, "caption_channels": 24, "sample_size": 8, "patch_size": 1}),
 )

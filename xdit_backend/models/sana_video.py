@@ -68,8 +68,8 @@ SANA_VIDEO = Family(
     conditioning={"context": "caption_channels", "attention_mask": None},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep(),
                "encoder_attention_mask": text_mask},
-    activation_factors={"alone": 16.25, "residual": 16.25, "whole": 16.25, "outside": 4.7, "held": 2.01,
-                        "block": 15.24, "exchange": 8.0, "own": 0.0, "shared": 0.2},
+    activation_factors={"alone": 16.25, "residual": 16.25, "whole": 16.25, "outside": 4.7, "held": 2.01, "block": 15.24,
+                        "exchange": 8.0, "own": 0.0, "shared": 0.2},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, tokens={"rotary_emb": TokenArgument(1, ("image",))}, token_reductions=("attn1",),

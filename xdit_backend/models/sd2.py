@@ -15,7 +15,7 @@ SD2 = unet(
          "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3, "transformer_layers_per_block": (1, 1, 1, 1),
          "attention_head_dim": (2, 2, 4, 4), "use_linear_projection": True},
         {"model_channels": 64, "num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 1, 1, 1],
-         "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
-         "transformer_depth_middle": 1, "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
-         "context_dim": 1024, "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64}),
+         "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0], "transformer_depth_middle": 1,
+         "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0], "context_dim": 1024,
+         "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64}),
 )

@@ -89,8 +89,8 @@ SD3 = Family(
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "pooled_projections": from_conditioning("y")},
-    activation_factors={"alone": 12.35, "narrowing": 0.754, "residual": 4.9, "whole": 7.6, "outside": 5.65,
-                        "held": 1.2, "block": 10.0, "exchange": 13.2, "once": 1.85},
+    activation_factors={"alone": 12.35, "narrowing": 0.754, "residual": 4.9, "whole": 7.6, "outside": 5.65, "held": 1.2,
+                        "block": 10.0, "exchange": 13.2, "once": 1.85},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_fraction=0.5,
                           control="output", patched="double"),),
@@ -100,9 +100,8 @@ SD3 = Family(
         cacheable_outside={"context_embedder": "run", "context_processor": "run"}),
     test_config=SmallConfig(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4,
-         "attention_head_dim": 8,
-         "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 24, "pooled_projection_dim": 16,
-         "pos_embed_max_size": 32, "qk_norm": "rms_norm", "dual_attention_layers": (0,)},
+         "attention_head_dim": 8, "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 24,
+         "pooled_projection_dim": 16, "pos_embed_max_size": 32, "qk_norm": "rms_norm", "dual_attention_layers": (0,)},
         "comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",
         {"input_size": None, "patch_size": 2, "in_channels": 16, "out_channels": 16, "adm_in_channels": 64,
          "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 256}},

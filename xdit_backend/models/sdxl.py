@@ -16,6 +16,6 @@ SDXL = unet(
          "projection_class_embeddings_input_dim": 16},
         {"model_channels": 32, "num_res_blocks": [1, 1, 1], "channel_mult": [1, 2, 4], "transformer_depth": [0, 1, 2],
          "transformer_depth_middle": 2, "transformer_depth_output": [0, 0, 1, 1, 2, 2], "context_dim": 2048,
-         "num_classes": "sequential",
-         "adm_in_channels": 2816, "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64}),
+         "num_classes": "sequential", "adm_in_channels": 2816, "use_linear_in_transformer": True, "num_heads": -1,
+         "num_head_channels": 64}),
 )

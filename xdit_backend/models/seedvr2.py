@@ -167,15 +167,14 @@ SEEDVR2 = Family(
         "x": even_sides(NAME, LATENT), "transformer_options": lambda call: {"cond_or_uncond": [0]}},
     refused={"data": "ComfyUI's model uses the first text's queries and keys for all videos of a batch",
              **dict.fromkeys(("ring", "pipefusion", "displaced"), WINDOWS)}, branches_apart=True,
-    num_heads=lambda config: config["heads"], width=lambda config: config["vid_dim"],
+    num_heads=lambda config: config["heads"], width=lambda config: config["vid_dim"], pixels=lambda config: (4, 8, 8),
     num_channels=lambda config: config["vid_out_channels"], in_channels=lambda config: config["vid_out_channels"],
-    pixels=lambda config: (4, 8, 8),
     activation_factors={"alone": 22.5, "residual": 8.4, "held": 0.4, "block": 22.1, "exchange": 34.15, "entered": 8.0,
                         "own": 2.6},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", returns=("image", "text")),),
         streams={"vid": "image", "txt": "text"}, attention={"attn": ("text", "image")},
         token_index_argument=("token_indices", ("image",))),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL, detected="SeedVR2",
-                            input_shapes={"condition": lambda config, shape, tokens: (
-                                shape[0], config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}))
+    test_config=SmallConfig(SMALL, NATIVE, SMALL, detected="SeedVR2", input_shapes={
+        "condition": lambda config, shape, tokens: (
+            shape[0], config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}))

@@ -44,9 +44,8 @@ STABLE_AUDIO = Family(
     pixels=lambda config: (1, 32, 32), plan=replace(PLAN, unsplit=UNSPLIT),
     activation_factors={"alone": 19.07, "residual": 3.46, "held": 1.43, "whole": 7.0, "block": 19.0, "exchange": 16.0,
                         "own": 0.0, "keys": 1.93},
-    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"io_channels": 64, "cond_token_dim": 768,
-                                                    "project_cond_tokens": True,
-                                                    "global_cond_dim": 1536}, detected="StableAudio",
-                            input_shapes={"global_embed": lambda config, shape,
-                                          tokens: (shape[0], config["global_cond_dim"])}),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {
+        "io_channels": 64, "cond_token_dim": 768, "project_cond_tokens": True, "global_cond_dim": 1536},
+        detected="StableAudio",
+        input_shapes={"global_embed": lambda config, shape, tokens: (shape[0], config["global_cond_dim"])}),
 )

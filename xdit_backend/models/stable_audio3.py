@@ -51,7 +51,7 @@ STABLE_AUDIO3 = replace(
                  cacheable_outside=PLAN.cacheable_outside | {"transformer.global_cond_embedder": "step"}),
     test_config=SmallConfig(SMALL3, NATIVE, SMALL3 | {"io_channels": 256, "cond_token_dim": 768, "global_cond_dim": 768,
                                                       "local_add_cond_dim": 257}, detected="StableAudio3",
-                            input_shapes=STABLE_AUDIO.test_config.input_shapes | {"local_add_cond": lambda config,
-                                                                                  shape, tokens: (
-                                shape[0], config["local_add_cond_dim"], shape[2])}),
+                            input_shapes=STABLE_AUDIO.test_config.input_shapes | {
+                                "local_add_cond": lambda config, shape, tokens: (
+                                    shape[0], config["local_add_cond_dim"], shape[2])}),
 )

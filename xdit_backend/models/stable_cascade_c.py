@@ -37,7 +37,7 @@ STABLE_CASCADE_C = Family(
     num_channels=lambda config: config["c_out"], in_channels=lambda config: config["c_in"],
     pixels=lambda config: (1, 42, 42), plan=plan(_residual_blocks),
     test_config=SmallConfig(SMALL, NATIVE, SMALL | {"blocks": [[1, 2], [2, 1]]}, detected="Stable_Cascade_C",
-                            input_shapes={"clip_text": lambda config, shape,
-                                          tokens: (shape[0], tokens, config["c_clip_text"]),
-                                          "clip_img": lambda config, shape, tokens: (shape[0], 1, config["c_clip_img"]),
-                                          **dict.fromkeys(("sca", "crp"), lambda config, shape, tokens: shape[:1])}))
+                            input_shapes={
+                                "clip_text": lambda config, shape, tokens: (shape[0], tokens, config["c_clip_text"]),
+                                "clip_img": lambda config, shape, tokens: (shape[0], 1, config["c_clip_img"]),
+                                **dict.fromkeys(("sca", "crp"), lambda config, shape, tokens: shape[:1])}))

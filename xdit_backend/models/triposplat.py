@@ -84,13 +84,12 @@ TRIPOSPLAT = Family(
     conditioning={"context": "cond_channels", "reference_image": None}, ignored=("latent_shapes",), unfold=unfold,
     arguments=native_arguments(LATENT, "context", times="t", ref_latents=reference_images),
     components={"camera": lambda output: output}, split_components=split_components, first_component=first_component,
-    call_shapes=call_shapes,
-    lengths={"camera": lambda conditioning: 1},
+    call_shapes=call_shapes, lengths={"camera": lambda conditioning: 1},
     num_heads=lambda config: config["model_channels"] // config["num_head_channels"],
     width=lambda config: config["model_channels"], num_channels=lambda config: config["out_channels"],
     pixels=lambda config: (1, 1, 1),
-    activation_factors={"alone": 17.06, "residual": 7.81, "whole": 14.47, "outside": 5.65, "held": 2.42,
-                        "block": 13.81, "exchange": 19.86, "own": 0.24, "keys": 1.91, "attends": 9.69, "entered": 4.0},
+    activation_factors={"alone": 17.06, "residual": 7.81, "whole": 14.47, "outside": 5.65, "held": 2.42, "block": 13.81,
+                        "exchange": 19.86, "own": 0.24, "keys": 1.91, "attends": 9.69, "entered": 4.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "num_refiner_blocks", streams={"x": SHAPE},
                           returns=(SHAPE,), attention={"attn": SHAPE}, paired="noise_repo_layers"),
@@ -100,10 +99,8 @@ TRIPOSPLAT = Family(
         unsplit=UNSPLIT, unstaged_blocks=("context_refiner",),
         cacheable_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
                            "adaLN_modulation": "step"}),
-    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 16, "out_channels": 16, "model_channels": 256,
-                                                    "num_head_channels": 64, "cond2_channels": 128},
-                            detected="TripoSplat",
-                            input_shapes={"reference_image": lambda config, shape,
-                                          tokens: (shape[0], config["cond2_channels"], 2,
-                                                                                            2)}),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {
+        "in_channels": 16, "out_channels": 16, "model_channels": 256, "num_head_channels": 64, "cond2_channels": 128},
+        detected="TripoSplat", input_shapes={
+            "reference_image": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}),
 )

@@ -92,8 +92,8 @@ def _with_positions(embedder):
     dropped."""
     def embedded(vision):
         positions = embedder.pos_embed
-        return embedder.norm2(embedder.ff(embedder.norm1(vision[:, :positions.shape[1]] + positions[:,
-                                                                                                    :vision.shape[1]])))
+        vision = vision[:, :positions.shape[1]] + positions[:, :vision.shape[1]]
+        return embedder.norm2(embedder.ff(embedder.norm1(vision)))
     return embedded
 
 
@@ -146,11 +146,10 @@ WAN = Family(
         cacheable_outside={"condition_embedder.text_embedder": "run"}, audio_attention=("norm2", "attn2")),
     test_config=SmallConfig(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7,
-         "out_channels": 4,
-         "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "image_dim": 20, "added_kv_proj_dim": 48,
-         "pos_embed_seq_len": 6},
+         "out_channels": 4, "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "image_dim": 20,
+         "added_kv_proj_dim": 48, "pos_embed_seq_len": 6},
         "comfy.ldm.wan.model:WanModel",
         {"model_type": "t2v", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096,
-         "out_dim": 16, "num_heads": 2,
-         "num_layers": 3, "text_len": 512}, more={"model_type": "i2v", "flf_pos_embed_token_number": 8}),
+         "out_dim": 16, "num_heads": 2, "num_layers": 3,
+         "text_len": 512}, more={"model_type": "i2v", "flf_pos_embed_token_number": 8}),
 )

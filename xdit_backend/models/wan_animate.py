@@ -101,6 +101,6 @@ WAN_ANIMATE = dataclasses.replace(
                             ARGUMENTS | {"model_type": "animate", "num_layers": 5}, thin=_thin, input_shapes={
                                 "pose_latents": lambda config, shape, tokens: (
                                     shape[0], 16, max(1, shape[2] - 1), *shape[3:]),
-                                "face_pixel_values": lambda config, shape, tokens: (shape[0], 3, 4 * shape[2] - 4, 14,
-                                                                                    14)}),
+                                "face_pixel_values": lambda config, shape, tokens: (
+                                    shape[0], 3, 4 * shape[2] - 4, 14, 14)}),
 )

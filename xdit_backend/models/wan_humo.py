@@ -72,9 +72,8 @@ WAN_HUMO = dataclasses.replace(
         tokens={"freqs": TokenArgument(1, ALL)}, positions={"rope_encode": _positions},
         token_index_argument=("token_indices", ALL),
         cacheable_outside={"text_embedding": "run"}),
-    test_config=SmallConfig(SMALL | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel",
-                            ARGUMENTS | {"model_type": "humo"},
-                            input_shapes={"audio_embed": lambda config, shape, tokens: (shape[0], shape[2], 8, 5, 1280),
-                                          "reference_latent": lambda config, shape,
-                                          tokens: (shape[0], config["in_dim"], 1, *shape[3:])}),
+    test_config=SmallConfig(
+        SMALL | {"model_type": "humo"}, "comfy.ldm.wan.model:HumoWanModel", ARGUMENTS | {"model_type": "humo"},
+        input_shapes={"audio_embed": lambda config, shape, tokens: (shape[0], shape[2], 8, 5, 1280),
+                      "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:])}),
 )

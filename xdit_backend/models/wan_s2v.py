@@ -190,18 +190,15 @@ WAN_S2V = dataclasses.replace(
     plan=ModelPlan(
         blocks=tuple(dataclasses.replace(each, returns=(ALL,)) for each in WAN_CAMERA.plan.blocks),
         streams={"x": ALL}, attention={"self_attn": ALL}, tokens={"freqs": TokenArgument(1, ALL)},
-        token_index_argument=("token_indices", ALL), positions={"rope_encode": _positions,
-                                                                "cond_encoder": tokens_of_patch, "head": _last},
+        token_index_argument=("token_indices", ALL),
+        positions={"rope_encode": _positions, "cond_encoder": tokens_of_patch, "head": _last},
         cacheable_outside={"text_embedding": "run"}),
-    test_config=SmallConfig(SMALL | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2],
-                                     "audio_dim": 8},
-                            NATIVE,
-                            ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, input_shapes={
-                                "audio_embed": lambda config, shape, tokens: (shape[0], 25, config["audio_dim"],
-                                                                              4 * shape[2]),
-                                "control_video": lambda config, shape, tokens: (shape[0], 16, *shape[2:]),
-                                "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1,
-                                                                                   *shape[3:]),
-                                "reference_motion": lambda config, shape, tokens: (
-                                    shape[0], 16, 19, *(max(8, side) for side in shape[3:]))}),
+    test_config=SmallConfig(
+        SMALL | {"model_type": "s2v", "num_layers": 5, "audio_inject_layers": LAYERS[:2], "audio_dim": 8}, NATIVE,
+        ARGUMENTS | {"model_type": "s2v", "num_layers": 5}, input_shapes={
+            "audio_embed": lambda config, shape, tokens: (shape[0], 25, config["audio_dim"], 4 * shape[2]),
+            "control_video": lambda config, shape, tokens: (shape[0], 16, *shape[2:]),
+            "reference_latent": lambda config, shape, tokens: (shape[0], config["in_dim"], 1, *shape[3:]),
+            "reference_motion": lambda config, shape, tokens: (
+                shape[0], 16, 19, *(max(8, side) for side in shape[3:]))}),
 )

@@ -14,7 +14,7 @@ from .wan_camera import HEAD
 from .wan_scail import WAN_SCAIL, latent, pose_shape, reference_shape
 
 NATIVE = "comfy.ldm.wan.model:SCAIL2WanModel"
-MASKS = {"ref_mask_latents": "reference images", "sam_latents": "poses"}
+MASKS = {"ref_mask_latents": "reference images", "sam_latents": "pose"}
 
 
 def _latent(call):
@@ -24,9 +24,9 @@ def _latent(call):
     full[2] += 0 if reference is None else reference.shape[2]
     for name, shape in (("ref_mask_latents", full), ("sam_latents", None if pose is None else pose.shape)):
         if name in conditioning and LATENT.counts(conditioning[name].shape) != LATENT.counts(shape):
-            raise ConfigError(f"Use one node that makes the {MASKS[name]}, their mask and the latent: the mask has "
-                              f"{tuple(conditioning[name].shape[2:])} frames, rows and columns, and this latent needs "
-                              f"{tuple(shape[2:])}.")
+            raise ConfigError(f"Use one node that makes the {MASKS[name]}, the matching mask and the latent: the mask "
+                              f"has {tuple(conditioning[name].shape[2:])} frames, rows and columns, and this latent "
+                              f"needs {tuple(shape[2:])}.")
     return latent(call)
 
 
@@ -37,7 +37,7 @@ def _mask_of_references(call):
         return mask
     if call.patch.dim == 3:
         return mask.narrow(3, call.patch.start, call.latent.shape[3])
-    of_references, of_video = mask.split([mask.shape[2] - call.patch.full, call.patch.full], 2)
+    of_references, of_video = mask.split([mask.shape[2] - call.patch.whole, call.patch.whole], 2)
     return torch.cat([of_references, of_video.narrow(2, call.patch.start, call.latent.shape[2])], 2)
 
 
@@ -51,15 +51,13 @@ WAN_SCAIL2 = dataclasses.replace(
     conditioning=WAN_SCAIL.conditioning | dict.fromkeys((*MASKS, "ref_mask_flag")), counts=("ref_mask_flag",),
     only_with={"sam_latents": "pose_latents"},
     arguments=WAN_SCAIL.arguments | {"x": _latent, "sam_latents": from_conditioning("sam_latents"),
-                                     "ref_mask_latents": _mask_of_references,
-                                     "ref_mask_flag": number("ref_mask_flag")},
+                                     "ref_mask_latents": _mask_of_references, "ref_mask_flag": number("ref_mask_flag")},
     test_config=SmallConfig(SMALL | {"model_type": "scail2", "mask_in_dim": 6, "_image_dim": 1280}, NATIVE,
                             ARGUMENTS | {"model_type": "scail2", "in_dim": 20},
                             input_shapes=WAN_SCAIL.test_config.input_shapes | {
                                 "ref_mask_latents": lambda config, shape, tokens: (
-                                    shape[0], config["mask_in_dim"], shape[2] + reference_shape(config, shape,
-                                                                                                tokens)[2],
-                                    *shape[3:]),
+                                    shape[0], config["mask_in_dim"],
+                                    shape[2] + reference_shape(config, shape, tokens)[2], *shape[3:]),
                                 "sam_latents": lambda config, shape, tokens: (
                                     shape[0], config["mask_in_dim"], *pose_shape(config, shape, tokens)[2:]),
                                 "ref_mask_flag": lambda config, shape, tokens: (0,)}),

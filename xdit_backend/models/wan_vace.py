@@ -113,8 +113,8 @@ WAN_VACE = dataclasses.replace(
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
     test_config=SmallConfig(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4,
-         "out_channels": 4,
-         "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 6},
+         "out_channels": 4, "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "vace_layers": [0, 2],
+         "vace_in_channels": 6},
         "comfy.ldm.wan.model:VaceWanModel",
         {"model_type": "vace", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096,
          "out_dim": 16, "num_heads": 2, "num_layers": 4, "text_len": 512, "vace_layers": 2, "vace_in_dim": 96}),

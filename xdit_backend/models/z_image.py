@@ -79,8 +79,7 @@ Z_IMAGE = Family(
          "cap_feat_dim": 24, "axes_dims": [4, 6, 6], "axes_lens": [512, 128, 128]},
         "comfy.ldm.lumina.model:NextDiT",
         {"in_channels": 16, "dim": 384, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4,
-         "cap_feat_dim": 48,
-         "axes_dims": [24, 36, 36], "axes_lens": [1536, 512, 512], "qk_norm": True, "rope_theta": 256.0,
-         "ffn_dim_multiplier": 8 / 3,
-         "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}, detected="ZImage"),
+         "cap_feat_dim": 48, "axes_dims": [24, 36, 36], "axes_lens": [1536, 512, 512], "qk_norm": True,
+         "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3, "z_image_modulation": True, "time_scale": 1000.0,
+         "pad_tokens_multiple": 32}, detected="ZImage"),
 )

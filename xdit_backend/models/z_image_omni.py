@@ -165,8 +165,8 @@ Z_IMAGE_OMNI = dataclasses.replace(
     only_with={"ref_contexts": "ref_latents", "siglip_feats": "ref_latents"},
     lengths={"text": _num_text, "reference": _num_references, "siglip": _num_siglip},
     arguments={"x": LATENT, "t": timestep(-1, 1), "reference_images": _reference_images, "contexts": _contexts,
-               "siglip": _siglip,
-               "first_row": first_row, "num_pads": num_pads, "rope_scales": from_conditioning("rope_scales")},
+               "siglip": _siglip, "first_row": first_row, "num_pads": num_pads,
+               "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 19.8, "residual": 9.35, "whole": 6.15, "outside": 6.4, "held": 2.65, "block": 17.65,
                         "exchange": 16.9, "own": 0.0},
     plan=dataclasses.replace(
@@ -178,8 +178,8 @@ Z_IMAGE_OMNI = dataclasses.replace(
         streams={"x": ALL}, attention={"attention": ALL},
         tokens=dict.fromkeys(("freqs_cis", "noise_mask"), TokenArgument(1, ALL)),
         # not cacheable: blocks compute modulations for two timesteps, with that of the references
-        cacheable={}, cacheable_outside=Z_IMAGE.plan.cacheable_outside | {"siglip_embedder": "run",
-                                                                          "siglip_refiner": "run"},
+        cacheable={},
+        cacheable_outside=Z_IMAGE.plan.cacheable_outside | {"siglip_embedder": "run", "siglip_refiner": "run"},
         unstaged_blocks=("context_refiner", "siglip_refiner")),
     test_config=SmallConfig(Z_IMAGE.test_config.config | {"siglip_feat_dim": 24}, Z_IMAGE.test_config.native,
                             Z_IMAGE.test_config.arguments | {"siglip_feat_dim": 40, "n_layers": 3}, detected="ZImage"),

@@ -109,8 +109,8 @@ def _without_vae(load):
 
 @pytest.mark.parametrize("samples, words", [
     (lambda: torch.zeros(1, 16, 8, 8), "several parts|TripoSplat"),
-    (lambda: in_parts(torch.zeros(1, 67, 12), torch.zeros(1, 1, 5)), "^Make it with TripoSplat Conditioning"),
-    (lambda: in_parts(torch.zeros(1, 67, 16), torch.zeros(1, 1, 4)), "^Make it with TripoSplat Conditioning"),
+    (lambda: in_parts(torch.zeros(1, 67, 12), torch.zeros(1, 1, 5)), "^Make the latent with TripoSplat Conditioning"),
+    (lambda: in_parts(torch.zeros(1, 67, 16), torch.zeros(1, 1, 4)), "^Make the latent with TripoSplat Conditioning"),
     (lambda: in_parts(torch.zeros(1, 8193, 16), torch.zeros(1, 1, 5)), "up to 8192 tokens")])
 def test_other_latents_are_refused_with_what_it_takes(comfyui, samples, words):
     positive, negative = prompts(comfyui)

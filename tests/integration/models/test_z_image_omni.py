@@ -112,9 +112,9 @@ def test_stale_patches_with_pictures_equal_the_oracle(comfyui):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"reference_latents": [drawn(1, 16, 7, 6)]}, "takes references of even sides, and this latent is of 7 x 6"),
+    ({"reference_latents": [drawn(1, 16, 7, 6)]}, "takes references with even sides, and this latent has 7 x 6"),
     ({"clip_vision_outputs": [SimpleNamespace(image_sizes=[(3, 32, 32)], last_hidden_state=drawn(1, 4, 9))]},
-     "it gives 9 numbers for each patch of a picture, and this Z-Image-Omni takes 40")], ids=["odd", "vision"])
+     "has 9 features per patch of an image, and this Z-Image-Omni takes 40")], ids=["odd", "vision"])
 def test_pictures_that_comfyui_fails_at_are_refused_with_their_size(comfyui, change, words):
     positive = requested(comfyui, "one")
     positive[0][1] |= change

@@ -142,9 +142,9 @@ def test_sizes_equal_comfyuis_own_module_on_two_workers(comfyui, kind, layout):
 
 
 @pytest.mark.parametrize("kind, size, words", [
-    ("sd3", (130, 16), "^Use a smaller latent: .* has positions for 1024 x 1024 pixels, and it is of 128 x 1040"),
+    ("sd3", (130, 16), "^Use a smaller latent: .* has positions for 1024 x 1024 pixels, and the latent has 128 x 1040"),
     ("cosmos-predict1", (2, 4, 242),
-     "has positions for 1017 frames of 1920 x 1920 pixels, and the latent is of 9 frames of 1936 x 32 pixels")])
+     "has positions for 1017 frames of 1920 x 1920 pixels, and the latent has 9 frames of 1936 x 32 pixels")])
 def test_a_latent_larger_than_the_table_of_positions_is_refused(comfyui, kind, size, words):
     ours = comfyui.ours(kind, comfyui.config("cpu")).model.diffusion_model
     given = conditioning_of(families()[kind], comfyui.transformer_config(kind), torch.Generator(), {"context": 20})

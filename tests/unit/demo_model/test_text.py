@@ -40,7 +40,7 @@ def test_the_order_of_words_matters():
 
 
 def test_a_long_prompt_is_refused_with_the_number_of_its_words():
-    with pytest.raises(ConfigError, match="^Shorten the prompt: it has 25 words, and the demo model reads 24"):
+    with pytest.raises(ConfigError, match="^Shorten the prompt: it has 25 words, and the demo model reads at most 24"):
         TextEncoder().encode(["word " * 25])
 
 

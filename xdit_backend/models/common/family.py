@@ -259,9 +259,8 @@ class Family:
     def component_predictions(self, output):
         """Convert the forward's output for the latent's components after the first: {name: prediction shaped like
         the component}."""
-        return ({name: unpack(tokens) * self.sign for (name, unpack), tokens in zip(self.components.items(),
-                                                                                    output[1:])}
-                if self.components else {})
+        return {name: unpack(tokens) * self.sign
+                for (name, unpack), tokens in zip(self.components.items(), output[1:])} if self.components else {}
 
     def token_counts(self, shape, conditioning, patch=None):
         """Count the tokens of every stream: {"image": ..., "text": ...}.

@@ -25,9 +25,8 @@ CLASSES = "UNet2DConditionModel", OF_VIDEOS  # diffusers' classes of models whos
 
 # prefix of the publisher's names -> diffusers'
 OUTSIDE = {"input_blocks.0.0.": "conv_in.", "out.0.": "conv_norm_out.", "out.2.": "conv_out.",
-           "time_embed.0.": "time_embedding.linear_1.",
-           "time_embed.2.": "time_embedding.linear_2.", "label_emb.weight": "class_embedding.weight",
-           "label_emb.0.0.": "class_embedding.linear_1.",
+           "time_embed.0.": "time_embedding.linear_1.", "time_embed.2.": "time_embedding.linear_2.",
+           "label_emb.weight": "class_embedding.weight", "label_emb.0.0.": "class_embedding.linear_1.",
            "label_emb.0.2.": "class_embedding.linear_2.", "middle_block.0.": "mid_block.resnets.0.",
            "middle_block.1.": "mid_block.attentions.0.", "middle_block.2.": "mid_block.resnets.1."}
 IN_RESNET = {"in_layers.0.": "norm1.", "in_layers.2.": "conv1.", "emb_layers.1.": "time_emb_proj.",
