@@ -3,7 +3,7 @@ latent, for some of its rows.
 
 A family's plan names one of these rules for each such module. The rest of a forward treats a patch as a smaller latent.
 The hooks call a rule with the module, its own forward, the rows (hooks.forward_context.ImageRows), the tokens of the
-forward (distributed.tokens.Tokens) and the call's arguments.
+forward (distributed.token_shards.Tokens) and the call's arguments.
 """
 
 from collections.abc import Callable
