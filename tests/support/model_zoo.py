@@ -71,7 +71,7 @@ def having(method, names=CONFIGS):
 FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2", "Chroma Radiance")
            and not FAMILIES[name].is_comfyuis]
 PIPELINES = {"LTX-Video": "LTXConditionPipeline"}              # of folders that tell by that which model they have
-# Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these
+# Of them, those whose latents have no images concatenated, and whose folder says all of them: a host can draw these
 # with no more.
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
@@ -172,8 +172,8 @@ def unit(family):
 
 
 def beside(family, config, generator, sizes, apart=False):
-    """What a call of a model of video and sound has beside the video, as it reaches the workers. sizes: shape of the
-    video, length of the sound."""
+    """What a call of a model of video and audio has beside the video, as it reaches the workers. sizes: shape of the
+    video, length of the audio."""
     found = {}
     for name, shape in family.call_shapes(config, *sizes).items():
         if name in family.components:

@@ -1,5 +1,5 @@
 """Videos beside Wan's latent are of its size, or refused in words; of a piece of the latent too. So is a video for a
-model of pictures."""
+model of images."""
 
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ def test_a_cameras_way_is_as_long_as_the_latent(patch, frames):
 @pytest.mark.parametrize("patch, frames", [(None, 2), (Patch(2, 0, 2), 1), (Patch(3, 2, 6), 2)],
                          ids=["whole", "a frame of it", "rows of it"])
 def test_a_model_of_images_refuses_a_video_by_its_piece_too(patch, frames):
-    """Stages get pieces alone where no step is whole, and a frame of a video looks like a picture."""
+    """Stages get pieces alone where no step is whole, and a frame of a video looks like an image."""
     rule = next(iter(FAMILIES["Krea 2"].arguments.values()))
 
     def call(frames, patch):

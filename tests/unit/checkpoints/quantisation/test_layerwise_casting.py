@@ -30,7 +30,7 @@ from xdit_backend.worker.models import Loaded
 CPU = torch.device("cpu")
 # whose classes in ComfyUI compute in the type of their weights, whatever ComfyUI asks for, and fail with plain fp8
 AS_WEIGHTS_ARE = "hunyuan3d-2.1", "z-image-pixel", "triposplat"
-SOUNDS = 5                                                     # of a latent of two parts
+AUDIO_LENGTH = 5                                                     # of a latent of two parts
 
 
 def requested(family, config):
@@ -44,7 +44,7 @@ def requested(family, config):
     size = size if family.test_config.rows is None else (family.test_config.rows, sides[1])
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = conditioning_of(family, config, generator, {"context": 12}, size=size)
-    if "face_pixel_values" in conditioning:                    # one picture, of the size that its network is made for
+    if "face_pixel_values" in conditioning:                    # one image, of the size that its network is made for
         conditioning["face_pixel_values"] = torch.randn(1, 3, 1, 512, 512, generator=generator)
     return latent, torch.tensor([0.613 * family.time_scale]), conditioning
 
@@ -80,7 +80,7 @@ def ours(path, family, storage, compute="float32", quantisation=""):
 
 def audio(family, config, latent):
     """The second part of a latent."""
-    shape = family.call_shapes(config, latent.shape, SOUNDS)[next(iter(family.components))]
+    shape = family.call_shapes(config, latent.shape, AUDIO_LENGTH)[next(iter(family.components))]
     return torch.linspace(-1, 1, math.prod(shape)).view(shape)
 
 
