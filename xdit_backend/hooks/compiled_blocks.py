@@ -58,7 +58,7 @@ class CompiledBlocks:
             self._on_compile(index, len(self.blocks))
             block.forwards[backend] = compiled(forward, backend)
         for value in self._values:
-            value.foresee()
+            value.capture()
         known = self._find_once(index, block, context, arguments)
         context.attentions = {name: RunningAttention(*arguments_of) for name, arguments_of in block.attentions.items()}
         context.graph_breaks = block.graph_breaks

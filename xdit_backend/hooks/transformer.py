@@ -166,7 +166,7 @@ class Hooks:
         """Context in which the model's forward runs for this ForwardContext."""
         tokens = context.tokens
         check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree,
-                     "rows of tokens" if self.plan.rows else "tokens")
+                     "rows of tokens" if self.plan.row_count_argument else "tokens")
         self._amax_sync.meet(context)
         self._context = context
         try:
@@ -251,10 +251,10 @@ class Hooks:
                 if streams:
                     self._read_once(context, arguments[name], streams)
                 arguments[name] = None
-        if self.plan.rows:
-            arguments[self.plan.rows] = context.tokens.own(("image",)) // context.tokens.row
-        if self.plan.places:
-            name, streams = self.plan.places
+        if self.plan.row_count_argument:
+            arguments[self.plan.row_count_argument] = context.tokens.own(("image",)) // context.tokens.row
+        if self.plan.token_index_argument:
+            name, streams = self.plan.token_index_argument
             device = arguments[next(iter(list_.streams))].device
             arguments[name] = context.cuts.setdefault(name, token_indices_of(context, streams, device))
         if position.index in self._skips:

@@ -194,9 +194,9 @@ class RemoteModel:
         from . import cfg_branches as branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
         call_conditioning, parts = self.family.per_call_inputs(timestep, transformer_options), {}
-        if self.family.parts and isinstance(x, list):
-            parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.parts, x[1:])}
-            x, timestep, call_conditioning = self.family.split_parts(x, timestep, self.setup.transformer_config,
+        if self.family.components and isinstance(x, list):
+            parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.components, x[1:])}
+            x, timestep, call_conditioning = self.family.split_components(x, timestep, self.setup.transformer_config,
                                                                      transformer_options)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
@@ -229,7 +229,7 @@ class RemoteModel:
         if scores is not None:
             scores.write(x.device)
         whole, *beside = (part.to(x.device) for part in (prediction, *parts.values()))
-        return [self.family.first_part(whole), *beside] if parts else whole
+        return [self.family.first_component(whole), *beside] if parts else whole
 
     def runs_branches_separately(self):
         """Are two branches two calls for the workers, and not one of twice the batch?"""

@@ -288,7 +288,7 @@ def test_published_folders_are_recognised_and_load(comfyui, tmp_path, name):
     assert {f"diffusion_model.{key}" for key in module.state_dict()} == {
         key for key in model.model.state_dict() if key.startswith("diffusion_model.")}
     with pytest.raises(comfyui.errors.CheckpointError,
-                       match=f"is a {family_name} model, but a single file does not say all"):
+                       match=f"is a {family_name} model, but a single file lacks settings"):
         comfyui.proxy.load_proxy(str(folder / "diffusion_pytorch_model.safetensors"), "default", comfyui.config())
 
 

@@ -128,7 +128,7 @@ class Calls:
         here = {key: self.memory.share(torch.ones(self.sized(given))) for key, given in
                 self.run.call_conditioning.items()}
         parts = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
-                 for key in family.parts or () if key in here}
+                 for key in family.components or () if key in here}
         places = family.control_shapes(config, shape) if self.run.has_control else {}
         control = {place: self.memory.share(torch.zeros(shape[0], *given)) for place, given in places.items()}
         return Branch(latent, timestep, name, written, control, call_conditioning=here, parts=parts)

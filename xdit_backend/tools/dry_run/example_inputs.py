@@ -34,7 +34,7 @@ def conditioning_shapes(family, config, shape, tokens):
             found[name] = (batch, config[width])
     if "guidance" in family.conditioning and config.get("guidance_embeds"):
         found["guidance"] = (batch,)
-    if not family.parts:
+    if not family.components:
         return found, {}
     return found, family.call_shapes(config, shape)
 
@@ -77,7 +77,7 @@ def _special(name, config, shape, width):
         return {name: (batch,)}
     if name == "condition":                                    # the video, and that it is given
         return {name: (batch, config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}
-    if name == "picture":                                      # whose tokens are added to the text's
+    if name == "reference_image":                                      # whose tokens are added to the text's
         return {name: (batch, config["cond2_channels"], 1, 1)}
     if name == "clip_img":
         return {name: (batch, 1, config[width])}
