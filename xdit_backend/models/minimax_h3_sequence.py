@@ -19,7 +19,9 @@ SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 
 GIVEN_TIME, GIVEN_SOUND_TIME, LEAST_SIGMA = 0.999, 1.0, 1e-6   # at which what is given stands, of times up to 1
 VIDEO_TAG, TEXT_TAG, SOUND_TAG = range(3)
 TIMES = VIDEO, SOUND, GIVEN, GIVEN_SOUND = range(4)            # rows of the table of times
-KNOWN = {"layout", "seed", "frame_count", "keyframes", "refs", "cond_video_latents", "cond_audio_latents"}
+KNOWN = {"layout", "seed", "frame_count", "keyframes", "refs", "cond_video_latents", "cond_audio_latents",
+         "audio_scale"}
+ONE_SCHEDULE = "xdit_one_schedule"         # key of transformer_options: see rescale_audio
 
 
 def unfold(conditioning):
@@ -35,8 +37,12 @@ def unfold(conditioning):
     unknown = {f"minimax_payload.{name}": value for name, value in payload.items()
                if name not in KNOWN | {"text_token_tags"}}
     noisy = lambda latent: None if latent is None else _with_noise(latent, int(payload.get("seed", 0)))  # noqa: E731
-    keyframes = {"last_frame" if each["resolved_frame_index"] else "first_frame": noisy(each["latent"])
-                 for each in payload.get("keyframes") or ()}
+    keyframes = {}
+    for kind, name, convert in (("keyframe", "latent", noisy), ("keyframe_sound", "audio_latent", lambda sound: sound)):
+        found = [each for each in payload.get("keyframes") or () if each.get(name) is not None]
+        keyframes[f"{kind}s"] = [convert(each[name]) for each in found] or None
+        # counts are lengths of tensors, which are not empty
+        keyframes[f"{kind}_indices"] = [each["resolved_frame_index"] + 1 for each in found] or None
     references = payload.get("refs") or ()
     tags = payload.get("text_token_tags")
     return rest | unknown | keyframes | {
@@ -53,9 +59,51 @@ def _with_noise(latent, seed):
     return GIVEN_TIME * latent.float() + (1 - GIVEN_TIME) * noise
 
 
+def rescale_audio(latents, timestep, arguments, options):
+    """Family.rescale_parts. From ComfyUI 0.31.0 on, the sampler has one schedule, the video's: the payload's
+    audio_scale s says that the audio latent is sigma_video / sigma_audio of the model's, and the velocity of what the
+    sampler has is (1 - s) audio + (1 + (s - 1) sigma_audio) velocity. Without the key, the model's velocity is scaled
+    by the slope between the two schedules (split_parts)."""
+    scale = (arguments.get("minimax_payload") or {}).get("audio_scale")  # of 0.31.0 on
+    if scale is None or not isinstance(latents, list) or len(latents) != 2:
+        return latents, options, lambda found: found
+    options = options | {ONE_SCHEDULE: True}
+    if float(scale) == 1:
+        return latents, options, lambda found: found
+    sigma = _sigma(timestep)
+    sigma_audio = _shifted(_base(sigma, options), options)
+    audio = latents[1] * (sigma_audio / sigma).to(latents[1].dtype)
+
+    def finish(found):
+        video, velocity = found
+        return [video, (1 - scale) * audio + (1 + (scale - 1) * sigma_audio).to(velocity.dtype) * velocity]
+    return [latents[0], audio], options, finish
+
+
+def _sigma(times):
+    return (times.flatten()[:1] / 1000).float().clamp(min=LEAST_SIGMA)
+
+
+def _shifts(options):
+    """Of the video's schedule and the audio's."""
+    return (float(options.get(name, shift)) for name, shift in SHIFTS.items())
+
+
+def _base(sigma, options):
+    """The noise level before the video's shift."""
+    of_video, _ = _shifts(options)
+    return sigma / (of_video + sigma * (1 - of_video))
+
+
+def _shifted(base, options):
+    """The audio's noise level."""
+    _, of_sound = _shifts(options)
+    return of_sound * base / (1 + (of_sound - 1) * base)
+
+
 def split_parts(latents, times, config, options):
     """The video, its timestep, and of this call: the sound, (B, C, 2, T), its time and the factor of its prediction,
-    which are of a schedule of its own. options: ComfyUI's transformer_options."""
+    which are of a schedule of its own. options: ComfyUI's transformer_options, or those of rescale_audio."""
     video, *sounds = latents
     channels = config["audio_in_channels"]
     if len(sounds) != 1 or any(sound.ndim != 4 or sound.shape[1:3] != (channels, 2) or 0 in sound.shape
@@ -64,12 +112,11 @@ def split_parts(latents, times, config, options):
                           f"has parts of the shapes {', '.join(str(tuple(part.shape)) for part in latents)}, and "
                           f"MiniMax H3 works on a video and a sound of (batch, {channels}, 2, length).")
     times = times[0] if isinstance(times, tuple) else times
-    of_video, of_sound = (float(options.get(name, shift)) for name, shift in SHIFTS.items())
-    sigma = (times.flatten()[:1] / 1000).float().clamp(min=LEAST_SIGMA)
-    base = sigma / (of_video + sigma * (1 - of_video))
-    shifted = 1 + (of_sound - 1) * base
-    slope = of_sound * (1 + (of_video - 1) * base) ** 2 / (of_video * shifted ** 2)
-    return video, times, {"audio": sounds[0], "audio_time": 1 - of_sound * base / shifted, "audio_slope": slope}
+    of_video, of_sound = _shifts(options)
+    base = _base(_sigma(times), options)
+    slope = of_sound * (1 + (of_video - 1) * base) ** 2 / (of_video * (1 + (of_sound - 1) * base) ** 2)
+    return video, times, {"audio": sounds[0], "audio_time": 1 - _shifted(base, options),
+                          "audio_slope": torch.ones_like(slope) if options.get(ONE_SCHEDULE) else slope}
 
 
 def call_shapes(config, shape, length=None):
@@ -114,14 +161,26 @@ def _references(conditioning):
         found.append(one)
 
 
+def _keyframes(conditioning, kind):
+    """[(latent, index of its first frame in the video)]. kind: "keyframe", or "keyframe_sound"."""
+    found = []
+    for number in itertools.count():
+        latent = conditioning.get(f"{kind}s.{number}")
+        if latent is None:
+            return found
+        found.append((latent, conditioning[f"{kind}_indices.{number}"].shape[0] - 1))
+
+
 def _pictures(conditioning):
     """Latents that are given: keyframes, then references."""
-    keyframes = (conditioning.get(name) for name in ("first_frame", "last_frame"))
-    return [each for each in (*keyframes, *(picture for picture, _ in _references(conditioning))) if each is not None]
+    return [latent for latent, _ in _keyframes(conditioning, "keyframe")] + [
+        picture for picture, _ in _references(conditioning) if picture is not None]
 
 
 def _sounds(conditioning):
-    return [sound for _, sound in _references(conditioning) if sound is not None]
+    """Audio latents that are given: those of keyframes, then of references."""
+    return [latent for latent, _ in _keyframes(conditioning, "keyframe_sound")] + [
+        sound for _, sound in _references(conditioning) if sound is not None]
 
 
 def num_sounds(conditioning):
@@ -242,12 +301,7 @@ def positions(call):
                            for axis, count in enumerate(counts)]
     num_text, ends = call.conditioning["context"].shape[1], _ends(counts[2], counts[1])
     text = torch.arange(num_text, dtype=torch.float64, device=call.latent.device)
-    pictures, cursor = [], float(num_text)
-    length = FRAME_LENGTH * _frames(counts[0])
-    for name, begin in (("first_frame", cursor), ("last_frame", cursor + length - FRAME_LENGTH)):
-        if name in call.conditioning:
-            pictures.append(_grid(call, (1, *counts[1:]), begin))
-    given_sounds = []
+    pictures, given_sounds, cursor = [], [], float(num_text)
     for picture, sound in _references(call.conditioning):
         sizes = None if picture is None else LATENT.counts(picture.shape)
         if sound is not None:
@@ -258,6 +312,11 @@ def positions(call):
         of_sound = 0.0 if sound is None else float(sound.shape[3])
         is_picture = sizes is not None and sizes[0] == 1
         cursor += 1.0 if is_picture else max(of_sound, 0.0 if sizes is None else FRAME_LENGTH * _frames(sizes[0]))
+    # keyframes are at frames of the video, which begins after all references
+    pictures = [_grid(call, (LATENT.counts(latent.shape)[0], *counts[1:]), cursor + FRAME_LENGTH * index)
+                for latent, index in _keyframes(call.conditioning, "keyframe")] + pictures
+    given_sounds = [_sound_grid(call, latent.shape[3], cursor + FRAME_LENGTH * index, ends)
+                    for latent, index in _keyframes(call.conditioning, "keyframe_sound")] + given_sounds
     sound = _sound_grid(call, num_sounds(call.conditioning) // 2, cursor, ends)
     video = _grid(call, counts, cursor).unflatten(0, counts)
     if call.patch is not None:

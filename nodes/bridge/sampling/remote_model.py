@@ -183,13 +183,14 @@ class RemoteModel:
             width = self.setup.transformer_config[self.family.conditioning["context"]]
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
+        x, rescaled_options, finish = self.family.rescale_parts(x, timestep, extra, transformer_options)
         extra = self.family.unfold(extra | scales_of(self.family, transformer_options))
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         dims = self.modules[""][0]
         extra = with_default_method(extra, dims, self._default_method)
         wrappers = wrappers_inside(dims, self.family, transformer_options)
-        return WrapperExecutor.new_class_executor(self._answer, dims, wrappers).execute(
-            x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)
+        return finish(WrapperExecutor.new_class_executor(self._answer, dims, wrappers).execute(
+            x, timestep, context=context, control=control, transformer_options=rescaled_options, **extra))
 
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
         from . import cfg_branches as branches

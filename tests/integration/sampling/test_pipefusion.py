@@ -51,6 +51,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
 
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
         beside = family.per_call_inputs(timestep, transformer_options)
+        x, transformer_options, finish = family.rescale_parts(x, timestep, extra, transformer_options)
         if isinstance(x, list):
             x, timestep, beside = family.split_parts(x, timestep, config, transformer_options)
         size = family.patch_size(config)
@@ -72,7 +73,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
             prediction = torch.cat(
                 [one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
                  for patch, rows in patches], dim)
-        return [family.first_part(prediction), *one.others] if one.others else prediction
+        return finish([family.first_part(prediction), *one.others] if one.others else prediction)
 
     remote = proxy.model.remote                                # the workers are not asked; nothing is started
     remote.load = remote.unload = remote.end_run = lambda *base_model: None

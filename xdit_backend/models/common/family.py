@@ -143,6 +143,10 @@ class Family:
     # (config, shape of the first part, length of the second or None) -> {name: shape} of what split_parts makes
     call_shapes: Callable | None = None
     options: tuple[str, ...] = ()          # keys of ComfyUI's transformer_options that split_parts reads
+    # (latents, timestep, ComfyUI's arguments, transformer_options) -> (latents as the model takes them,
+    # transformer_options for split_parts, function of the prediction -> the prediction for the latents as given).
+    # ComfyUI's class does this outside of the wrappers of its forward.
+    rescale_parts: Callable = lambda latents, timestep, arguments, options: (latents, options, lambda found: found)
     # (timestep (B,), transformer_options) -> {conditioning: tensor (B, ...) of this call alone}
     per_call_inputs: Callable = lambda timestep, options: {}
     # (ComfyUI's arguments) -> the same, with what is in a dict of many under names of its own
@@ -182,7 +186,8 @@ class Family:
         for name in self.conditioning:
             value = conditioning.get(name) if conditioning.get(self.only_with.get(name, name)) is not None else None
             if isinstance(value, (list, tuple)):
-                found |= {f"{name}.{number}": _as_tensor(each) for number, each in enumerate(value) if each is not None}
+                as_tensor = _as_length if name in self.counts else _as_tensor
+                found |= {f"{name}.{number}": as_tensor(each) for number, each in enumerate(value) if each is not None}
             elif isinstance(value, str):
                 words = self.choices.get(name, {})
                 if value not in words:
@@ -191,7 +196,7 @@ class Family:
                                            f"this workflow's conditioning has {value}.")
                 found[f"{name}.{words[value]}"] = torch.zeros(1)
             elif value is not None:
-                found[name] = torch.zeros(int(value)) if name in self.counts else _as_tensor(value)
+                found[name] = _as_length(value) if name in self.counts else _as_tensor(value)
         return found
 
     def inputs(self, latent, timestep, conditioning, config, patch=None):
@@ -306,6 +311,10 @@ class Family:
 
     def num_blocks(self, config):
         return sum(config[list_.count] for list_ in self.blocks)
+
+
+def _as_length(value):
+    return torch.zeros(int(value))
 
 
 def _as_tensor(value):
