@@ -44,7 +44,8 @@ def _writes_into_buffer(vae):
 def _decode(vae, latent):
     if not _writes_into_buffer(vae):
         return vae.decode(latent)
-    return vae.decode(latent, output_buffer=torch.empty(vae.decode_output_shape(latent.shape), device=latent.device))
+    device = latent.device if vae.has_every_tile() else "meta"
+    return vae.decode(latent, output_buffer=torch.empty(vae.decode_output_shape(latent.shape), device=device))
 
 
 def _pixels(vae, image):

@@ -109,7 +109,9 @@ class AttentionFunctions:
 
     def optimized_attention(self, query, key, value, heads, mask=None, attn_precision=None, **options):
         """As ComfyUI's: (B, T, N H), or (B, N, T, H) with skip_reshape, to (B, T, N H). It runs as torch's attention,
-        whatever ComfyUI would choose for itself."""
+        whatever ComfyUI would choose for itself. From ComfyUI 0.32.0 on, some models pass each of the three in an
+        AttentionTensorContainer."""
+        query, key, value = (each if torch.is_tensor(each) else each.take() for each in (query, key, value))
         if not options.get("skip_reshape"):
             size = query.shape[-1] // heads
             query, key, value = (each.reshape(*each.shape[:2], -1 if each.numel() else heads, size).transpose(1, 2)
