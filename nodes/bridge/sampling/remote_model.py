@@ -11,6 +11,7 @@ from ....xdit_backend.host.calls import Call
 from ....xdit_backend.planner.descriptions import describe_layout, layout_description
 from ....xdit_backend.planner.planner import USUAL_JOB, branches_together
 from ....xdit_backend.protocol.exchanges import describe_exchange
+from ..compatibility.comfyui_variants import variant_of
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
 from ..compatibility.inside import wrappers_inside
@@ -184,7 +185,7 @@ class RemoteModel:
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
         x, rescaled_options, finish = self.family.rescale_parts(x, timestep, extra, transformer_options)
-        extra = self.family.unfold(extra | scales_of(self.family, transformer_options))
+        extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family))
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         dims = self.modules[""][0]
         extra = with_default_method(extra, dims, self._default_method)

@@ -48,6 +48,8 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
     family, model, config = transformer(comfyui.base / "diffusion_models" / comfyui.file(kind))
     proxy = comfyui.ours(kind, comfyui.config("cpu"))
     stale = {}
+    variant_of = importlib.import_module(
+        f"{comfyui.pack.__name__}.nodes.bridge.compatibility.comfyui_variants").variant_of
 
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
         beside = family.per_call_inputs(timestep, transformer_options)
@@ -65,7 +67,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
             stale["models"][key] = StaleModel(Example(model, family, config, *[None] * 4),
                                               ParallelConfig.forecast_keys_values)
         one = stale["models"][key]
-        one.example.conditioning = family.tensors(conditioning) | beside
+        one.example.conditioning = family.tensors(conditioning | variant_of(family)) | beside
         if warmup_steps >= len(schedule) - 1 or sigma > schedule[warmup_steps] * 1.001:
             prediction = one.predict(x, timestep)
         else:
