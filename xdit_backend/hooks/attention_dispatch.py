@@ -26,6 +26,7 @@ from .nag import apply_nag
 from .real_rotary import in_pairs, in_real_numbers
 
 ROTATIONS = "apply_rotary_emb", "apply_rotary_emb_qwen"        # diffusers', of complex numbers in some models
+EXACT = " (exact)"                         # ends the name of an attention in a graph: see BackendUse.exact
 # what ComfyUI's models call attention; the last, of tokens in groups that each attend to themselves
 COMFYUIS = "optimized_attention", "optimized_attention_masked", "optimized_var_attention"
 
@@ -41,6 +42,7 @@ class RunningAttention:
     key_streams: tuple[str, ...]           # of keys and values; mostly the same
     reach: tuple | None = None             # as ModelPlan.window says
     num_calls: int = 0                     # of attention, so far
+    is_exact: bool = False                 # of the call that runs: see BackendUse.exact
 
     @property
     def key(self):
@@ -79,9 +81,12 @@ class AttentionFunctions:
             return self._in_graph(query, key, value, attn_mask, is_causal, options)
         context = self._running()
         if context is None:
+            options.pop("is_exact", None)
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if context.attention is None:
-            return attend_here(query, key, value, context.backend, attn_mask, is_causal, options.get("scale"))
+            backend = context.backend.exact() if options.get("is_exact") else context.backend
+            return attend_here(query, key, value, backend, attn_mask, is_causal, options.get("scale"))
+        context.attention.is_exact = bool(options.get("is_exact"))
         if (attn_mask is not None or is_causal) and context.attention.reach is None:
             raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
                                    "sequence parallelism and PipeFusion do not support yet.")
@@ -119,6 +124,8 @@ class AttentionFunctions:
         if mask is not None and mask.ndim < 4:                 # (B, T, T) or (T, T)
             mask = mask[(None,) * (3 - mask.ndim)][:, None]
         handed = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
+        if options.get("low_precision_attention") is False:
+            handed["is_exact"] = True
         out = self.scaled_dot_product_attention(query, key, value, mask, **handed)
         return out if options.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
 
@@ -148,7 +155,8 @@ class AttentionFunctions:
         self._is_traced = True
         if options.get("enable_gqa"):
             key, value = repeat_heads(query, key, value)
-        return attention(query, key, value, mask, self._traced_name, is_causal, options.get("scale"))
+        name = self._traced_name + EXACT * bool(options.get("is_exact"))
+        return attention(query, key, value, mask, name, is_causal, options.get("scale"))
 
     # --- what operators ask ---
 
@@ -157,12 +165,14 @@ class AttentionFunctions:
 
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
         """As scaled_dot_product_attention, for the operator. name: of the attention in the block that runs."""
-        context = self._running()
+        context, is_exact, name = self._running(), name.endswith(EXACT), name.removesuffix(EXACT)
         if not name or not context.shards_attention:
-            return attend_here(query, key, value, context.backend, mask, is_causal, scale)
+            backend = context.backend.exact() if is_exact else context.backend
+            return attend_here(query, key, value, backend, mask, is_causal, scale)
         context.attention = context.attentions[name]
         try:
-            return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+            return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale,
+                                                     is_exact=is_exact)
         finally:
             context.attention = None
 
@@ -210,16 +220,16 @@ class AttentionFunctions:
 def attend(query, key, value, context, layer, scale):
     """Attention by the method of this forward, where all methods meet. layer: the RunningAttention."""
     streams, key_streams = layer.streams, layer.key_streams
+    backend = context.backend.exact() if layer.is_exact else context.backend
     sizes = context.tokens.sizes(streams)
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
     window = None if layer.reach is None else window_of(layer, sizes, context)
     # what no later patch brings anew, the first attends to alone
     if context.key_values is not None and "image" in (*streams, *key_streams):
-        unmasked = Attention(sizes, key_sizes, None, scale, context.backend,
-                             context.attention_exchange, window)
+        unmasked = Attention(sizes, key_sizes, None, scale, backend, context.attention_exchange, window)
         return patch_attention(query, key, value, unmasked, context, layer)
     mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
-    whole = Attention(sizes, key_sizes, mask, scale, context.backend, context.attention_exchange, window)
+    whole = Attention(sizes, key_sizes, mask, scale, backend, context.attention_exchange, window)
     if context.references is not None:
         return attention_with_references(query, key, value, whole, context, layer)
     if context.exchange is not None:
