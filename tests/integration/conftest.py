@@ -86,6 +86,8 @@ class ComfyUI:
         name = self.file(kind, **options)
         if name not in self._native:
             self._native[name] = self.nodes.UNETLoader().load_unet(name, "default")[0]
+        # HiDream-O1's module keeps keys and values of a prompt, also those of another LoRA
+        getattr(self._native[name].model.diffusion_model, "clear_kv_cache", int)()
         return self._native[name]
 
     def module(self, kind, **options):

@@ -53,6 +53,11 @@ class BackendUse:
     modules: dict = field(default_factory=dict)            # name -> the imported module, or why it cannot be used
     counts: Counter = field(default_factory=Counter)       # backend, with the reason if it is a fallback -> calls
 
+    def exact(self):
+        """Of an attention that ComfyUI's model calls with low_precision_attention=False: torch's own instead of
+        SageAttention, as in ComfyUI."""
+        return BackendUse(counts=self.counts) if self.name == "sage" else self
+
 
 @functools.lru_cache
 def _takes(function, argument):

@@ -5,6 +5,7 @@ Made by open_checkpoint on the host, by open_spec on each rank.
 """
 
 import hashlib
+import logging
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,9 +22,10 @@ from .header_limits import MAX_HEADER_BYTES, MAX_TENSORS
 from .memory_map import unreadable
 from .meta_model import meta_model
 from .quantisation import gguf, kitchen_layers
-from .quantisation.layer_formats import Layer, layers_of
+from .quantisation.layer_formats import Layer, attention_configs, layers_of
 from .safetensors_header import header_bytes, read_safetensors
 
+log = logging.getLogger(__name__)
 # ComfyUI saves some under model.model.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")
 IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of one under diffusers' names
@@ -150,6 +152,9 @@ def _read_safetensors(path):
     shapes, dtypes = {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()}
     layers, marks = layers_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path),
                               prefix)
+    if configs := attention_configs(shapes):
+        log.info("%s names an attention backend for %d attentions. xDiT uses that of attention in xDiT Parallel Config "
+                 "instead.", os.path.basename(path), len(configs))
     kitchen_layers.check(layers.values(), os.path.basename(path))
     shapes |= {name: layer.shape for name, layer in layers.items()}
     dtypes |= {name: layer.type for name, layer in layers.items()}

@@ -24,6 +24,7 @@ from .nag import apply_nag
 from .real_rotary import in_pairs, in_real_numbers
 
 ROTATIONS = "apply_rotary_emb", "apply_rotary_emb_qwen"        # of diffusers, with complex numbers in some models
+EXACT = " (exact)"                         # suffix of an attention's name in a graph: see BackendUse.exact
 # names of attention in ComfyUI's models; the last is for packed sequences that each attend to themselves
 COMFYUIS = "optimized_attention", "optimized_attention_masked", "optimized_var_attention"
 BIAS_DIMS = 8                              # added to the head size: four are needed, kernels require a multiple of 8
@@ -40,6 +41,7 @@ class RunningAttention:
     key_streams: tuple[str, ...]           # of keys and values; mostly the same
     reach: tuple | None = None             # of sliding-window attention, from ModelPlan.window
     num_calls: int = 0                     # of attention functions, so far
+    is_exact: bool = False                 # for the running call: see BackendUse.exact
 
     @property
     def key(self):
@@ -78,9 +80,12 @@ class AttentionFunctions:
             return self._in_graph(query, key, value, attn_mask, is_causal, options)
         context = self._running()
         if context is None:
+            options.pop("is_exact", None)
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if context.attention is None:
-            return attend_here(query, key, value, context.backend, attn_mask, is_causal, options.get("scale"))
+            backend = context.backend.exact() if options.get("is_exact") else context.backend
+            return attend_here(query, key, value, backend, attn_mask, is_causal, options.get("scale"))
+        context.attention.is_exact = bool(options.get("is_exact"))
         if (attn_mask is not None or is_causal) and context.attention.reach is None:
             raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
                                    "sequence parallelism and PipeFusion do not support yet.")
@@ -108,7 +113,9 @@ class AttentionFunctions:
 
     def optimized_attention(self, query, key, value, heads, mask=None, attn_precision=None, **options):
         """ComfyUI's function: (B, T, N * H), or (B, N, T, H) with skip_reshape, to (B, T, N * H). It always runs the
-        selected attention backend, whatever ComfyUI's own choice."""
+        selected attention backend, whatever ComfyUI's own choice. From ComfyUI 0.32.0 on, some models pass each of the
+        three in an AttentionTensorContainer."""
+        query, key, value = (each if torch.is_tensor(each) else each.take() for each in (query, key, value))
         if not options.get("skip_reshape"):
             size = query.shape[-1] // heads
             query, key, value = (each.reshape(*each.shape[:2], -1 if each.numel() else heads, size).transpose(1, 2)
@@ -116,6 +123,8 @@ class AttentionFunctions:
         if mask is not None and mask.ndim < 4:                 # (B, T, T) or (T, T)
             mask = mask[(None,) * (3 - mask.ndim)][:, None]
         passed = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
+        if options.get("low_precision_attention") is False:
+            passed["is_exact"] = True
         out = self.scaled_dot_product_attention(query, key, value, mask, **passed)
         return out if options.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
 
@@ -137,12 +146,14 @@ class AttentionFunctions:
 
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
         """scaled_dot_product_attention of a compiled block. name: of the attention in the running block, or ""."""
-        context = self._running()
+        context, is_exact, name = self._running(), name.endswith(EXACT), name.removesuffix(EXACT)
         if not name or not context.shards_attention:
-            return attend_here(query, key, value, context.backend, mask, is_causal, scale)
+            backend = context.backend.exact() if is_exact else context.backend
+            return attend_here(query, key, value, backend, mask, is_causal, scale)
         context.attention = context.attentions[name]
         try:
-            return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+            return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale,
+                                                     is_exact=is_exact)
         finally:
             context.attention = None
 
@@ -165,7 +176,8 @@ class AttentionFunctions:
         self._is_traced = True
         if options.get("enable_gqa"):
             key, value = repeat_heads(query, key, value)
-        return attention(query, key, value, mask, self._traced_name, is_causal, options.get("scale"))
+        name = self._traced_name + EXACT * bool(options.get("is_exact"))
+        return attention(query, key, value, mask, name, is_causal, options.get("scale"))
 
     def _attend(self, query, key, value, context, scale, within=None):
         """within: (queries, keys, values of all tokens in the order of the streams, of some heads) -> like queries;
@@ -211,15 +223,16 @@ class AttentionFunctions:
 def attend(query, key, value, context, layer, scale):
     """Attention by this forward's parallel method. Every rank of its axes calls it. layer: a RunningAttention."""
     streams, key_streams = layer.streams, layer.key_streams
+    backend = context.backend.exact() if layer.is_exact else context.backend
     sizes = context.tokens.sizes(streams)
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
     window = None if layer.reach is None else window_of(layer, sizes, context)
     # Streams other than the image come with a step's first patch only, and attend to each other without the cache.
     if context.key_values is not None and "image" in (*streams, *key_streams):
-        unmasked = Attention(sizes, key_sizes, None, scale, context.backend, context.attention_exchange, window)
+        unmasked = Attention(sizes, key_sizes, None, scale, backend, context.attention_exchange, window)
         return patch_attention(query, key, value, unmasked, context, layer)
     mask = gathered_mask(context.masks, context.tokens.gathered_order(key_streams), query)
-    arguments = Attention(sizes, key_sizes, mask, scale, context.backend, context.attention_exchange, window)
+    arguments = Attention(sizes, key_sizes, mask, scale, backend, context.attention_exchange, window)
     if context.references is not None:
         return attention_with_references(query, key, value, arguments, context, layer)
     if context.exchange is not None:

@@ -29,6 +29,7 @@ from .ltx2_audio import (
     unfold,
     unpack_audio,
 )
+from .ltx2_block import AGAIN, choose_block
 from .ltx2_folder import CONNECTORS
 
 FROM_TENSORS = ("apply_gated_attention",
@@ -79,7 +80,9 @@ def _adapt(model, config):
         not config["use_prompt_embeddings"]) != tuple(config[f"_{name}"] for name in FROM_TENSORS):
         raise CheckpointError("Use the publisher's file: the metadata of this LTX-2 file contradicts its tensors "
                               f"({', '.join(FROM_TENSORS)}), as if it were missing or from another file.")
-    now, forward = [], model.forward
+    now, forward, norms_again = [], model.forward, [False]
+    for block in model.transformer_blocks:
+        choose_block(block, lambda: norms_again[0])
     for module in model.modules():
         if "rope_type" in vars(module):
             module.rope_type = config["_rope_type"]
@@ -88,8 +91,8 @@ def _adapt(model, config):
         if hasattr(module, "to_q"):
             module.norm_q.eps = module.norm_k.eps = 1e-5
 
-    def forward_at(*, most_times, num_references, **inputs):
-        now[:] = [most_times]
+    def forward_at(*, most_times, num_references, is_normed_again, **inputs):
+        now[:], norms_again[:] = [most_times], [is_normed_again]
         if not num_references:
             return (forward(**inputs),)
         audio = inputs["audio_hidden_states"]
@@ -126,13 +129,14 @@ LTX2 = dataclasses.replace(
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
     settings=LTX.settings | SETTINGS, convert=KEYS, adapt_model=_adapt, config_from_tensors=("_text_width",),
     **CONNECTORS,
-    conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None},
+    conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None, AGAIN: None},
     unfold=lambda conditioning: unfold(LTX.unfold(conditioning)), ignored=(*LTX.ignored, "audio_denoise_mask"),
     components={"audio": unpack_audio}, split_components=split_components, call_shapes=call_shapes,
     lengths={"audio": num_audio},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],
+        "is_normed_again": lambda call: AGAIN in call.conditioning,
         "video_coords": _coordinates},
     activation_factors={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4, "held": 7.45, "block": 13.7,
                         "exchange": 12.7, "keys": 3.0},

@@ -20,7 +20,9 @@ SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 
 REFERENCE_TIME, REFERENCE_AUDIO_TIME, LEAST_SIGMA = 0.999, 1.0, 1e-6
 VIDEO_TAG, TEXT_TAG, AUDIO_TAG = range(3)
 TIMES = VIDEO, AUDIO, REFERENCE, REFERENCE_AUDIO = range(4)            # rows of the table of timesteps
-KNOWN = {"layout", "seed", "frame_count", "keyframes", "refs", "cond_video_latents", "cond_audio_latents"}
+KNOWN = {"layout", "seed", "frame_count", "keyframes", "refs", "cond_video_latents", "cond_audio_latents",
+         "audio_scale"}
+ONE_SCHEDULE = "xdit_one_schedule"         # key of transformer_options: see rescale_audio
 
 
 def unfold(conditioning):
@@ -36,8 +38,12 @@ def unfold(conditioning):
     unknown = {f"minimax_payload.{name}": value for name, value in payload.items()
                if name not in KNOWN | {"text_token_tags"}}
     noisy = lambda latent: None if latent is None else _with_noise(latent, int(payload.get("seed", 0)))  # noqa: E731
-    keyframes = {"last_frame" if each["resolved_frame_index"] else "first_frame": noisy(each["latent"])
-                 for each in payload.get("keyframes") or ()}
+    keyframes = {}
+    for kind, name, convert in (("keyframe", "latent", noisy), ("keyframe_audio", "audio_latent", lambda sound: sound)):
+        found = [each for each in payload.get("keyframes") or () if each.get(name) is not None]
+        keyframes[f"{kind}s"] = [convert(each[name]) for each in found] or None
+        # counts are lengths of tensors, which are not empty
+        keyframes[f"{kind}_indices"] = [each["resolved_frame_index"] + 1 for each in found] or None
     references = payload.get("refs") or ()
     tags = payload.get("text_token_tags")
     return rest | unknown | keyframes | {
@@ -54,9 +60,54 @@ def _with_noise(latent, seed):
     return REFERENCE_TIME * latent.float() + (1 - REFERENCE_TIME) * noise
 
 
+def rescale_audio(latents, timestep, arguments, options):
+    """Family.rescale_components.
+
+    From ComfyUI 0.31.0 on, the sampler has one schedule, the video's: the payload's audio_scale s makes the sampler's
+    audio latent the model's times sigma_video / sigma_audio, and its velocity
+    (1 - s) audio + (1 + (s - 1) sigma_audio) velocity. Without the key, the model's velocity is scaled by the slope
+    between the two schedules (split_components).
+    """
+    scale = (arguments.get("minimax_payload") or {}).get("audio_scale")
+    if scale is None or not isinstance(latents, list) or len(latents) != 2:
+        return latents, options, lambda found: found
+    options = options | {ONE_SCHEDULE: True}
+    if float(scale) == 1:
+        return latents, options, lambda found: found
+    sigma = _sigma(timestep)
+    sigma_audio = _shifted(_base(sigma, options), options)
+    audio = latents[1] * (sigma_audio / sigma).to(latents[1].dtype)
+
+    def finish(found):
+        video, velocity = found
+        return [video, (1 - scale) * audio + (1 + (scale - 1) * sigma_audio).to(velocity.dtype) * velocity]
+    return [latents[0], audio], options, finish
+
+
+def _sigma(times):
+    return (times.flatten()[:1] / 1000).float().clamp(min=LEAST_SIGMA)
+
+
+def _shifts(options):
+    """Shifts of the video's schedule and of the audio's."""
+    return (float(options.get(name, shift)) for name, shift in SHIFTS.items())
+
+
+def _base(sigma, options):
+    """Noise level before the video's shift."""
+    of_video, _ = _shifts(options)
+    return sigma / (of_video + sigma * (1 - of_video))
+
+
+def _shifted(base, options):
+    """Noise level of the audio."""
+    _, of_audio = _shifts(options)
+    return of_audio * base / (1 + (of_audio - 1) * base)
+
+
 def split_components(latents, times, config, options):
     """Return the video, its timestep, and for this call the audio (B, C, 2, T), its timestep and the factor of its
-    prediction, which follow a schedule of their own. options: ComfyUI's transformer_options."""
+    prediction, which follow a schedule of their own. options: ComfyUI's transformer_options, or rescale_audio's."""
     video, *audios = latents
     channels = config["audio_in_channels"]
     if len(audios) != 1 or any(audio.ndim != 4 or audio.shape[1:3] != (channels, 2) or 0 in audio.shape
@@ -65,12 +116,11 @@ def split_components(latents, times, config, options):
                           f"components have the shapes {', '.join(str(tuple(part.shape)) for part in latents)}, and "
                           f"MiniMax H3 needs a video and audio of (batch, {channels}, 2, length).")
     times = times[0] if isinstance(times, tuple) else times
-    of_video, of_audio = (float(options.get(name, shift)) for name, shift in SHIFTS.items())
-    sigma = (times.flatten()[:1] / 1000).float().clamp(min=LEAST_SIGMA)
-    base = sigma / (of_video + sigma * (1 - of_video))
-    shifted = 1 + (of_audio - 1) * base
-    slope = of_audio * (1 + (of_video - 1) * base) ** 2 / (of_video * shifted ** 2)
-    return video, times, {"audio": audios[0], "audio_time": 1 - of_audio * base / shifted, "audio_slope": slope}
+    of_video, of_audio = _shifts(options)
+    base = _base(_sigma(times), options)
+    slope = of_audio * (1 + (of_video - 1) * base) ** 2 / (of_video * (1 + (of_audio - 1) * base) ** 2)
+    return video, times, {"audio": audios[0], "audio_time": 1 - _shifted(base, options),
+                          "audio_slope": torch.ones_like(slope) if options.get(ONE_SCHEDULE) else slope}
 
 
 def call_shapes(config, shape, length=None):
@@ -116,15 +166,26 @@ def _references(conditioning):
         found.append(one)
 
 
+def _keyframes(conditioning, kind):
+    """Return [(latent, index of its first frame in the video)]. kind: "keyframe" or "keyframe_audio"."""
+    found = []
+    for number in itertools.count():
+        latent = conditioning.get(f"{kind}s.{number}")
+        if latent is None:
+            return found
+        found.append((latent, conditioning[f"{kind}_indices.{number}"].shape[0] - 1))
+
+
 def _reference_videos(conditioning):
     """Latents of keyframes, then of references."""
-    keyframes = (conditioning.get(name) for name in ("first_frame", "last_frame"))
-    references = (video for video, _ in _references(conditioning))
-    return [each for each in (*keyframes, *references) if each is not None]
+    return [latent for latent, _ in _keyframes(conditioning, "keyframe")] + [
+        video for video, _ in _references(conditioning) if video is not None]
 
 
 def _reference_audios(conditioning):
-    return [audio for _, audio in _references(conditioning) if audio is not None]
+    """Audio latents of keyframes, then of references."""
+    return [latent for latent, _ in _keyframes(conditioning, "keyframe_audio")] + [
+        audio for _, audio in _references(conditioning) if audio is not None]
 
 
 def num_audio_tokens(conditioning):
@@ -245,12 +306,7 @@ def positions(call):
                            for axis, count in enumerate(counts)]
     num_text, ends = call.conditioning["context"].shape[1], _ends(counts[2], counts[1])
     text = torch.arange(num_text, dtype=torch.float64, device=call.latent.device)
-    video_grids, cursor = [], float(num_text)
-    length = FRAME_LENGTH * _frames(counts[0])
-    for name, begin in (("first_frame", cursor), ("last_frame", cursor + length - FRAME_LENGTH)):
-        if name in call.conditioning:
-            video_grids.append(_grid(call, (1, *counts[1:]), begin))
-    audio_grids = []
+    video_grids, audio_grids, cursor = [], [], float(num_text)
     for reference_video, audio in _references(call.conditioning):
         sizes = None if reference_video is None else LATENT.counts(reference_video.shape)
         if audio is not None:
@@ -261,6 +317,11 @@ def positions(call):
         of_audio = 0.0 if audio is None else float(audio.shape[3])
         is_image = sizes is not None and sizes[0] == 1
         cursor += 1.0 if is_image else max(of_audio, 0.0 if sizes is None else FRAME_LENGTH * _frames(sizes[0]))
+    # keyframes are at frames of the video, which begins after all references
+    video_grids = [_grid(call, (LATENT.counts(latent.shape)[0], *counts[1:]), cursor + FRAME_LENGTH * index)
+                   for latent, index in _keyframes(call.conditioning, "keyframe")] + video_grids
+    audio_grids = [_audio_grid(call, latent.shape[3], cursor + FRAME_LENGTH * index, ends)
+                   for latent, index in _keyframes(call.conditioning, "keyframe_audio")] + audio_grids
     audio = _audio_grid(call, num_audio_tokens(call.conditioning) // 2, cursor, ends)
     video = _grid(call, counts, cursor).unflatten(0, counts)
     if call.patch is not None:

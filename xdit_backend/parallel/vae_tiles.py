@@ -46,7 +46,7 @@ def shared_tiles(vae, tiles, split, speeds=(), before_round=None):
             return _receive(shape_of(tile.shape), rank, tile, split)
         return torch.empty(shape_of(tile.shape), dtype=tile.dtype, device="meta")
 
-    with with_tiles(vae, tiles, one):
+    with with_tiles(vae, tiles, one), replaced(vae, has_every_tile=lambda: split.rank == blender):
         yield split.rank == blender
     for work, _ in sent:
         work.wait()

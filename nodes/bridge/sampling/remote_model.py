@@ -12,6 +12,7 @@ from ....xdit_backend.planner.descriptions import describe_layout, layout_descri
 from ....xdit_backend.planner.planner import USUAL_JOB, branches_together
 from ....xdit_backend.protocol.specs import describe_exchange
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
+from ..compatibility.comfyui_variants import variant_of
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
 from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of, wrappers_inside
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, WHOLE
@@ -182,13 +183,14 @@ class RemoteModel:
             width = self.setup.transformer_config[self.family.conditioning["context"]]
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
-        extra = self.family.unfold(extra | scales_of(self.family, transformer_options))
+        x, rescaled_options, finish = self.family.rescale_components(x, timestep, extra, transformer_options)
+        extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family))
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         dims = self.modules[""][0]
         extra = with_default_method(extra, dims, self._default_method)
         wrappers = wrappers_inside(dims, self.family, transformer_options)
-        return WrapperExecutor.new_class_executor(self._answer, dims, wrappers).execute(
-            x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)
+        return finish(WrapperExecutor.new_class_executor(self._answer, dims, wrappers).execute(
+            x, timestep, context=context, control=control, transformer_options=rescaled_options, **extra))
 
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
         from . import cfg_branches as branches

@@ -67,7 +67,7 @@ def prompts(case):
 
 def sampled(comfyui, model, case, kind="minimax-h3", steps=3):
     positive, negative = prompts(case)
-    columns = CANVAS[1] + CANVAS[1] % 2 if case in ("first", "last", "both") else CANVAS[1]
+    columns = CANVAS[1] + CANVAS[1] % 2 if "minimax_keyframes" in CASES[case] else CANVAS[1]
     latent = {"samples": in_parts(torch.zeros(1, 24, FRAMES, CANVAS[0], columns), torch.zeros(1, 32, 2, AUDIO_LENGTH))}
     found = comfyui.sample(model, kind, steps=steps, positive=positive, negative=negative, latent=latent)
     return found.unbind()
@@ -97,6 +97,25 @@ def test_video_and_audio_equal_native(comfyui, native, case, layout):
     devices, degrees = LAYOUTS[layout]
 
     compare(sampled(comfyui, comfyui.ours("minimax-h3", comfyui.config(devices, **degrees)), case), native(case))
+
+
+@pytest.mark.parametrize("layout", by_default({"one", "ulysses2", "stages2"}, list(LAYOUTS)))
+def test_guides_at_any_frame_of_images_and_audio_equal_native(comfyui, native, monkeypatch, layout):
+    """As Add Guide for MiniMax H3 gives them, of which ComfyUI 0.33.0 and earlier have only the first and the last
+    frame: an image in the middle, a clip, a clip with audio and audio alone, after references."""
+    import comfy.ldm.minimax.model
+    if not hasattr(comfy.ldm.minimax.model, "_ref_t_span"):
+        pytest.skip("this ComfyUI has keyframes at the first and the last frame only")
+    guides = [{"resolved_frame_index": 4, "latent": clean_latent(31)},
+              {"resolved_frame_index": 2, "latent": clean_latent(32, frames=2), "audio_latent": drawn(33, 1, 32, 2, 3)},
+              {"resolved_frame_index": 7, "audio_latent": drawn(34, 1, 32, 2, 2)}]
+    monkeypatch.setitem(CASES, "guides", {"minimax_keyframes": guides, "minimax_refs": [image(3, 4, 10), audio(11, 5)]})
+    devices, degrees = LAYOUTS[layout]
+
+    result = sampled(comfyui, comfyui.ours("minimax-h3", comfyui.config(devices, **degrees)), "guides")
+
+    compare(result, native("guides"))
+    assert relative_error(native("guides")[0], native("images")[0]) > 1e-3
 
 
 @pytest.mark.parametrize("case, other", [

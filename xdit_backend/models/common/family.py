@@ -185,6 +185,10 @@ class Family:
     # split_components
     call_shapes: Callable | None = None
     options: tuple[str, ...] = ()          # keys of transformer_options that split_components reads
+    # (latents, timestep, ComfyUI's arguments, transformer_options) -> (latents as the model takes them,
+    # transformer_options for split_components, function from the model's prediction to that for the given latents).
+    # ComfyUI's class does this outside the wrappers of its forward (MiniMax H3).
+    rescale_components: Callable = lambda latents, timestep, arguments, options: (latents, options, lambda found: found)
 
     # --- sizes, as functions of the config ---
     num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, whose tokens are not sharded
@@ -220,7 +224,8 @@ class Family:
         for name in self.conditioning:
             value = conditioning.get(name) if conditioning.get(self.only_with.get(name, name)) is not None else None
             if isinstance(value, (list, tuple)):
-                found |= {f"{name}.{number}": _as_tensor(each) for number, each in enumerate(value) if each is not None}
+                as_tensor = _as_length if name in self.counts else _as_tensor
+                found |= {f"{name}.{number}": as_tensor(each) for number, each in enumerate(value) if each is not None}
             elif isinstance(value, str):
                 choices = self.choices.get(name, {})
                 if value not in choices:
@@ -229,7 +234,7 @@ class Family:
                                            f"this workflow's conditioning has {value}.")
                 found[f"{name}.{choices[value]}"] = torch.zeros(1)
             elif value is not None:
-                found[name] = torch.zeros(int(value)) if name in self.counts else _as_tensor(value)
+                found[name] = _as_length(value) if name in self.counts else _as_tensor(value)
         return found
 
     def inputs(self, latent, timestep, conditioning, config, patch=None):
@@ -351,6 +356,10 @@ class Family:
 
     def num_blocks(self, config):
         return sum(config[list_.count] for list_ in self.blocks)
+
+
+def _as_length(value):
+    return torch.zeros(int(value))
 
 
 def _as_tensor(value):
