@@ -224,7 +224,7 @@ def test_templates_are_listed_with_demo_first_and_a_sentence_each(node, modules,
 
 def test_what_is_refused_is_what_the_nodes_page_says(node, modules):
     """convert.js leaves a loader alone whose MODEL goes to one of these."""
-    page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
-    refused = set(re.findall(r"^\| ([^|]+) \| [^|]+ \| refused[^:|]*: ", page, re.M))
+    page = (ROOT / "docs" / "reference" / "nodes.md").read_text(encoding="utf-8")
+    refused = set(re.findall(r"^\| ([^|]+) \| [^|]+ \| rejected[^:|]*: ", page, re.M))
 
     assert refused and set(evaluate(node, modules / "convert.mjs", "REFUSED", "REFUSED")) == refused
