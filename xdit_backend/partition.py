@@ -52,7 +52,7 @@ def check_shards(num_tokens, num_shards, what="tokens"):
                           f"ulysses_degree x ring_degree = {num_shards}.")
 
 
-# --- PipeFusion: which blocks, which rows (docs/algorithms.md sections 2.1 and 2.4) ---
+# --- PipeFusion: which blocks, which rows (docs/design/pipefusion.md) ---
 
 def split_stages(costs, num_stages, speeds=None, sizes=None, limits=None):
     """Cut blocks into contiguous stages so that the slowest stage is as fast as can be; returns blocks a stage.
@@ -225,8 +225,8 @@ def slot_bytes(shapes, dtype):
 
 
 def opens_step(patch):
-    """Does this patch (None: a whole latent) come first in a step? Text tokens come with it (docs/algorithms.md section
-    2.5)."""
+    """Is this patch (None: the full latent) the first of a step? Text tokens travel with it
+    (docs/design/pipefusion.md)."""
     return patch is None or patch.start == 0
 
 

@@ -1,7 +1,7 @@
 """Trains two U-Nets, and tells what DistriFusion's modes and forecasts do to their pictures: python -m
 tests.programs.displaced_unets
 
-docs/quality.md says what came out; displaced_modes.chosen_for follows it. "sd15" has SD 1.5's structure and predicts
+docs/benchmarks.md says what came out; displaced_modes.chosen_for follows it. "sd15" has SD 1.5's structure and predicts
 noise; "sdxl" has SDXL's, no attention at full size and linear projections, and predicts velocities, at other noise
 levels. Latents are emoji of 32 x 32.
 """

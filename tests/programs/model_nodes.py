@@ -70,7 +70,8 @@ KINDS = {
     **dict.fromkeys(("ModelMergeCosmosPredict2_2B", "ModelMergeCosmosPredict2_14B"), "cosmos-predict2"),
     **dict.fromkeys(("ModelMergeAuraflow", "ModelSamplingAuraFlow"), "auraflow"),
     **dict.fromkeys(("ModelMergeQwenImage", "QwenImageDiffsynthControlnet"), "qwen-image"),
-    "AnimaLLLiteApply": "anima", "ARVideoI2V": "wan-causal", "ChromaRadianceOptions": "chroma-radiance", "FluxKVCache": "flux2-klein",
+    "AnimaLLLiteApply": "anima", "ARVideoI2V": "wan-causal", "ChromaRadianceOptions": "chroma-radiance",
+    "FluxKVCache": "flux2-klein",
     "HiDreamO1PatchSeamSmoothing": "hidream-o1",
     "LTXVReferenceAudio": "ltx-2", "MiniMaxH3SigmaShift": "minimax-h3", "ModelMergeKrea2": "krea-2",
     "ModelMergeMochiPreview": "mochi", "ModelSamplingStableCascade": "stable-cascade-c",
@@ -82,8 +83,8 @@ KINDS = {
 OTHERS = {"RTDETR_detect": "RT-DETR",
           "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3", "SDPoseKeypointExtractor": "SDPose"}
 # Nodes that change nothing on one device, with the values that they are run with
-IDLE = {"ARVideoI2V", "ChromaRadianceOptions", "MultiGPU_WorkUnits", "SelectModelDevice", "TorchCompileModel", "TripoSplatSamplingPreview",
-        "wanBlockSwap"}
+IDLE = {"ARVideoI2V", "ChromaRadianceOptions", "MultiGPU_WorkUnits", "SelectModelDevice", "TorchCompileModel",
+        "TripoSplatSamplingPreview", "wanBlockSwap"}
 # Values of widgets whose defaults change nothing of a tiny model, or are too large for a test
 SIZE = {"width": 64, "height": 64, "length": 5}
 VALUES = {

@@ -1,7 +1,7 @@
 """Measures on the demo model what is not built, and why: python -m tests.programs.stale_ideas
 
 The oracles of PipeFusion and of displaced patches draw prompts as `bench quality` does, in this process, and each way
-is compared with one device's pictures. docs/quality.md tells what came out.
+is compared with one device's pictures. docs/benchmarks.md tells what came out.
 """
 
 import argparse

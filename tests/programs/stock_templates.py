@@ -336,7 +336,8 @@ def _page(outcomes, version):
 
 def cell(text):
     """One line of the message without the error's type; a pipe is escaped."""
-    return re.sub(r"^(Unsupported|Config)Error: \w+: ", "", " ".join(text.split())).replace("\\|", "|").replace("|", "\\|")[:300]
+    message = re.sub(r"^(Unsupported|Config)Error: \w+: ", "", " ".join(text.split()))
+    return message.replace("\\|", "|").replace("|", "\\|")[:300]
 
 
 def outcome_of(walk, given, on_all, why):

@@ -2,7 +2,7 @@
 exchange.
 
 As transformer.py for transformers. Installed once on a loaded model, as its UNetPlan says. diffusers' own, unmodified
-forward runs; its convolutions, norms and self-attentions work on rows (rows.py). docs/algorithms.md section 9.
+forward runs; its convolutions, norms and self-attentions work on rows (rows.py). docs/design/displaced.md.
 """
 
 import functools

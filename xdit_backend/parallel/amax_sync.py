@@ -1,6 +1,6 @@
 """Layers whose products round their inputs by the largest of them (quantisation/layerwise_casting.py): ranks that have
 some of the inputs each agree on that number, so that all round as one rank that had them all. Installed by the hooks.
-docs/algorithms.md section 11.
+docs/design/quantisation.md.
 """
 
 import functools

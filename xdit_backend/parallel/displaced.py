@@ -1,7 +1,7 @@
 """Displaced patch parallelism (DistriFusion, arXiv 2402.19481): each rank computes its part of the image, and uses the
 others' parts as they were in the last call.
 
-hooks/unet.py puts it into U-Nets, hooks/transformer.py into transformers. docs/algorithms.md section 9.
+hooks/unet.py puts it into U-Nets, hooks/transformer.py into transformers. docs/design/displaced.md.
 
 # B batch, G groups of a norm, N heads, T tokens, H head size
 """

@@ -1,8 +1,7 @@
 """Exchanges of every layer's tensors between the ranks of a group: at once, or for the next call while this one
 computes on.
 
-The part of DistriFusion (arXiv 2402.19481) that communicates; displaced.py says what is sent. docs/algorithms.md
-section 9.
+The part of DistriFusion (arXiv 2402.19481) that communicates; displaced.py says what is sent. docs/design/displaced.md.
 """
 
 from contextlib import contextmanager
@@ -42,7 +41,7 @@ class Exchange:
     its own row goes to all other ranks in one all-gather, which is waited for where the next call comes to it. Buckets
     stay where they are in memory.
 
-    forecast: how far what drifts goes on as it went between the last two calls, docs/algorithms.md section 2.9. A
+    forecast: how far what drifts goes on as it went between the last two calls, docs/design/pipefusion.md. A
     bucket then has two sides, of the last call and of the one before, which change places: layer by layer the older is
     overwritten with what both lead to, and read; when the bucket's layers have run, what this call sends arrives there.
     """

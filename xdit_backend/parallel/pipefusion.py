@@ -1,6 +1,6 @@
 """PipeFusion on one rank: stale keys and values, and the way of hidden states from stage to stage (arXiv 2405.14430).
 
-The attention hook calls patch_attention; the engine owns a Link and the KeyValues. docs/algorithms.md sections 2 and 3.
+The attention hook calls patch_attention; the engine owns a Link and the KeyValues. docs/design/pipefusion.md.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -26,7 +26,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     it.
 
     Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by
-    an all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are
+    an all-gather along the ring axis (docs/design/pipefusion.md). Grouped queries: k and v have fewer heads, and are
     kept so.
     attention: a sequence_parallel.Attention, whose mask is made here. layer: hooks.attention_dispatch.RunningAttention.
     Returns like q.

@@ -1,7 +1,7 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): puts together what the ranks' shares of layers give.
 
 Installed by the hooks on a model that holds a rank's share of its weights (checkpoints/tensor_sharding.py).
-docs/algorithms.md section 10.
+docs/design/tensor.md.
 """
 
 import collections

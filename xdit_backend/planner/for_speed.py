@@ -10,7 +10,7 @@ from .layout_search import Estimate
 from .planner import EVERYWHERE, WARMUP_FULL, WeightPlacement, plan_run, usual_job
 
 FASTER = 1.15                              # times as fast as the best exact layout that stale keys and values must be
-# decibels of the demo model's pictures to one device's, 4 patches and a warm-up step (docs/quality.md)
+# decibels of the demo model's pictures to one device's, 4 patches and a warm-up step (docs/benchmarks.md)
 PSNR_DB = {"forecast": 43, "as they were": 37}
 
 

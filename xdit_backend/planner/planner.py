@@ -324,7 +324,7 @@ def choose_num_patches(requested, num_stages, shape, patch_size, sequence_degree
     """How many patches a latent is cut into; fewer than requested where it has too few rows.
 
     0 requested: twice the stages, since a patch more than there are stages hides the way through the host, and more
-    than two a stage make kernels small (docs/algorithms.md section 2.4). A patch has at least one token for every
+    than two a stage make kernels small (docs/design/pipefusion.md). A patch has at least one token for every
     sequence rank.
     """
     dim = patch_dim(shape, patch_size)

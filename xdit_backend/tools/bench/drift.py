@@ -2,7 +2,7 @@
 or another.
 
 One process runs the model on whole latents, so that nothing is stale, and compares what each self-attention sees with
-what the steps before it would have led to (docs/algorithms.md section 2.9). Errors are those of keys and values,
+what the steps before it would have led to (docs/design/pipefusion.md). Errors are those of keys and values,
 relative to them.
 """
 
