@@ -67,7 +67,8 @@ def reach(arrows, start):
 
 def side_of(package, arrows):
     """In which processes a package's code runs: a key of SIDES; None for tools, which neither of them imports."""
-    in_host, in_worker = (package in reach(arrows, start) for start in ("nodes", "xdit_backend.worker"))
+    in_host = any(package in reach(arrows, start) for start in ("nodes", "nodes.bridge.server"))
+    in_worker = package in reach(arrows, "xdit_backend.worker")
     return {(True, False): "ComfyUI's process", (True, True): "both",
             (False, True): "the workers"}.get((in_host, in_worker))
 
