@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..xdit_backend.config import APPROXIMATE, ATTENTIONS, COMPILES, DISPLACED_MODES, WARMUPS, ParallelConfig
-from ..xdit_backend.protocol.exchanges import EXCHANGES
+from ..xdit_backend.protocol.specs import EXCHANGES
 from .bridge.workers.worker_groups import devices_of, show_text
 
 Parallel = io.Custom("XDIT_PARALLEL")

@@ -10,25 +10,19 @@ from .protocol.errors import XDiTError
 from .tools.bench import (
     cost_model_accuracy,
     displaced,
-    drift,
     estimate_accuracy,
     gpu,
     loading,
     methods,
     plan,
     quality,
-    runs,
-    scale,
     size,
     startup,
-    unlike,
     vae,
 )
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": cost_model_accuracy,
-           "reach": estimate_accuracy, "scale": scale, "unlike": unlike, "drift": drift, "loading": loading,
-           "start": startup,
-           "runs": runs, "size": size, "card": gpu}
+           "reach": estimate_accuracy, "loading": loading, "start": startup, "size": size, "card": gpu}
 
 
 def main():

@@ -153,7 +153,7 @@ class Item:
         self.marks[marker.name] = marker
 
 
-@pytest.mark.parametrize("asked", ["", "0/3", "4/3", "3", "x/3", "1/0", "-1/3"])
+@pytest.mark.parametrize("requested", ["", "0/3", "4/3", "3", "x/3", "1/0", "-1/3"])
 def test_a_portion_that_there_is_not_is_an_error(requested):
     with pytest.raises(pytest.UsageError, match="Give --portion commit, or a number and a count such as 3/32"):
         choose_portion(requested, Turn(1, ""))

@@ -11,9 +11,8 @@ from tests.conftest import ROOT
 from xdit_backend.config import ParallelConfig, fitting, validate, validate_layout, validate_stages
 from xdit_backend.protocol import devices as devices_module
 from xdit_backend.protocol.devices import check_counts, devices_per_machine, num_cores, resolve_devices
-from xdit_backend.protocol.displaced_modes import chosen_for
 from xdit_backend.protocol.errors import ConfigError
-from xdit_backend.protocol.specs import Layout
+from xdit_backend.protocol.specs import Layout, chosen_for
 
 
 def manual(**degrees):

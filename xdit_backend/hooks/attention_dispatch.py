@@ -18,7 +18,6 @@ from ..parallel.reference_kv_cache import attention_with_references
 from ..parallel.sequence_parallel import Attention, Window, usp_attention
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
-from .biases import with_bias
 from .block_hooks import BlockPosition, one_key_per_group
 from .function_overrides import FunctionOverrides, functional, in_file
 from .infinite_talk import tell_apart
@@ -252,3 +251,24 @@ def window_of(layer, sizes, context):
     first = context.first_token if layer.streams == ("image",) else 0
     degree, rank = context.mesh.degrees["ulysses"], context.mesh.sequence_rank
     return Window(layer.reach, first + sum(sizes[:rank // degree * degree]))
+
+
+NUM_MORE = 8                               # numbers a head; kernels ask for a multiple of so many, and four are needed
+
+
+def with_bias(q_BNTH, k_BNTH, v_BNTH, bias_1T2, scale):
+    """Queries, keys and values whose products, times scale, are those of the given ones and a_q b_k + b_q a_k.
+
+    bias: a and b of each of these tokens, which are the queries' and the keys'. Of attention's output the first H
+    numbers count.
+    """
+    a, b = (each[:, None, :, None].to(q_BNTH.dtype) for each in bias_1T2.unbind(2))
+    # what `scale` takes back, as two numbers, that half precision has it exactly enough
+    whole = torch.tensor(1 / scale, dtype=torch.float64)
+    high = whole.to(q_BNTH.dtype)
+    low = (whole - high.double()).to(q_BNTH.dtype)
+    of_query = torch.cat([a * high.item(), a * low.item(), b, b], 3)
+    of_key = torch.cat([b, b, a * high.item(), a * low.item()], 3)
+    widened = [torch.cat([tensor, more.expand(*tensor.shape[:3], -1)], 3)
+               for tensor, more in ((q_BNTH, of_query), (k_BNTH, of_key))]
+    return *(F.pad(tensor, (0, NUM_MORE - 4)) for tensor in widened), F.pad(v_BNTH, (0, NUM_MORE))

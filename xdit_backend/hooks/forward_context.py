@@ -15,8 +15,7 @@ from ..parallel.displaced_exchange import Exchange
 from ..parallel.reference_kv_cache import ReferenceUse
 from ..parallel.stale_kv_cache import KeyValues
 from ..partition import opens_step
-from ..protocol.exchanges import WHOLE
-from ..protocol.specs import Patch
+from ..protocol.specs import WHOLE, Patch
 
 CPU = torch.device("cpu")
 

@@ -24,15 +24,12 @@ from ..partition import attended, halved, in_block, level_of, unet_blocks
 from ..protocol.errors import UnsupportedError
 from ..protocol.specs import Shrink
 from .compiled_blocks import CompiledBlocks
-from .free_u import free_u
 from .function_overrides import FunctionOverrides, functional, torch_with
 from .injected_networks import text_places, with_images, with_networks
 from .interleave import interleave
 from .nag import apply_nag
-from .tiles import attend_in_tiles
 from .unet_compiled import GraphRows
-from .unet_control import ControlBlocks
-from .unet_shrink import ShrinkBlocks, as_large
+from .unet_patches import ControlBlocks, ShrinkBlocks, as_large, attend_in_tiles, free_u
 
 
 @dataclass(frozen=True)

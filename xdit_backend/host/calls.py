@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..protocol import exchanges, specs
+from ..protocol import specs
 from ..protocol.errors import UnsupportedError
 from .launcher import WorkerGroup
 
@@ -36,7 +36,7 @@ class Call:
     left_out: dict[str, torch.Tensor] = field(default_factory=dict)        # of the conditioning, since those are kept
     compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
     backend: specs.BackendChoice = field(default_factory=specs.BackendChoice)  # of attention
-    exchange: str = exchanges.WHOLE        # in which form attention's tensors travel, one of exchanges.EXCHANGES
+    exchange: str = specs.WHOLE        # in which form attention's tensors travel, one of specs.EXCHANGES
     copies: specs.WeightCopies = field(default_factory=specs.WeightCopies)  # of weights that come from host memory
 
     @property

@@ -6,20 +6,20 @@ import torch
 import torch.nn.functional as F
 
 from .common.family import Family, Sampled, Tiny
-from .common.frames import frames_first
 from .common.inputs import (
     Unpacked,
     config_of,
     folder_alone,
+    frames_first,
     given,
     has,
     in_config_json,
+    sigma_after,
     stored_dtype,
     type_of_arithmetic,
 )
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
-from .common.schedule import sigma_after
 
 LATENT, TABLE = Unpacked((1, 2, 2)), TokenArgument(0, ("image",))
 

@@ -5,8 +5,7 @@ import torch
 
 from ..memory.staging import on_device
 from .common.family import Family, Tiny
-from .common.frames import frames_first
-from .common.inputs import Packed, Unpacked, blocks, config_of, given, has, optional_size, size, timestep
+from .common.inputs import Packed, Unpacked, blocks, config_of, frames_first, given, has, optional_size, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 

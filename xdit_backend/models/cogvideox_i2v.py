@@ -5,8 +5,7 @@ import dataclasses
 from ..protocol.errors import ConfigError
 from .cogvideox import COGVIDEOX, LATENT, LEARNED, is_cogvideox
 from .common.family import Tiny
-from .common.frames import frames_first
-from .common.inputs import config_of, has, token_rows
+from .common.inputs import config_of, frames_first, has, token_rows
 
 # of the table, what stands for text; and tokens of 13 frames of 720 x 480 pixels
 NUM_TEXTS, NUM_PLACES = 226, 17550

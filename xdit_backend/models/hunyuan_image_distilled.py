@@ -3,8 +3,7 @@
 import dataclasses
 
 from .common.family import Tiny
-from .common.inputs import config_of, given, has
-from .common.schedule import sigma_after
+from .common.inputs import config_of, given, has, sigma_after
 from .hunyuan_image import HUNYUAN_IMAGE, is_distilled, is_of_rows_and_columns
 
 HUNYUAN_IMAGE_DISTILLED = dataclasses.replace(

@@ -3,8 +3,7 @@
 import dataclasses
 
 from .common.family import Tiny
-from .common.inputs import config_of, given, has
-from .common.schedule import sigma_after
+from .common.inputs import config_of, given, has, sigma_after
 from .hunyuan_video15 import HUNYUAN_VIDEO15, NAMES
 
 HUNYUAN_VIDEO15_DISTILLED = dataclasses.replace(

@@ -16,7 +16,7 @@ from ..attention.log_sum_exp import merge_attention
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..distributed.fp8_communication import all_gather_small, all_to_all_small, num_bytes, pack, unpack
 from ..partition import shard_sizes
-from ..protocol.exchanges import ALL, KEYS, WHOLE
+from ..protocol.specs import ALL, KEYS, WHOLE
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..protocol.exchanges import ALL, KEYS, WHOLE
-from .parts import Parts
+from ..protocol.specs import ALL, KEYS, WHOLE
 from .quantised_matmul_memory import Product
 
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
@@ -350,3 +349,22 @@ def _sum_parts(run, tokens):
 def wide(size, degrees):
     """The devices that a group spans: one that does not tile a node crosses it."""
     return 2 * DEVICES_PER_NODE if degrees.devices > DEVICES_PER_NODE and degrees.devices // 2 % size else size
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a block, a step or a run: what the device computes, waits for others, and the host launches."""
+
+    compute: float
+    link: float
+    launch: float
+
+    @property
+    def seconds(self):
+        return max(self.compute + self.link, self.launch)
+
+    def times(self, factor):
+        return Parts(self.compute * factor, self.link * factor, self.launch * factor)
+
+    def plus(self, other):
+        return Parts(self.compute + other.compute, self.link + other.link, self.launch + other.launch)

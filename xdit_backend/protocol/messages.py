@@ -10,10 +10,10 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from .errors import XDiTError
-from .exchanges import WHOLE
 from .shared_memory import Segment
 from .specs import (
     RESULT,
+    WHOLE,
     AutoencoderSpec,
     BackendChoice,
     Branch,

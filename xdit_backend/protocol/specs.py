@@ -9,6 +9,15 @@ from pydantic.dataclasses import dataclass
 from .shared_memory import Segment
 from .validation import STRICT, ByName, Degree, Many, Natural, Speed
 
+WHOLE, KEYS, ALL = "whole", "keys and values in fp8", "all in fp8"
+EXCHANGES = WHOLE, KEYS, ALL
+
+
+def describe_exchange(exchange, layout):
+    """What a run says of it; "" where all travels as it is."""
+    return f", {exchange}" if exchange != WHOLE and layout.ulysses_degree * layout.ring_degree > 1 else ""
+
+
 # of a field whose segments the workers write; the host fills all others
 RESULT = {"is_result": True}
 SDPA = "sdpa"                              # torch's own attention
@@ -216,7 +225,8 @@ class Branch:
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
     guided: Many[Nag] = ()   # done to what every self-attention gives, one after the other
     free_u: Many[FreeU | Shrink] = ()        # of a U-Net, one after the other
-    # tokens of a U-Net's self-attention -> rows and columns of its tiles, rows and columns of one (hooks/tiles.py)
+    # tokens of a U-Net's self-attention -> rows and columns of its tiles, rows and columns of one
+    # (hooks/unet_patches.py)
     tiles: ByName[str, tuple[Natural, Natural, Natural, Natural]] = dataclasses.field(default_factory=dict)
     networks: Many[NetworkUse] = ()  # one after the other
     # conditioning of this call alone, such as parts of the latent
@@ -224,3 +234,36 @@ class Branch:
     cached: CachedReferences | None = None
     # where the predictions for parts go, in float32
     parts: ByName[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """norms: moments of a group norm are "corrected" stale ones, "stale" ones with the own fresh, exchanged at "once",
+    or the rank's "own"."""
+
+    norms: str = "corrected"
+    is_stale: bool = True
+    publishes: bool = True                 # are later calls sent what this one has?
+
+
+MODES = {"corrected_async_gn": Mode(), "stale_gn": Mode("stale"), "sync_gn": Mode("once"), "separate_gn": Mode("own"),
+         "no_sync": Mode("own", publishes=False), "full_sync": Mode(is_stale=False)}
+AUTO = "auto"                              # chosen_for
+ROWS_FOR_CORRECTION = 4
+
+
+def chosen_for(num_rows):
+    """(the mode for a run, why in a person's words).
+
+    num_rows: the fewest that a rank has of a U-Net's smallest images; None: of a transformer, which has no norms over
+    the picture, so that these modes are one. By the figures of docs/benchmarks.md: with four rows
+    the correction is as near to one device as 37 dB, 2 dB behind moments exchanged at once, for which all ranks wait in
+    every norm; with two and with one it is at 31 to 33 dB, up to 4 dB behind. Stale moments are behind the correction
+    in all of these.
+    """
+    if num_rows is None:
+        return "corrected_async_gn", ""
+    rows = f"a device has {num_rows} row{'' if num_rows == 1 else 's'} of the smallest images"
+    if num_rows < ROWS_FOR_CORRECTION:
+        return "sync_gn", f"norms exchanged at once: {rows}, fewer than {ROWS_FOR_CORRECTION}"
+    return "corrected_async_gn", f"norms corrected: {rows}"

@@ -17,9 +17,8 @@ from ..parallel.reference_kv_cache import References, ReferenceUse
 from ..parallel.stale_kv_cache import KeyValues, Offload
 from ..parallel.vae_memory import free_bytes
 from ..partition import FULL, shard_sizes
-from ..protocol.displaced_modes import MODES
 from ..protocol.shared_memory import map_segment
-from ..protocol.specs import BY_KERNEL, Branch
+from ..protocol.specs import BY_KERNEL, MODES, Branch
 from .busy_time import Clock
 from .cooperative_loading import WeightGroups
 from .injected_networks import Networks

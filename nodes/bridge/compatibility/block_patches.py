@@ -240,8 +240,8 @@ def _tile_of(function, tokens_BTC, shape):
 
 
 def _tiles(function):
-    """Does this function cut tokens as xdit_backend/hooks/tiles.py does? Tested with a picture of 2 x 2 tiles, where
-    it cuts one."""
+    """Does this function cut tokens as xdit_backend/hooks/unet_patches.py does? Tested with a picture of 2 x 2 tiles,
+    where it cuts one."""
     side = 2 * cell(function, "latent_tile_size").cell_contents
     tokens = torch.arange(side * side).view(1, -1, 1)
     cut, tile = _tile_of(function, tokens, (1, 4, side, side))

@@ -10,7 +10,7 @@ import torch
 
 import comfy.model_patcher
 from comfy.context_windows import IndexListCallbacks
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP, get_all_wrappers
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.shared_memory import dtype_name
@@ -278,3 +278,11 @@ def _compute_dtype(patcher, runs):
 def _is_empty(value):
     return value is None or (isinstance(value, (dict, list, tuple, set)) and not any(
         not _is_empty(part) for part in (value.values() if isinstance(value, dict) else value)))
+
+
+def wrappers_inside(net, family, transformer_options):
+    """Those of a call, where the forward of ComfyUI's class calls them; of a family that ComfyUI has not, all."""
+    forwards = [vars(class_)["forward"] for class_ in type(net).__mro__ if "forward" in vars(class_)]
+    calls_wrappers = (family.sampled
+                      or any(WrapperExecutor.__name__ in forward.__code__.co_names for forward in forwards))
+    return get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options) if calls_wrappers else []

@@ -80,7 +80,7 @@ def _refuse_others(family, transformer_options, control):
 
 
 def shrinks(kind, function):
-    """Do the functions of PatchModelAddDownscale what xdit_backend/hooks/unet_shrink.py does? Tested with few
+    """Do the functions of PatchModelAddDownscale what xdit_backend/hooks/unet_patches.py does? Tested with few
     pixels."""
     image = torch.arange(30.0).view(1, 1, 5, 6)
     if kind not in WAYS_DOWN:

@@ -8,8 +8,7 @@ from ....xdit_backend.checkpoints.checkpoint import Checkpoint
 from ....xdit_backend.checkpoints.model_dims import job_of
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.planner.cost_model import ModelDims
-from ....xdit_backend.planner.for_speed import has_stages_for_speed
-from ....xdit_backend.planner.planner import AttentionHeads, WeightPlacement, choose_layout
+from ....xdit_backend.planner.planner import AttentionHeads, WeightPlacement, choose_layout, has_stages_for_speed
 from ....xdit_backend.protocol.devices import devices_per_machine
 from ....xdit_backend.protocol.specs import ModelSpec
 

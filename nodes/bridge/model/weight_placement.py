@@ -4,8 +4,7 @@ proxy_model.py."""
 from ....xdit_backend.checkpoints.tensor_sharding import possible_splits
 from ....xdit_backend.config import refuse_methods, validate_layout, validate_stages
 from ....xdit_backend.memory.system_memory import pages_of
-from ....xdit_backend.planner.for_speed import placement_for_speed
-from ....xdit_backend.planner.planner import EVERYWHERE, Devices, choose_placement, usual_branches
+from ....xdit_backend.planner.planner import EVERYWHERE, Devices, choose_placement, placement_for_speed, usual_branches
 from ....xdit_backend.protocol.devices import devices_per_machine
 from ..workers.memory_checks import has_own_memory
 from ..workers.worker_groups import GROUPS, show_text

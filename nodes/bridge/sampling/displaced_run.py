@@ -11,9 +11,8 @@ from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_bands, halved, num_tokens
 from ....xdit_backend.planner.descriptions import describe_layout
 from ....xdit_backend.planner.planner import branches_together
-from ....xdit_backend.protocol.displaced_modes import AUTO, MODES, chosen_for
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
-from ....xdit_backend.protocol.specs import Shrink
+from ....xdit_backend.protocol.specs import AUTO, MODES, Shrink, chosen_for
 from .warmup import Staleness
 
 

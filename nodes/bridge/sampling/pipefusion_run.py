@@ -11,9 +11,8 @@ import torch
 from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_patches, num_tokens, opens_step
 from ....xdit_backend.planner.descriptions import describe_layout
-from ....xdit_backend.planner.for_speed import describe_quality
-from ....xdit_backend.planner.planner import branches_together, choose_num_patches, warmup_layout
-from ....xdit_backend.protocol.exchanges import describe_exchange
+from ....xdit_backend.planner.planner import branches_together, choose_num_patches, describe_quality, warmup_layout
+from ....xdit_backend.protocol.specs import describe_exchange
 from .warmup import Staleness
 
 

@@ -10,11 +10,10 @@ from comfy.patcher_extension import WrapperExecutor
 from ....xdit_backend.host.calls import Call
 from ....xdit_backend.planner.descriptions import describe_layout, layout_description
 from ....xdit_backend.planner.planner import USUAL_JOB, branches_together
-from ....xdit_backend.protocol.exchanges import describe_exchange
+from ....xdit_backend.protocol.specs import describe_exchange
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
-from ..compatibility.inside import wrappers_inside
-from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of
+from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of, wrappers_inside
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, WHOLE
 from ..workers.vram_accounting import ask_for_memory
 from ..workers.worker_groups import GROUPS, parking_bytes, show_text

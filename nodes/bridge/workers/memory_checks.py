@@ -130,7 +130,7 @@ class MemoryCheck:
 
     def words(self, estimates):
         """Where the weights are, for a person; "" where all are on the devices. forecasts:
-        sampling.layout_selection.Forecasts."""
+        sampling.layout_selection.Estimates."""
         plan, run = estimates.plan or estimates.coming, estimates.timed
         chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps if run else USUAL_JOB.steps)
         streamed, stay = max(self.offloaded_bytes), max(self.weight_bytes)

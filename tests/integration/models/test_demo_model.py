@@ -5,7 +5,7 @@ import torch
 
 from tests.support.tolerances import close, within
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
-from xdit_backend.protocol.displaced_modes import MODES
+from xdit_backend.protocol.specs import MODES
 from xdit_backend.tools.bench.quality import (
     DEMO,
     compare,

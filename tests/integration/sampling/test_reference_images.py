@@ -93,7 +93,7 @@ def test_stale_patches_with_a_image_to_the_right_equal_the_oracle(comfyui):
     close(result, sample_oracle(comfyui, "hidream-i1", 4, 1, **arguments), STALE)
 
 
-@pytest.mark.parametrize("size, picture", [((8, 13), (8, 12)), ((8, 12), (8, 13)), ((8, 12), (10, 12))], ids=str)
+@pytest.mark.parametrize("size, image", [((8, 13), (8, 12)), ((8, 12), (8, 13)), ((8, 12), (10, 12))], ids=str)
 def test_a_image_that_cannot_stand_to_the_right_is_refused_with_its_size(comfyui, size, image):
     """ComfyUI's own makes tokens of both, or fails."""
     positive = comfyui.conditioning("hidream-i1", 1)

@@ -11,7 +11,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 VOLTA, TURING, AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE_50 = (7, 0), (7, 5), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 
 
-@pytest.mark.parametrize("dtype, head_size, capability, has_cudnn, kernel", [
+@pytest.mark.parametrize("dtype, head_size, capability, has_cudnn, backend", [
     (FP64, 12, None, False, Kernel("cpu", FP64)), (BF16, 64, None, False, Kernel("cpu", BF16)),
     *((dtype, size, capability, True, Kernel("flash", dtype, 8))
       for dtype in (BF16, FP16) for size in (12, 64, 128, 256) for capability in (AMPERE, ADA, GEFORCE_50)),
@@ -30,7 +30,7 @@ def test_the_kernel_is_one_that_the_device_has(dtype, head_size, capability, has
     assert choose_backend(dtype, head_size, 100, capability, has_cudnn) == backend
 
 
-@pytest.mark.parametrize("dtype, capability, kernel", [
+@pytest.mark.parametrize("dtype, capability, backend", [
     (BF16, HOPPER, Kernel("efficient", BF16, 8)), (FP16, ADA, Kernel("efficient", FP16, 8)),
     (FP16, TURING, Kernel("efficient", FP16, 8)),
     (BF16, TURING, Kernel("efficient", FP32, 4)), (FP32, HOPPER, Kernel("efficient", FP32, 4)),

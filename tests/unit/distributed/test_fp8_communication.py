@@ -14,8 +14,7 @@ from xdit_backend.distributed.fp8_communication import from_fp8, num_bytes, pack
 from xdit_backend.distributed.mesh import build_mesh
 from xdit_backend.parallel.sequence_parallel import Attention, all_keys, usp_attention
 from xdit_backend.partition import shard_sizes
-from xdit_backend.protocol.exchanges import ALL, EXCHANGES, KEYS, WHOLE
-from xdit_backend.protocol.specs import Layout
+from xdit_backend.protocol.specs import ALL, EXCHANGES, KEYS, WHOLE, Layout
 
 HEADS = 4
 ULYSSES, RING, BOTH = ({"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "ring": 2})

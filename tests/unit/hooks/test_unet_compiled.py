@@ -22,8 +22,7 @@ from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.parallel.displaced import StaleSplit
 from xdit_backend.parallel.displaced_exchange import Exchange
 from xdit_backend.partition import unet_blocks
-from xdit_backend.protocol.displaced_modes import MODES
-from xdit_backend.protocol.specs import Layout
+from xdit_backend.protocol.specs import MODES, Layout
 
 EXACT = 1e-10
 NUM_CALLS = 8                  # of Heun's method over the sigmas

@@ -63,7 +63,7 @@ def test_a_thread_and_those_that_it_begins_belong_to_the_node_of_the_gpu(tmp_pat
     assert message == f"weights for the card at {CARD} are copied by processors of its NUMA node {node}"
 
 
-@pytest.mark.parametrize("of_card, nodes, address, why", [
+@pytest.mark.parametrize("of_gpu, nodes, address, why", [
     (None, None, CARD, "No such file"),
     ("-1", None, CARD, "the system does not know its NUMA node"),
     ("1", (f"{OWN[0]}", "100000-100003"), CARD, "none of the processors of its NUMA node 1 is among"),

@@ -1,7 +1,6 @@
 """Displaced patches: the ranks together are the oracle, synchronous calls are the model;
 with a broken part they are not."""
 
-import copy
 import dataclasses
 import functools
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 import xdit_backend.hooks.unet as row_hooks
 import xdit_backend.parallel.displaced as displaced
 import xdit_backend.parallel.displaced_exchange as exchange_module
-from tests.programs import displaced_unets
 from tests.support.displaced_oracle import StaleTransformer, StaleUNet
 from tests.support.model_zoo import ALIKE, example, having, hold_share
 from tests.support.ranks import run_ranks
@@ -32,8 +30,7 @@ from xdit_backend.partition import attended, cut_bands, halved
 from xdit_backend.planner.cost_model import Degrees, Job, ModelDims
 from xdit_backend.planner.memory_model import rank_memory
 from xdit_backend.planner.planner import memory_settings
-from xdit_backend.protocol.displaced_modes import MODES
-from xdit_backend.protocol.specs import Layout
+from xdit_backend.protocol.specs import MODES, Layout
 from xdit_backend.worker.models import Loaded
 
 EXACT = 1e-10
@@ -629,23 +626,3 @@ def test_bands_of_halved_images():
 
 def test_buckets_are_of_layers_that_follow_one_another():
     assert fill_buckets({"a": 3, "b": 3, "c": 9, "d": 1, "e": 5}, 6) == [["a", "b"], ["c"], ["d", "e"]]
-
-
-@pytest.mark.parametrize("mode, forecast", [("corrected_async_gn", 0.0), ("sync_gn", 0.6)])
-def test_ranks_in_one_process_equal_the_oracle(mode, extrapolation):
-    """Those that tests/programs/displaced_unets.py measures modes with."""
-    with torch.no_grad():
-        model, bands = displaced_unets.new("sdxl").double().eval(), (0, 4, 8)
-        ranks, oracle = displaced_unets.Ranks(model, 2), StaleUNet(
-            copy.deepcopy(model), [(0, 4), (4, 8)], mode, extrapolation)
-        ranks.begin(extrapolation)
-        torch.manual_seed(1)
-        noise, context = torch.randn(1, 3, 8, 4).double(), torch.randn(2, 5, displaced_unets.WIDTH).double()
-        predictors = (lambda step, time, **inputs: ranks.predict(step > 0, MODES[mode], bands, time, **inputs),
-                      lambda step, time, **inputs: oracle.predict(step > 0, **inputs),
-                      lambda step, time, **inputs: model(**inputs, return_dict=False)[0])
-        together, wanted, one = (displaced_unets.sample("sdxl", predict, noise, context, 4, 3.0)
-                                 for predict in predictors)
-
-    within((together - wanted).abs().max().item(), EXACT)
-    assert (together - one).abs().max() > 1e-6

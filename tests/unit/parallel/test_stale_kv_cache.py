@@ -101,7 +101,7 @@ def kept_late(rank, world_size, name, extrapolation):
     return torch.equal(*results), in_flight, device.num_in_flight, device.most_pinned, sum(sizes), len(device.pinned)
 
 
-@pytest.mark.parametrize("name, forecast", [("SD3", 0.0), ("Flux.1", 0.5)])
+@pytest.mark.parametrize("name, extrapolation", [("SD3", 0.0), ("Flux.1", 0.5)])
 def test_copies_that_are_late_change_nothing_and_are_over_when_memory_goes(name, extrapolation):
     """What nobody will use is under way at the end of every step. Of what is pinned, entries are all."""
     (same, in_flight, after, most_pinned, entries, left), = run_ranks(kept_late, 1, name, extrapolation)

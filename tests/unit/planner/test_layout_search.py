@@ -9,7 +9,6 @@ import pytest
 from tests.support.tolerances import within
 from xdit_backend.config import ParallelConfig
 from xdit_backend.planner.cost_model import Degrees, Device, Job, Links, ModelDims
-from xdit_backend.planner.for_speed import FASTER, placement_for_speed
 from xdit_backend.planner.layout_search import (
     Machine,
     are_identical,
@@ -20,9 +19,9 @@ from xdit_backend.planner.layout_search import (
     is_worth_it,
 )
 from xdit_backend.planner.memory_model import ActivationFootprint, MemorySettings
-from xdit_backend.planner.planner import USUAL_JOB, Devices
+from xdit_backend.planner.planner import FASTER, USUAL_JOB, Devices, placement_for_speed
 from xdit_backend.planner.run_time import run_seconds
-from xdit_backend.protocol.exchanges import EXCHANGES
+from xdit_backend.protocol.specs import EXCHANGES
 
 FLUX = ModelDims(57, 3072, 24, 12.0, 11.9e9, text_once=True)
 PIXART = ModelDims(28, 1152, 16, 14.0, 0.61e9, joint=False, text_once=True)
@@ -72,7 +71,7 @@ def test_stages_on_two_machines_wait_for_the_network_that_their_ranks_share():
     within(abs(fast / slow - 0.5), 0.02)                       # as if each had a network of its own
 
 
-@pytest.mark.parametrize("net, job, devices, device, between, expected", [
+@pytest.mark.parametrize("dims, job, devices, device, between, expected", [
     (PIXART, Job(4096, 120, 20, branches=2), 2, A100, NVLINK, Degrees(cfg=2)),
     (PIXART, Job(65536, 120, 20, branches=2), 2, L40, PCIE, Degrees(cfg=2)),
     (FLUX, Job(16384, 512, 28), 2, A100, NVLINK, Degrees(ulysses=2)),

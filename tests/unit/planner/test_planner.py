@@ -25,10 +25,13 @@ from xdit_backend.planner.planner import (
 from xdit_backend.planner.run_time import synchronous_steps
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.specs import Layout, Stages
-from xdit_backend.tools.bench.scale import JOBS
 
 EXACTLY, EVERY = ParallelConfig(approximate="not allowed"), range(64)
 OF_24_HEADS = AttentionHeads("this model", 24)
+# Flux.1 dev and Wan 2.1 14B as dims_of finds them; tokens of one megapixel, of 16, and of five seconds of 720p video
+FLUX = ModelDims(57, 3072, 24, 12.0, 11.9e9, text_once=True, branches_apart=True)
+WAN = ModelDims(40, 5120, 40, 13.4, 14.3e9, joint=False, text_once=True, branches_apart=True)
+JOBS = ((FLUX, Job(4096, 512, 28)), (FLUX, Job(65536, 512, 28)), (WAN, Job(75600, 512, 50, branches=2, frames=21)))
 
 
 def model_of(weight_bytes):
@@ -79,7 +82,7 @@ def test_manual_refuses_degrees_that_do_not_fit_the_model():
         choose_layout(ParallelConfig(mode="manual", ulysses_degree=2), 2, 1, AttentionHeads("this model", 7))
 
 
-@pytest.mark.parametrize("asked, num_stages, rows, columns, sequence_degree, expected", [
+@pytest.mark.parametrize("requested, num_stages, rows, columns, sequence_degree, expected", [
     (0, 2, 128, 128, 1, 4), (0, 3, 128, 128, 1, 6), (0, 2, 6, 64, 1, 3), (8, 2, 8, 16, 2, 4), (8, 2, 8, 2, 2, 2),
     (1, 4, 64, 64, 1, 1),
     (5, 1, 64, 64, 1, 5), (3, 2, 2, 2, 1, 1)])
@@ -126,7 +129,7 @@ def test_no_run_has_weights_loaded_again(placement):
 def test_where_the_weights_fit_sharding_tensors_pays_nothing(rate):
     """So exact runs have nothing to load again for: by forecast another exact layout is as fast,
     over fast links and slow ones."""
-    for (dims, job), count in itertools.product(JOBS.values(), (2, 4, 8)):
+    for (dims, job), count in itertools.product(JOBS, (2, 4, 8)):
         links = Links({(name, size): rate for name in ("all_to_all", "hop", "all_reduce", "gather")
                        for size in (2, 4, 8)}, 2e-5)
         machine = Machine((Device(2e14, 2e14, 2e12, memory_bytes=80e9),) * count, links)

@@ -99,7 +99,7 @@ def test_a_command_in_time_finds_the_memory(monkeypatch):
 
 
 @SAYS
-@pytest.mark.parametrize("unused_bytes, is_kept", [(4.2 * 200 * MB, True), (2 * 200 * MB, False)])
+@pytest.mark.parametrize("unused_bytes, is_cached", [(4.2 * 200 * MB, True), (2 * 200 * MB, False)])
 def test_where_memory_is_short_a_run_s_is_given_back_at_once(unused_bytes, is_cached, monkeypatch):
     memory = Memory(torch.device("cpu"))
     memory.give_back()

@@ -348,3 +348,24 @@ def check_mask(num_masked, num_tokens):
 def all_text(call):
     """(B, T): a mask that says that every text token is real, for forwards that cannot do without one."""
     return torch.ones(call.conditioning["context"].shape[:2], dtype=torch.bool, device=call.latent.device)
+
+
+def frames_first(model, config):
+    """A rule for Family.amend: its forward takes, and gives, (B, C, F, rows, columns)."""
+    forward = model.forward
+    model.forward = lambda *, hidden_states, **inputs: tuple(
+        output.transpose(1, 2) for output in forward(hidden_states=hidden_states.transpose(1, 2), **inputs))
+
+
+def sigma_after(timestep, options):
+    """For Family.per_call_inputs: {"sigma_after": the noise level that this step goes to, (B,)}.
+
+    {} where a sampler asks for a level between those of its schedule: ComfyUI's models are then told none.
+    """
+    schedule, sigmas = options.get("sample_sigmas"), options.get("sigmas")
+    if schedule is None or sigmas is None:
+        return {}
+    step = (schedule == sigmas[0].to(schedule)).nonzero().flatten()[:1].tolist()
+    if not step or step[0] + 1 == len(schedule):
+        return {}
+    return {"sigma_after": schedule[step[0] + 1].to(timestep).expand(len(timestep))}

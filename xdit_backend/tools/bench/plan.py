@@ -23,10 +23,9 @@ from ...host import machine_profiles
 from ...host.client import Client
 from ...host.preflight import num_cuda_devices
 from ...planner.descriptions import describe_plan, table, why
-from ...planner.for_speed import placement_for_speed
 from ...planner.layout_search import candidates, estimates, extra_candidates
 from ...planner.machine_profile import read_machine
-from ...planner.planner import Devices, choose_placement, memory_settings, plan_run, usual_branches
+from ...planner.planner import Devices, choose_placement, memory_settings, placement_for_speed, plan_run, usual_branches
 from ...protocol.devices import resolve_devices
 from ...protocol.errors import ConfigError
 

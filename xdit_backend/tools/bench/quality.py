@@ -26,10 +26,8 @@ from ...demo_model.text import WEIGHTS, as_unets_context, load_text_encoder
 from ...demo_model.transformer import shifted_sigmas
 from ...host.calls import Call
 from ...partition import cut_bands, cut_patches
-from ...protocol.displaced_modes import MODES
 from ...protocol.errors import ConfigError
-from ...protocol.exchanges import EXCHANGES
-from ...protocol.specs import Layout, Stages
+from ...protocol.specs import EXCHANGES, MODES, Layout, Stages
 from .sampler import SAMPLERS, Method, Model, Sampling, sample
 from .worker_groups import count_cuda, start_clients
 

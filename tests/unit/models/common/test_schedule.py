@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.model_zoo import example
-from xdit_backend.models.common.schedule import sigma_after
+from xdit_backend.models.common.inputs import sigma_after
 from xdit_backend.protocol.errors import ConfigError
 
 SCHEDULE = torch.tensor([1.0, 0.9, 0.6, 0.0])

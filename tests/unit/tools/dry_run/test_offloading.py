@@ -84,7 +84,7 @@ def test_the_readme_has_at_most_six_rows_of_models_larger_than_vram(readme):
     assert len(rows) == table.count("\n| ") - 1 <= 6, "a row that no simulation covers, or too many rows"
 
 
-@pytest.mark.parametrize("name, layout, card_gb", [
+@pytest.mark.parametrize("name, layout, gpu_gb", [
     pytest.param(name, layout, gpu_gb, marks=[] if (name, layout, gpu_gb) == DEFAULT else pytest.mark.slow)
     for name, own in MODELS.items() for layout in sorted({"one", "ulysses2", own}) for gpu_gb in CARDS_GB])
 def test_a_rank_holds_what_its_gpu_has_room_for_and_what_was_forecast(name, layout, gpu_gb):
@@ -103,7 +103,7 @@ def test_a_rank_holds_what_its_gpu_has_room_for_and_what_was_forecast(name, layo
     assert counted.streamed_bytes == fit.hold[1][0]
 
 
-@pytest.mark.parametrize("name, card_gb", [
+@pytest.mark.parametrize("name, gpu_gb", [
     pytest.param(*row, marks=pytest.mark.slow) for row in (("flux.1-dev", 12), ("flux.2-dev", 24), ("qwen-image", 16))])
 def test_a_stage_holds_what_its_gpu_has_room_for_and_what_was_forecast(name, gpu_gb):
     """Weights come once for each of as few patches as there are stages."""

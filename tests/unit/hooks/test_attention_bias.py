@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.tolerances import relative_error
-from xdit_backend.hooks.biases import with_bias
+from xdit_backend.hooks.attention_dispatch import with_bias
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
