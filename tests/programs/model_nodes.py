@@ -38,9 +38,9 @@ is loaded by ComfyUI's loader.
 - **equal**: the latents, or what else the node makes, equal those of ComfyUI's own loader. A node that changes the
   MODEL also changes the latents.
 - **equal up to rounding**: the node makes both compute in half precision, where each rounds differently.
-- **equal, no effect**: nor has the node an effect with ComfyUI's own loader: it compiles, selects among devices of
-  which there is one, exists for old workflows, acts with the rejected sampler `ar_video` only (ARVideoI2V), or has no
-  effect with its defaults (ChromaRadianceOptions, whose other values are rejected).
+- **equal, no effect**: the node has no effect with ComfyUI's own loader either. It compiles, selects among devices of
+  which there is one, exists for old workflows, acts with the rejected sampler `ar_video` only (ARVideoI2V), or does
+  nothing with its defaults (ChromaRadianceOptions, whose other values are rejected).
 - **rejected**: the workflow ends with this message before anything is generated. With ComfyUI's own loader the node
   has an effect.
 - **made for** a model that xDiT does not run: the outcome on one that xDiT runs. **As ComfyUI's own**: its loader ends
