@@ -81,7 +81,7 @@ def main():
             exit_code = run_all(code_checks(python) | imports, environment)
         elif options.job == "pictures":
             wait(subprocess.Popen([python, "-m", "tests.support.chromium"], cwd=ROOT))
-            exit_code = run_all({"the rooms' picture": [python, "-m", "tests.support.architecture"],
+            exit_code = run_all({"the packages' diagram": [python, "-m", "tests.support.architecture"],
                                  "the page's pictures": [python, "-m", "tests.programs.screenshots"]}, environment)
         elif options.job == "test":
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)

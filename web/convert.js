@@ -21,7 +21,7 @@ export const LOADERS = {
 };
 export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", ImageOnlyCheckpointLoader: "ckpt_name" };
-// Nodes whose change of a MODEL the workers refuse (docs/nodes.md); what these inputs bring is refused too.
+// Nodes whose change of a MODEL the workers refuse (docs/reference/nodes.md); what these inputs bring is refused too.
 export const REFUSED = [
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
 ];

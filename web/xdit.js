@@ -127,7 +127,7 @@ app.registerExtension({
       attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, sortOrder: 1, tooltip: "Counts where idle workers go to RAM, or end." },
     { id: "xdit.Address", category: ["xDiT", "Other machines", "Address"], name: "Address of this machine at which others may join",
       type: "text", defaultValue: "",
-      tooltip: "Such as 192.168.1.10. Empty: nothing listens. Then name their devices in xDiT Parallel Config, such as cuda:0, other-pc/cuda:0. Only in a private network: docs/machines.md." },
+      tooltip: "Such as 192.168.1.10. Empty: nothing listens. Then name their devices in xDiT Parallel Config, such as cuda:0, other-pc/cuda:0. Only in a private network: docs/guide/several-machines.md." },
   ],
   menuCommands: [{ path: ["Edit"], commands: [ALL, ONE] }],
   setup() {

@@ -179,8 +179,8 @@ export const ZH = {
     "请对此 VAE（{1}）使用 VAE {0}：分布式 VAE {2} 尚不支持它。它支持 {3} 的 VAE。",
   "Install {}, which this Python does not have: python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart ComfyUI.":
     "请安装此 Python 中没有的 {0}：python -m pip install -r requirements.txt（在 xDiT 节点的文件夹中，用 ComfyUI 的 Python），然后重新启动 ComfyUI。",
-  "Leave out {}, or set the address of this machine in Settings > xDiT > Other machines, one of {}, and read docs/machines.md before: devices=\"{}\", and ComfyUI does not listen for other machines.":
-    "请去掉 {0}，或在 设置 > xDiT > 其他机器 中设置本机的地址，即 {1} 之一，并先阅读 docs/machines.md：devices=\"{2}\"，而 ComfyUI 没有监听其他机器。",
+  "Leave out {}, or set the address of this machine in Settings > xDiT > Other machines, one of {}, and read docs/guide/several-machines.md before: devices=\"{}\", and ComfyUI does not listen for other machines.":
+    "请去掉 {0}，或在 设置 > xDiT > 其他机器 中设置本机的地址，即 {1} 之一，并先阅读 docs/guide/several-machines.md：devices=\"{2}\"，而 ComfyUI 没有监听其他机器。",
   "Name one of {} in xDiT Parallel Config: {} has no device {}.":
     "请在“xDiT 并行配置”中写上 {0} 之一：{1} 没有设备 {2}。",
   "Set devices in xDiT Parallel Config, and run once: there is nothing to measure, as {} works alone.":
@@ -597,12 +597,12 @@ export const ZH = {
     "{0} 之间的一次传输在进程 {1} 上以 {2} 失败：{3}",
   "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU.":
     "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。",
-  "docs/models.md lists what xDiT runs.":
-    "docs/models.md 列出了 xDiT 能运行的模型。",
-  "{} is {}. For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU. docs/models.md lists what xDiT runs.":
-    "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。docs/models.md 列出了 xDiT 能运行的模型。",
-  "{} is {}. docs/models.md lists what xDiT runs.":
-    "{0} 是{1}。docs/models.md 列出了 xDiT 能运行的模型。",
+  "docs/reference/models.md lists what xDiT runs.":
+    "docs/reference/models.md 列出了 xDiT 能运行的模型。",
+  "{} is {}. For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU. docs/reference/models.md lists what xDiT runs.":
+    "{0} 是{1}。对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。docs/reference/models.md 列出了 xDiT 能运行的模型。",
+  "{} is {}. docs/reference/models.md lists what xDiT runs.":
+    "{0} 是{1}。docs/reference/models.md 列出了 xDiT 能运行的模型。",
   "a model that finds things in pictures, and draws none":
     "在图像中查找物体、不画图像的模型",
   "a U-Net of a kind that xDiT does not run":
@@ -830,8 +830,8 @@ export const ZH = {
     "正在连接各设备",
   "devices names {}: of these, this machine runs on {}":
     "devices 中有 {0}：其中本机使用 {1}",
-  "What to try stands in docs/troubleshooting.md.":
-    "可尝试的办法见 docs/troubleshooting.md。",
+  "What to try stands in docs/guide/troubleshooting.md.":
+    "可尝试的办法见 docs/guide/troubleshooting.md。",
   "{} ({}) died{}":
     "{0}（{1}）已终止{2}",
   "bringing weights back":

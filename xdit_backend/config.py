@@ -172,7 +172,7 @@ def _factored(product, num_factors):
 def validate(config, num_devices):
     """Reject settings that cannot work on this number of devices, before a model is known.
 
-    Raises ConfigError naming the field, its value and what would work (rules of docs/algorithms.md section 1).
+    Raises ConfigError naming the field, its value and what would work (rules of docs/design/layouts.md).
     """
     if not 0 <= config.forecast_keys_values <= 1:
         raise ConfigError("Set forecast_keys_values to a number from 0 to 1: "

@@ -51,7 +51,7 @@ def check_shards(num_tokens, num_shards, what="tokens"):
                           f"ulysses_degree x ring_degree = {num_shards}.")
 
 
-# --- PipeFusion: blocks of stages, rows of patches (docs/algorithms.md sections 2.1 and 2.4) ---
+# --- PipeFusion: blocks of stages, rows of patches (docs/design/pipefusion.md) ---
 
 def split_stages(costs, num_stages, speeds=None, sizes=None, limits=None):
     """Cut blocks into contiguous stages that minimise the time of the slowest stage; returns the blocks per stage.
@@ -226,7 +226,7 @@ def slot_bytes(shapes, dtype):
 
 def opens_step(patch):
     """True for the first patch of a step, which carries the text tokens, and for a full latent (patch None).
-    docs/algorithms.md section 2.5."""
+    docs/design/pipefusion.md."""
     return patch is None or patch.start == 0
 
 

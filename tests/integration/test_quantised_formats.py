@@ -1,5 +1,6 @@
-"""Every quantised format of ComfyUI's under every method in every family, as the tables of docs/models.md say: a step
-of two ranks equals one device, whose layers equal ComfyUI's (tests/unit/checkpoints/quantisation/test_comfy_quant.py).
+"""Every quantised format of ComfyUI's under every method in every family, as docs/reference/models.md lists them: a
+step of two ranks equals one device, whose layers equal ComfyUI's
+(tests/unit/checkpoints/quantisation/test_comfy_quant.py).
 
 Some are drawn; all are slow.
 """

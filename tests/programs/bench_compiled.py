@@ -1,5 +1,5 @@
 """What torch.compile makes of blocks: kernels of each kind of block as it is and as inductor's graph, and processor
-seconds of a step, in turns on one CPU thread. A command; tables of its output are in docs/measuring.md.
+seconds of a step, in turns on one CPU thread. A command; tables of its output are in docs/benchmarks.md.
 
     OMP_NUM_THREADS=1 python -m tests.programs.bench_compiled Flux.1 Wan --rounds 10
 """

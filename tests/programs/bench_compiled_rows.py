@@ -1,5 +1,5 @@
 """What torch.compile makes of a U-Net's blocks under displaced patches: kernels that the first rank launches in a stale
-call, as its blocks are and as inductor's graphs. A command; a table of its output is in docs/measuring.md.
+call, as its blocks are and as inductor's graphs. A command; a table of its output is in docs/benchmarks.md.
 
     OMP_NUM_THREADS=1 python -m tests.programs.bench_compiled_rows SDXL "SD 1.5"
 """

@@ -3,7 +3,7 @@
     XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.programs.stock_templates [NAME ...] [--write]
 
 runs those that load a diffusion model and prints what came of each; pictures are small, steps are few, text encoders
-say random numbers (tests/support/doubles.py). --write: into docs/templates.md. It needs Chromium.
+say random numbers (tests/support/doubles.py). --write: into docs/reference/templates.md. It needs Chromium.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tests.support.comfyui_server import ROOT, comfyui_folder, run_async
 from tests.support.doubles import StandIns
 from tests.support.page_modules import node_program, write_modules
 
-TABLE = ROOT / "docs" / "templates.md"
+TABLE = ROOT / "docs" / "reference" / "templates.md"
 LOADERS = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name", "ImageOnlyCheckpointLoader": "ckpt_name",
            "unCLIPCheckpointLoader": "ckpt_name", "XDiTLoadModel": "model_name"}
 BESIDE = "beside"                          # of a model that finds things in pictures, and gives no latent
@@ -69,26 +69,26 @@ STEPS, FRAMES = 3, 9
 SIZES = re.compile(r"width|height|size|longer|shorter|edge|dimension|left|right|top|bottom|value|resolution$")
 FAULTS = ("wrong", "raw", "hang")
 # the page's reasons, in its own words
-SAID = {"patch": "xDiT refuses what {by} does to the model",
+SAID = {"patch": "xDiT rejects what {by} does to the model",
         "other_model": "it is for {model}, which xDiT does not run",
-        "no_counterpart": "Load xDiT Model does not take the place of {type}"}
+        "no_counterpart": "Load xDiT Model does not replace {type}"}
 HEAD = """# ComfyUI's own templates
 
-What comes of those of ComfyUI's templates ({version}) that load a diffusion model after Run on all GPUs, on two
-devices, with tiny models in the place of the published ones: small pictures, {steps} steps, random numbers in the place
-of text encoders. `python -m tests.programs.stock_templates --write` writes this page.
+Outcomes of ComfyUI's templates ({version}) that load a diffusion model after Run on all GPUs, on two devices, with tiny
+models instead of the published ones: small images, {steps} steps, random numbers instead of text encodings.
+`python -m tests.programs.stock_templates --write` generates this page.
 
-- **equal**: the latents that its samplers make, and what it shows, are those of ComfyUI's own nodes, within rounding.
-- **chaotic**: it differs, and ComfyUI's own differs from itself as much where text is moved in the sixth digit.
-- **refused**: the workflow ends with this message, before anything wrong is drawn.
-- **left**: the page leaves its loaders as they are, and says why; it runs on one GPU as before.
-- **not run**: xDiT refuses these files (docs/models.md says why).
-- **not compared**: ComfyUI's own nodes do not run here with a stand-in, so nothing is known of ours.
+- **equal**: the latents that its samplers make, and what it shows, equal those of ComfyUI's own nodes up to rounding.
+- **chaotic**: it differs, and ComfyUI's own differs from itself as much if the text changes in the sixth digit.
+- **rejected**: the workflow ends with this message before anything is generated.
+- **left**: the page leaves its loaders unchanged, with a reason; it runs on one GPU as before.
+- **not run**: xDiT rejects these files ([models.md](models.md#not-supported)).
+- **not compared**: ComfyUI's own nodes do not run here without the missing nodes or files.
 
 {counts}
 
-| Template | Outcome | |
-|---|---|---|
+| template | outcome | |
+| --- | --- | --- |
 """
 
 
@@ -181,7 +181,7 @@ class Walk:
         self.latents = keep_latents(comfyui.samplers.CFGGuider)
 
     def outcome(self, given, on_all, why):
-        """(word, text): equal, chaotic, refused; not compared: what has no stand-in; left: what the page leaves as it
+        """(word, text): equal, chaotic, rejected; not compared: what has no stand-in; left: what the page leaves as it
         is; or a fault: wrong, raw, hang. why: the page's reasons."""
         files = files_of(given)
         if not any(node["class_type"] == "XDiTLoadModel" for node in on_all.values()):
@@ -200,7 +200,7 @@ class Walk:
         result = self.run(on_all)
         if isinstance(result, str):
             refused = re.match(r"\S*(ConfigError|UnsupportedError)", result)
-            return "refused" if refused else "raw", result
+            return "rejected" if refused else "raw", result
         if not self.latents:
             return "not compared", "nothing is sampled"
         word, text = self.compare(result, want)
@@ -278,7 +278,7 @@ def _numbers(value):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="templates; without any: all that load a diffusion model")
-    parser.add_argument("--write", action="store_true", help="write docs/templates.md, or those rows of it")
+    parser.add_argument("--write", action="store_true", help="write docs/reference/templates.md, or those rows of it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     chosen = {name: workflow for name, workflow in templates().items() if not options.names or name in options.names}
@@ -307,25 +307,37 @@ def main():
 
 
 def rows():
-    """{template: (outcome, text)} of docs/templates.md, as it is."""
-    text = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
-    return {name: (word, told) for name, word, told in re.findall(r"(?m)^\| (\S+) \| ([\w ]+) \| (.*?) ?\|$", text)
-            if name != "Template"}
+    """{template: (outcome, text)} of docs/reference/templates.md, as it is."""
+    return _rows_of(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+
+
+def render(text):
+    """The page with the outcomes that it has, and everything else as this file describes it."""
+    return _page(_rows_of(text), re.search(r"templates \(([\d.]+)\)", text)[1])
 
 
 def table(outcomes):
-    """docs/templates.md of {template: (word, text)}."""
+    """docs/reference/templates.md of {template: (word, text)}."""
+    return _page(outcomes, importlib.metadata.version("comfyui-workflow-templates"))
+
+
+def _rows_of(text):
+    return {name: (word, reason.strip("`")) for name, word, reason
+            in re.findall(r"(?m)^\| (\S+) \| ([\w ]+) \| (.*?) ?\|$", text) if name != "template"}
+
+
+def _page(outcomes, version):
     counts = collections.Counter(word for word, _ in outcomes.values())
-    told = ", ".join(f"{count} {word}" for word, count in counts.most_common())
-    version = importlib.metadata.version("comfyui-workflow-templates")
-    lines = [f"| {name} | {word} | {'' if word in ('equal', 'chaotic') else cell(text)} |"
+    summary = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    lines = [f"| {name} | {word} | {'' if word in ('equal', 'chaotic') else f'`{cell(text)}`'} |"
              for name, (word, text) in sorted(outcomes.items())]
-    return HEAD.format(version=version, steps=STEPS, counts=f"Of {len(outcomes)}: {told}.") + "\n".join(lines) + "\n"
+    return HEAD.format(version=version, steps=STEPS, counts=f"Of {len(outcomes)}: {summary}.") + "\n".join(lines) + "\n"
 
 
 def cell(text):
-    """One line, of the node's own words without the error's type."""
-    return re.sub(r"^(Unsupported|Config)Error: \w+: ", "", " ".join(text.split())).replace("|", "\\|")[:300]
+    """One line of the message without the error's type; a pipe is escaped."""
+    message = re.sub(r"^(Unsupported|Config)Error: \w+: ", "", " ".join(text.split()))
+    return message.replace("\\|", "|").replace("|", "\\|")[:300]
 
 
 def outcome_of(walk, given, on_all, why):

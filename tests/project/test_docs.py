@@ -1,5 +1,5 @@
-"""What README, docs/ and the help pages say can be followed:
-commands run, links lead somewhere, cited sections exist."""
+"""README, docs/ and the help pages: commands parse, links resolve, generated tables are current, pages have a maximum
+length."""
 
 import ast
 import importlib
@@ -9,13 +9,14 @@ import re
 import shlex
 import sys
 import tokenize
-from pathlib import Path
 
 import pytest
 
+from tests.programs.reference_pages import FOLDER
+from tests.programs.reference_pages import PAGES as GENERATED
 from tests.support.architecture import ROOT, sources
 from tests.support.comfy_quants import WRITTEN
-from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS, Layer
+from xdit_backend.checkpoints.quantisation.layer_formats import FORMATS
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.timeouts import TIMEOUTS
 
@@ -23,7 +24,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),
          *sorted((ROOT / "web" / "docs").glob("*.md")),
          *sorted((ROOT / "xdit_backend").rglob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+MODELS = (FOLDER / "models.md").read_text(encoding="utf-8")
 COMMANDS = sorted({line.partition("  #")[0].strip() for page in PAGES
                    for block in re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
                    for line in block.splitlines() if line.strip()})
@@ -121,28 +122,35 @@ def module_of(name, path):
     return module
 
 
-def test_sections_that_docstrings_cite_exist():
-    headings = re.findall(r"^#+ ([\d.]+) ", (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8"), re.M)
-    cited = {}
-    for path in [*sources("xdit_backend"), *sources("nodes"), *sources("tests"), *PAGES]:
-        if path == Path(__file__):
-            continue
-        text = path.read_text(encoding="utf-8")
-        assert "ALGORITHMS.md" not in text, path
-        for numbers in re.findall(r"algorithms\.md\)?,?\s+(?:sections?\s+)?((?:\d+(?:\.\d+)?(?:, | and )?)+)", text):
-            cited.update((number, path) for number in re.findall(r"\d+(?:\.\d+)?", numbers))
+def test_pages_that_code_names_exist():
+    """docs/page.md and docs/page.md#section in code, tests, messages and configuration files."""
+    files = [ROOT / "start.py", *sources("xdit_backend"), *sources("nodes"), *sources("tests"),
+             *sorted((ROOT / "web").glob("*.js")), *sorted((ROOT / "locales").rglob("*.json")),
+             *sorted((ROOT / "web" / "docs").rglob("*.md")), *sorted((ROOT / ".github").rglob("*.*")),
+             ROOT / ".ci" / "run"]
+    named = {}
+    for path in files:
+        if path.exists() and path.name not in ("test_docs.py", "test_words.py"):
+            text = path.read_text(encoding="utf-8")
+            named.update(dict.fromkeys(re.findall(r"(?<![\w/])(docs/[\w/-]+\.(?:md|svg))(?:#([\w-]+))?", text), path))
 
-    assert len(cited) >= 6
-    assert {number: path for number, path in cited.items() if number not in headings} == {}
+    assert len(named) >= 12
+    missing = {page: path for (page, anchor), path in named.items() if not (ROOT / page).exists()}
+    missing.pop("docs/gguf.md", None)                          # ggml's
+    assert missing == {}
+    for (page, anchor), path in named.items():
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(encoding="utf-8"), re.M)
+            assert anchor in map(slug, headings), f"{path}: {page}#{anchor}"
 
 
 def test_tests_that_the_trust_model_names_exist():
     defined = {name for path in sources("tests")
                for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)}
     named = {path.name: set(re.findall(r"`(test_\w+)`", path.read_text(encoding="utf-8")))
-             for path in (ROOT / "SECURITY.md", ROOT / "docs" / "machines.md")}
+             for path in (ROOT / "SECURITY.md", ROOT / "docs" / "guide" / "several-machines.md")}
 
-    assert len(named["machines.md"]) >= 20 and all(named.values())
+    assert len(named["several-machines.md"]) >= 20 and all(named.values())
     assert set().union(*named.values()) <= defined
 
 
@@ -150,40 +158,33 @@ def test_the_number_of_families_in_the_models_page_is_current():
     assert f"31 of the {len(FAMILIES)} families" in MODELS
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_each_quantised_format_is_in_the_table(format_):
-    """With where it is multiplied, and whether layers of it can be shared out."""
-    how = FORMATS[format_]
-    row = next(line for line in MODELS.splitlines() if line.startswith(f"| `{format_}`"))
-    _, bits, families, multiplied, others, tensor = [cell.strip() for cell in row.strip("| ").split("|")]
-    layer = Layer(format_, (4096, 4096), dict.fromkeys(how.scales, ""), 1)
-    held = 8 * how.held.itemsize / how.numbers + (8 / how.block if how.block else 0)
+@pytest.mark.parametrize("page", GENERATED)
+def test_generated_tables_are_current(page):
+    text = (FOLDER / page).read_text(encoding="utf-8")
 
-    assert multiplied == ("everywhere" if how.rounds_inputs
-                          else f"on cards of {how.capability[0]}.{how.capability[1]} and above")
-    assert float(bits) == held and others == "yes"
-    # ComfyUI knows a U-Net by the shapes of its weights
-    assert families == ("all" if layer.stored_shape == layer.shape else "all but U-Nets")
-    assert tensor == ("yes, where rotated between the groups" if how.agreed == "each"
-                      else "refused" if how.rounds_inputs
-                      else f"yes, in blocks of {how.block}" if how.block else "yes")
-    for path in ("XDiTLoadModel.md", "XDiTLoadModel/zh.md"):
-        assert f"`{format_}`" in (ROOT / "web" / "docs" / path).read_text(encoding="utf-8")
+    assert GENERATED[page](text) == text, "run python -m tests.programs.reference_pages"
+
+
+@pytest.mark.parametrize("path", ["XDiTLoadModel.md", "XDiTLoadModel/zh.md"])
+def test_the_help_page_names_each_quantised_format(path):
+    text = (ROOT / "web" / "docs" / path).read_text(encoding="utf-8")
+
+    assert [name for name in FORMATS if f"`{name}`" not in text] == []
 
 
 # the table's row of what is done with quantised models -> the test that runs it for each format
-WITH = {"LoRA and other adapters of low rank, hooks that change them on the way":
+WITH = {"LoRA and other low-rank adapters, hooks that change them during a run":
         "quantisation.test_comfy_quant.test_a_lora_is_added_beside_a_quantised_weight",
-        "merging another model, adapters that are no low rank":
+        "merging another model, adapters of full rank":
         "quantisation.test_comfy_quant.test_a_lora_is_added_beside_a_quantised_weight",
-        "saving": "", "parked or streamed from host memory":
+        "saving": "", "parked or streamed from system RAM":
         "quantisation.test_comfy_quant.test_parked_weights_are_what_the_file_has_and_come_back "
         "offload.test_offloaded_files.test_quantised_weights_come_as_they_are_held",
         "compiled blocks": "quantisation.test_compiled_files.test_compiled_blocks_hold_weights_as_they_are"}
 
 
 def test_what_is_done_with_each_format_is_tested_with_each():
-    """Saving is refused whatever the format: tests/integration/sampling/test_quantised.py."""
+    """Saving is rejected for every format: tests/integration/sampling/test_quantised.py."""
     table = MODELS.partition("| with | how |")[2].partition("\n\n")[0]
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == list(WITH)
     for name in " ".join(WITH.values()).split():
@@ -259,17 +260,27 @@ def test_versions_agree():
 def test_environment_variables_are_listed():
     read = {name for path in [*sources("xdit_backend"), *sources("nodes"), *sources("tests"), ROOT / "start.py"]
             for name in re.findall(r"environ(?:\.get\(|\[)\"(XDIT_\w+)\"", path.read_text(encoding="utf-8"))}
-    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "contribute" / "testing.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| `(XDIT_\w+)` \| (.*)", page, re.M))
 
     assert listed.keys() == read | TIMEOUTS.keys()
     assert all(f"({usual_s:g})" in listed[name] for name, (usual_s, _) in TIMEOUTS.items())
 
 
-@pytest.mark.parametrize("page, most", [("CHANGELOG.md", 900), ("CONTRIBUTING.md", 450)])
-def test_pages_that_everyone_reads_stay_short(page, most):
+@pytest.mark.parametrize("page, most", [
+    ("CHANGELOG.md", 900), ("CONTRIBUTING.md", 450), ("docs/design/architecture.md", 1500),
+    *((path.relative_to(ROOT).as_posix(), 1500) for path in sorted((ROOT / "docs" / "guide").glob("*.md")))])
+def test_pages_stay_short(page, most):
     """Words of a page; of the changelog, of each version's section."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    for section in re.split(r"(?m)^(?=## \d)", text):
+    for section in re.split(r"(?m)^(?=## \d)", text) if page == "CHANGELOG.md" else [text]:
         words = [word for word in section.split() if re.search(r"\w", word)]
         assert len(words) <= most, f"{len(words)} words, of {most} at most: {section.partition(chr(10))[0]}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guide").glob("*.md")), ids=lambda page: page.name)
+def test_a_paragraph_of_a_guide_has_at_most_120_words(page):
+    """Items of a list count one by one; tables and code blocks do not count."""
+    text = re.sub(r"^```.*?^```|^\|.*$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
+        assert len(paragraph.split()) <= 120, f"{len(paragraph.split())} words: {paragraph.strip()[:60]}"

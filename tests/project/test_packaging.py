@@ -59,7 +59,7 @@ def test_every_page_that_the_readmes_lead_to_is_in_the_archive(archive):
         new = set().union(*(linked_files(page) for page in new if page.endswith(".md"))) - linked
 
     assert {name for name in linked if not (ROOT / name).is_dir()} - archive == set()
-    assert {"CONTRIBUTING.md", "docs/testing.md", "workflows/Demo.jpg"} <= linked
+    assert {"CONTRIBUTING.md", "docs/contribute/testing.md", "workflows/Demo.jpg"} <= linked
     assert any(name.endswith("troubleshooting.md") for name in linked)
 
 

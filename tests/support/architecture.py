@@ -1,18 +1,16 @@
-"""The packages of this repository and which imports which, read from the source; `python -m tests.support.architecture`
-draws them.
+"""Packages of this repository and their imports, read from the source.
 
-Used by the test that holds the arrows, and by the one that finds docs/architecture.svg current.
+`python -m tests.support.architecture` draws docs/design/architecture.svg.
 """
 
 import ast
 import html
-import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-IMAGE = ROOT / "docs" / "architecture.svg"
+IMAGE = ROOT / "docs" / "design" / "architecture.svg"
 SIDES = {"ComfyUI's process": "#dceaf7", "both": "#eee8d5", "the workers": "#e2f0d9"}
-BOX_WIDTH, GAP, LINE, MARGIN, ROW_GAP = 232, 26, 15, 24, 58
+BOX_WIDTH, BOX_HEIGHT, GAP, MARGIN, ROW_GAP = 232, 34, 26, 24, 58
 
 
 def sources(package):
@@ -69,7 +67,8 @@ def reach(arrows, start):
 
 def side_of(package, arrows):
     """In which processes a package's code runs: a key of SIDES; None for tools, which neither of them imports."""
-    in_host, in_worker = (package in reach(arrows, start) for start in ("nodes", "xdit_backend.worker"))
+    in_host = any(package in reach(arrows, start) for start in ("nodes", "nodes.bridge.server"))
+    in_worker = package in reach(arrows, "xdit_backend.worker")
     return {(True, False): "ComfyUI's process", (True, True): "both",
             (False, True): "the workers"}.get((in_host, in_worker))
 
@@ -86,44 +85,30 @@ def essential(arrows):
 
 
 def draw():
-    """The picture, as SVG: who imports stands above whom it imports. Without tools."""
+    """The SVG: one box a package, level by level, an importing package above what it imports. Without tools."""
     packages = find_packages()
     arrows = find_arrows(packages)
     arrows = {package: targets for package, targets in arrows.items() if side_of(package, arrows)}
     lines = essential(arrows)
-    depth = {}
-
-    def depth_of(package):
-        if package not in depth:
-            depth[package] = 1 + max((depth_of(other) for other,
-                                         targets in arrows.items() if package in targets), default=-1)
-        return depth[package]
-
-    layers = {}
-    for package in arrows:
-        layers.setdefault(depth_of(package), []).append(package)
-    width = 2 * MARGIN + max(len(layer) for layer in layers.values()) * (BOX_WIDTH + GAP) - GAP
-    place, boxes, y = {}, [], 66
-    for _, layer in sorted(layers.items()):
-        def above(package):
-            centres = [place[other][0] for other in place if package in lines[other]]
-            return sum(centres) / len(centres) if centres else width / 2
-        layer.sort(key=lambda package: (above(package), package))
-        texts = {package: files_text(packages[package]) for package in layer}
-        left = (width - len(layer) * (BOX_WIDTH + GAP) + GAP) / 2
-        height = max(len(text) for text in texts.values()) * LINE + 36
-        for index, package in enumerate(layer):
+    levels = _levels(arrows)
+    width = 2 * MARGIN + max(len(level) for level in levels) * (BOX_WIDTH + GAP) - GAP
+    centers, boxes = {}, []
+    for number, level in enumerate(levels):
+        def importers_center(package):
+            found = [centers[other][0] for other in centers if package in lines[other]]
+            return sum(found) / len(found) if found else width / 2
+        left = (width - len(level) * (BOX_WIDTH + GAP) + GAP) / 2
+        y = 66 + number * (BOX_HEIGHT + ROW_GAP)
+        for index, package in enumerate(sorted(level, key=lambda package: (importers_center(package), package))):
             x = left + index * (BOX_WIDTH + GAP)
-            own_height = len(texts[package]) * LINE + 36
-            place[package] = x + BOX_WIDTH / 2, y, y + own_height
-            boxes.append(box(package, texts[package], x, y, own_height, SIDES[side_of(package, arrows)]))
-        y += height + ROW_GAP
+            centers[package] = x + BOX_WIDTH / 2, y, number
+            boxes.append(_box(package, x, y, SIDES[side_of(package, arrows)]))
     legend = "".join(f'<rect x="{MARGIN + 190 * index}" y="18" width="16" height="16" fill="{colour}" stroke="#888"/>'
                      f'<text x="{MARGIN + 190 * index + 22}" y="31">{html.escape(side)}</text>'
                      for index, (side, colour) in enumerate(SIDES.items()))
-    curves = [curve(place[package], place[target], depth[target] - depth[package] > 1)
-              for package in sorted(lines) for target in sorted(lines[package])]
-    size = f"{width:g} {y - ROW_GAP + MARGIN:g}"
+    curves = [_curve(centers[package], centers[target]) for package in sorted(lines)
+              for target in sorted(lines[package])]
+    size = f"{width:g} {66 + len(levels) * (BOX_HEIGHT + ROW_GAP) - ROW_GAP + MARGIN:g}"
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="13">',
         '<defs><marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
@@ -131,25 +116,34 @@ def draw():
         '<rect width="100%" height="100%" fill="white"/>', legend, *curves, *boxes, "</svg>", ""])
 
 
-def files_text(files):
-    names = [path.stem for path in files if path.stem not in ("__init__", "__main__")]
-    return textwrap.wrap(", ".join(names), 34) if len(files) > 1 else []
+def _levels(arrows):
+    """[packages of a level]: each package one level below the lowest of its importers."""
+    depth = {}
+
+    def depth_of(package):
+        if package not in depth:
+            depth[package] = 1 + max((depth_of(other) for other, targets in arrows.items() if package in targets),
+                                     default=-1)
+        return depth[package]
+
+    levels = {}
+    for package in arrows:
+        levels.setdefault(depth_of(package), []).append(package)
+    return [level for _, level in sorted(levels.items())]
 
 
-def box(package, text, x, y, height, colour):
-    rows = "".join(f'<text x="{x + 10:g}" y="{y + 40 + index * LINE:g}" font-size="12" '
-                   f'fill="#444">{html.escape(row)}</text>'
-                   for index, row in enumerate(text))
-    return (f'<rect x="{x:g}" y="{y:g}" width="{BOX_WIDTH}" height="{height:g}" rx="5" fill="{colour}" stroke="#888"/>'
-            f'<text x="{x + 10:g}" y="{y + 21:g}" font-weight="bold">{package.replace(".", "/")}</text>{rows}')
+def _box(package, x, y, colour):
+    return (f'<rect x="{x:g}" y="{y:g}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="5" fill="{colour}" '
+            f'stroke="#888"/><text x="{x + 10:g}" y="{y + 22:g}">{package.replace(".", "/")}</text>')
 
 
-def curve(start, end, passes_others):
-    """An arrow; one that passes layers of boxes bends to the side, so as not to hide behind one that stands between."""
-    (x, _, bottom), (to_x, top, _) = start, end
-    bend = 0.8 * BOX_WIDTH if passes_others and abs(x - to_x) < BOX_WIDTH / 4 else 0
-    middle = (bottom + top) / 2
-    return (f'<path d="M{x:g} {bottom:g}C{x + bend:g} {middle:g} {to_x + bend:g} {middle:g} {to_x:g} {top:g}" '
+def _curve(start, end):
+    """An arrow. One that skips levels bends sideways, so that no box in between hides it."""
+    (x, y, level), (to_x, to_y, to_level) = start, end
+    bend = 0.8 * BOX_WIDTH if to_level - level > 1 and abs(x - to_x) < BOX_WIDTH / 4 else 0
+    bottom = y + BOX_HEIGHT
+    middle = (bottom + to_y) / 2
+    return (f'<path d="M{x:g} {bottom:g}C{x + bend:g} {middle:g} {to_x + bend:g} {middle:g} {to_x:g} {to_y:g}" '
             f'fill="none" stroke="#666" marker-end="url(#head)"/>')
 
 

@@ -1,4 +1,4 @@
-"""The oracles of displaced patches, SIM-D(N, W) of docs/algorithms.md 9: one process, the unmodified model, whole
+"""The oracles of displaced patches, SIM-D(N, W) of docs/design/displaced.md: one process, the unmodified model, whole
 images.
 
 For each band of rows the whole latent is predicted, while every layer that mixes rows finds, outside of the band, what

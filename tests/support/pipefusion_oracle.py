@@ -1,4 +1,4 @@
-"""The oracle of PipeFusion, SIM(M, W) of docs/algorithms.md 2.7: one process, the unmodified diffusers model, stale
+"""The oracle of PipeFusion, SIM(M, W) of docs/design/pipefusion.md: one process, the unmodified diffusers model, stale
 keys and values.
 
 A patch is predicted by running the whole latent, while every self-attention takes keys and values from a store for all

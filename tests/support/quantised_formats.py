@@ -25,8 +25,8 @@ def format_of(how):
 
 
 def cells():
-    """(kind of file, how its weights are written, method) of all that docs/models.md says of formats, methods and
-    families."""
+    """(kind of file, how its weights are written, method) for the formats, methods and families of
+    docs/reference/models.md."""
     return [(kind, how, words(layout)) for kind, family in families().items() if kind not in VARIANTS
             for how in HOWS if not (family.takes_unet_patches and format_of(how).numbers > 1)
             for layout in layouts_of(family.name, 1)]
@@ -93,8 +93,8 @@ def execute_wrong(rank, world_size, runs):
 def errors(requested, files, patch, execute=execute_sharp):
     """{cell: the largest error of its steps, or what was raised}. asked: cells. patch: pytest's MonkeyPatch.
 
-    nvfp4 without scales of inputs rounds each image by its own numbers where ranks have some (docs/algorithms.md
-    section 11): there it has such scales.
+    nvfp4 without scales of inputs rounds each image by its own numbers where ranks have some
+    (docs/design/quantisation.md): there it has such scales.
     """
     keys = {((kind, how, (how, method) == ("nvfp4", "data")), layout_of(kind, method)): (kind, how, method)
             for kind, how, method in requested}

@@ -20,9 +20,9 @@ def manual(**degrees):
 
 
 def test_there_is_no_split_scheme_to_ask_for():
-    """xDiT's option, which it takes and does not read. docs/algorithms.md says why there is none;
-    who asks for one is told."""
-    docs = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    """xDiT's option, which xDiT accepts and does not read. docs/design/tensor.md has the reason; a request for it is
+    an error."""
+    docs = (ROOT / "docs" / "design" / "tensor.md").read_text(encoding="utf-8")
 
     for takes_degrees in (ParallelConfig, Layout):
         with pytest.raises((TypeError, ValueError), match="split_scheme"):

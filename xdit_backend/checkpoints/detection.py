@@ -33,7 +33,7 @@ OTHERS = (
     (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv.", "per_channel_statistics.",
       "taesd_decoder."),
      "a VAE: load it with Load VAE"))
-LISTED = "docs/models.md lists what xDiT runs."
+LISTED = "docs/reference/models.md lists what xDiT runs."
 ELSEWHERE = "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU."
 OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
                  "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"),)

@@ -108,7 +108,7 @@ def cached_bytes(model, shape, num_ranks, dtype, batch=1, cached_steps=1, num_to
 
 
 def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
-    """Bytes that a rank sends the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any
+    """Bytes that a rank sends the others in a call (docs/design/displaced.md). model: a U-Net of diffusers, on any
     device.
 
     shape: rows and columns of the latent; 0 where it has too few rows for all ranks.

@@ -2,7 +2,7 @@
 each layer, derived from what diffusers calls the layers. Arithmetic alone.
 
 The loader casts and cuts weights so (loader.py), the host counts their bytes beforehand, and hooks put together what
-the parts give (parallel/tensor_parallel.py). docs/algorithms.md section 10.
+the parts give (parallel/tensor_parallel.py). docs/design/tensor.md.
 """
 
 import math

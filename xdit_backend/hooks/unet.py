@@ -1,5 +1,5 @@
 """Hooks on a diffusers U-Net: each rank computes its band of rows of every image inside the unmodified forward, and
-gets other ranks' rows from an Exchange. docs/algorithms.md section 9.
+gets other ranks' rows from an Exchange. docs/design/displaced.md.
 
 They are installed once on a loaded model, as its UNetPlan describes: convolutions, norms and self-attentions work on
 rows.

@@ -64,7 +64,7 @@ class ForwardPass:
     # calls of the same conditioning will follow that need this one's keys and values, or what ranks tell
     keep: bool = False
     by_image: bool = False                 # the images of a batch go through the stages one after the other
-    extrapolation: float = 0.0                  # docs/algorithms.md section 2.9; the same for all calls of a run
+    extrapolation: float = 0.0                  # docs/design/pipefusion.md; the same for all calls of a run
     stale: bool = False                    # displaced patches: use what the last call left of other ranks
     displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
 

@@ -13,7 +13,7 @@ import psutil
 
 from ..protocol.messages import JOINING, TRYING_LINKS
 
-HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
+HELP = "What to try stands in docs/guide/troubleshooting.md, in the folder of the xDiT nodes."
 POLL_S = 1.0                               # from one check to the next
 AWAY_S = 5.0                               # for so long this process did not look: it was stopped itself
 TORCHRUN = -1                              # stands for it beside the ranks

@@ -1,6 +1,6 @@
 """Synchronised amax of dynamically quantised layers (quantisation/layerwise_casting.py): ranks that have shards of a
-layer's input agree on its largest absolute value, so that all round as a single rank would. docs/algorithms.md
-section 11.
+layer's input agree on its largest absolute value, so that all round as a single rank would.
+docs/design/quantisation.md.
 """
 
 import functools

@@ -1,5 +1,5 @@
 """Displaced patch parallelism (DistriFusion, arXiv 2402.19481): each rank computes a band of rows of the image and uses
-the other ranks' activations of the previous call. docs/algorithms.md section 9.
+the other ranks' activations of the previous call. docs/design/displaced.md.
 
 # B batch, G groups of a norm, N heads, T tokens, H head size, L layers
 """

@@ -1,5 +1,5 @@
 """Communication of displaced patch parallelism (DistriFusion, arXiv 2402.19481): layers' tensors are exchanged within a
-call, or asynchronously for the next call. docs/algorithms.md section 9.
+call, or asynchronously for the next call. docs/design/displaced.md.
 """
 
 from contextlib import contextmanager
@@ -39,10 +39,10 @@ class Exchange:
     sent to all others in one all-gather, which the next call awaits when it reaches the bucket. Buckets keep their
     addresses.
 
-    extrapolation: strength with which drifting tensors are extrapolated from the last two calls, docs/algorithms.md
-    section 2.9. A bucket then has two sides, of the last call and of the one before it, which alternate: layer by layer
-    the older side is overwritten with the extrapolation and read; when the bucket's layers have run, this call's
-    tensors arrive there.
+    extrapolation: strength with which drifting tensors are extrapolated from the last two calls,
+    docs/design/pipefusion.md. A bucket then has two sides, of the last call and of the one before it, which alternate:
+    layer by layer the older side is overwritten with the extrapolation and read; when the bucket's layers have run,
+    this call's tensors arrive there.
     """
 
     def __init__(self, group, num_ranks, rank, bucket_bytes=BUCKET_BYTES, extrapolation=0.0):

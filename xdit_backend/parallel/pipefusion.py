@@ -1,5 +1,5 @@
 """PipeFusion (arXiv 2405.14430) on one rank: attention with stale keys and values, and transfers between stages.
-docs/algorithms.md sections 2 and 3.
+docs/design/pipefusion.md.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -25,7 +25,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     ulysses axes calls it.
 
     Fresh keys and values are replicated in the sequence group before they are cached: this rank's heads by Ulysses, all
-    tokens by an all-gather along the ring axis (docs/algorithms.md section 3). With grouped queries k and v have fewer
+    tokens by an all-gather along the ring axis (docs/design/pipefusion.md). With grouped queries k and v have fewer
     heads, in the cache too.
     attention: a sequence_parallel.Attention without its mask. layer: hooks.attention_dispatch.RunningAttention.
     Returns like q.

@@ -1,5 +1,5 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): communication of the ranks' weight shards, installed on a
-model whose weights are sharded (checkpoints/tensor_sharding.py). docs/algorithms.md section 10.
+model whose weights are sharded (checkpoints/tensor_sharding.py). docs/design/tensor.md.
 """
 
 import collections

@@ -1,7 +1,7 @@
 """What a forecast computes with, and the seconds of one block on one rank. Pure arithmetic; run_time.py adds up a run.
 
 A block on a rank takes as long as its device computes and waits for others, or as its host needs to launch its kernels,
-whichever is longer. Rows are tokens times images. Sources: the papers that docs/algorithms.md cites, published timings.
+whichever is longer. Rows are tokens times images. Sources: the papers that docs/design cites, published timings.
 """
 
 import math
@@ -15,7 +15,7 @@ HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multip
 # of a number in 8 bits, with a scale for 64 tokens of a head (distributed/fp8_communication.py)
 FP8_BYTES = 1 + 4 / (64 * 128)
 SMALL_PACKING = 2.5            # times what packing a tensor takes that rounding it to 8 bits and back adds
-AGREED_BYTES = 4               # of a token, in float32 (docs/algorithms.md section 11)
+AGREED_BYTES = 4               # of a token, in float32 (docs/design/quantisation.md)
 DEVICES_PER_NODE = 8           # a group that leaves its node goes by the network
 
 

@@ -325,7 +325,7 @@ def choose_num_patches(requested, num_stages, shape, patch_size, sequence_degree
     """How many patches a latent is cut into; fewer than requested where it has too few rows.
 
     0 requested: twice the stages, since a patch more than there are stages hides the way through the host, and more
-    than two a stage make kernels small (docs/algorithms.md section 2.4). A patch has at least one token for every
+    than two a stage make kernels small (docs/design/pipefusion.md). A patch has at least one token for every
     sequence rank.
     """
     dim = patch_dim(shape, patch_size)
@@ -348,7 +348,7 @@ def branches_together(layout):
 
 
 FASTER = 1.15                              # times as fast as the best exact layout that stale keys and values must be
-# decibels of the demo model's pictures to one device's, 4 patches and a warm-up step (docs/quality.md)
+# decibels of the demo model's pictures to one device's, 4 patches and a warm-up step (docs/benchmarks.md)
 PSNR_DB = {"forecast": 43, "as they were": 37}
 
 

@@ -256,7 +256,7 @@ def chosen_for(num_rows):
     """(the mode for a run, why in a person's words).
 
     num_rows: the fewest that a rank has of a U-Net's smallest images; None: of a transformer, which has no norms over
-    the picture, so that these modes are one. By the figures of docs/quality.md, "Two larger U-Nets": with four rows
+    the picture, so that these modes are one. By the figures of docs/benchmarks.md: with four rows
     the correction is as near to one device as 37 dB, 2 dB behind moments exchanged at once, for which all ranks wait in
     every norm; with two and with one it is at 31 to 33 dB, up to 4 dB behind. Stale moments are behind the correction
     in all of these.

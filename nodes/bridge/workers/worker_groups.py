@@ -52,8 +52,8 @@ def devices_of(config):
     if machines_of(devices) and not chosen_address():
         raise ConfigError(f'Leave out {", ".join(machines_of(devices))}, or set the address of this machine in '
                           f'Settings > xDiT > Other machines, one of {", ".join(own_addresses())}, and read '
-                          f'docs/machines.md before: devices="{config.devices}", and ComfyUI does not listen for '
-                          "other machines.")
+                          f'docs/guide/several-machines.md before: devices="{config.devices}", and ComfyUI does not '
+                          "listen for other machines.")
     validate(config, len(devices))
     return devices
 

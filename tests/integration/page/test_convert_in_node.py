@@ -173,9 +173,10 @@ def test_what_becomes_of_a_template(converted, name, types, stay):
      "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates one. One. Two. Three.",
      ""),
     ("Worker rank 1 (cpu) died (exit code -9, killed). Queue the prompt again to start a new group. What to try stands "
-     "in docs/troubleshooting.md. Its last lines:\nRoot Cause (first observed failure):\n[0]:\n",
+     "in docs/guide/troubleshooting.md. Its last lines:\nRoot Cause (first observed failure):\n[0]:\n",
      "Worker rank 1 (cpu) died (exit code -9, killed). Queue the prompt again to start a new group.",
-     "What to try stands in docs/troubleshooting.md. Its last lines:\nRoot Cause (first observed failure):\n[0]:")])
+     "What to try stands in docs/guide/troubleshooting.md. Its last lines:\nRoot Cause (first observed failure):\n"
+     "[0]:")])
 def test_of_a_message_with_lines_of_output_two_sentences_are_shown(node, modules, message, words, rest):
     assert evaluate(node, modules / "messages.mjs", "headOf", f"headOf({json.dumps(message)})") == [words, rest]
 
@@ -224,7 +225,7 @@ def test_templates_are_listed_with_demo_first_and_a_sentence_each(node, modules,
 
 def test_what_is_refused_is_what_the_nodes_page_says(node, modules):
     """convert.js leaves a loader alone whose MODEL goes to one of these."""
-    page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
-    refused = set(re.findall(r"^\| ([^|]+) \| [^|]+ \| refused[^:|]*: ", page, re.M))
+    page = (ROOT / "docs" / "reference" / "nodes.md").read_text(encoding="utf-8")
+    refused = set(re.findall(r"^\| ([^|]+) \| [^|]+ \| rejected[^:|]*: ", page, re.M))
 
     assert refused and set(evaluate(node, modules / "convert.mjs", "REFUSED", "REFUSED")) == refused

@@ -14,18 +14,6 @@ ROOT = Path(__file__).parents[3]
 LOADED = {key: family for key, family in FAMILIES.items() if family.models}
 
 
-def test_the_table_lists_the_families():
-    rows = re.findall(r"^\| (.*) \| (rows or columns.*|tiles: .*) \|$",
-                      (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), re.MULTILINE)
-    split = {re.sub(r" \(.*\)", "", models): by for models, by in rows}
-
-    assert list(split) == [", ".join(family.models) for family in LOADED.values()]
-    assert [models for models, by in split.items() if by.startswith("tiles")] == [
-        ", ".join(family.models) for family in LOADED.values() if family.tiles]
-    assert [models for models, by in split.items() if "by frames" in by] == [
-        ", ".join(family.models) for family in LOADED.values() if family.by_frames]
-
-
 @pytest.mark.parametrize("page", ["XDiTVAEDecode.md", "XDiTVAEEncode.md"])
 def test_help_pages_name_every_model(page):
     text = (ROOT / "web" / "docs" / page).read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ def usual_config(family):
     ("HunyuanVideo", "hunyuanvideo", (2 * 20 + 40) / 60),
     ("Qwen-Image", "qwen-image", 2), ("Wan", "wan2.1-14b", 3)])
 def test_published_sizes(name, published, sums):
-    """sums: of section 10 of docs/algorithms.md."""
+    """sums: of docs/design/tensor.md."""
     dims, known = dims_of(FAMILIES[name], build_empty(FAMILIES[name], usual_config(FAMILIES[name]))), NETS[published]
 
     assert (dims.blocks, dims.width, dims.heads, dims.joint) == (known.blocks, known.width, known.heads, known.joint)

@@ -357,7 +357,7 @@ def positions_of_the_first_patch():
 
 
 def own_shard_is_kept_only():
-    """The standard sequence-parallel buffer of docs/algorithms.md section 3: what the peers made fresh is not kept."""
+    """The standard sequence-parallel buffer of docs/design/pipefusion.md: what the peers made fresh is not kept."""
     update = KeyValues.update
 
     def own_only(self, key, keys, values, context, streams):

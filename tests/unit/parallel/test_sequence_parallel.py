@@ -142,7 +142,7 @@ def sent_bytes(rank, world_size, layout, num_tokens):
 
 @pytest.mark.parametrize("ring, ulysses", [(2, 1), (1, 2), (2, 2), (1, 4)])
 def test_traffic_is_the_formula(ring, ulysses):
-    """docs/algorithms.md section 8: Ulysses 4 B (S/D) h (U-1)/U, Ring 2 B (S/R) (h/U) (R-1) elements a rank."""
+    """docs/design/layouts.md: Ulysses 4 B (S/D) h (U-1)/U, Ring 2 B (S/R) (h/U) (R-1) elements a rank."""
     tokens, h, batch = 24, HEADS * HEAD_SIZE, 2
     expected = 4 * batch * tokens / (ring * ulysses) * h * (ulysses - 1) / ulysses \
         + 2 * batch * tokens / ring * h / ulysses * (ring - 1)

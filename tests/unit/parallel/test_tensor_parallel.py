@@ -27,7 +27,7 @@ from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.specs import Layout
 
 EXACT = 1e-12
-MODELS_PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+MODELS_PAGE = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
 SHAPES = [{"rows": 6, "columns": 10, "num_text_tokens": 7}, {"rows": 4, "columns": 6, "batch": 3}]
 ALIKE = [{"rows": 6, "columns": 10, "num_text_tokens": 7}] * 2
 TENSOR = Layout(tensor_degree=2)
@@ -109,7 +109,7 @@ def test_hybrids_with_sequence_parallelism_equal_the_model(name, layout):
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_bytes_sent_are_those_of_the_formula(degree):
-    """docs/algorithms.md section 10, of Flux.1's two double and two single blocks. Text and image are one exchange in
+    """docs/design/tensor.md, of Flux.1's two double and two single blocks. Text and image are one exchange in
     an attention, and all modulations are one."""
     (_, num_exchanges, sent_bytes), = run_ranks(forward, degree, "Flux.1", Layout(tensor_degree=degree), SHAPES[:1])[0]
     tokens, width, double, single = 15 + 7, 64, 2, 2

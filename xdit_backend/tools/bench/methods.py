@@ -204,7 +204,7 @@ def rows_of(layouts, median, sent, held, peers):
 
 
 def sent_bytes_formula(degrees, setting):
-    """Bytes a rank sends a step (docs/algorithms.md section 8), for one branch.
+    """Bytes a rank sends a step (docs/design/layouts.md), for one branch.
 
     Attention of every block, what tensor ranks add up, and the image tokens once at the end, (S_image/D) h (D-1)
     elements.

@@ -44,7 +44,7 @@ class Row:
 
 
 def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_parallel=False):
-    """How much faster than one worker a run can be (docs/algorithms.md section 2.4):
+    """How much faster than one worker a run can be (docs/design/pipefusion.md):
     slots of one patch on one stage."""
     stale = num_steps - warmup_steps
     slots = (stale - 1) * max(num_patches, num_stages) + num_patches + num_stages - 1 if stale else 0
@@ -170,7 +170,7 @@ def sent_formula(degrees, setting):
     """Bytes the busiest rank sends a step: hidden states of the image and, once, of the text, B (S + S_t) h / D
     elements.
 
-    With sequence parallelism also the exchange inside it, as for whole steps (docs/algorithms.md sections 2.4 and 3).
+    With sequence parallelism also the exchange inside it, as for whole steps (docs/design/pipefusion.md).
     """
     tokens = setting.num_image_tokens + setting.num_text_tokens
     num_blocks = (setting.num_double_blocks + setting.num_single_blocks) / degrees["pipefusion"]
@@ -182,7 +182,7 @@ def memory_formulas(header, spec, num_ranks, setting, degrees):
     """([bytes of parameters], [bytes of stale keys and values]) of each rank.
 
     Parameters: its stage's blocks, and all that is outside the blocks. Keys and values: 2 B (S + S_t) h / U for each of
-    its blocks (docs/algorithms.md 2.8); twice that where they are forecast.
+    its blocks (docs/design/pipefusion.md); twice that where they are forecast.
     """
     import diffusers  # slow to import, and --help needs neither
     from accelerate import init_empty_weights

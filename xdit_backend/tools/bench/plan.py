@@ -46,7 +46,7 @@ def add_arguments(parser):
     parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES],
                         help="how the weights are held (default: as in the file)")
     parser.add_argument("--machine", type=Path, metavar="FILE",
-                        help="JSON that describes devices and links, see docs/measuring.md")
+                        help="JSON that describes devices and links, see docs/benchmarks.md")
     parser.add_argument("--devices", default="auto",
                         help='to measure, as in xDiT Parallel Config: "auto", or "cuda:0,cuda:1", "cpu,cpu"')
     parser.add_argument("--measurements", type=Path, metavar="FOLDER",

@@ -96,7 +96,7 @@ class Sampling:
 class Method:
     """How workers share a run. patches: of partition.cut_patches; None: every step is whole and nothing is kept.
 
-    forecast: of stale keys and values, docs/algorithms.md section 2.9. by_image: the images of a batch follow one
+    forecast: of stale keys and values, docs/design/pipefusion.md. by_image: the images of a batch follow one
     another through the stages. With displaced patches in the layout, steps after the warm-up are stale, and never the
     first; displaced_mode is how.
     """

@@ -67,7 +67,7 @@ def add_arguments(parser):
                         help="of each device, that weights may take, as in xDiT Parallel Config: others come from host "
                              "memory in every step (default: auto, what the run leaves)")
     parser.add_argument("--machine", type=Path, metavar="FILE",
-                        help="JSON that describes devices and links, see docs/measuring.md")
+                        help="JSON that describes devices and links, see docs/benchmarks.md")
     parser.add_argument("--waits", action="store_true",
                         help="also where the host waits for the device, and copies that are not asynchronous")
 

@@ -35,7 +35,7 @@ class Setting:
         """Elements a rank sends in the attention of one block: Ulysses 4 (S/D) h (U-1)/U, Ring 2 (S/R) (h/U) (R-1), of
         its heads.
 
-        S with text, since text is sharded too (docs/algorithms.md section 8).
+        S with text, since text is sharded too (docs/design/layouts.md).
         """
         ring, ulysses = degrees["ring"], degrees["ulysses"]
         tokens, width = self.num_image_tokens + self.num_text_tokens, self.width / degrees["tensor"]
@@ -44,7 +44,7 @@ class Setting:
 
     def added_up(self, degrees):
         """Elements a rank sends for tensor parallelism: 2 (X-1)/X (S/D) h for each sum, two in a double block and one
-        in a single one; (X-1)/X of 12 h and 3 h numbers of modulation (docs/algorithms.md section 10)."""
+        in a single one; (X-1)/X of 12 h and 3 h numbers of modulation (docs/design/tensor.md)."""
         tensor, tokens = degrees["tensor"], (self.num_image_tokens
                                              + self.num_text_tokens) / (degrees["ring"] * degrees["ulysses"])
         sums = 2 * self.num_double_blocks + self.num_single_blocks

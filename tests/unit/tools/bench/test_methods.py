@@ -27,7 +27,7 @@ def test_layouts_that_are_none_are_refused(name):
 @pytest.mark.parametrize("num_stages, num_patches, expected",
                          [(2, 2, 1.83), (2, 4, 1.86), (2, 8, 1.87), (4, 2, 1.855), (1, 1, 1.0)])
 def test_bubble_formula(num_stages, num_patches, expected):
-    """docs/algorithms.md 2.4: 16 steps, one of them warm-up. Fewer patches than stages leave stages idle."""
+    """docs/design/pipefusion.md: 16 steps, one of them warm-up. Fewer patches than stages leave stages idle."""
     assert bubble_ratio(16, 1, num_stages, num_patches) == pytest.approx(expected, abs=0.005)
 
 

@@ -92,7 +92,7 @@ KINDS = {
     "cogvideox": Kind("AutoencoderKLCogVideoX", 16, 8, 4, OF_COGVIDEOX),
     "cosmos": Kind("AutoencoderKLCosmos", 16, 8, 8)}
 KINDS = {key: kind for key, kind in KINDS.items() if hasattr(diffusers, kind.name)}
-FULL_SIZE = Path(__file__).parents[4] / "docs" / "full_size.md"
+FULL_SIZE = Path(__file__).parents[4] / "docs" / "benchmarks.md"
 TITLES = {"flux": "Flux.1", "taesd": "TAESD", "sana": "Sana", "hunyuan image": "HunyuanImage", "wan": "Wan 2.1",
           "wan 2.2": "Wan 2.2", "hunyuan": "HunyuanVideo", "hunyuan 1.5": "HunyuanVideo 1.5", "ltx": "LTX-Video",
           "mochi": "Mochi (79 frames)", "svd": "Stable Video Diffusion (25 frames of 1024 x 576)",
@@ -154,7 +154,7 @@ def test_a_decode_lives_in_what_was_forecast(key, way, world_size, whole):
 
 
 def held_and_needed(title):
-    """docs/full_size.md's: GB of the decoder, of its largest layer, [needed beside them by one rank, two and four]."""
+    """GB of the decoder, of its largest layer, [needed in addition by 1, 2 and 4 ranks]. docs/benchmarks.md."""
     five = r" ([\d.]+) \|" * 5
     cells, = re.findall(rf"^\| {re.escape(title)} \|{five}$", FULL_SIZE.read_text(encoding="utf-8"), re.MULTILINE)
     decoder, layer, *needed = map(float, cells)

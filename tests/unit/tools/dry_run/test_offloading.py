@@ -43,9 +43,9 @@ def fit_of(name, layout_name, gpu_gb, links=None):
 
 @pytest.mark.parametrize("row", by_default(lambda row: row.startswith("Flux.1"), ROWS))
 def test_the_tables_of_models_larger_than_vram_are_simulated(row):
-    """The table of docs/models.md: resident GB + streamed GB of each of two GPUs, and the bottleneck with its seconds.
-    README has some of its rows, without seconds."""
-    method, *cells = cells_of(ROOT / "docs" / "models.md", row)
+    """The table of docs/reference/models.md: resident GB + streamed GB of each of two GPUs, and the bottleneck with its
+    seconds. README has some of its rows, without seconds."""
+    method, *cells = cells_of(ROOT / "docs" / "reference" / "models.md", row)
     in_readme = [cells_of(ROOT / readme, short_name(row)) for readme in ("README.md", "README.zh.md")]
     fitting = {gpu_gb: fit_of(ROWS[row], method.lower().replace(" ", ""), gpu_gb) for gpu_gb in CARDS}
     subject, layout = fitting[12].subject, fitting[12].layout

@@ -27,7 +27,7 @@ ALLOWED = 0.05
 # of VACE's two lists of blocks one keeps nothing, and its share is another of few
 DEEP = "pid", "hidream-i1", "wan2.1-vace-14b-480p"
 NAMES = [name for name, model in PUBLISHED.items() if not FAMILIES[model.family].is_unet]
-# of the families that are not in docs/full_size.md's table; they have a row under fewer layouts
+# families that are not in the table of docs/benchmarks.md; they have a row under fewer layouts
 OTHERS = NAMES[NAMES.index("chroma"):]
 TRANSFORMERS = [name for name in NAMES if name not in OTHERS]
 ALIKE = "wan2.1-14b-480p", "wan2.2-i2v-14b-480p", "wan2.2-i2v-14b-720p"        # as wan2.1-14b-720p, but for the size
@@ -257,7 +257,7 @@ def test_of_one_patch_no_keys_and_values_are_kept():
     assert alone.peak_bytes < by_two.peak_bytes
 
 
-# what a forward joins between its lists of blocks: 1 where all streams are gathered once more (algorithms.md section 8)
+# what a forward joins between its lists of blocks: 1 where all streams are gathered once more (docs/design/layouts.md)
 JOINED = {"flux.1-dev": 0, "flux.2-dev": 1, "qwen-image": 0, "sd3.5-large": 0, "wan2.1-14b-720p": 0,
           "hunyuanvideo-1.5": 0}
 
