@@ -329,7 +329,7 @@ def test_sessions_and_contents_that_are_none_are_no_messages(pair, fields):
     host, other = pair
     other.raw.sendall(HEADER.pack(MACHINE, len(fields)) + fields)
 
-    with pytest.raises(ChannelClosedError, match="Not a message"):
+    with pytest.raises(ChannelClosedError, match="Invalid message"):
         host.receive()
 
 
