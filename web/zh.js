@@ -467,8 +467,8 @@ export const ZH = {
     "请使用 cfg_degree：此模型遮盖自注意力，displaced_degree 不支持。",
   "Use cfg_degree or data_degree: {} is run by {}, which does not use torch's attention and would see this rank's rows only.":
     "请使用 cfg_degree 或 data_degree：{0} 由 {1} 运行，它不使用 torch 的注意力，只会看到本进程的行。",
-  "The workers that kept this run's tensors have ended. Queue the prompt again to start a new group.":
-    "持有此次运行张量的工作进程已结束。请再次排队以启动新的一组。",
+  "Queue the prompt again to start a new worker group: the workers that cached this run's tensors have ended.":
+    "请再次排队以启动新的一组工作进程：缓存此次运行张量的工作进程已结束。",
   "{} ended while loading its libraries{}. {}\n{}":
     "{0} 在加载其库时结束{1}。{2}\n{3}",
   "{} ended while starting{}. {} {}Its last lines:\n{}":
@@ -489,24 +489,24 @@ export const ZH = {
     "工作进程已结束{0}。请再次排队以启动新的一组。",
   "Install a PyTorch for your GPUs, as pytorch.org says, or set devices to \"cpu\": {} cannot be used, as this PyTorch ({}) is built for CPUs.":
     "请按 pytorch.org 的说明安装适用于您的 GPU 的 PyTorch，或把 devices 设为“cpu”：{0} 不可用，因为此 PyTorch（{1}）是为 CPU 构建的。",
-  "Set devices in xDiT Parallel Config to \"auto\", or to what is here: there is no {}. PyTorch finds {}.":
-    "请在“xDiT 并行配置”中把 devices 设为“auto”，或设为现有的设备：这里没有 {0}。PyTorch 找到 {1}。",
-  "Close other programs, unload ComfyUI's models in its menu, or give the container or WSL2 more memory: {} workers need at least {} of host memory before they hold a model, and {} of {} are free.":
-    "请关闭其他程序，在 ComfyUI 的菜单中卸载模型，或给容器或 WSL2 更多内存：{0} 个工作进程在持有模型之前至少需要 {1} 主机内存，而 {3} 中有 {2} 空闲。",
-  "Remove what is not needed from {}: it is full, and the workers find ComfyUI by files there. In Docker, --shm-size=2g gives /dev/shm more.":
-    "请删除 {0} 中不需要的内容：它已满，而工作进程通过其中的文件找到 ComfyUI。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
-  "Free some space: tensors travel between ComfyUI and the workers through {}, which has {} free, or {}, which has {}; at least {} are needed. In Docker, --shm-size=2g gives /dev/shm more.":
+  "Set devices in xDiT Parallel Config to \"auto\", or to devices of this machine: there is no {}. PyTorch finds {}.":
+    "请在“xDiT 并行配置”中把 devices 设为“auto”，或设为本机的设备：这里没有 {0}。PyTorch 找到 {1}。",
+  "Close other programs, unload ComfyUI's models in its menu, or give the container or WSL2 more memory: {} workers need at least {} of system RAM before they load a model, and {} of {} are free.":
+    "请关闭其他程序，在 ComfyUI 的菜单中卸载模型，或给容器或 WSL2 更多内存：{0} 个工作进程在加载模型之前至少需要 {1} 系统内存，而 {3} 中有 {2} 空闲。",
+  "Delete unneeded files in {}: it is full, and the workers connect to ComfyUI through files there. In Docker, --shm-size=2g enlarges /dev/shm.":
+    "请删除 {0} 中不需要的文件：它已满，而工作进程通过其中的文件连接 ComfyUI。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
+  "Free some space: tensors travel between ComfyUI and the workers through {}, which has {} free, or {}, which has {}; at least {} are needed. In Docker, --shm-size=2g enlarges /dev/shm.":
     "请释放一些空间：张量通过 {0}（空闲 {1}）或 {2}（空闲 {3}）在 ComfyUI 与工作进程之间传送；至少需要 {4}。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
   "Update {} with ComfyUI's Python (python -m pip install --upgrade {}), then restart ComfyUI: the workers need {} or newer, and {} is installed.":
     "请用 ComfyUI 的 Python 更新 {0}（python -m pip install --upgrade {1}），然后重新启动 ComfyUI：工作进程需要 {2} 或更新版本，而安装的是 {3}。",
   "Install with ComfyUI's Python, in the folder of the xDiT nodes (python -m pip install -r requirements.txt): the workers need {} {} or newer, and this Python does not have it.":
     "请用 ComfyUI 的 Python 在 xDiT 节点的文件夹中安装（python -m pip install -r requirements.txt）：工作进程需要 {0} {1} 或更新版本，而此 Python 中没有。",
-  "The workers cannot be started: {}. They need a little room in {}, where this user may write, and which have short names. {}":
-    "工作进程无法启动：{0}。它们在 {1} 中需要一点空间，当前用户要能写入，且路径要短。{2}",
-  "No address is set at which {} could join: only ComfyUI's nodes use devices of other machines.":
-    "没有设置 {0} 可以加入的地址：只有 ComfyUI 的节点使用其他机器的设备。",
-  "The workers have ended. Queue the prompt again to start a new group.":
-    "工作进程已结束。请再次排队以启动新的一组。",
+  "Make sure that this user can write to {}, that there is free space, and that the paths are short: the workers cannot be started ({}). {}":
+    "请确认当前用户可以写入 {0}，其中有空闲空间，并且路径较短：工作进程无法启动（{1}）。{2}",
+  "Leave {} out of the devices: only ComfyUI's nodes can use devices of other machines.":
+    "请从设备中去掉 {0}：只有 ComfyUI 的节点可以使用其他机器的设备。",
+  "Queue the prompt again to start a new worker group: the workers have ended.":
+    "请再次排队以启动新的一组工作进程：工作进程已结束。",
   "Copy the whole key again, which has 64 characters: python -m xdit_backend key shows it on the machine with ComfyUI. {} characters were given, which are not a key.":
     "请重新复制整个密钥，它有 64 个字符：在运行 ComfyUI 的机器上，python -m xdit_backend key 会显示它。给出的 {0} 个字符不是密钥。",
   "Run this as the user who runs ComfyUI: the key in {} cannot be read ({}).":
@@ -828,8 +828,82 @@ export const ZH = {
     "正在连接各设备",
   "devices names {}: of these, this machine runs on {}":
     "devices 中有 {0}：其中本机使用 {1}",
-  "What to try stands in docs/troubleshooting.md.":
-    "可尝试的办法见 docs/troubleshooting.md。",
+  "See docs/troubleshooting.md in the folder of the xDiT nodes.":
+    "请参阅 xDiT 节点文件夹中的 docs/troubleshooting.md。",
+  "Use {}. Worker rank {} ({}) failed with {}: out of memory: {}":
+    "请使用{0}。工作进程 rank {1}（{2}）因 {3} 失败：内存不足：{4}",
+  "{} more were requested, and {} of {} are free: {} are missing.":
+    "又请求了 {0}，{2} 中有 {1} 空闲：还缺 {3}。",
+  "{} more were requested, and {} of {} are free.":
+    "又请求了 {0}，{2} 中有 {1} 空闲。",
+  "{} more were requested, and {} are free: {} are missing.":
+    "又请求了 {0}，有 {1} 空闲：还缺 {2}。",
+  "{} more were requested, and {} are free.":
+    "又请求了 {0}，有 {1} 空闲。",
+  "more memory was requested, and {} of {} are free.":
+    "又请求了内存，{1} 中有 {0} 空闲。",
+  "more memory was requested, and {} are free.":
+    "又请求了内存，有 {0} 空闲。",
+  "In use: {}.":
+    "占用情况：{0}。",
+  "{} GB; {}":
+    "{0} GB；{1}",
+  "{} MB; {}":
+    "{0} MB；{1}",
+  "weights {}":
+    "权重 {0}",
+  "a second copy of weights for the run {}":
+    "此次运行的权重副本 {0}",
+  "keys and values {}":
+    "键和值 {0}",
+  "other devices' activations {}":
+    "其他设备的激活值 {0}",
+  "conditioning {}":
+    "条件 {0}",
+  "activations {}":
+    "激活值 {0}",
+  "other programs and libraries {}":
+    "其他程序和库 {0}",
+  "The workers keep running, with their models loaded.":
+    "工作进程继续运行，模型保持加载。",
+  "The other ranks waited for it, so the workers were ended: the next prompt starts new ones and loads the model again.":
+    "其他 rank 在等待它，因此工作进程已被结束：下一次排队会启动新的工作进程并重新加载模型。",
+  "All output of the workers is in {}.":
+    "工作进程的全部输出在 {0} 中。",
+  "{}; or {}":
+    "{0}；或{1}",
+  "a smaller latent":
+    "更小的 latent",
+  "a smaller image":
+    "更小的图像",
+  "more devices":
+    "更多设备",
+  "larger devices":
+    "更大的设备",
+  "a smaller latent or batch: at most {} of these pixels (each side times {}), frames or images fit next to the weights":
+    "更小的 latent 或批次：除权重外最多可容纳这些像素（边长乘以 {1}）、帧或图像的 {0}",
+  "a smaller image or batch: at most {} of these pixels (each side times {}), frames or images fit next to the weights":
+    "更小的图像或批次：除权重外最多可容纳这些像素（边长乘以 {1}）、帧或图像的 {0}",
+  "at least {} devices with ulysses_degree or ring_degree":
+    "至少 {0} 个设备，并设置 ulysses_degree 或 ring_degree",
+  "at least {} devices for Distributed VAE Decode or Encode":
+    "至少 {0} 个设备用于分布式 VAE 解码或编码",
+  "weights_memory \"auto\", or fewer GB than now, with which weights are streamed from system RAM":
+    "weights_memory \"auto\"，或比现在更小的 GB 数，使权重从系统内存流式传输",
+  "weights_memory \"{}\", with which the other weights are streamed from system RAM":
+    "weights_memory \"{0}\"，使其余权重从系统内存流式传输",
+  "instead of 16-bit weights, weight_dtype {}":
+    "用 weight_dtype {0} 代替 16 位权重",
+  "{} GB) or {}":
+    "{0} GB) 或 {1}",
+  "nf4, with the package bitsandbytes ({}":
+    "nf4（需要软件包 bitsandbytes）({0}",
+  "pipefusion_degree or tensor_degree, which shard the weights over the devices":
+    "pipefusion_degree 或 tensor_degree，把权重分片到各设备",
+  "the device without other programs, which take {} (nvidia-smi shows them)":
+    "没有其他程序的设备，它们占用 {0}（nvidia-smi 会列出它们）",
+  "{} on the same devices (about {} GB of {} GB each)":
+    "{0}，使用相同的设备（每个约占 {2} GB 中的 {1} GB）",
   "{} ({}) died{}":
     "{0}（{1}）已终止{2}",
   "bringing weights back":

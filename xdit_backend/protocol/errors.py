@@ -56,7 +56,7 @@ class WorkerFailedError(XDiTError, RuntimeError):
 class WorkerOutOfMemoryError(WorkerFailedError):
     """A worker ran out of memory.
 
-    rank, device: of the worker. numbers: bytes by name, see worker.engine.Engine.shortage. command: name of the message
+    rank, device: of the worker. numbers: bytes by name, see worker.engine.Engine.out_of_memory. command: name of the message
     that it was executing. facts: the error's text without the suggestion.
     """
 

@@ -305,7 +305,7 @@ class Failed:
     kind: str                      # name of the exception's class
     message: Printable
     traceback: Printable
-    # bytes by name, if memory ran out: Engine.shortage
+    # bytes by name, if memory ran out: Engine.out_of_memory
     numbers: ByName[str, float] = dataclasses.field(default_factory=dict)
     entered: ByName[Exchange, Natural] = dataclasses.field(default_factory=dict)      # see Heartbeat
     is_broken: bool = False        # a collective or transfer failed on this rank
