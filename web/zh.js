@@ -99,8 +99,8 @@ export const ZH = {
     "请移除添加 LLLite 的节点：它不适用于 {0}。",
   "Use Apply Anima LLLite as it is: a node has changed some of its patches ({}).":
     "请直接使用 Apply Anima LLLite：有节点改动了它的部分补丁（{0}）。",
-  "A model patch ({}) is not loaded. Queue the prompt again.":
-    "模型补丁（{0}）未加载。请重新排队提示。",
+  "Queue the prompt again: the model patch {} is not loaded.":
+    "请再次排队：模型补丁 {0} 未加载。",
   "Use a ControlNet that was made for this model: this one gives {} tensors for the {} skips of {}, and ComfyUI's takes one for each.":
     "请使用为此模型制作的 ControlNet：它为 {2} 的 {1} 个跳跃连接给出 {0} 个张量，而 ComfyUI 的模型每个只接受一个。",
   "Use a ControlNet for {}: this one was made for another model, as it gives something for {} blocks. Taken is {} only.":
@@ -583,16 +583,22 @@ export const ZH = {
     "请在设置它的节点中更改它，或使用“UNet加载器”：xDiT 只在 {1} = {2} 时运行 {0}，而此工作流的条件有 {3}。",
   "Make them with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the latent has parts of the shapes {}, and LTX-2 works on a video and a sound of (batch, {}, length, {}).":
     "请用 LTX-2 的 latent 节点生成各部分，并用 LTXVConcatAVLatent 连接：latent 各部分的形状为 {0}，而 LTX-2 处理视频和 (batch, {1}, length, {2}) 的声音。",
-  "The model {} is not loaded on rank {}. Queue the prompt again.":
-    "模型 {0} 没有加载在进程 {1} 上。请再次排队。",
-  "Close other programs on it (nvidia-smi shows them), unload ComfyUI's models in its menu, or leave it out in xDiT Parallel Config: {} has {} MB of {} GB free, and a worker needs at least {} MB before it holds a model.":
-    "请关闭其上的其他程序（nvidia-smi 会显示），在 ComfyUI 的菜单中卸载模型，或在“xDiT 并行配置”中去掉它：{0} 的 {2} GB 中有 {1} MB 空闲，而工作进程在持有模型之前至少需要 {3} MB。",
-  "{} sent {} (rank {}) numbers that arrived as others":
-    "{0} 向 {1}（进程 {2}）发送的数值到达时已改变",
-  "{} cannot be used: {}: {} Is another program using all of it (nvidia-smi shows), or in exclusive mode?":
-    "{0} 不能使用：{1}：{2} 是否有其他程序占用了全部（nvidia-smi 会显示），或处于独占模式？",
+  "Queue the prompt again: the model {} is not loaded on rank {}.":
+    "请再次排队：模型 {0} 未加载到 rank {1}。",
+  "Close other programs on it (nvidia-smi shows them), unload ComfyUI's models in its menu, or leave it out in xDiT Parallel Config: {} has {} MB of {} GB free, and a worker needs at least {} MB before it loads a model.":
+    "请关闭其上的其他程序（nvidia-smi 会显示），在 ComfyUI 的菜单中卸载模型，或在“xDiT 并行配置”中去掉它：{0} 的 {2} GB 中有 {1} MB 空闲，而工作进程在加载模型之前至少需要 {3} MB。",
+  "data from {} arrived corrupted on {} (rank {})":
+    "来自 {0} 的数据到达 {1}（进程 {2}）时已损坏",
+  "Check whether another program uses all of {} (nvidia-smi shows them), or has it in exclusive mode: it cannot be used ({}: {})":
+    "请检查是否有其他程序占用了全部 {0}（nvidia-smi 会显示），或使它处于独占模式：它不能使用（{1}：{2}）",
   "a transfer between {} failed on rank {} with {}: {}":
     "{0} 之间的一次传输在进程 {1} 上以 {2} 失败：{3}",
+  "a transfer between them was not complete after {} s on {}.":
+    "它们之间的传输在 {0} 秒后仍未完成：{1}。",
+  "they had not joined after {} s on {}.":
+    "它们在 {0} 秒后仍未加入：{1}。",
+  "rank {} ({}) could not join the others: {}: {}":
+    "rank {0}（{1}）无法加入其他进程：{2}：{3}",
   "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU.":
     "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。",
   "docs/models.md lists what xDiT runs.":
@@ -808,7 +814,7 @@ export const ZH = {
     "正在加载权重 {0} / {1}",
   "loading weights":
     "正在加载权重",
-  "bringing weights back {} of {}":
+  "loading parked weights {} of {}":
     "正在取回权重 {0} / {1}",
   "changing weights {} of {}":
     "正在更改权重 {0} / {1}",
@@ -906,7 +912,7 @@ export const ZH = {
     "{0}，使用相同的设备（每个约占 {2} GB 中的 {1} GB）",
   "{} ({}) died{}":
     "{0}（{1}）已终止{2}",
-  "bringing weights back":
+  "loading parked weights":
     "正在取回权重",
   "changing weights":
     "正在更改权重",

@@ -24,8 +24,8 @@ def describe_out_of_memory(numbers):
                        if numbers.get(key, 0) >= MIN_BYTES)
     of = f" of {gigabytes(numbers['total_bytes'])}" if "total_bytes" in numbers else ""
     missing = f": {gigabytes(requested - free)} are missing" if requested > free else ""
-    text = (f"{f'{gigabytes(requested)} more were' if requested else 'more memory was'} requested, and "
-            f"{gigabytes(free)}{of} are free{missing}.")
+    wanted = f"{gigabytes(requested)} more were requested, and " if requested else "more memory was requested, and "
+    text = f"{wanted}{gigabytes(free)}{of} are free{missing}."
     return f"{text} In use: {in_use}." if in_use else text
 
 

@@ -56,8 +56,8 @@ class WorkerFailedError(XDiTError, RuntimeError):
 class WorkerOutOfMemoryError(WorkerFailedError):
     """A worker ran out of memory.
 
-    rank, device: of the worker. numbers: bytes by name, see worker.engine.Engine.out_of_memory. command: name of the message
-    that it was executing. facts: the error's text without the suggestion.
+    rank, device: of the worker. numbers: bytes by name, see worker.engine.Engine.out_of_memory. command: name of the
+    message that it was executing. facts: the error's text without the suggestion.
     """
 
     def __init__(self, text, rank=0, device="", numbers=None, command="", facts=""):

@@ -176,8 +176,8 @@ def test_what_becomes_of_a_template(converted, name, types, stay):
      "docs/troubleshooting.md in the folder of the xDiT nodes. Its last lines:\nRoot Cause (first observed failure):\n"
      "[0]:\n",
      "Worker rank 1 (cpu) died (exit code -9, killed). Queue the prompt again to start a new group.",
-     "See docs/troubleshooting.md in the folder of the xDiT nodes. Its last lines:\nRoot Cause (first observed failure):\n"
-     "[0]:")])
+     "See docs/troubleshooting.md in the folder of the xDiT nodes. Its last lines:\nRoot Cause (first observed "
+     "failure):\n[0]:")])
 def test_of_a_message_with_lines_of_output_two_sentences_are_shown(node, modules, message, words, rest):
     assert evaluate(node, modules / "messages.mjs", "headOf", f"headOf({json.dumps(message)})") == [words, rest]
 

@@ -284,7 +284,7 @@ def test_a_host_killed_while_its_workers_start_leaves_nothing_to_the_next(tmp_pa
 
 HOST_WITH_A_FORK = """
 import os, signal, subprocess, sys
-code = f"from xdit_backend.worker.torchrun import end_with_the_parent; end_with_the_parent({os.getpid()})"
+code = f"from xdit_backend.worker.torchrun import end_with_parent; end_with_parent({os.getpid()})"
 torchrun = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
 fork = os.fork()
 if fork:
