@@ -507,15 +507,15 @@ export const ZH = {
     "请从设备中去掉 {0}：只有 ComfyUI 的节点可以使用其他机器的设备。",
   "Queue the prompt again to start a new worker group: the workers have ended.":
     "请再次排队以启动新的一组工作进程：工作进程已结束。",
-  "Copy the whole key again, which has 64 characters: python -m xdit_backend key shows it on the machine with ComfyUI. {} characters were given, which are not a key.":
-    "请重新复制整个密钥，它有 64 个字符：在运行 ComfyUI 的机器上，python -m xdit_backend key 会显示它。给出的 {0} 个字符不是密钥。",
+  "Copy the whole key again, which has 64 characters: python -m xdit_backend key shows it on the machine with ComfyUI. These {} characters are not a key.":
+    "请重新复制整个密钥，它有 64 个字符：在运行 ComfyUI 的机器上，python -m xdit_backend key 会显示它。这 {0} 个字符不是密钥。",
   "Run this as the user who runs ComfyUI: the key in {} cannot be read ({}).":
     "请以运行 ComfyUI 的用户运行此命令：{0} 中的密钥无法读取（{1}）。",
-  "Give this user room in {}, and leave to write there: the key by which other machines join cannot be kept ({}).":
-    "请为当前用户在 {0} 中留出空间和写入权限：供其他机器加入的密钥不能保存（{1}）。",
-  "Install openssl, such as with apt install openssl, which makes the certificate for other machines: they join over TLS, and it is not here.":
-    "请安装 openssl，例如 apt install openssl，它为其他机器生成证书：其他机器通过 TLS 加入，而这里没有它。",
-  "openssl could not make a certificate for other machines to join: {}":
+  "Allow this user to write to {}, and free some space there: the key for other machines to join cannot be stored ({}).":
+    "请允许当前用户写入 {0}，并在那里留出空间：供其他机器加入的密钥不能保存（{1}）。",
+  "Install openssl, such as with apt install openssl: other machines join over TLS, and openssl, which creates the certificate, is not installed.":
+    "请安装 openssl，例如 apt install openssl：其他机器通过 TLS 加入，而创建证书的 openssl 没有安装。",
+  "openssl could not create a certificate for other machines to join: {}":
     "openssl 不能为其他机器的加入生成证书：{0}",
   "Set one of {} in Settings > xDiT: no network interface of this machine has the address {}, at which others joined.":
     "请在 设置 > xDiT 中设为 {0} 之一：本机没有网络接口具有其他机器加入时所用的地址 {1}。",
@@ -523,7 +523,7 @@ export const ZH = {
     "{0} 在 {1} 秒后仍未加入。{2} 请在运行 ComfyUI 的机器上 xDiT 节点的文件夹中运行：\n{3}\n它会显示要在 {4} 上运行的命令；那台机器需要 xDiT 节点、相同版本的 {5} 以及模型文件，但不需要 ComfyUI。当 {6} 说已加入时，请再次排队。若不能连接，请在本机的防火墙中放行端口 {7}。或在“xDiT 并行配置”的 devices 中去掉 {8}。",
   "waiting for {} to join. To see what to run there, run this on the machine with ComfyUI, in the folder of the xDiT nodes: {}":
     "正在等待 {0} 加入。要查看在那里运行的命令，请在运行 ComfyUI 的机器上 xDiT 节点的文件夹中运行：{1}",
-  "Give one address of this machine at which others could join, such as {}; a port may follow, \"{}:{}\": \"{}\" is none.":
+  "Give one address of this machine at which others could join, such as {}; a port may follow, \"{}:{}\": \"{}\" is not one.":
     "请给出一个其他机器可以加入的本机地址，例如 {0}；后面可写端口，“{1}:{2}”：“{3}”不是这样的地址。",
   "Set one of {} in Settings > xDiT, with another port, such as {}:{}, if this one is taken: other machines cannot join at {} ({}).":
     "请在 设置 > xDiT 中设为 {0} 之一；若此端口已被占用，请用其他端口，例如 {1}:{2}：其他机器不能在 {3} 加入（{4}）。",
