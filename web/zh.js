@@ -211,8 +211,8 @@ export const ZH = {
     "请把 weights_memory 设为“auto”，或 {0} GB 及以上：{1} 中块之外的部分加上同时的两个块在每个设备上需要这么多，而 weights_memory=\"{2}\" 更少。",
   "Use Load Diffusion Model, or another version of ComfyUI: {} runs as ComfyUI's own module, and {} of ComfyUI {} {}, which its parallel methods rely on.":
     "请使用“加载扩散模型”，或换一个版本的 ComfyUI：{0} 以 ComfyUI 自己的模块运行，而 ComfyUI {2} 的 {1} {3}，并行方法却依赖于此。",
-  "Install ComfyUI on this machine, and name its folder in XDIT_COMFYUI: this model runs as ComfyUI's own module, and no ComfyUI is found here.":
-    "请在这台机器上安装 ComfyUI，并在 XDIT_COMFYUI 中写明其文件夹：此模型以 ComfyUI 自己的模块运行，而这里找不到 ComfyUI。",
+  "Install ComfyUI on this machine, and set XDIT_COMFYUI to its folder: this model runs as ComfyUI's own module, and no ComfyUI was found.":
+    "请在这台机器上安装 ComfyUI，并把 XDIT_COMFYUI 设为其文件夹：此模型以 ComfyUI 自己的模块运行，而这里找不到 ComfyUI。",
   "Load a file of {} in ComfyUI's format: {} is a folder of it, and xDiT runs it as ComfyUI's own module, which takes files.":
     "请加载 ComfyUI 格式的 {0} 单个文件：{1} 是它的文件夹，而 xDiT 以 ComfyUI 自己的模块运行它，只接受单个文件。",
   "Update ComfyUI: the version {} in {} has no {} in {}, which this model needs ({}).":
@@ -289,7 +289,7 @@ export const ZH = {
     "它没有张量 {0}；它的 {1} 个张量以 {2} 开头。",
   "{} has shape {}, an image VAE's has 4 dims.":
     "{0} 的形状为 {1}，图像 VAE 的应有 4 维。",
-  "It is LTX-Video 0.9.1's, whose decoder adds random noise to the picture between its layers.":
+  "It is LTX-Video 0.9.1's, whose decoder adds random noise to the image between its layers.":
     "它是 LTX-Video 0.9.1 的 VAE，其解码器在各层之间向图像加入随机噪声。",
   "It lacks tensors that Mochi's VAE has; its {} tensors begin with {}.":
     "它缺少 Mochi 的 VAE 所有的张量；它的 {0} 个张量以 {1} 开头。",

@@ -295,5 +295,6 @@ def versions():
 def version_differences(theirs, ours):
     """Describe the different versions of two machines; "" if they are the same."""
     different = [f"{name} is {theirs.get(name, 'not installed')} there and {version} here"
-                 for name, version in ours.items() if theirs.get(name) != version and (name != COMFYUI or name in theirs)]
+                 for name, version in ours.items()
+                 if theirs.get(name) != version and (name != COMFYUI or name in theirs)]
     return f"{'; '.join(different)}. Install the same on both machines." if different else ""

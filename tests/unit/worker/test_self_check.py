@@ -80,7 +80,7 @@ def test_a_class_that_this_comfyui_lacks_is_refused_by_its_version():
 def test_no_comfyui_is_said_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr("xdit_backend.comfyui.native_models.find_comfyui", lambda: None)
 
-    with pytest.raises(CheckpointError, match="^Install ComfyUI on this machine, and name its folder in XDIT_COMFYUI"):
+    with pytest.raises(CheckpointError, match="^Install ComfyUI on this machine, and set XDIT_COMFYUI"):
         build_empty(FAMILIES["Lens"], FAMILIES["Lens"].test_config.config)
 
 
