@@ -117,7 +117,7 @@ def nothing_changed_for_others():
 
 
 @pytest.fixture(scope="session")
-def forkserver():
+def supervisor():
     """What workers are forked from: one for all tests of this process, which so import their libraries once."""
     from xdit_backend.host.forkserver import Forkserver
     server = Forkserver()

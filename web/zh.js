@@ -99,8 +99,8 @@ export const ZH = {
     "请移除添加 LLLite 的节点：它不适用于 {0}。",
   "Use Apply Anima LLLite as it is: a node has changed some of its patches ({}).":
     "请直接使用 Apply Anima LLLite：有节点改动了它的部分补丁（{0}）。",
-  "A model patch ({}) is not loaded. Queue the prompt again.":
-    "模型补丁（{0}）未加载。请重新排队提示。",
+  "Queue the prompt again: the model patch {} is not loaded.":
+    "请再次排队：模型补丁 {0} 未加载。",
   "Use a ControlNet that was made for this model: this one gives {} tensors for the {} skips of {}, and ComfyUI's takes one for each.":
     "请使用为此模型制作的 ControlNet：它为 {2} 的 {1} 个跳跃连接给出 {0} 个张量，而 ComfyUI 的模型每个只接受一个。",
   "Use a ControlNet for {}: this one was made for another model, as it gives something for {} blocks. Taken is {} only.":
@@ -211,8 +211,8 @@ export const ZH = {
     "请把 weights_memory 设为“auto”，或 {0} GB 及以上：{1} 中块之外的部分加上同时的两个块在每个设备上需要这么多，而 weights_memory=\"{2}\" 更少。",
   "Use Load Diffusion Model, or another version of ComfyUI: {} runs as ComfyUI's own module, and {} of ComfyUI {} {}, which its parallel methods rely on.":
     "请使用“加载扩散模型”，或换一个版本的 ComfyUI：{0} 以 ComfyUI 自己的模块运行，而 ComfyUI {2} 的 {1} {3}，并行方法却依赖于此。",
-  "Install ComfyUI on this machine, and name its folder in XDIT_COMFYUI: this model runs as ComfyUI's own module, and no ComfyUI is found here.":
-    "请在这台机器上安装 ComfyUI，并在 XDIT_COMFYUI 中写明其文件夹：此模型以 ComfyUI 自己的模块运行，而这里找不到 ComfyUI。",
+  "Install ComfyUI on this machine, and set XDIT_COMFYUI to its folder: this model runs as ComfyUI's own module, and no ComfyUI was found.":
+    "请在这台机器上安装 ComfyUI，并把 XDIT_COMFYUI 设为其文件夹：此模型以 ComfyUI 自己的模块运行，而这里找不到 ComfyUI。",
   "Load a file of {} in ComfyUI's format: {} is a folder of it, and xDiT runs it as ComfyUI's own module, which takes files.":
     "请加载 ComfyUI 格式的 {0} 单个文件：{1} 是它的文件夹，而 xDiT 以 ComfyUI 自己的模块运行它，只接受单个文件。",
   "Update ComfyUI: the version {} in {} has no {} in {}, which this model needs ({}).":
@@ -289,7 +289,7 @@ export const ZH = {
     "它没有张量 {0}；它的 {1} 个张量以 {2} 开头。",
   "{} has shape {}, an image VAE's has 4 dims.":
     "{0} 的形状为 {1}，图像 VAE 的应有 4 维。",
-  "It is LTX-Video 0.9.1's, whose decoder adds random noise to the picture between its layers.":
+  "It is LTX-Video 0.9.1's, whose decoder adds random noise to the image between its layers.":
     "它是 LTX-Video 0.9.1 的 VAE，其解码器在各层之间向图像加入随机噪声。",
   "It lacks tensors that Mochi's VAE has; its {} tensors begin with {}.":
     "它缺少 Mochi 的 VAE 所有的张量；它的 {0} 个张量以 {1} 开头。",
@@ -429,10 +429,10 @@ export const ZH = {
     "请把 weights_memory 设为大于 0 的 GB 数，例如“10”，或“auto”，或“{0}”：weights_memory=\"{1}\" 都不是。",
   "Give stage_blocks one number a stage with commas, such as \"20,37\", or leave it empty: stage_blocks=\"{}\" is not a list of block counts of at least 1.":
     "请为 stage_blocks 的每级写一个数，用逗号分隔，例如“20,37”，或留空：stage_blocks=\"{0}\" 不是块数（至少为 1）的列表。",
-  "Set devices to \"auto\", or to names such as \"cuda:0,cuda:1\" or \"cpu,cpu\"; those of another machine with its name, \"cuda:0,other-pc/cuda:0\": of devices=\"{}\", \"{}\" is not a device.":
+  "Set devices to \"auto\", or to names such as \"cuda:0,cuda:1\" or \"cpu,cpu\"; those of another machine with its name, \"cuda:0,other-pc/cuda:0\": in devices=\"{}\", \"{}\" is not a device.":
     "请把 devices 设为“auto”，或“cuda:0,cuda:1”、“cpu,cpu”这样的名称，其他机器的设备写上机器名，“cuda:0,other-pc/cuda:0”：devices=\"{0}\" 中的“{1}”不是设备。",
-  "Set devices to \"{}\" and the degrees to a product of {}, or mode to \"auto\" to take what is there: of devices=\"{}\", {} is not on this machine, which has {}.":
-    "请把 devices 设为“{0}”，并使并行度的乘积为 {1}，或把 mode 设为“auto”以使用现有设备：devices=\"{2}\" 中的 {3} 不在本机，本机有 {4}。",
+  "Set devices to \"{}\" and the degrees to a product of {}, or mode to \"auto\" to use the devices of this machine: devices=\"{}\" names {}, and this machine has {}.":
+    "请把 devices 设为“{0}”，并使并行度的乘积为 {1}，或把 mode 设为“auto”以使用本机的设备：devices=\"{2}\" 写有 {3}，而本机有 {4}。",
   "Set {} to 1 or more, where 1 switches the method off: {}={} is less.":
     "请把 {0} 设为 1 或更大，1 表示不使用该方法：{1}={2} 更小。",
   "Set ulysses_degree to {}, or use ring_degree: ulysses_degree={} does not divide {}'s {} attention heads.":
@@ -469,8 +469,8 @@ export const ZH = {
     "请使用 cfg_degree：此模型遮盖自注意力，displaced_degree 不支持。",
   "Use cfg_degree or data_degree: {} is run by {}, which does not use torch's attention and would see this rank's rows only.":
     "请使用 cfg_degree 或 data_degree：{0} 由 {1} 运行，它不使用 torch 的注意力，只会看到本进程的行。",
-  "The workers that kept this run's tensors have ended. Queue the prompt again to start a new group.":
-    "持有此次运行张量的工作进程已结束。请再次排队以启动新的一组。",
+  "Queue the prompt again to start a new worker group: the workers that cached this run's tensors have ended.":
+    "请再次排队以启动新的一组工作进程：缓存此次运行张量的工作进程已结束。",
   "{} ended while loading its libraries{}. {}\n{}":
     "{0} 在加载其库时结束{1}。{2}\n{3}",
   "{} ended while starting{}. {} {}Its last lines:\n{}":
@@ -491,33 +491,33 @@ export const ZH = {
     "工作进程已结束{0}。请再次排队以启动新的一组。",
   "Install a PyTorch for your GPUs, as pytorch.org says, or set devices to \"cpu\": {} cannot be used, as this PyTorch ({}) is built for CPUs.":
     "请按 pytorch.org 的说明安装适用于您的 GPU 的 PyTorch，或把 devices 设为“cpu”：{0} 不可用，因为此 PyTorch（{1}）是为 CPU 构建的。",
-  "Set devices in xDiT Parallel Config to \"auto\", or to what is here: there is no {}. PyTorch finds {}.":
-    "请在“xDiT 并行配置”中把 devices 设为“auto”，或设为现有的设备：这里没有 {0}。PyTorch 找到 {1}。",
-  "Close other programs, unload ComfyUI's models in its menu, or give the container or WSL2 more memory: {} workers need at least {} of host memory before they hold a model, and {} of {} are free.":
-    "请关闭其他程序，在 ComfyUI 的菜单中卸载模型，或给容器或 WSL2 更多内存：{0} 个工作进程在持有模型之前至少需要 {1} 主机内存，而 {3} 中有 {2} 空闲。",
-  "Remove what is not needed from {}: it is full, and the workers find ComfyUI by files there. In Docker, --shm-size=2g gives /dev/shm more.":
-    "请删除 {0} 中不需要的内容：它已满，而工作进程通过其中的文件找到 ComfyUI。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
-  "Free some space: tensors travel between ComfyUI and the workers through {}, which has {} free, or {}, which has {}; at least {} are needed. In Docker, --shm-size=2g gives /dev/shm more.":
+  "Set devices in xDiT Parallel Config to \"auto\", or to devices of this machine: there is no {}. PyTorch finds {}.":
+    "请在“xDiT 并行配置”中把 devices 设为“auto”，或设为本机的设备：这里没有 {0}。PyTorch 找到 {1}。",
+  "Close other programs, unload ComfyUI's models in its menu, or give the container or WSL2 more memory: {} workers need at least {} of system RAM before they load a model, and {} of {} are free.":
+    "请关闭其他程序，在 ComfyUI 的菜单中卸载模型，或给容器或 WSL2 更多内存：{0} 个工作进程在加载模型之前至少需要 {1} 系统内存，而 {3} 中有 {2} 空闲。",
+  "Delete unneeded files in {}: it is full, and the workers connect to ComfyUI through files there. In Docker, --shm-size=2g enlarges /dev/shm.":
+    "请删除 {0} 中不需要的文件：它已满，而工作进程通过其中的文件连接 ComfyUI。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
+  "Free some space: tensors travel between ComfyUI and the workers through {}, which has {} free, or {}, which has {}; at least {} are needed. In Docker, --shm-size=2g enlarges /dev/shm.":
     "请释放一些空间：张量通过 {0}（空闲 {1}）或 {2}（空闲 {3}）在 ComfyUI 与工作进程之间传送；至少需要 {4}。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
   "Update {} with ComfyUI's Python (python -m pip install --upgrade {}), then restart ComfyUI: the workers need {} or newer, and {} is installed.":
     "请用 ComfyUI 的 Python 更新 {0}（python -m pip install --upgrade {1}），然后重新启动 ComfyUI：工作进程需要 {2} 或更新版本，而安装的是 {3}。",
   "Install with ComfyUI's Python, in the folder of the xDiT nodes (python -m pip install -r requirements.txt): the workers need {} {} or newer, and this Python does not have it.":
     "请用 ComfyUI 的 Python 在 xDiT 节点的文件夹中安装（python -m pip install -r requirements.txt）：工作进程需要 {0} {1} 或更新版本，而此 Python 中没有。",
-  "The workers cannot be started: {}. They need a little room in {}, where this user may write, and which have short names. {}":
-    "工作进程无法启动：{0}。它们在 {1} 中需要一点空间，当前用户要能写入，且路径要短。{2}",
-  "No address is set at which {} could join: only ComfyUI's nodes use devices of other machines.":
-    "没有设置 {0} 可以加入的地址：只有 ComfyUI 的节点使用其他机器的设备。",
-  "The workers have ended. Queue the prompt again to start a new group.":
-    "工作进程已结束。请再次排队以启动新的一组。",
-  "Copy the whole key again, which has 64 characters: python -m xdit_backend key shows it on the machine with ComfyUI. {} characters were given, which are not a key.":
-    "请重新复制整个密钥，它有 64 个字符：在运行 ComfyUI 的机器上，python -m xdit_backend key 会显示它。给出的 {0} 个字符不是密钥。",
+  "Make sure that this user can write to {}, that there is free space, and that the paths are short: the workers cannot be started ({}). {}":
+    "请确认当前用户可以写入 {0}，其中有空闲空间，并且路径较短：工作进程无法启动（{1}）。{2}",
+  "Leave {} out of the devices: only ComfyUI's nodes can use devices of other machines.":
+    "请从设备中去掉 {0}：只有 ComfyUI 的节点可以使用其他机器的设备。",
+  "Queue the prompt again to start a new worker group: the workers have ended.":
+    "请再次排队以启动新的一组工作进程：工作进程已结束。",
+  "Copy the whole key again, which has 64 characters: python -m xdit_backend key shows it on the machine with ComfyUI. These {} characters are not a key.":
+    "请重新复制整个密钥，它有 64 个字符：在运行 ComfyUI 的机器上，python -m xdit_backend key 会显示它。这 {0} 个字符不是密钥。",
   "Run this as the user who runs ComfyUI: the key in {} cannot be read ({}).":
     "请以运行 ComfyUI 的用户运行此命令：{0} 中的密钥无法读取（{1}）。",
-  "Give this user room in {}, and leave to write there: the key by which other machines join cannot be kept ({}).":
-    "请为当前用户在 {0} 中留出空间和写入权限：供其他机器加入的密钥不能保存（{1}）。",
-  "Install openssl, such as with apt install openssl, which makes the certificate for other machines: they join over TLS, and it is not here.":
-    "请安装 openssl，例如 apt install openssl，它为其他机器生成证书：其他机器通过 TLS 加入，而这里没有它。",
-  "openssl could not make a certificate for other machines to join: {}":
+  "Allow this user to write to {}, and free some space there: the key for other machines to join cannot be stored ({}).":
+    "请允许当前用户写入 {0}，并在那里留出空间：供其他机器加入的密钥不能保存（{1}）。",
+  "Install openssl, such as with apt install openssl: other machines join over TLS, and openssl, which creates the certificate, is not installed.":
+    "请安装 openssl，例如 apt install openssl：其他机器通过 TLS 加入，而创建证书的 openssl 没有安装。",
+  "openssl could not create a certificate for other machines to join: {}":
     "openssl 不能为其他机器的加入生成证书：{0}",
   "Set one of {} in Settings > xDiT: no network interface of this machine has the address {}, at which others joined.":
     "请在 设置 > xDiT 中设为 {0} 之一：本机没有网络接口具有其他机器加入时所用的地址 {1}。",
@@ -525,7 +525,7 @@ export const ZH = {
     "{0} 在 {1} 秒后仍未加入。{2} 请在运行 ComfyUI 的机器上 xDiT 节点的文件夹中运行：\n{3}\n它会显示要在 {4} 上运行的命令；那台机器需要 xDiT 节点、相同版本的 {5} 以及模型文件，但不需要 ComfyUI。当 {6} 说已加入时，请再次排队。若不能连接，请在本机的防火墙中放行端口 {7}。或在“xDiT 并行配置”的 devices 中去掉 {8}。",
   "waiting for {} to join. To see what to run there, run this on the machine with ComfyUI, in the folder of the xDiT nodes: {}":
     "正在等待 {0} 加入。要查看在那里运行的命令，请在运行 ComfyUI 的机器上 xDiT 节点的文件夹中运行：{1}",
-  "Give one address of this machine at which others could join, such as {}; a port may follow, \"{}:{}\": \"{}\" is none.":
+  "Give one address of this machine at which others could join, such as {}; a port may follow, \"{}:{}\": \"{}\" is not one.":
     "请给出一个其他机器可以加入的本机地址，例如 {0}；后面可写端口，“{1}:{2}”：“{3}”不是这样的地址。",
   "Set one of {} in Settings > xDiT, with another port, such as {}:{}, if this one is taken: other machines cannot join at {} ({}).":
     "请在 设置 > xDiT 中设为 {0} 之一；若此端口已被占用，请用其他端口，例如 {1}:{2}：其他机器不能在 {3} 加入（{4}）。",
@@ -583,18 +583,24 @@ export const ZH = {
     "请使用 16 像素倍数的宽度和高度：{0} 接受边长为偶数的 latent，而这个为 {1} x {2}。",
   "Change it in the node that sets it, or use Load Diffusion Model: xDiT runs {} with {} = {}, and this workflow's conditioning has {}.":
     "请在设置它的节点中更改它，或使用“UNet加载器”：xDiT 只在 {1} = {2} 时运行 {0}，而此工作流的条件有 {3}。",
+  "Queue the prompt again: the model {} is not loaded on rank {}.":
+    "请再次排队：模型 {0} 未加载到 rank {1}。",
+  "Close other programs on it (nvidia-smi shows them), unload ComfyUI's models in its menu, or leave it out in xDiT Parallel Config: {} has {} MB of {} GB free, and a worker needs at least {} MB before it loads a model.":
+    "请关闭其上的其他程序（nvidia-smi 会显示），在 ComfyUI 的菜单中卸载模型，或在“xDiT 并行配置”中去掉它：{0} 的 {2} GB 中有 {1} MB 空闲，而工作进程在加载模型之前至少需要 {3} MB。",
+  "data from {} arrived corrupted on {} (rank {})":
+    "来自 {0} 的数据到达 {1}（进程 {2}）时已损坏",
+  "Check whether another program uses all of {} (nvidia-smi shows them), or has it in exclusive mode: it cannot be used ({}: {})":
+    "请检查是否有其他程序占用了全部 {0}（nvidia-smi 会显示），或使它处于独占模式：它不能使用（{1}：{2}）",
   "Make video and audio with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the latent's components have the shapes {}, and LTX-2 needs a video and audio of (batch, {}, length, {}).":
     "请用 LTX-2 的 latent 节点生成各部分，并用 LTXVConcatAVLatent 连接：latent 各部分的形状为 {0}，而 LTX-2 处理视频和 (batch, {1}, length, {2}) 的声音。",
-  "The model {} is not loaded on rank {}. Queue the prompt again.":
-    "模型 {0} 没有加载在进程 {1} 上。请再次排队。",
-  "Close other programs on it (nvidia-smi shows them), unload ComfyUI's models in its menu, or leave it out in xDiT Parallel Config: {} has {} MB of {} GB free, and a worker needs at least {} MB before it holds a model.":
-    "请关闭其上的其他程序（nvidia-smi 会显示），在 ComfyUI 的菜单中卸载模型，或在“xDiT 并行配置”中去掉它：{0} 的 {2} GB 中有 {1} MB 空闲，而工作进程在持有模型之前至少需要 {3} MB。",
-  "{} sent {} (rank {}) numbers that arrived as others":
-    "{0} 向 {1}（进程 {2}）发送的数值到达时已改变",
-  "{} cannot be used: {}: {} Is another program using all of it (nvidia-smi shows), or in exclusive mode?":
-    "{0} 不能使用：{1}：{2} 是否有其他程序占用了全部（nvidia-smi 会显示），或处于独占模式？",
   "a transfer between {} failed on rank {} with {}: {}":
     "{0} 之间的一次传输在进程 {1} 上以 {2} 失败：{3}",
+  "a transfer between them was not complete after {} s on {}.":
+    "它们之间的传输在 {0} 秒后仍未完成：{1}。",
+  "they had not joined after {} s on {}.":
+    "它们在 {0} 秒后仍未加入：{1}。",
+  "rank {} ({}) could not join the others: {}: {}":
+    "rank {0}（{1}）无法加入其他进程：{2}：{3}",
   "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU.":
     "对于 ComfyUI 自己支持的模型，请使用它自己的加载器和 K采样器，在单个 GPU 上运行。",
   "docs/reference/models.md lists what xDiT runs.":
@@ -810,7 +816,7 @@ export const ZH = {
     "正在加载权重 {0} / {1}",
   "loading weights":
     "正在加载权重",
-  "bringing weights back {} of {}":
+  "loading parked weights {} of {}":
     "正在取回权重 {0} / {1}",
   "changing weights {} of {}":
     "正在更改权重 {0} / {1}",
@@ -830,11 +836,87 @@ export const ZH = {
     "正在连接各设备",
   "devices names {}: of these, this machine runs on {}":
     "devices 中有 {0}：其中本机使用 {1}",
+  "See docs/guide/troubleshooting.md in the folder of the xDiT nodes.":
+    "请参阅 xDiT 节点文件夹中的 docs/guide/troubleshooting.md。",
+  "Use {}. Worker rank {} ({}) failed with {}: out of memory: {}":
+    "请使用{0}。工作进程 rank {1}（{2}）因 {3} 失败：内存不足：{4}",
+  "{} more were requested, and {} of {} are free: {} are missing.":
+    "又请求了 {0}，{2} 中有 {1} 空闲：还缺 {3}。",
+  "{} more were requested, and {} of {} are free.":
+    "又请求了 {0}，{2} 中有 {1} 空闲。",
+  "{} more were requested, and {} are free: {} are missing.":
+    "又请求了 {0}，有 {1} 空闲：还缺 {2}。",
+  "{} more were requested, and {} are free.":
+    "又请求了 {0}，有 {1} 空闲。",
+  "more memory was requested, and {} of {} are free.":
+    "又请求了内存，{1} 中有 {0} 空闲。",
+  "more memory was requested, and {} are free.":
+    "又请求了内存，有 {0} 空闲。",
+  "In use: {}.":
+    "占用情况：{0}。",
+  "{} GB; {}":
+    "{0} GB；{1}",
+  "{} MB; {}":
+    "{0} MB；{1}",
+  "weights {}":
+    "权重 {0}",
+  "a second copy of weights for the run {}":
+    "此次运行的权重副本 {0}",
+  "keys and values {}":
+    "键和值 {0}",
+  "other devices' activations {}":
+    "其他设备的激活值 {0}",
+  "conditioning {}":
+    "条件 {0}",
+  "activations {}":
+    "激活值 {0}",
+  "other programs and libraries {}":
+    "其他程序和库 {0}",
+  "The workers keep running, with their models loaded.":
+    "工作进程继续运行，模型保持加载。",
+  "The other ranks waited for it, so the workers were ended: the next prompt starts new ones and loads the model again.":
+    "其他 rank 在等待它，因此工作进程已被结束：下一次排队会启动新的工作进程并重新加载模型。",
+  "All output of the workers is in {}.":
+    "工作进程的全部输出在 {0} 中。",
+  "{}; or {}":
+    "{0}；或{1}",
+  "a smaller latent":
+    "更小的 latent",
+  "a smaller image":
+    "更小的图像",
+  "more devices":
+    "更多设备",
+  "larger devices":
+    "更大的设备",
+  "a smaller latent or batch: at most {} of these pixels (each side times {}), frames or images fit next to the weights":
+    "更小的 latent 或批次：除权重外最多可容纳这些像素（边长乘以 {1}）、帧或图像的 {0}",
+  "a smaller image or batch: at most {} of these pixels (each side times {}), frames or images fit next to the weights":
+    "更小的图像或批次：除权重外最多可容纳这些像素（边长乘以 {1}）、帧或图像的 {0}",
+  "at least {} devices with ulysses_degree or ring_degree":
+    "至少 {0} 个设备，并设置 ulysses_degree 或 ring_degree",
+  "at least {} devices for Distributed VAE Decode or Encode":
+    "至少 {0} 个设备用于分布式 VAE 解码或编码",
+  "weights_memory \"auto\", or fewer GB than now, with which weights are streamed from system RAM":
+    "weights_memory \"auto\"，或比现在更小的 GB 数，使权重从系统内存流式传输",
+  "weights_memory \"{}\", with which the other weights are streamed from system RAM":
+    "weights_memory \"{0}\"，使其余权重从系统内存流式传输",
+  "instead of 16-bit weights, weight_dtype {}":
+    "用 weight_dtype {0} 代替 16 位权重",
+  "{} GB) or {}":
+    "{0} GB) 或 {1}",
+  "nf4, with the package bitsandbytes ({}":
+    "nf4（需要软件包 bitsandbytes）({0}",
+  "pipefusion_degree or tensor_degree, which shard the weights over the devices":
+    "pipefusion_degree 或 tensor_degree，把权重分片到各设备",
+  "the device without other programs, which take {} (nvidia-smi shows them)":
+    "没有其他程序的设备，它们占用 {0}（nvidia-smi 会列出它们）",
+  "{} on the same devices (about {} GB of {} GB each)":
+    "{0}，使用相同的设备（每个约占 {2} GB 中的 {1} GB）",
   "What to try stands in docs/guide/troubleshooting.md.":
     "可尝试的办法见 docs/guide/troubleshooting.md。",
   "{} ({}) died{}":
     "{0}（{1}）已终止{2}",
-  "bringing weights back":
+  "loading parked weights":
     "正在取回权重",
   "changing weights":
     "正在更改权重",

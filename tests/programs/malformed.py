@@ -221,13 +221,13 @@ def knock(seed, count):
                 outcomes["not heard"] += 1
 
     class Watched(WorkerGroup):
-        def _greet(self, group_start, on_phase, check):
+        def _complete_handshake(self, group_start, on_phase, check):
             address = (Path(self.segments.folder) / ADDRESS_FILE).read_text()
             strangers.extend(threading.Thread(target=stranger, args=(address, chance.random()), daemon=True)
                              for _ in range(4))
             for one in strangers:
                 one.start()
-            super()._greet(group_start, on_phase, check)
+            super()._complete_handshake(group_start, on_phase, check)
     group = Watched(("cpu", "cpu"))
     try:
         while sum(outcomes.values()) < count:

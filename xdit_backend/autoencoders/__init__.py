@@ -1,4 +1,4 @@
-"""The families of VAEs that this project runs: a dict, one entry a file."""
+"""The supported families of VAEs, one per module."""
 
 from .cogvideox import COGVIDEOX
 from .cosmos import COSMOS
@@ -15,7 +15,7 @@ from .taehv import TAEHV
 from .tiny import FLUX2_TINY, TINY
 from .wan import WAN
 
-# HunyuanVideo 1.5's tensors have the names of HunyuanVideo's too, and is asked for first; so is Flux.2's tiny one.
+# Detection uses this order: HunyuanVideo 1.5 also has HunyuanVideo's tensor names, and Flux.2's TAESD the other's.
 FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video15": HUNYUAN_VIDEO15, "hunyuan_video": HUNYUAN_VIDEO,
             "hunyuan_image": HUNYUAN_IMAGE, "mochi": MOCHI, "svd": SVD, "cogvideox": COGVIDEOX, "cosmos": COSMOS,
             "tiny_flux2": FLUX2_TINY, "tiny": TINY, "taehv": TAEHV,
@@ -23,12 +23,12 @@ FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video15": HUNYUAN_VIDEO15
 
 
 def family_of(vae):
-    """The family of an autoencoder, by its class; None where it is of none."""
+    """The family of an autoencoder, by its class; None if there is none."""
     names = {cls.__name__ for cls in type(vae).__mro__}
     return next((family for family in FAMILIES.values() if family.class_name in names), None)
 
 
 def supported(last="and"):
-    """The models whose VAEs can be loaded, for a person."""
+    """Names of the models whose VAEs are supported, for messages."""
     names = [name for family in FAMILIES.values() for name in family.models]
     return f"{', '.join(names[:-1])} {last} {names[-1]}"

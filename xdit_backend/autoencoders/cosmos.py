@@ -1,5 +1,5 @@
-"""Cosmos-Predict1's autoencoder of videos: wavelets of pixels;
-convolutions and attention of single frames, then of frames before."""
+"""Cosmos-Predict1's video VAE: wavelets of pixels, and factorised convolutions and attention, first within a frame and
+then causally over frames."""
 
 import re
 
@@ -8,7 +8,7 @@ import torch
 from ..protocol.errors import CheckpointError
 from .vae_family import VaeFamily, count_layers, encode_full, replaced, size_of, torchs_own
 
-# pixels and frames along a side of what wavelets make one of
+# pixels and frames per side of a wavelet patch
 PATCH = 4
 OVER_FRAMES = "CosmosTemporalAttentionProcessor2_0"
 NAMES = (
@@ -21,8 +21,8 @@ NAMES = (
 
 
 def _config(shapes, settings):
-    """Of any width and depth, with attention in the middle alone. Levels are counted from the picture's size down."""
-    given, config = size_of(shapes), {"patch_size": PATCH, "attention_resolutions": ()}
+    """Configuration of any width and depth, with attention in the middle block only. Level 0 has the image's size."""
+    size, config = size_of(shapes), {"patch_size": PATCH, "attention_resolutions": ()}
     for half, way in (("encoder", "down"), ("decoder", "up")):
         level = f"{half}.{way}" + ".{}.block.0.conv1.0.conv3d.weight"
         widths = tuple(shapes[level.format(number)][0] for number in range(count_layers(shapes, level)))
@@ -30,13 +30,13 @@ def _config(shapes, settings):
             continue
         blocks = count_layers(shapes, f"{half}.{way}.0.block.{{}}.conv1.0.conv3d.weight")
         if half == "encoder":
-            config |= {"in_channels": given("encoder.conv_in.0.conv3d.weight", 1) // PATCH ** 3, "num_layers": blocks,
-                       "latent_channels": given("encoder.conv_out.1.conv3d.weight", 0),
-                       "encoder_block_out_channels": (given("encoder.conv_in.0.conv3d.weight", 0), *widths)}
+            config |= {"in_channels": size("encoder.conv_in.0.conv3d.weight", 1) // PATCH ** 3, "num_layers": blocks,
+                       "latent_channels": size("encoder.conv_out.1.conv3d.weight", 0),
+                       "encoder_block_out_channels": (size("encoder.conv_in.0.conv3d.weight", 0), *widths)}
         else:
-            config |= {"out_channels": given("decoder.conv_out.1.conv3d.weight", 0) // PATCH ** 3,
-                       "num_layers": blocks - 1, "latent_channels": given("decoder.conv_in.0.conv3d.weight", 1),
-                       "decode_block_out_channels": (*widths, given("decoder.conv_in.0.conv3d.weight", 0))}
+            config |= {"out_channels": size("decoder.conv_out.1.conv3d.weight", 0) // PATCH ** 3,
+                       "num_layers": blocks - 1, "latent_channels": size("decoder.conv_in.0.conv3d.weight", 1),
+                       "decode_block_out_channels": (*widths, size("decoder.conv_in.0.conv3d.weight", 0))}
     if "num_layers" not in config:
         raise CheckpointError(f"It lacks tensors that Cosmos-Predict1's VAE has; its {len(shapes)} tensors begin with "
                               f"{', '.join(list(shapes)[:3])}.")
@@ -49,22 +49,22 @@ def _convert(tensors, config):
     def renamed(name):
         for pattern, new in NAMES:
             name = re.sub(pattern, new, name)
-        # diffusers counts them as they run
+        # diffusers numbers them in the order of execution
         name = re.sub(r"\.up\.(\d+)\.", lambda match: f".up_blocks.{last - int(match[1])}.", name)
         return re.sub(r"\.down\.(\d+)\.", r".down_blocks.\1.", name)
     return {renamed(name): tensor for name, tensor in tensors.items()}
 
 
 def _finish(vae, settings):
-    """Its wavelets are no weights. What diffusers takes them from is on the device on which it was imported:
-    perhaps on none."""
+    """Set the wavelets, which are not weights: diffusers computes them on the default device of its import, which may
+    be meta."""
     for wavelets in (vae.encoder.patch_embed, vae.decoder.unpatch_embed):
         wavelets.wavelets, wavelets._arange = torch.tensor([0.5 ** 0.5] * 2), torch.arange(2)
 
 
 def _encode(vae, image):
-    """Sides are of whole patches, so that wavelets read neither what diffusers pads them by nor other rows than a
-    rank's own."""
+    """Encode without the wavelets' padding: sides are multiples of the patch size, so that wavelets read neither
+    padding nor other ranks' rows."""
     embed = vae.encoder.patch_embed.to(image.device)
 
     def of_own_rows(video):

@@ -1,4 +1,4 @@
-"""Sana's deep compression autoencoder, for those who call this package: ComfyUI has no VAE object of it."""
+"""Sana's deep compression autoencoder (DC-AE), for callers of this package: ComfyUI has no VAE object for it."""
 
 from .vae_family import VaeFamily
 

@@ -1,5 +1,4 @@
-"""HunyuanImage 2.1's autoencoder of pictures: LDM's blocks,
-whose sizes change by moving pixels into channels and back."""
+"""HunyuanImage 2.1's image VAE: LDM's blocks, with pixel shuffle and unshuffle for resizing."""
 
 import re
 
@@ -15,28 +14,29 @@ NAMES = (
 
 
 def _config(shapes, settings):
-    """Levels in the encoder's order, from the picture's size down."""
+    """Configuration, with levels in the encoder's order, from the image's size down."""
     need_diffusers("HunyuanImage", "0.36")
     if any(len(shapes.get(f"{half}.conv_in.weight", ())) == 5 for half in ("encoder", "decoder")):
         raise CheckpointError("It is that of HunyuanImage's refiner, which works on several frames.")
-    decodes, given = any(name.startswith("decoder.") for name in shapes), size_of(shapes)
+    decodes, size = any(name.startswith("decoder.") for name in shapes), size_of(shapes)
     level, resize = ("decoder.up", "upsample") if decodes else ("encoder.down", "downsample")
-    widths = [given(f"{level}.{index}.block.0.conv2.weight", 0)
+    widths = [size(f"{level}.{index}.block.0.conv2.weight", 0)
               for index in range(count_layers(shapes, level + ".{}.block.0.conv2.weight"))]
-    latent = given("decoder.conv_in.weight", 1) or (given("encoder.conv_out.weight", 0) or 0) // 2
+    latent = size("decoder.conv_in.weight", 1) or (size("encoder.conv_out.weight", 0) or 0) // 2
     if not widths or not latent:
         raise CheckpointError(f"It lacks tensors that a HunyuanImage VAE has; its {len(shapes)} tensors begin with "
                               f"{', '.join(list(shapes)[:3])}.")
     ratio = 2 ** count_layers(shapes, f"{level}.{{}}.{resize}.conv.weight")
-    return {"in_channels": given("encoder.conv_in.weight", 1) or 3, "out_channels": given("decoder.conv_out.weight", 0)
-            or 3, "latent_channels": latent, "block_out_channels": tuple(widths[::-1] if decodes else widths),
+    return {"in_channels": size("encoder.conv_in.weight", 1) or 3,
+            "out_channels": size("decoder.conv_out.weight", 0) or 3, "latent_channels": latent,
+            "block_out_channels": tuple(widths[::-1] if decodes else widths),
             # a decoder has one more
             "layers_per_block": count_layers(shapes, level + ".0.block.{}.conv1.weight") - decodes,
             "spatial_compression_ratio": ratio, "sample_size": 32 * ratio, "scaling_factor": 1.0}
 
 
 def _convert(tensors, config):
-    """diffusers numbers a half's blocks and changes of size in one row."""
+    """Rename tensors: diffusers numbers the blocks and the resizing layers of a half consecutively."""
     def renamed(name):
         for old, new in NAMES:
             name = name.replace(old, new)

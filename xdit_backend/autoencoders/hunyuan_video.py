@@ -1,8 +1,8 @@
-"""HunyuanVideo's autoencoder: LDM's structure with convolutions over time.
+"""HunyuanVideo's VAE: LDM's structure with 3D convolutions.
 
-ComfyUI runs it whole at the latent's size and in pieces of frames where pictures are larger; norms take their
-statistics from a piece, so that the pieces are ComfyUI's here. The modules are diffusers'; what a convolution reads of
-the piece before is kept.
+ComfyUI runs the levels of the latent's size on all frames at once, and larger ones in chunks of frames. Norms compute
+their statistics over a chunk, so the chunks must be the same here. The modules are diffusers'; the frames that a
+convolution reads from the previous chunk are cached.
 """
 
 # Tensors are (B, C, F, H, W): F frames
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from .kl import kl_config
 from .vae_family import TorchFunctions, VaeFamily, replaced
 
-LATENT_FRAMES = 2              # of a piece of the decoder
-FRAMES = 8                     # of a piece of the encoder, but the first, which is one frame
+LATENT_FRAMES = 2              # per chunk in the decoder
+FRAMES = 8                     # per chunk in the encoder, except the first, which has one frame
 
 
 def _config(shapes, settings):
-    """LDM's structure with convolutions over time."""
+    """Configuration of LDM's structure with 3D convolutions."""
     config = kl_config({_without_conv(name): shape[:2] + shape[3:] for name, shape in shapes.items()})
     num_levels = len(config["block_out_channels"])
     return {**{name: config[name] for name in ("in_channels", "out_channels", "latent_channels", "block_out_channels",
@@ -31,7 +31,7 @@ def _config(shapes, settings):
 
 
 def _convert(tensors, config):
-    """By LDM's converter, to which a convolution over time is shown as one of pictures."""
+    """Rename tensors with diffusers' converter for LDM, to which a 3D convolution is presented as a 2D one."""
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
     weights = convert_ldm_vae_checkpoint({_without_conv(name): tensor for name, tensor in tensors.items()}, config)
 
@@ -44,7 +44,7 @@ def _convert(tensors, config):
 
 
 def _without_conv(name):
-    """The name that the layer has in a VAE of pictures."""
+    """Name of the layer in an image VAE."""
     return re.sub(r"\.conv\.(weight|bias)$", r".\1", name)
 
 
@@ -54,65 +54,64 @@ def _decode(vae, latent):
         hidden = decoder.mid_block(decoder.conv_in(vae.post_quant_conv(latent)))
         frame_cache.forget()
         return frame_cache.through([*decoder.up_blocks, decoder.conv_norm_out, decoder.conv_act, decoder.conv_out],
-                               hidden.split(LATENT_FRAMES, 2))
+                                   hidden.split(LATENT_FRAMES, 2))
 
 
 def _encode(vae, image):
-    """Frames beyond 1 + a multiple of the compression are left out."""
+    """Encode 1 + a multiple of temporal_compression_ratio frames; further ones are dropped."""
     encoder, frame_cache = vae.encoder, FrameCache()
     with frame_cache.used_by(encoder):
         hidden = frame_cache.through([encoder.conv_in, *encoder.down_blocks],
-                                 pieces_of(image, vae.temporal_compression_ratio))
+                                     chunks_of(image, vae.temporal_compression_ratio))
         frame_cache.forget()
         hidden = encoder.conv_act(encoder.conv_norm_out(encoder.mid_block(hidden)))
         return vae.quant_conv(encoder.conv_out(hidden)).chunk(2, 1)[0]
 
 
-def pieces_of(image, compression):
-    """The pieces of frames that ComfyUI encodes: the first frame, and then FRAMES at a time."""
+def chunks_of(image, compression):
+    """Split frames into ComfyUI's chunks for encoding: the first frame, then FRAMES at a time."""
     num_further = (image.shape[2] - 1) // compression * compression
     return [image[:, :, :1], *(image[:, :, 1:1 + num_further].split(FRAMES, 2) if num_further else ())]
 
 
 class FrameCache:
-    """The last frames that each convolution over time has read, in the order of the convolutions, for the next piece.
+    """The last input frames of each 3D convolution, in the order of execution, for the next chunk.
 
-    In the first piece torch's pad repeats the first frame, as diffusers asks for; in the others the kept ones come
-    first.
+    In the first chunk, padding repeats the first frame as diffusers does; in later ones it inserts the cached frames.
     """
 
     def __init__(self):
         self.forget()
 
     def forget(self):
-        """What comes next is a first piece."""
-        self._kept, self._read, self._first, self._extra = [], [], True, 0
+        """Clear the cache: the next chunk is a first one."""
+        self._cached, self._read, self._first, self._extra = [], [], True, 0
 
-    def next_piece(self):
-        self._kept, self._read, self._first = self._read, [], False
+    def next_chunk(self):
+        self._cached, self._read, self._first = self._read, [], False
 
-    def through(self, layers, pieces):
-        """Pieces of frames, each through all layers, put together again."""
+    def through(self, layers, chunks):
+        """Run each chunk of frames through all layers; returns the concatenated results."""
         done = []
-        for piece in pieces:
+        for chunk in chunks:
             for layer in layers:
-                piece = layer(piece)
-            done.append(piece)
-            self.next_piece()
+                chunk = layer(chunk)
+            done.append(chunk)
+            self.next_chunk()
         return torch.cat(done, 2)
 
     @property
     def is_first(self):
-        """Is this the first piece?"""
+        """Whether this is the first chunk."""
         return self._first
 
     @contextmanager
     def padded(self):
-        """While active, what torch's pad puts before a piece's frames is those of the piece before."""
+        """Context in which torch's pad inserts the previous chunk's frames before those of a chunk."""
         def pad(input, pad, mode="constant", value=None):
             if len(pad) < 6 or not pad[4]:
                 return F.pad(input, pad, mode, value)
-            before = input[:, :, :1].expand(-1, -1, pad[4], -1, -1) if self._first else self._kept.pop(0)
+            before = input[:, :, :1].expand(-1, -1, pad[4], -1, -1) if self._first else self._cached.pop(0)
             frames = torch.cat([before, input[:, :, self._extra:]], 2)
             self._extra = 0
             self._read.append(frames[:, :, -pad[4]:].clone())
@@ -123,12 +122,13 @@ class FrameCache:
 
     @contextmanager
     def used_by(self, half):
-        """While active, HunyuanVideo's encoder or decoder works on pieces, whose frames all see each other."""
+        """Context in which HunyuanVideo's encoder or decoder works on chunks, with attention between all frames of a
+        chunk."""
         from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan
 
         def with_extra_frame(module, args):
-            """The upsampler does not double the first frame it gets:
-            in later pieces that is one too many, dropped by pad."""
+            """Prepend a frame in later chunks, since the upsampler does not double its first input frame; pad drops the
+            extra output."""
             if self._first:
                 return args
             self._extra = 1
@@ -136,7 +136,7 @@ class FrameCache:
 
         with ExitStack() as stack:
             stack.enter_context(self.padded())
-            # ComfyUI's attention has no mask. As a matrix it would not fit either: it has the square of all pixels.
+            # ComfyUI's attention has no mask, which as a matrix over all pixels would not fit into memory anyway
             stack.enter_context(replaced(hunyuan, prepare_causal_attention_mask=lambda *_, **__: None))
             for module in half.modules():
                 if isinstance(module, hunyuan.HunyuanVideoUpsampleCausal3D):

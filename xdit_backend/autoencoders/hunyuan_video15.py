@@ -1,8 +1,6 @@
-"""HunyuanVideo 1.5's autoencoder of videos: norms of single pixels, and sizes that change by moving pixels into
-channels and back.
+"""HunyuanVideo 1.5's video VAE: norms of single pixels, with pixel shuffle and unshuffle for resizing.
 
-ComfyUI runs it in pieces of frames where pictures are large. No norm sees more than a pixel, so that pieces only save
-memory.
+ComfyUI runs it in chunks of frames for large images. As norms see one pixel only, chunks change nothing but memory use.
 """
 
 # Tensors are (B, C, F, H, W): F frames
@@ -12,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from ..protocol.errors import CheckpointError
-from .hunyuan_video import LATENT_FRAMES, FrameCache, pieces_of
+from .hunyuan_video import LATENT_FRAMES, FrameCache, chunks_of
 from .vae_family import VaeFamily, count_layers, need_diffusers, replaced, size_of
 
 NAMES = (
@@ -24,24 +22,24 @@ NAMES = (
 
 
 def _config(shapes, settings):
-    """Levels in the encoder's order, from the picture's size down."""
+    """Configuration, with levels in the encoder's order, from the image's size down."""
     need_diffusers("HunyuanVideo 1.5", "0.36")
-    decodes, given = any(name.startswith("decoder.") for name in shapes), size_of(shapes)
+    decodes, size = any(name.startswith("decoder.") for name in shapes), size_of(shapes)
     level, resize = ("decoder.up", "upsample") if decodes else ("encoder.down", "downsample")
-    widths = [given(f"{level}.{index}.block.0.conv2.conv.weight", 0)
+    widths = [size(f"{level}.{index}.block.0.conv2.conv.weight", 0)
               for index in range(count_layers(shapes, level + ".{}.block.0.conv2.conv.weight"))]
-    latent = given("decoder.conv_in.conv.weight", 1) or (given("encoder.conv_out.conv.weight", 0) or 0) // 2
+    latent = size("decoder.conv_in.conv.weight", 1) or (size("encoder.conv_out.conv.weight", 0) or 0) // 2
     if not widths or not latent:
         raise CheckpointError(f"It lacks tensors that a VAE of HunyuanVideo 1.5 has; its {len(shapes)} tensors begin "
                               f"with {', '.join(list(shapes)[:3])}.")
     resized = [f"{level}.{index}.{resize}.conv.conv.weight"
                for index in range(count_layers(shapes, f"{level}.{{}}.{resize}.conv.conv.weight"))]
-    # Where frames change too, a resize moves 8 positions into channels and back, else 4.
-    factors = [given(name, 0) / (widths + widths[-1:])[index + 1]
-               if decodes else (widths + widths[-1:])[index + 1] / given(name, 0)
+    # pixel (un)shuffle factor: 8 positions if the number of frames changes too, else 4
+    factors = [size(name, 0) / (widths + widths[-1:])[index + 1]
+               if decodes else (widths + widths[-1:])[index + 1] / size(name, 0)
                for index, name in enumerate(resized)]
-    return {"in_channels": given("encoder.conv_in.conv.weight", 1) or 3,
-            "out_channels": given("decoder.conv_out.conv.weight", 0) or 3,
+    return {"in_channels": size("encoder.conv_in.conv.weight", 1) or 3,
+            "out_channels": size("decoder.conv_out.conv.weight", 0) or 3,
             "latent_channels": latent, "block_out_channels": tuple(widths[::-1] if decodes else widths),
             # a decoder has one more
             "layers_per_block": count_layers(shapes, level + ".0.block.{}.conv1.conv.weight") - decodes,
@@ -61,20 +59,20 @@ def _convert(tensors, config):
 
 def _decode(vae, latent):
     decoder, frame_cache = vae.decoder, FrameCache()
-    with _in_pieces(frame_cache, decoder):
+    with _in_chunks(frame_cache, decoder):
         hidden = decoder.conv_in(latent) + latent.repeat_interleave(decoder.repeat, 1)
         hidden = decoder.mid_block(hidden)
         frame_cache.forget()
         return frame_cache.through([*decoder.up_blocks, decoder.norm_out, decoder.conv_act, decoder.conv_out],
-                               hidden.split(LATENT_FRAMES, 2))
+                                   hidden.split(LATENT_FRAMES, 2))
 
 
 def _encode(vae, image):
-    """Frames beyond 1 + a multiple of the compression are left out."""
+    """Encode 1 + a multiple of temporal_compression_ratio frames; further ones are dropped."""
     encoder, frame_cache = vae.encoder, FrameCache()
-    with _in_pieces(frame_cache, encoder):
+    with _in_chunks(frame_cache, encoder):
         hidden = frame_cache.through([encoder.conv_in, *encoder.down_blocks],
-                                 pieces_of(image, vae.temporal_compression_ratio))
+                                     chunks_of(image, vae.temporal_compression_ratio))
         frame_cache.forget()
         hidden = encoder.mid_block(hidden)
         out = encoder.conv_out(encoder.conv_act(encoder.norm_out(hidden)))
@@ -82,13 +80,12 @@ def _encode(vae, image):
 
 
 @contextmanager
-def _in_pieces(frame_cache, half):
-    """While active, a half works on pieces of frames, and its attention has no mask:
-    in ComfyUI all frames see each other."""
+def _in_chunks(frame_cache, half):
+    """Context in which the encoder or decoder works on chunks of frames, with unmasked attention as in ComfyUI."""
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as hunyuan
 
     def resized(first, later):
-        """Diffusers' forward treats the first frame unlike the others, which only the first piece has."""
+        """Use diffusers' forward, which treats the first frame specially, only for the first chunk."""
         return lambda hidden: first(hidden) if frame_cache.is_first else later(hidden)
 
     with ExitStack() as stack:
@@ -104,13 +101,13 @@ def _in_pieces(frame_cache, half):
 
 
 def _upsampled(module, hidden):
-    """Every frame becomes two."""
+    """Double the number of frames."""
     shortcut = hidden.repeat_interleave(module.repeats, 1)
     return module._dcae_upsample_rearrange(module.conv(hidden), 2) + module._dcae_upsample_rearrange(shortcut, 2)
 
 
 def _downsampled(module, hidden):
-    """Two frames become one."""
+    """Halve the number of frames."""
     out = module._dcae_downsample_rearrange(module.conv(hidden), 2)
     return out + module._dcae_downsample_rearrange(hidden, 2).unflatten(1, (out.shape[1], -1)).mean(2)
 

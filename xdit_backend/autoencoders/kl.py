@@ -1,11 +1,11 @@
-"""LDM's autoencoder of pictures, which most image models have. Flux.2's norm and patches are the host's."""
+"""LDM's image VAE, which most image models use. Flux.2's normalisation and patches are applied on the host."""
 
 from ..protocol.errors import CheckpointError
 from .vae_family import VaeFamily, count_layers
 
 
 def kl_config(shapes, settings=None):
-    """From the shapes of its tensors under LDM's names (decoder.up.0.block...)."""
+    """Configuration from the shapes of tensors with LDM's names (decoder.up.0.block...)."""
     half = "decoder" if any(name.startswith("decoder.") for name in shapes) else "encoder"
     level = "decoder.up" if half == "decoder" else "encoder.down"
     for name in (f"{half}.conv_in.weight", f"{half}.conv_out.weight", f"{level}.0.block.0.conv1.weight"):
@@ -20,19 +20,19 @@ def kl_config(shapes, settings=None):
     return {
         "in_channels": shapes.get("encoder.conv_in.weight", (0, out_channels))[1],
         "out_channels": out_channels,
-        "latent_channels": shapes["decoder.conv_in.weight"][1] if decodes else shapes["encoder.conv_out.weight"][0]
-        // 2,
-        # Level 0 is the picture's size in both; LDM's decoder runs the levels from the last to the first.
+        "latent_channels": (shapes["decoder.conv_in.weight"][1] if decodes
+                            else shapes["encoder.conv_out.weight"][0] // 2),
+        # level 0 has the image's size in both halves; LDM's decoder runs the levels from the last to the first
         "block_out_channels": tuple(shapes[f"{level}.{index}.block.0.conv1.weight"][0] for index in range(num_levels)),
         # a decoder has one more
         "layers_per_block": count_layers(shapes, level + ".0.block.{}.conv1.weight") - decodes,
         "down_block_types": ("DownEncoderBlock2D",) * num_levels,
         "up_block_types": ("UpDecoderBlock2D",) * num_levels,
-        "norm_num_groups": 32,  # LDM's, for every width
+        "norm_num_groups": 32,  # in LDM for every width
         "mid_block_add_attention": f"{half}.mid.attn_1.q.weight" in shapes,
         "use_quant_conv": "quant_conv.weight" in shapes,
         "use_post_quant_conv": "post_quant_conv.weight" in shapes,
-        # A VAE has ComfyUI's latents as they are: the latent format has taken the model's scale and shift off.
+        # ComfyUI's latent format has already removed the model's scale and shift
         "scaling_factor": 1.0,
     }
 

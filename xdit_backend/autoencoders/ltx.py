@@ -1,5 +1,4 @@
-"""LTX-Video's autoencoder, from 0.9 on, and LTX-2's. Its norms are of single pixels,
-so that frames can be computed apart."""
+"""VAE of LTX-Video, from version 0.9 on, and of LTX-2. Its norms are of single pixels, so frames can be split."""
 
 import itertools
 import re
@@ -10,13 +9,13 @@ from torch.nn import Conv3d
 from ..protocol.errors import CheckpointError
 from .vae_family import VaeFamily, count_layers, size_of
 
-# pixels that one position of a downsampler's result is made of -> diffusers' name
+# number of positions that a downsampler packs into one -> diffusers' name
 SAMPLERS = {1: "conv", 2: "temporal", 4: "spatial", 8: "spatiotemporal"}
 
 
 @dataclass(frozen=True)
 class Level:
-    """Where one level's layers are among the numbered ones of a half: its resnets, what changes its size, its width."""
+    """Numbers of a level's layers in the encoder or decoder: its resnets, its resizing layer, its widening layer."""
 
     resnets: int
     sampler: int | None = None
@@ -24,7 +23,7 @@ class Level:
 
 
 def _levels(shapes, half):
-    """The resnets in the middle, and the levels, of LTX's encoder or decoder, in the order they run."""
+    """(number of the middle block, Levels) of LTX's encoder or decoder, in the order of execution."""
     layers = f"{half}.{'down' if half == 'encoder' else 'up'}_blocks"
     middle, levels, found = None, [], {}
     order = range(next(number for number in itertools.count()
@@ -34,68 +33,68 @@ def _levels(shapes, half):
             found["widening" if f"{layers}.{number}.conv1.conv.weight" in shapes else "sampler"] = number
         elif middle is None:
             middle = number
-        elif half == "decoder":                                # the resnets end a level of the decoder
+        elif half == "decoder":                                # resnets end a level of the decoder
             levels.append(Level(number, **found))
             found = {}
-        else:                                                  # and begin one of the encoder
+        else:                                                  # and begin a level of the encoder
             levels.insert(0, Level(number, **found))
             found = {}
     return middle, levels
 
 
 def _config(shapes, settings):
-    """LTX-Video's, from 0.9 on, of any width and depth. settings: see AutoencoderSpec.
+    """Configuration of any width and depth. settings: see AutoencoderSpec.
 
-    Raises CheckpointError for the decoder of 0.9.1, which adds noise to the picture.
+    Raises CheckpointError for the decoder of 0.9.1, which adds noise to the image.
     """
     if any("per_channel_scale" in name for name in shapes):
-        raise CheckpointError("It is LTX-Video 0.9.1's, whose decoder adds random noise to the picture between its "
+        raise CheckpointError("It is LTX-Video 0.9.1's, whose decoder adds random noise to the image between its "
                               "layers.")
-    given = size_of(shapes)
+    size = size_of(shapes)
     config = {"timestep_conditioning": any("last_time_embedder." in name for name in shapes),
               # for tiles only
               "decoder_causal": settings.get("causal_decoder") == "True", "spatial_compression_ratio": 32}
     for half in ("encoder", "decoder"):
         if f"{half}.conv_in.conv.weight" in shapes:
-            config |= (_encoder if half == "encoder" else _decoder)(shapes, given)
+            config |= (_encoder if half == "encoder" else _decoder)(shapes, size)
     return config
 
 
-def _encoder(shapes, given):
+def _encoder(shapes, size):
     middle, levels = _levels(shapes, "encoder")
     numbers = [level.resnets for level in levels] + [middle]
-    widths = [given(f"encoder.down_blocks.{number}.res_blocks.0.conv1.conv.weight", 0) for number in numbers]
-    samplers = [given(f"encoder.down_blocks.{level.sampler}.conv.conv.weight", 0) for level in levels]
+    widths = [size(f"encoder.down_blocks.{number}.res_blocks.0.conv1.conv.weight", 0) for number in numbers]
+    samplers = [size(f"encoder.down_blocks.{level.sampler}.conv.conv.weight", 0) for level in levels]
     kinds = [SAMPLERS.get(width // sampled) if sampled else "conv" for sampled, width in zip(samplers, widths[1:])]
     new = any(kind != "conv" for kind in kinds)                # 0.9.5 packs pixels into channels
     return {
-        "latent_channels": given("encoder.conv_out.conv.weight", 0) - 1,
+        "latent_channels": size("encoder.conv_out.conv.weight", 0) - 1,
         "block_out_channels": tuple(widths if new else widths[:-1]),
         "down_block_types": ("LTXVideo095DownBlock3D" if new else "LTXVideoDownBlock3D",) * len(levels),
         "downsample_type": tuple(kinds),
         "spatio_temporal_scaling": tuple(level.sampler is not None for level in levels),
         "layers_per_block": _depths(shapes, "encoder.down_blocks", numbers),
-        "patch_size": round((given("encoder.conv_in.conv.weight", 1) / 3) ** 0.5),
+        "patch_size": round((size("encoder.conv_in.conv.weight", 1) / 3) ** 0.5),
     }
 
 
-def _decoder(shapes, given):
+def _decoder(shapes, size):
     middle, levels = _levels(shapes, "decoder")
     numbers = [middle] + [level.resnets for level in levels]
-    # The upsampler makes 8 positions of one, with as many channels or with fewer.
-    factors = [8 * given(name, 1) // given(name, 0) if level.sampler is not None else 1 for level in levels
+    # an upsampler unpacks one position into 8, with as many channels or fewer
+    factors = [8 * size(name, 1) // size(name, 0) if level.sampler is not None else 1 for level in levels
                for name in (f"decoder.up_blocks.{level.sampler}.conv.conv.weight",)]
-    widths = [given(f"decoder.up_blocks.{level.resnets}.res_blocks.0.conv1.conv.weight", 0) for level in levels]
+    widths = [size(f"decoder.up_blocks.{level.resnets}.res_blocks.0.conv1.conv.weight", 0) for level in levels]
     config = {
         "decoder_block_out_channels": [width * factor for width, factor in zip(widths, factors)],
         "decoder_spatio_temporal_scaling": [level.sampler is not None for level in levels],
         "decoder_layers_per_block": _depths(shapes, "decoder.up_blocks", numbers),
         "decoder_inject_noise": [False] * len(numbers),
         "upsample_factor": factors,
-        "upsample_residual": [factor > 1 for factor in factors],  # so in each of ComfyUI's
+        "upsample_residual": [factor > 1 for factor in factors],  # in all of ComfyUI's versions
     }
-    return {"latent_channels": given("decoder.conv_in.conv.weight", 1),
-            "patch_size": round((given("decoder.conv_out.conv.weight", 0) / 3) ** 0.5),
+    return {"latent_channels": size("decoder.conv_in.conv.weight", 1),
+            "patch_size": round((size("decoder.conv_out.conv.weight", 0) / 3) ** 0.5),
             **{name: tuple(reversed(values)) for name, values in config.items()}}
 
 
@@ -104,11 +103,11 @@ def _depths(shapes, layers, numbers):
 
 
 NAMES = {"res_blocks": "resnets", "norm3.norm.": "norm3.", "conv_shortcut.": "conv_shortcut.conv.",
-             "last_time_embedder.": "time_embedder.", "last_scale_shift_table": "scale_shift_table"}
+         "last_time_embedder.": "time_embedder.", "last_scale_shift_table": "scale_shift_table"}
 
 
 def _convert(tensors, config):
-    """diffusers' converter knows three versions by their widths; this one goes by the order of the layers."""
+    """Rename tensors by the order of the layers; diffusers' converter supports only three versions, by their widths."""
     prefixes = {}
     for half, way in (("encoder", "down"), ("decoder", "up")):
         middle, levels = _levels(tensors, half)
@@ -128,8 +127,10 @@ def _convert(tensors, config):
 
 
 def _finish(vae, settings):
-    """What the class has no argument for: how convolutions pad, and the timestep of the decoder.
-    The host (un)normalises."""
+    """Set the padding of convolutions and the decoder's timestep, for which the class has no arguments.
+
+    Latents are (de)normalised on the host.
+    """
     for half, usual in (("encoder", "zeros"), ("decoder", "reflect")):
         for module in getattr(vae, half).modules():
             if isinstance(module, Conv3d):
@@ -139,7 +140,8 @@ def _finish(vae, settings):
 
 
 def _decode(vae, latent):
-    """Its norms are of single pixels, so that pieces would make no difference; some decoders take a last noise off."""
+    """Decode all frames at once: with norms of single pixels, chunks make no difference. Some decoders remove a last
+    noise level and need a timestep."""
     timestep = ([latent.new_full(latent.shape[:1], vae.config.decode_timestep)] if vae.config.timestep_conditioning
                 else [])
     return vae.decode(latent, *timestep, return_dict=False)[0]

@@ -1,5 +1,5 @@
-"""MiniMax H3's autoencoder of videos, as ComfyUI's own module: an encoder of convolutions and a decoder of attention,
-both of which go over tiles of some frames and 256 x 256 pixels, that it blends."""
+"""MiniMax H3's video VAE, as ComfyUI's own module: a convolutional encoder and a transformer decoder, both of which run
+on tiles of a few frames and 256 x 256 pixels and blend them."""
 
 import torch
 
@@ -10,7 +10,7 @@ DECODER = ("num_layers", "heads", "dim_head")
 
 
 def settings_of(model):
-    """What ComfyUI's object of the class says of itself, beside its tensors."""
+    """Settings of ComfyUI's object that cannot be derived from its tensors; see AutoencoderSpec."""
     block = model.decoder.transformer_blocks[0].attn
     decoder = {"num_layers": len(model.decoder.transformer_blocks), "heads": block.heads, "dim_head": block.dim_head}
     return {name: str(int(value)) for name, value in ({name: getattr(model, name) for name in ARGUMENTS}
@@ -28,7 +28,7 @@ def _config(shapes, settings):
 
 
 def _finish(vae, settings):
-    """The class makes a decoder of the published size."""
+    """Replace the decoder, which the class creates in the published size."""
     sizes = {name: int(settings[name]) for name in DECODER if name in settings}
     if sizes:
         made = vae.decoder

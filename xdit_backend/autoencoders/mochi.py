@@ -1,4 +1,4 @@
-"""Mochi's autoencoder of videos: norms of single frames; in the encoder, attention over the frames of one place."""
+"""Mochi's video VAE: norms of single frames, and in the encoder temporal attention at each spatial position."""
 
 # Tensors are (B, C, F, H, W): F frames
 
@@ -25,40 +25,37 @@ def _numbers(shapes, pattern):
 
 
 def _resized(shapes):
-    """The encoder's layers that make pictures smaller, and the decoder's that make them larger."""
+    """Numbers of the encoder's downsampling and of the decoder's upsampling layers."""
     return _numbers(shapes, r"encoder\.layers\.(\d+)\.layers\.0\.weight"), _numbers(
         shapes, r"decoder\.blocks\.(\d+)\.proj\.weight")
 
 
 def _resnets(shapes):
-    """{what the names of a resnet and its attention begin with:
-    the same in diffusers, with {} for what the list is called}"""
-    (down, up), places = _resized(shapes), {}
+    """{name prefix of a resnet and its attention: the prefix in diffusers, with {} for the list's name}"""
+    (down, up), prefixes = _resized(shapes), {}
     for number in _numbers(shapes, r"encoder\.layers\.(\d+)\.stack\.2\.weight"):
-        place = ("block_in", number - 1) if number < down[0] else ("block_out", number - down[-1] - 1)
-        places[f"encoder.layers.{number}."] = "encoder.{}.{{}}.{}.".format(*place)
+        block = ("block_in", number - 1) if number < down[0] else ("block_out", number - down[-1] - 1)
+        prefixes[f"encoder.layers.{number}."] = "encoder.{}.{{}}.{}.".format(*block)
     for level, number in enumerate(down):
         for inner in _numbers(shapes, rf"encoder\.layers\.{number}\.layers\.(\d+)\.stack\.2\.weight"):
-            places[f"encoder.layers.{number}.layers.{inner}."] = f"encoder.down_blocks.{level}.{{}}.{inner - 1}."
+            prefixes[f"encoder.layers.{number}.layers.{inner}."] = f"encoder.down_blocks.{level}.{{}}.{inner - 1}."
     for inner in _numbers(shapes, r"decoder\.blocks\.0\.(\d+)\.stack\.2\.weight"):
-        places[f"decoder.blocks.0.{inner}."] = f"decoder.block_in.{{}}.{inner - 1}."
+        prefixes[f"decoder.blocks.0.{inner}."] = f"decoder.block_in.{{}}.{inner - 1}."
     for level, number in enumerate(up):
         for inner in _numbers(shapes, rf"decoder\.blocks\.{number}\.blocks\.(\d+)\.stack\.2\.weight"):
-            places[f"decoder.blocks.{number}.blocks.{inner}."] = f"decoder.up_blocks.{level}.{{}}.{inner}."
+            prefixes[f"decoder.blocks.{number}.blocks.{inner}."] = f"decoder.up_blocks.{level}.{{}}.{inner}."
     for inner in _numbers(shapes, rf"decoder\.blocks\.{len(up) + 1}\.(\d+)\.stack\.2\.weight"):
-        places[f"decoder.blocks.{len(up) + 1}.{inner}."] = f"decoder.block_out.{{}}.{inner}."
-    return places
-
-
+        prefixes[f"decoder.blocks.{len(up) + 1}.{inner}."] = f"decoder.block_out.{{}}.{inner}."
+    return prefixes
 def _config(shapes, settings):
-    """Of any width and depth. Levels are counted from the picture's size down."""
+    """Configuration of any width and depth. Level 0 has the image's size."""
     (down, up), resnets = _resized(shapes), _resnets(shapes)
     if not resnets or not (down or up):
         raise CheckpointError(f"It lacks tensors that Mochi's VAE has; its {len(shapes)} tensors begin with "
                               f"{', '.join(list(shapes)[:3])}.")
 
     def counted(half, *levels):
-        """How many resnets each level has."""
+        """Number of resnets of each level."""
         return tuple(sum(name.startswith(f"{half}.{level}.") for name in resnets.values()) for level in levels)
 
     config = {"spatial_expansions": (2,) * len(down or up)}
@@ -106,7 +103,8 @@ def _convert(tensors, config):
 
 
 def _finish(vae, settings):
-    """In ComfyUI all frames see each other. Convolutions in pieces of frames would not be split by rows."""
+    """Use attention between all frames as in ComfyUI, and plain convolutions, since diffusers' chunked ones cannot be
+    split by rows."""
     for module in vae.modules():
         if hasattr(module, "is_causal"):
             module.is_causal = False
@@ -115,7 +113,8 @@ def _finish(vae, settings):
 
 
 def _decode(vae, latent):
-    """ComfyUI leaves out what comes before the first frame wherever frames become more, diffusers at the end."""
+    """Drop the frames before the first one after each temporal upsampling as ComfyUI does; diffusers does so at the
+    end."""
     decoder = vae.decoder
     hidden = decoder.block_in(decoder.conv_in(latent))[0]
     for block in decoder.up_blocks:

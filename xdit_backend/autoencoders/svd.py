@@ -1,7 +1,6 @@
-"""Stable Video Diffusion's autoencoder: LDM's, whose decoder also mixes the frames of a video after every block. Its
-encoder is that of pictures.
+"""Stable Video Diffusion's VAE: LDM's image encoder, and a decoder that also mixes the frames after every block.
 
-All frames are decoded at once, as ComfyUI does where its memory has room for that.
+All frames are decoded at once, as in ComfyUI when its memory allows.
 """
 
 import re
@@ -22,7 +21,7 @@ def _config(shapes, settings):
 
 
 def _convert(tensors, config):
-    """By LDM's converter, which takes what a block has over time along under its old name."""
+    """Rename tensors with diffusers' converter for LDM, which leaves the names of temporal layers unchanged."""
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
     weights = convert_ldm_vae_checkpoint(tensors, {**config, "up_block_types": config["down_block_types"]})
     after_all = {name.replace("conv_out.time_mix_conv", "time_conv_out"): tensor for name, tensor in tensors.items()
@@ -42,7 +41,7 @@ def _in_block(match):
 
 
 def _finish(vae, settings):
-    """ComfyUI's has no convolution between the encoder and the mean."""
+    """Remove the convolution after the encoder, which ComfyUI's does not have."""
     vae.quant_conv = nn.Identity()
 
 

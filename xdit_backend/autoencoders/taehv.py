@@ -1,20 +1,20 @@
-"""Tiny autoencoders of videos (TAEHV, of HunyuanVideo's, Wan's and LTX-2's latents), as ComfyUI's own module: frames
-one after the other, each with what the one before was at every block."""
+"""Tiny video autoencoders (TAEHV, for latents of HunyuanVideo, Wan and LTX-2), as ComfyUI's own module: frames run one
+after the other, each with the previous frame's activations at every block."""
 
 import sys
 
 from .vae_family import VaeFamily, replaced, signed_pixels, size_of
 
-SIGNED = 32    # channels of HunyuanVideo 1.5's latents, of which pixels are from -1 to 1; of others they are as shown
+SIGNED = 32    # channels of HunyuanVideo 1.5's latents, which are decoded to [-1, 1]; others to [0, 1]
 
 
 def _config(shapes, settings):
-    given = size_of(shapes)
-    return {"latent_channels": given("decoder.1.weight", 1) or given("encoder.17.weight", 0)}
+    size = size_of(shapes)
+    return {"latent_channels": size("decoder.1.weight", 1) or size("encoder.17.weight", 0)}
 
 
 def _decode(vae, latent):
-    """Frames stay where they are made: ComfyUI's module sends each to where ComfyUI keeps pictures."""
+    """Decode on this device: ComfyUI's module would move each frame to ComfyUI's intermediate device."""
     manager = sys.modules[type(vae).decode.__module__].comfy.model_management
     with replaced(manager, intermediate_device=lambda: latent.device):
         return vae.decode(latent)

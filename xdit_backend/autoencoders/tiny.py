@@ -1,4 +1,4 @@
-"""Tiny autoencoders (TAESD) of pictures; Flux.2's, whose blocks have norms, as ComfyUI's own module."""
+"""Tiny image autoencoders (TAESD); Flux.2's, whose blocks have norms, runs as ComfyUI's own module."""
 
 import re
 
@@ -6,12 +6,12 @@ from .vae_family import VaeFamily, size_of
 
 
 def _config(shapes, settings):
-    given = size_of(shapes)
-    return {"latent_channels": given("taesd_decoder.1.weight", 1) or given("taesd_encoder.14.weight", 0)}
+    size = size_of(shapes)
+    return {"latent_channels": size("taesd_decoder.1.weight", 1) or size("taesd_encoder.14.weight", 0)}
 
 
 def _convert(tensors, config):
-    """Layers are numbered alike, but that ComfyUI's decoder begins with a clamp. Scale and shift are the host's."""
+    """Renumber the decoder's layers, since ComfyUI's begins with a clamp. Scale and shift are applied on the host."""
     def renamed(name):
         name = name.replace("taesd_encoder.", "encoder.layers.")
         return re.sub(r"taesd_decoder\.(\d+)", lambda match: f"decoder.layers.{int(match[1]) - 1}", name)
@@ -30,7 +30,7 @@ TINY = VaeFamily(
 
 
 def _without_scale(vae, settings):
-    """They are the host's."""
+    """Remove scale and shift, which are applied on the host."""
     del vae.vae_scale, vae.vae_shift
 
 

@@ -1,8 +1,7 @@
-"""How a family of VAEs is described: as data. One `VaeFamily` a file of this folder; the loader and the split need
-nothing else.
+"""Description of a family of VAEs as data: one `VaeFamily` per module of this package.
 
-Names of tensors are those of ComfyUI's first_stage_model.state_dict(). The host reads families too, so that their files
-import diffusers only where they use it.
+Tensor names are those of ComfyUI's first_stage_model.state_dict(). The host reads families too, so their modules import
+diffusers only inside functions.
 """
 
 import importlib.metadata
@@ -20,23 +19,23 @@ from ..protocol.errors import CheckpointError
 
 
 def decode_full(vae, latent):
-    """What vae.decode gives: (B, 3, H, W), or (B, 3, F, H, W) of a video."""
+    """Decode with vae.decode: (B, 3, H, W), or (B, 3, F, H, W) of a video."""
     return vae.decode(latent, return_dict=False)[0]
 
 
 def encode_full(vae, image):
-    """The mean that vae.encode gives."""
+    """Encode with vae.encode; returns the mean."""
     latent = vae.encode(image, return_dict=False)[0]
     return latent if isinstance(latent, torch.Tensor) else latent.mode()
 
 
 def signed_pixels(vae, image):
-    """float32 in [0, 1], of a picture in [-1, 1]."""
+    """Convert an image from [-1, 1] to float32 in [0, 1]."""
     return image.float().add_(1).div_(2).clamp_(0, 1)
 
 
 class OfComfyUI(torch.nn.Module):
-    """What is asked of diffusers' autoencoders and classes of ComfyUI's lack."""
+    """Attributes of diffusers' autoencoders that ComfyUI's classes lack."""
 
     def has_every_tile(self):
         """False on ranks whose tiles another rank blends: their other tiles are on the meta device (vae_tiles.py)."""
@@ -53,27 +52,27 @@ class OfComfyUI(torch.nn.Module):
 
 @dataclass(frozen=True)
 class VaeFamily:
-    """Everything this project knows of one family of VAEs.
+    """One family of VAEs.
 
-    models: whose VAEs they are, in a person's words; () where ComfyUI has no VAE object of it.
-    autoencoder: its class in diffusers, which is no other family's; or ComfyUI's, "comfy.module:Class", which is made
-        an OfComfyUI.
-    marks: a tensor's name with one of these is found in no family after it. The one without takes what has no mark of
-    another.
-    decoder, encoder: what the names of each half's tensors begin with. Either half may be missing.
-    unused: what the names of tensors hold that ComfyUI's modules have and never read.
-    config(shapes, settings): the arguments of the class, of shapes by tensors' names; a missing half is described like
-        the other. Raises CheckpointError with the reason where the VAE is of a kind that cannot be run. settings: see
-        AutoencoderSpec.
-    convert(tensors, arguments): the tensors under diffusers' names.
-    finish(vae, settings): gives the model without weights what its class has no argument for.
-    decode(vae, latent), encode(vae, picture): as ComfyUI does it, given diffusers' autoencoder; encode gives the mean.
-    pixels(vae, picture): what decode gives, as ComfyUI's nodes give it, float32. It may write into the picture.
-    over_frames(module): does its attention go over the frames of one place, which every rank has?
-    by_frames: can its decoder be split by frames too? Most video autoencoders go through their frames in order, a few
-        at a time, so that a rank would wait for the one before to end.
-    tiles: of an autoencoder that goes over tiles and blends them, which ranks share instead of rows: {its method of one
-        tile: function(vae, shape of a tile) -> shape of what the method gives, in the tile's type}.
+    models: names of the models that use it, for messages; () if ComfyUI has no VAE object for it.
+    autoencoder: its class in diffusers, used by no other family; or ComfyUI's, "comfy.module:Class", to which OfComfyUI
+        is added as a base.
+    markers: parts of tensor names by which the family is detected; no later family has them. The family without markers
+        is the default.
+    decoder, encoder: prefixes of the tensor names of each half. Either half may be missing.
+    unused: parts of the names of tensors that ComfyUI's modules have but never read.
+    config(shapes, settings): arguments of the class, from {tensor name: shape}; a missing half is configured like the
+        other. Raises CheckpointError for an unsupported variant. settings: see AutoencoderSpec.
+    convert(tensors, arguments): the tensors with diffusers' names.
+    finish(vae, settings): modifies the model, before its weights are loaded, in ways for which its class has no
+        arguments.
+    decode(vae, latent), encode(vae, image): as ComfyUI does, with diffusers' autoencoder; encode returns the mean.
+    pixels(vae, image): converts the result of decode to the float32 values of ComfyUI's nodes. May modify the image.
+    over_frames(module): whether its attention is over the frames of one position, all of which each rank has.
+    by_frames: whether its decoder can be split by frames too. Most video VAEs process their frames in order, a few at a
+        time, so that a rank would have to wait for the previous one.
+    tiles: for a VAE that blends tiles, which are distributed over ranks instead of rows: {name of its method for one
+        tile: function(vae, shape of a tile) -> shape of the method's result, which has the tile's dtype}.
     """
 
     models: tuple[str, ...]
@@ -102,28 +101,30 @@ class VaeFamily:
 
 
 def need_diffusers(whose, version):
-    """Raise CheckpointError where the installed diffusers has no class yet for such a VAE."""
+    """Raise CheckpointError if the installed diffusers is too old to have the class of such a VAE."""
     installed = importlib.metadata.version("diffusers")
     if Version(installed) < Version(version):
         raise CheckpointError(f"It is {whose}'s, which needs diffusers {version} or newer, and this is {installed}.")
 
 
 def count_layers(shapes, pattern):
-    """How many numbers, from 0 on, give the name of a tensor when they are put into `pattern`."""
+    """Number of consecutive layers, from 0 on, for which pattern.format(number) is the name of a tensor."""
     return next(number for number in itertools.count() if pattern.format(number) not in shapes)
 
 
 def size_of(shapes):
-    """A function (name, dim) -> shapes[name][dim], or None where there is no such tensor."""
+    """Return a function (name, dim) -> shapes[name][dim], or None if there is no such tensor."""
     return lambda name, dim: shapes[name][dim] if name in shapes else None
 
 
 class TorchFunctions(TorchFunctionMode):
-    """While active, this thread's calls of functions of torch.nn.functional reach these. What they call in turn is
-    torch's own, or what was active before; nothing in torch changes."""
+    """Context that redirects this thread's calls of functions of torch.nn.functional, without patching torch.
+
+    Functions that the replacements call are torch's own, or those of an outer context.
+    """
 
     def __init__(self, **functions):
-        """functions: {name in torch.nn.functional: function of the same arguments}."""
+        """functions: {name in torch.nn.functional: function with the same arguments}."""
         super().__init__()
         self._functions = {getattr(F, name): function for name, function in functions.items()}
 
@@ -132,18 +133,18 @@ class TorchFunctions(TorchFunctionMode):
 
 
 def torchs_own(*names):
-    """TorchFunctions by which functions of torch.nn.functional are torch's, whatever was active before."""
+    """TorchFunctions that restores torch's own functions inside other contexts."""
     def own(function):
-        def whole(*args, **kwargs):
+        def undisturbed(*args, **kwargs):
             with torch._C.DisableTorchFunction():
                 return function(*args, **kwargs)
-        return whole
+        return undisturbed
     return TorchFunctions(**{name: own(getattr(F, name)) for name in names})
 
 
 @contextmanager
 def replaced(owner, **functions):
-    """While active, attributes of a module, of Python's or of torch's, are these functions."""
+    """Context in which attributes of a Python module, class or torch module are replaced by these functions."""
     originals = {name: vars(owner)[name] for name in functions if name in vars(owner)}
     try:
         for name, function in functions.items():
@@ -153,5 +154,5 @@ def replaced(owner, **functions):
         for name in functions:
             if name in originals:
                 setattr(owner, name, originals[name])
-            else:                                              # it hid its class's
+            else:                                              # it shadowed the class's attribute
                 delattr(owner, name)

@@ -1,4 +1,4 @@
-"""Wan 2.1's autoencoder of videos, which is Qwen-Image's too, and Wan 2.2's."""
+"""Video VAEs of Wan 2.1, which Qwen-Image uses too, and of Wan 2.2."""
 
 import re
 
@@ -12,13 +12,13 @@ def _is_wan22(names):
 
 
 def _config(shapes, settings):
-    """Of any width. Depths are those of diffusers' converter."""
-    given = size_of(shapes)
-    latent_channels = given("decoder.conv1.weight", 1) or given("encoder.head.2.weight", 0) // 2
-    config = {"base_dim": given("encoder.conv1.weight", 0) or given("decoder.head.0.gamma", 0),
-              "decoder_base_dim": given("decoder.head.0.gamma", 0), "z_dim": latent_channels,
-              "in_channels": given("encoder.conv1.weight", 1) or 3, "out_channels": given("decoder.head.2.weight", 0)
-              or 3}
+    """Configuration of any width, with the depths of diffusers' converter."""
+    size = size_of(shapes)
+    latent_channels = size("decoder.conv1.weight", 1) or size("encoder.head.2.weight", 0) // 2
+    config = {"base_dim": size("encoder.conv1.weight", 0) or size("decoder.head.0.gamma", 0),
+              "decoder_base_dim": size("decoder.head.0.gamma", 0), "z_dim": latent_channels,
+              "in_channels": size("encoder.conv1.weight", 1) or 3,
+              "out_channels": size("decoder.head.2.weight", 0) or 3}
     if _is_wan22(shapes):                                      # blocks with shortcuts, on patches of 2 x 2 pixels
         config |= {"is_residual": True, "patch_size": 2, "scale_factor_spatial": 16, "in_channels": 12,
                    "out_channels": 12}
@@ -30,7 +30,7 @@ RESIDUAL = {".residual.0.": ".norm1.", ".residual.2.": ".conv1.", ".residual.3."
 
 
 def _convert(tensors, config):
-    """diffusers' converter knows Wan 2.1's; of Wan 2.2's the ends and the middle: its blocks have one level more."""
+    """Rename tensors with diffusers' converter, except Wan 2.2's blocks, which are nested one level deeper."""
     from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
     if not _is_wan22(tensors):
         return convert_wan_vae_to_diffusers(tensors)

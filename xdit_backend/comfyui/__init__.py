@@ -1,2 +1,1 @@
-"""ComfyUI's own modules as transformers: the one room of the backend that imports ComfyUI, and only when a family asks
-for a class of it."""
+"""Access to ComfyUI's model classes: the only package of the backend that imports ComfyUI, and only on demand."""

@@ -1,6 +1,6 @@
-"""Is ComfyUI's class still what a family's plan says? ComfyUI's insides are no interface, and move from version to
-version. Called by checkpoints/build_transformer.py when a model is made; worker/self_check.py compares what it
-computes.
+"""Check that a ComfyUI model class still matches its family's plan, since ComfyUI's internals change between versions.
+
+worker/self_check.py compares results as well.
 """
 
 import inspect
@@ -10,19 +10,20 @@ import torch
 from ..protocol.errors import CheckpointError
 from .install_location import comfyui_version, find_comfyui
 
-FORWARDS = "forward", "_forward", "forward_orig"               # one calls the next, with what it does not know by name
+FORWARDS = "forward", "_forward", "forward_orig"               # each passes keyword arguments on to the next
 
 
 def check_class(model, family):
-    """Hold a family's plan against a model of ComfyUI's class: lists, arguments of blocks and of the forward, modules
-    and methods that are hooked. Raises CheckpointError that names ComfyUI's version and the first that is missing."""
+    """Compare a family's plan with a model of ComfyUI's class: lists of blocks, arguments of blocks and of the forward,
+    hooked modules and methods. Raises CheckpointError with ComfyUI's version and the first missing one."""
     missing = next(_missing(model, family), None)
     if missing is not None:
         raise moved(family, f"has no {missing}")
 
 
 def moved(family, what):
-    """The CheckpointError of a class that differs from the plan of its family. what: as it follows the class's name."""
+    """CheckpointError for a class that differs from its family's plan. what: predicate of a sentence about the
+    class."""
     folder = find_comfyui()
     version = comfyui_version(folder) if folder is not None else ""
     return CheckpointError(f"Use Load Diffusion Model, or another version of ComfyUI: {family.name} runs as ComfyUI's "
@@ -35,7 +36,7 @@ def _missing(model, family):
     methods = [getattr(type(model), name, None) for name in (*FORWARDS,
                                                              *(() if family.is_replicated else plan.positions))]
     parameters = [inspect.signature(method).parameters for method in methods if method is not None]
-    # of some, a list of the module names times that the forward takes beside
+    # some modules list further timesteps that the forward takes
     accepted = {name for own in parameters for name in own} | {*getattr(model, "t_conds", ())}
     accepted |= {name for method in methods if method is not None for name in _looked_up(method)}
     yield from (f"argument {name}" for name in family.arguments if name not in accepted)
@@ -63,7 +64,7 @@ def _missing(model, family):
 
 
 def _looked_up(method):
-    """Words that a method with **kwargs has in its code, such as those that it looks up there."""
+    """String constants in the code of a method with **kwargs, such as the names that it looks up."""
     takes_all = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(method).parameters.values())
     code = getattr(inspect.unwrap(method), "__code__", None)
     return [constant for constant in code.co_consts if isinstance(constant, str)] if takes_all and code else []
@@ -74,7 +75,7 @@ def _has(module, path):
 
 
 def _at(module, path):
-    if path == ".":                                            # a block itself
+    if path == ".":                                            # the block itself
         return module
     for name in path.split("."):
         module = getattr(module, name, None)

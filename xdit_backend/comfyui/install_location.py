@@ -1,19 +1,18 @@
-"""Where ComfyUI is, and which version. Nothing of it is imported. Used by native_models.py, by the host, which tells
-workers, and by machines that join."""
+"""Location and version of the ComfyUI installation, found without importing it."""
 
 import os
 import re
 import sys
 from pathlib import Path
 
-FOLDER = "XDIT_COMFYUI"                    # the environment variable that says where ComfyUI is
+FOLDER = "XDIT_COMFYUI"                    # environment variable with ComfyUI's folder
 PACK = Path(__file__).resolve().parents[2]
 VERSION_FILE = "comfyui_version.py"
 
 
 def find_comfyui():
-    """ComfyUI's folder: the one of this process, the one that XDIT_COMFYUI names, or the one around this pack; None
-    where there is none."""
+    """ComfyUI's folder: of this process, from XDIT_COMFYUI, or the one in whose custom_nodes this pack is; None if
+    there is none."""
     loaded = getattr(sys.modules.get("comfy"), "__path__", None)
     named = os.environ.get(FOLDER)
     found = Path(next(iter(loaded))).parent if loaded else Path(named) if named else PACK.parent.parent
@@ -21,7 +20,7 @@ def find_comfyui():
 
 
 def comfyui_version(folder):
-    """The version of the ComfyUI in a folder, e.g. "0.30.0"; "" where it does not say."""
+    """Version of the ComfyUI in a folder, e.g. "0.30.0"; "" if unknown."""
     try:
         text = (folder / VERSION_FILE).read_text(encoding="utf-8")
     except OSError:

@@ -1,7 +1,6 @@
-"""Transformers that are ComfyUI's own modules, built as ComfyUI's loader builds them, without what else ComfyUI does.
+"""Models that run as ComfyUI's own modules, built as ComfyUI's loader builds them.
 
-Called by checkpoints/build_transformer.py. Of ComfyUI, comfy.ldm is imported and what it imports; its loader, memory
-manager and nodes stay out of it.
+Only comfy.ldm and its imports are used, not ComfyUI's loader, memory manager or nodes.
 """
 
 import contextlib
@@ -23,13 +22,12 @@ KITCHEN = "comfy_kitchen"                  # a package, which ComfyUI imports wi
 
 
 def build_module(path, config, class_arguments=lambda config: config):
-    """The module at "package.module:Class" of ComfyUI, whose forward returns as diffusers' do: a tuple.
-    class_arguments: of its Family.
+    """Build ComfyUI's module "package.module:Class", with a forward that returns a tuple as diffusers' do.
 
-    Its layers are torch's own (operations.py), so that weights are cast, unpacked and shared out as those of diffusers'
-    classes are. Its `wide_modules` are those that compute in float32, whatever the model's type; its `own_buffers`
-    say of each whether it is held in that type, as weights are, or in float32. Raises CheckpointError where this
-    machine has no ComfyUI, or one without the class.
+    class_arguments: of its Family. The layers are torch's (operations.py), so that weights are cast, dequantised and
+    sharded like those of diffusers' classes. `wide_modules` of the result compute in float32 whatever the model's
+    dtype; `own_buffers` maps each buffer to whether it has the model's dtype, like weights, or float32. Raises
+    CheckpointError if this machine has no ComfyUI, or one without the class.
     """
     cls = class_at(path)
     arguments = {key: value for key, value in class_arguments(config).items() if not key.startswith("_")}
@@ -38,22 +36,22 @@ def build_module(path, config, class_arguments=lambda config: config):
     model.wide_modules = {name.rpartition(".")[0] for name, parameter in model.named_parameters()
                           if parameter.dtype == torch.float32}
     model.own_buffers = {name: buffer.dtype == torch.bfloat16 for name, buffer in model.named_buffers()}
-    for path in model.wide_modules:                            # which are float64 in a model of that type
-        if hasattr(model.get_submodule(path), "weight"):       # else it casts what it adds by itself
+    for path in model.wide_modules:                            # float64 in a float64 model
+        if hasattr(model.get_submodule(path), "weight"):       # else it casts its inputs itself
             model.get_submodule(path).register_forward_pre_hook(_as_weight)
     model.config, forward = config, model.forward
 
     @functools.wraps(forward)
     def returned_as_tuple(return_dict=False, **inputs):
-        return forward(**{"transformer_options": {}} | inputs),            # of its own: some models write into it
+        return forward(**{"transformer_options": {}} | inputs),            # a new dict: some models write into it
     model.forward = returned_as_tuple
     return model
 
 
 @contextmanager
 def able_to_compute():
-    """Classes compute with tables as they are made: where all is asked for on the meta device, parameters are there
-    alone."""
+    """Context in which only parameters are created on a requested meta device, since some constructors compute
+    tables."""
     if torch.get_default_device().type != "meta":
         yield
         return
@@ -67,9 +65,9 @@ def _as_weight(module, args):
 
 
 def class_at(path):
-    """ComfyUI's class at "package.module:Class". Raises CheckpointError as build_module does."""
+    """ComfyUI's class at "package.module:Class". Raises CheckpointError like build_module."""
     module, _, name = path.partition(":")
-    with torch.device("cpu"):                                  # of tables that packages make as they are imported
+    with torch.device("cpu"):                                  # for tables that packages create when they are imported
         folder = _import_comfyui()
         try:
             with _names_of_transformers():
@@ -95,13 +93,15 @@ def _lacks_kitchen(folder, error):
 
 @contextmanager
 def _names_of_transformers():
-    """Some of ComfyUI's classes are built of a text encoder's, in whose file is its tokenizer's, too. Workers leave
-    transformers out (worker/bootstrap.py): here it has the name that the file imports."""
+    """Provide a placeholder for transformers, which workers do not import (worker/bootstrap.py).
+
+    Some of ComfyUI's classes use layers of a text encoder, whose file also imports its tokenizer from transformers.
+    """
     if sys.modules.get("transformers", types) is not None:
         yield
         return
-    sys.modules["transformers"] = stand_in = types.ModuleType("transformers")
-    vars(stand_in)["CLIPTokenizer"] = None
+    sys.modules["transformers"] = placeholder = types.ModuleType("transformers")
+    vars(placeholder)["CLIPTokenizer"] = None
     try:
         yield
     finally:
@@ -109,15 +109,15 @@ def _names_of_transformers():
 
 
 def _import_comfyui():
-    """Make ComfyUI's modules importable, and return its folder. They look at the devices as they are imported, so the
-    rank's own is the current one by now."""
+    """Make ComfyUI's modules importable; returns its folder. They query devices when they are imported, so the rank's
+    device must be the current one."""
     folder = find_comfyui()
     if folder is None:
-        raise CheckpointError("Install ComfyUI on this machine, and name its folder in XDIT_COMFYUI: this model runs "
-                              "as ComfyUI's own module, and no ComfyUI is found here.")
+        raise CheckpointError("Install ComfyUI on this machine, and set XDIT_COMFYUI to its folder: this model runs as "
+                              "ComfyUI's own module, and no ComfyUI was found.")
     if "comfy" not in sys.modules and str(folder) not in sys.path:
-        sys.path.append(str(folder))                           # last: ComfyUI has a nodes.py and an utils of its own
-    # no command line is read but where ComfyUI's main.py asks for it
+        sys.path.append(str(folder))                           # last: ComfyUI has its own nodes.py and utils
+    # ComfyUI parses the command line only if its main.py requests it
     settings = importlib.import_module("comfy.cli_args").args
     if "comfy.model_management" not in sys.modules:
         settings.use_pytorch_cross_attention = True

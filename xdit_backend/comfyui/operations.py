@@ -1,11 +1,11 @@
-"""What ComfyUI's classes are built of: torch's own layers, with what these classes ask of ComfyUI's beside. Handed to
-them as their `operations` by native_models.py."""
+"""The `operations` for ComfyUI's model classes: torch's layers, with the extensions of ComfyUI's that the classes
+use."""
 
 import torch
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Has what comfy.ops.cast_bias_weight reads, by which blocks take the weight for a kernel of their own."""
+    """Has the attributes that comfy.ops.cast_bias_weight reads, which blocks with fused kernels call."""
 
     bias = None
     weight_function = bias_function = ()

@@ -1,1 +1,1 @@
-"""The host's side: starts a worker group, and asks it for predictions and pictures."""
+"""Host side of the worker group: starts it and requests predictions, decoded images and latents from it."""

@@ -1,5 +1,4 @@
-"""Calls of a model as the bridge makes them, how they reach the workers, and the handles of those on their way.
-Used by the client."""
+"""Model calls as the ComfyUI side makes them, their transfer into shared memory, and handles of pending ones."""
 
 from dataclasses import dataclass, field
 
@@ -12,32 +11,33 @@ from .launcher import WorkerGroup
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model: what ComfyUI hands to a diffusion model."""
+    """One call of the model: ComfyUI's inputs of a diffusion model."""
 
     latent: torch.Tensor                   # (B, C, H, W) or (B, C, F, H, W)
     timestep: torch.Tensor                 # (B,)
     conditioning: dict[str, torch.Tensor]
-    name: str = ""                         # of the conditioning, where Client.name_conditioning gave it one
-    # what a ControlNet adds where: Family.control_shapes
+    name: str = ""                         # of the conditioning, if Client.name_conditioning assigned one
+    # ControlNet residuals by insertion point: Family.control_shapes
     control: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: specs.Branch
-    scores: torch.Tensor | None = None     # to be filled, as Branch.scores
-    guided: tuple[specs.Nag, ...] = ()  # what is done to attentions: specs.Branch
-    free_u: tuple[specs.FreeU | specs.Shrink, ...] = ()    # of a U-Net: specs.Branch
+    operations: dict[str, str] = field(default_factory=dict)               # replaced blocks: specs.Branch
+    scores: torch.Tensor | None = None     # output: specs.Branch
+    guided: tuple[specs.Nag, ...] = ()     # guidance inside self-attention: specs.Branch
+    free_u: tuple[specs.FreeU | specs.Shrink, ...] = ()                    # of a U-Net: specs.Branch
     tiles: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)          # of a U-Net: specs.Branch
-    # ((specs.NetworkUse, injected_networks.Network), ...): what is added inside the model
+    # ((specs.NetworkUse, injected_networks.Network), ...)
     networks: tuple = ()
-    call_conditioning: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
-    # predictions for the latent's other parts, to be filled
+    call_conditioning: dict[str, torch.Tensor] = field(default_factory=dict)           # conditioning of this call only
+    # output: predictions of further components of the latent
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    # keys and values of references that workers keep for later calls, or have kept: specs.Branch
+    # cache of reference images' keys and values to fill or to read: specs.Branch
     cached: specs.CachedReferences | None = None
-    left_out: dict[str, torch.Tensor] = field(default_factory=dict)        # of the conditioning, since those are kept
-    compile_backend: str = ""              # of torch.compile: blocks run as its graphs; "": as they are
-    backend: specs.BackendChoice = field(default_factory=specs.BackendChoice)  # of attention
-    exchange: str = specs.WHOLE        # in which form attention's tensors travel, one of specs.EXCHANGES
-    copies: specs.WeightCopies = field(default_factory=specs.WeightCopies)  # of weights that come from host memory
+    # conditioning that is not sent, since its keys and values are cached
+    left_out: dict[str, torch.Tensor] = field(default_factory=dict)
+    compile_backend: str = ""              # of torch.compile, for the blocks; "": not compiled
+    backend: specs.BackendChoice = field(default_factory=specs.BackendChoice)          # attention backend
+    exchange: str = specs.WHOLE            # communication dtype of attention, one of specs.EXCHANGES
+    copies: specs.WeightCopies = field(default_factory=specs.WeightCopies)             # of streamed weights
 
     @property
     def given(self):
@@ -46,48 +46,46 @@ class Call:
 
     @property
     def is_changed(self):
-        """Is the model in this call another than the file's? Then nothing is kept of it for other calls."""
+        """Whether this call patches the model, so that nothing of it may be cached for other calls."""
         return bool(self.operations or self.guided)
 
     def control_by(self, make):
-        """{place: what `make` gives for the tensor of `control` there},
-        made once of a tensor that is for many places."""
+        """Apply `make` to the tensors of `control`, once per distinct tensor; returns {insertion point: result}."""
         made = {key: make(tensor) for key, tensor in {id(tensor): tensor for tensor in self.control.values()}.items()}
-        return {place: made[id(tensor)] for place, tensor in self.control.items()}
+        return {name: made[id(tensor)] for name, tensor in self.control.items()}
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """How calls go through the workers: whole or by patches, and what is kept of them for others of the run."""
+    """Options of a forward pass: full latents or a patch, and caching for later calls of the run."""
 
-    patch: specs.Patch | None = None       # which rows of the whole latent the calls' latents hold; None: all
-    # calls of the same conditioning will follow that need this one's keys and values, or what ranks tell
+    patch: specs.Patch | None = None       # rows of the full latent that the calls' latents have; None: all
+    # cache keys and values, or other ranks' activations, for later calls with the same conditioning
     keep: bool = False
-    by_image: bool = False                 # the images of a batch go through the stages one after the other
-    extrapolation: float = 0.0                  # docs/design/pipefusion.md; the same for all calls of a run
-    stale: bool = False                    # displaced patches: use what the last call left of other ranks
-    displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
+    by_image: bool = False                 # pipeline the images of a batch through the stages
+    extrapolation: float = 0.0             # docs/design/pipefusion.md; the same for all calls of a run
+    stale: bool = False                    # displaced patches: use other ranks' activations from the last call
+    displaced_mode: str = "corrected_async_gn"                 # key of specs.MODES
 
 
-WHOLE = ForwardPass()                      # nothing is kept of it
+SYNCHRONOUS = ForwardPass()                # full latents, nothing cached
 
 
 @dataclass(frozen=True, eq=False)
 class CallHandle:
-    """Calls that are on their way."""
+    """Handle of pending calls."""
 
     group: WorkerGroup
     request: int
     predictions: tuple
-    # [(what workers have written beside predictions, what of a Call is to be filled with it)]
+    # [(tensor that workers write in addition to predictions, output tensor of the Call to copy it to)]
     extra_outputs: tuple
 
 
 def share_call(call, name, num_channels, store, segments):
-    """Put a call into shared memory; what is made there is added to `segments`. name: of its conditioning.
+    """Copy a call into shared memory. Segments that this creates are appended to `segments`.
 
-    Returns (the specs.Branch, its prediction, which the workers write, and what else they write: extra_outputs of a
-    CallHandle).
+    name: of its conditioning. Returns (specs.Branch, prediction that the workers write, CallHandle.extra_outputs).
     """
     def create(shape):
         segment, view = store.create(shape, torch.float32)
@@ -115,8 +113,10 @@ def share_call(call, name, num_channels, store, segments):
 
 
 def refuse_unusable(backend, unusable, devices):
-    """Refuse a BackendChoice that some worker cannot carry out. unusable: {rank: what its Ready says}. Raises
-    UnsupportedError, before anything is sent."""
+    """Reject a required attention backend that a worker cannot run: raises UnsupportedError, before anything is sent.
+
+    unusable: {rank: Ready.unusable_backends}.
+    """
     if backend.is_required:
         for rank, why in sorted((rank, whys.get(backend.name, "")) for rank, whys in unusable.items()):
             if why:

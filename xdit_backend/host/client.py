@@ -1,8 +1,6 @@
-"""What the bridge asks of a worker group: predictions of a model, tensors in and tensors out; models and VAEs through
-its parts.
+"""Client of a worker group: predictions of a model, with tensors as input and output, and the workers' reports.
 
-workers.py is the group, models.py and autoencoders.py know what it holds; here are runs, and the workers' reports of
-themselves.
+workers.py manages the group; models.py, autoencoders.py and injected_networks.py track what it has loaded.
 """
 
 import collections
@@ -14,7 +12,7 @@ from ..protocol.devices import devices_per_machine
 from ..protocol.errors import WorkerDiedError, XDiTError
 from ..protocol.specs import BY_KERNEL
 from .autoencoders import Autoencoders
-from .calls import WHOLE, CallHandle, refuse_unusable, share_call
+from .calls import SYNCHRONOUS, CallHandle, refuse_unusable, share_call
 from .conditioning_cache import Conditionings
 from .injected_networks import Networks
 from .models import Models
@@ -22,11 +20,11 @@ from .workers import Workers
 
 
 class Client:
-    """A worker group and what it holds. Starts the group when it is first needed, and again after it died."""
+    """A worker group and its loaded models. The group starts when it is first needed, and again after it died."""
 
     def __init__(self, devices, machines=None, supervisor=None, on_phase=lambda phase: None, check=lambda: None):
-        """machines, forkserver, on_phase, check: WorkerGroup's."""
-        # whose conditioning -> Conditionings; named since the start
+        """machines, supervisor, on_phase, check: see WorkerGroup."""
+        # run -> its Conditionings; number of names assigned so far
         self._runs, self._num_conditionings = {}, 0
         self.workers = Workers(devices, machines, supervisor, on_phase, check)
         self.models, self.autoencoders = Models(self.workers, self._runs), Autoencoders(self.workers)
@@ -48,26 +46,26 @@ class Client:
         return self.workers.running
 
     def begin_step(self, step):
-        """From now on calls are of this step, which errors name: "step 7 of 20"."""
+        """Set the step that error messages name for the following calls: "step 7 of 20"."""
         self._step = step
 
     def close(self):
         """End the worker group."""
         self.workers.close()
 
-    # --- what the group holds ---
+    # --- loaded models ---
 
     def holds(self, name):
-        """Does the running group hold this model or VAE?"""
+        """Whether the running group has loaded this model or VAE."""
         return name in self.models.loaded or name in self.autoencoders.loaded
 
     def drop(self, name):
-        """Give a model's or VAE's memory back on every worker."""
+        """Unload a model or VAE on every worker."""
         self.models.loaded.drop(name)
         self.autoencoders.loaded.drop(name)
 
     def forget(self, name):
-        """As drop, but waits for nothing, and starts no workers where they have ended. From any thread."""
+        """Unload a model or VAE without waiting, and without restarting ended workers. Thread-safe."""
         self.models.forget(name)
         self.autoencoders.loaded.forget(name)
 
@@ -76,15 +74,15 @@ class Client:
     def predict(self, spec, layout, num_channels, calls, run=None):
         """Evaluate the model on one or two calls at once; returns a list of predictions, float32 on the CPU.
 
-        num_channels: channels of a prediction. run: see `name_conditioning`. Raises as WorkerGroup.wait.
+        num_channels: of a prediction. run: see `name_conditioning`. Raises like WorkerGroup.wait.
         """
         return self.wait([self.submit(spec, layout, num_channels, calls, run=run)])[1]
 
-    def submit(self, spec, layout, num_channels, calls, forward=WHOLE, run=None):
-        """Send calls to the workers and wait for nothing; returns a handle for `wait`.
+    def submit(self, spec, layout, num_channels, calls, forward=SYNCHRONOUS, run=None):
+        """Send calls to the workers without waiting; returns a handle for `wait`.
 
-        Calls are worked on in the order they are submitted. run: see `name_conditioning`. Raises WorkerDiedError where
-        a patch or a name needs what a group kept that has ended since.
+        Calls are executed in the order in which they are submitted. run: see `name_conditioning`. Raises
+        WorkerDiedError if a patch or a name refers to tensors cached by a group that has ended.
         """
         if forward.patch is not None or forward.stale or any(call.name or call.left_out for call in calls):
             self._check_cached(run)
@@ -95,7 +93,7 @@ class Client:
         refuse_unusable(calls[0].backend, group.unusable_backends, self.devices)
         names = [call.name or self._name(call.conditioning, run, group) for call in calls]
         self._runs[run].keep_alongside({name for call in calls if call.cached and call.cached.fills
-                                     for name, _ in call.cached.rows})
+                                        for name, _ in call.cached.rows})
         branches, predictions, extra_outputs = [], [], []
         with group.segments.removed_on_failure() as segments:
             for call, name in zip(calls, names):
@@ -103,7 +101,8 @@ class Client:
                 branches.append(branch)
                 predictions.append(prediction)
                 extra_outputs += filled
-        # Of a stage whose weights come, whether the file was written to is known only when it has sent to the next one.
+        # A stage with streamed weights notices a modified model file only after it has sent to the next stage, so the
+        # answers of all ranks are needed.
         answering = None if spec.weights_memory else last_stage_ranks(layout, len(self.devices))
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
@@ -114,8 +113,10 @@ class Client:
         return CallHandle(group, request, tuple(predictions), tuple(extra_outputs))
 
     def wait(self, handles):
-        """Wait for the first of these handles, all of one run; returns (the handle, its predictions).
-        Raises as WorkerGroup.wait."""
+        """Wait for the first completed one of these handles, all of one run; returns (handle, predictions).
+
+        Raises like WorkerGroup.wait.
+        """
         request, _ = handles[0].group.wait([handle.request for handle in handles], self.workers.on_phase,
                                            self.workers.check)
         handle = next(handle for handle in handles if handle.request == request)
@@ -124,10 +125,10 @@ class Client:
         return handle, list(handle.predictions)
 
     def name_conditioning(self, tensors, run=None):
-        """The name under which the workers hold these tensors for a run; sends them if they do not.
+        """Return the name under which the workers cache these tensors for a run, after sending them if they are new.
 
-        run: whose they are (hashable). Runs share nothing: the workers keep stale keys and values by this name. Raises
-        WorkerDiedError where the group has ended that kept them.
+        run: hashable id of their owner. Runs share nothing, since the workers key stale keys and values by this name.
+        Raises WorkerDiedError if the group that cached the run's tensors has ended.
         """
         self._check_cached(run)
         return self._name(tensors, run, self.group)
@@ -149,13 +150,13 @@ class Client:
 
     def _check_cached(self, run):
         if run in self._runs and not self._runs[run].group.alive:
-            raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to "
-                                  "start a new group.")
+            raise WorkerDiedError("Queue the prompt again to start a new worker group: the workers that cached this "
+                                  "run's tensors have ended.")
 
     def end_run(self, run=None):
-        """Forget the conditioning of a run, on both sides. Waits for nothing: a cancelled step may still be running.
+        """Drop the conditioning of a run on the host and the workers, without waiting: a cancelled step may still run.
 
-        Called between runs, also after one that failed.
+        Called between runs, also after a failed one.
         """
         conditionings = self._runs.pop(run, None)
         if conditionings is not None:
@@ -170,33 +171,32 @@ class Client:
 
     @property
     def num_runs(self):
-        """Runs that have not ended, whose conditioning the workers keep."""
+        """Number of runs that have not ended, whose conditioning the workers cache."""
         return len(self._runs)
 
-    # --- what workers tell of themselves ---
+    # --- reports of the workers ---
 
     def report_memory(self):
-        """{rank: measurements}, see Engine."""
+        """{rank: memory measurements}, see worker.engine.Engine."""
         return {rank: reply.numbers for rank, reply in self.workers.request(messages.ReportMemory).items()}
 
     def give_back(self):
-        """Have the running workers give memory back that they keep for the next run. Starts nothing.
-        Returns the bytes that came free, by the names of GPUs."""
-        given = {}
+        """Free memory that running workers cache for the next run; returns {device: bytes freed}. Starts no workers."""
+        freed = {}
         if self.running:
             for rank, done in self.workers.request(messages.GiveBack, group=self.workers.current).items():
-                given[self.devices[rank]] = given.get(self.devices[rank], 0) + done.numbers["given_bytes"]
-        return given
+                freed[self.devices[rank]] = freed.get(self.devices[rank], 0) + done.numbers["given_bytes"]
+        return freed
 
     def totals(self):
-        """{rank: {name: sum}} of all measurements since the group started. Waits until all ranks have caught up."""
+        """{rank: {name: sum}} of all measurements since the group started, after waiting for pending commands."""
         self.report_memory()
         return {rank: dict(numbers) for rank, numbers in self.group.totals.items()}
 
     @property
     def backend_counts(self):
-        """A Counter: attentions that the running group's ranks have computed since it started, by the kernel, with the
-        reason where it is another than was asked for: "sage", "sdpa (masks)". Available also while it works."""
+        """Counter of attention calls that the running group has computed since it started, by attention backend, with
+        the reason for a fallback: "sage", "sdpa (masks)". Does not wait for busy workers."""
         counts: collections.Counter = collections.Counter()
         for numbers in self.workers.current.totals.values() if self.running else ():
             counts.update({name.removeprefix(BY_KERNEL): round(count) for name, count in numbers.items()
@@ -205,22 +205,22 @@ class Client:
 
     @property
     def memory(self):
-        """{rank: the memory that the running group's rank last reported}; available also while it works."""
+        """{rank: memory that it last reported} of the running group. Does not wait for busy workers."""
         return dict(self.workers.current.memory) if self.running else {}
 
     def report_if_idle(self, since_s=-1.0):
-        """{rank: Done} of ReportMemory where the workers run and are idle; else None. Starts nothing, and keeps nobody
-        waiting."""
+        """{rank: Done} of ReportMemory if the workers run and are idle; else None. Does not block other callers."""
         group = self.workers.current
         try:
             return group and group.ask_if_idle(lambda request: messages.ReportMemory(request, since_s))
-        except XDiTError:                                      # they have ended: whoever needs them next gets the error
+        except XDiTError:                                      # they have ended; the next request gets the error
             return None
 
     def catch_up(self, timeout_s, since_s=-1.0):
-        """Wait until the workers have done all that they were asked, but no longer than this, since a cancelled step
-        may take its time. Returns {rank: Done}, with the spans from since_s on, or {} where it takes longer, and
-        while they measure their devices."""
+        """Wait for pending commands, at most timeout_s, since a cancelled step may take long.
+
+        Returns {rank: Done} with the spans from since_s on; {} after the timeout, and while a probe runs.
+        """
         if not self.running or self.group.is_probing:
             return {}
         deadline_s = time.monotonic() + timeout_s
@@ -234,12 +234,15 @@ class Client:
             requested = group.post(lambda request: messages.ReportMemory(request, since_s))
             return group.wait([requested], self.workers.on_phase, check)[1]
         except (TimeoutError, WorkerDiedError):
-            # what was asked for is done: who needs the workers next starts new ones
+            # the run itself is complete: the next caller that needs workers starts new ones
             return {}
 
     def probe(self, dtype):
-        """{rank: what it measured of its device and links, by name}; a few seconds. After one that check() ended, the
-        workers have gone on, and what they measured is taken. dtype: that models compute in, "bfloat16"."""
+        """Measure the devices and their links, which takes a few seconds; returns {rank: {name: measurement}}.
+
+        If check() ended an earlier probe, the workers have continued it, and its results are returned. dtype: compute
+        dtype of models, "bfloat16".
+        """
         per_machine, group = devices_per_machine(self.devices), self.group
         if self._probing[:2] != (group, dtype):
             self._probing = group, dtype, group.post(lambda request: messages.Probe(request, dtype, per_machine))

@@ -1,7 +1,7 @@
-"""Print what a maintainer would ask for: versions, devices, links, memory, last errors, and whether workers start here.
+"""Diagnostic report for bug reports: versions, devices, links, memory, last errors, and a test start of workers.
 
-Nothing private is printed: no user or host names, no paths, and of the environment only the names of the variables that
-workers take over and that bear on devices and links.
+Nothing private is printed: no user or host names, no paths, and of the environment only the names of variables that
+workers inherit and that affect devices and links.
 """
 
 import importlib.metadata
@@ -24,7 +24,7 @@ from .torchrun import INHERITED, INHERITED_PREFIXES
 
 PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf",
             "comfyui-frontend-package", "flash-attn", "flash-attn-3", "sageattention", "xformers")
-TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # what such names begin with
+TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # prefixes of the names
 SMALL_SHARED_MEMORY = 2 ** 30
 
 
@@ -90,15 +90,15 @@ def devices():
 
 
 def links():
-    """Which CUDA devices read each other's memory directly; the others go through host memory."""
+    """Pairs of CUDA devices, and whether they have peer-to-peer access or copy through system RAM."""
     count = num_cuda_devices()
     return [f"cuda:{one} to cuda:{other}: "
-            f"{'direct' if torch.cuda.can_device_access_peer(one, other) else 'through host memory'}"
+            f"{'direct' if torch.cuda.can_device_access_peer(one, other) else 'through system RAM'}"
             for one in range(count) for other in range(count) if one != other]
 
 
 def environment():
-    """Names of set variables; values may name people and paths."""
+    """Names of set variables, without values, which may contain user names and paths."""
     taken_over = {name for name in os.environ if name in INHERITED or name.startswith(INHERITED_PREFIXES)}
     return [f"{name} is set" for name in sorted(taken_over) if name.startswith(TELLING)]
 
@@ -114,7 +114,7 @@ def workers(names):
     except XDiTError as error:
         return [f"do not start on {', '.join(names)}:", *logs.without_private(str(error)).splitlines()]
     return [f"start on {', '.join(names)} in {time.monotonic() - started_s:.1f} s, and answer",
-            f"are programs of their own: {group.why_not_forked}" if group.why_not_forked
+            f"are separate programs, not forked: {group.why_not_forked}" if group.why_not_forked
             else "are forked from one process",
             *group.warnings,
             *(f"rank {rank} ({names[rank]}): {gigabytes(done.numbers['free_bytes'])} free"
@@ -122,4 +122,4 @@ def workers(names):
 
 
 def gigabytes(num_bytes):
-    return f"{num_bytes / 2 ** 30:.1f} GiB" if num_bytes != float("inf") else "any amount"
+    return f"{num_bytes / 2 ** 30:.1f} GiB" if num_bytes != float("inf") else "unlimited"

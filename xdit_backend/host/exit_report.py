@@ -1,5 +1,4 @@
-"""What is known of workers that have ended, for error messages: output, exit codes, log folders. Used by the
-launcher."""
+"""Exit reports: output, exit codes and log folder of ended workers, for error messages."""
 
 from ..protocol.devices import machine_of
 from . import logs
@@ -7,39 +6,39 @@ from .torchrun import read_text
 
 
 class ExitReport:
-    """Of one group. sessions: {name of another machine: its Session}. folder: with its workers' output."""
+    """Exit report of one group. sessions: {machine name: its Session}. folder: has its workers' output."""
 
     def __init__(self, devices, sessions, folder):
         self._devices, self._sessions, self.folder = devices, sessions, folder
         self.processes = None                                  # WorkerProcesses, once they are started
 
     def note(self, error):
-        """Write down how the group failed."""
+        """Log how the group failed."""
         logs.note(self.folder, error)
 
     def name_of(self, rank):
         return f"rank {rank} ({self._devices[rank]})"
 
     def session_of(self, rank):
-        """The Session of the machine where this rank is; None: it is on this one."""
+        """Session of this rank's machine; None: it is this machine."""
         return self._sessions.get(machine_of(self._devices[rank]))
 
     def first_ended(self):
-        """(rank, exit code) of the first worker that failed, as its supervisor reports it. None: nothing is known."""
+        """(rank, exit code) of the worker that failed first, as reported by its supervisor; None if unknown."""
         return None if self.processes is None else self.processes.first_failure()
 
     def rank_of(self, machine):
-        """The rank on another machine that ended first, as that machine reported, or its first one."""
+        """Rank that ended first on another machine, as reported by that machine; else its first rank."""
         ranks = [rank for rank, device in enumerate(self._devices) if machine_of(device) == machine]
         return next((rank for rank in ranks if self._sessions[machine].last_lines(rank)), ranks[0])
 
     def where(self):
-        """Where all output is, a sentence with a space after it; "" where it is not kept."""
-        is_cached = self.folder.parent == logs.place()
-        return f"All output of the workers is in {self.folder}. " if is_cached else ""
+        """Sentence that names the log folder, with a trailing space; "" if the folder is temporary."""
+        is_logged = self.folder.parent == logs.base_folder()
+        return f"All output of the workers is in {self.folder}. " if is_logged else ""
 
     def last_lines(self, rank=None, num_lines=15):
-        """The end of what the workers, or one of them, printed."""
+        """Last lines of output of one worker, or of all (None)."""
         session = None if rank is None else self.session_of(rank)
         if session is not None:
             return session.last_lines(rank)
@@ -49,5 +48,5 @@ class ExitReport:
             texts = [read_text(self.folder / logs.TORCHRUN)]
         lines = ["\n".join(text.splitlines()[-num_lines:]) for text in texts if text.strip()]
         if logs.is_full(self.folder):
-            lines.append(f"(What came last could not be written: the disk of {self.folder} is full.)")
+            lines.append(f"(The last lines are missing: the disk of {self.folder} is full.)")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The host's end of the forkserver (worker/forkserver.py): the supervisor that forks a torchrun for every group."""
+"""Host side of the forkserver (worker/forkserver.py): a supervisor that forks a torchrun for every group."""
 
 import json
 import os
@@ -18,14 +18,13 @@ from . import logs, torchrun
 from .startup_watchdog import HELP, StartMonitor, describe_exit
 
 POLL_S = 0.02
-TIMEOUT_S = 10                             # for it to end what it has started, and itself
+TIMEOUT_S = 10                             # for the server to end its children and itself
 MAX_BYTES = 2 ** 16                        # of an answer
-NUM_LINES = 15                             # of its output, where it fails
-# What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read
-# it then.
+NUM_LINES = 15                             # of its output, shown when it fails
+# Variables set per group; all others must be set before libraries are imported, which may read them then.
 OF_A_GROUP = ("XDIT_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
-FORK = "XDIT_FORK"                         # in the environment; "0": torchrun and each rank are programs of their own
-# Of the forkserver alone: no threads, which would make forking unsafe.
+FORK = "XDIT_FORK"                         # in the environment; "0": torchrun and each rank are separate programs
+# Of the forkserver only: no threads, which would make forking unsafe.
 OF_THE_SERVER = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -33,17 +32,17 @@ OF_THE_SERVER = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 class _Server:
     process: subprocess.Popen
     channel: socket.socket
-    output: IO[bytes]                      # what it prints
-    _why_not: str | None = None            # None: it has not said yet
+    output: IO[bytes]                      # its stdout and stderr
+    _why_not: str | None = None            # None: not reported yet
 
     def why_not(self, check):
-        """Why it does not fork, or "", as it says once its libraries are loaded. check() may raise to give up."""
+        """Reason for not forking, or "", reported once its libraries are loaded. check() may raise to give up."""
         if self._why_not is None:
             self._why_not = self.answer(check)["why_not"]
         return self._why_not
 
     def answer(self, check=lambda: None):
-        """What it says next. Raises WorkerStartError where it ends, or gives no sign of life."""
+        """Receive its next answer. Raises WorkerStartError if it ends, or gives no sign of life."""
         signs, who = StartMonitor(self.process.pid, 1), "The process that workers are forked from"
         what_next = f"Queue the prompt again to start another. {HELP} Its last lines:"
         while not select.select([self.channel], [], [], POLL_S)[0]:
@@ -64,15 +63,14 @@ class _Server:
 
 
 class Forkserver:
-    """A Supervisor whose process starts with the first group and serves all groups of a host.
-    Several threads may call its methods."""
+    """A Supervisor whose server process starts with the first group and serves all groups of a host. Thread-safe."""
 
     def __init__(self):
         self._lock = threading.RLock()
-        self._servers = {}                                     # environment -> the _Server that has imported all in it
+        self._servers = {}                                     # environment -> _Server with its libraries imported
 
     def prepare(self, environment):
-        """Load the libraries of groups with this environment; returns at once the part of it that the server has."""
+        """Start loading libraries for groups with this environment; returns the server's part of it at once."""
         early = tuple(sorted((name, value) for name, value in environment.items() if name == FORK
                              or not name.startswith(OF_A_GROUP)))
         with self._lock:
@@ -94,7 +92,7 @@ class Forkserver:
                 why_not = server.why_not(check)
                 request = {"arguments": torchrun.arguments_of(ranks), "environment": environment,
                            "folder": str(torchrun.working_folder(ranks))}
-                with suppress(BrokenPipeError):                # it has ended, as its answer will tell
+                with suppress(BrokenPipeError):                # it has ended: the answer reports that
                     socket.send_fds(server.channel, [json.dumps(request).encode()], [output.fileno()])
                 return torchrun.Torchrun(server.answer()["pid"], ranks, why_not)
             except WorkerStartError:
@@ -102,7 +100,7 @@ class Forkserver:
                 raise
 
     def close(self):
-        """End it, and whatever it has started."""
+        """End the server and all processes that it started."""
         with self._lock:
             for early in list(self._servers):
                 self._end(early)

@@ -1,8 +1,7 @@
-"""The processes, connections and files of a worker group: opened when it starts, closed when it ends.
+"""Processes, connections and files of a worker group: opened when it starts, closed when it ends.
 
-On one machine the group has a socket file and torch's FileStore in a private folder (0700), and no port of its own.
-Devices on other machines have joined over connections of their own (machines/), and a session of each stands for its
-ranks here.
+On one machine the group has a socket file and torch's FileStore in a private folder (0700), and opens no port. Other
+machines have joined over their own connections (multi_node/); a session represents the ranks of each.
 """
 
 import os
@@ -31,8 +30,8 @@ class GroupResources:
 
     def __init__(self, devices):
         self.devices = devices
-        self.channels, self.workers = {}, {}                   # rank -> its Channel, its process; filled by Greeting
-        self.sessions = {}                                     # name of another machine -> its Session
+        self.channels, self.workers = {}, {}                   # rank -> its Channel, its process; filled by Handshake
+        self.sessions = {}                                     # machine name -> its Session
         self.processes = self.channel_listener = None          # WorkerProcesses, ChannelListener
         self.why_not_forked = ""                               # of WorkerProcesses
         self.segments = SegmentStore()
@@ -41,8 +40,8 @@ class GroupResources:
         self.exit_report = ExitReport(devices, self.sessions, folder)
 
     @property
-    def is_whole(self):
-        """Are all workers there, as far as is known?"""
+    def is_complete(self):
+        """Whether all workers are connected and none is known to have ended."""
         has_all = len(self.channels) == len(self.devices) and self.has_all_machines
         return self.processes is not None and not self.processes.has_ended and has_all
 
@@ -51,16 +50,18 @@ class GroupResources:
         return all(session.is_open for session in self.sessions.values())
 
     def take_machines(self, machines, on_phase, check):
-        """Connect to the other machines. machines: the Listener where they join; None: nothing listens."""
+        """Open a session with each other machine. machines: the Listener where they join; None: there is none."""
         for name in machines_of(self.devices):
             if machines is None:
-                raise WorkerStartError(f"No address is set at which {name} could join: only ComfyUI's nodes use "
-                                       f"devices of other machines.")
-            self.sessions[name] = machines.take(name, lambda words: on_phase(Phase(0, words)), check)
+                raise WorkerStartError(f"Leave {name} out of the devices: only ComfyUI's nodes can use devices of "
+                                       f"other machines.")
+            self.sessions[name] = machines.take(name, lambda text: on_phase(Phase(0, text)), check)
 
     def launch(self, supervisor, interface, variables, has_fallbacks, check):
-        """Start the workers here and on other machines; returns the GroupStart whose workers come up.
-        interface: network interface to the other machines; "": there are none."""
+        """Start the workers on all machines; returns their GroupStart.
+
+        interface: network interface to the other machines; "": there are none.
+        """
         own = [rank for rank, device in enumerate(self.devices) if not machine_of(device)]
         silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
         self.channel_listener = ChannelListener(self.segments.folder, silence_s)
@@ -73,17 +74,15 @@ class GroupResources:
         for session in self.sessions.values():
             at_once += session.start(self.devices, self.segments.folder / STORE_FILE, variables).values()
         return GroupStart(self.devices, own, self.processes, self.channel_listener, at_once, self.sessions,
-                          self.exit_report,
-                          has_fallbacks)
+                          self.exit_report, has_fallbacks)
 
     def warnings(self):
-        """What is looked at here before torchrun starts (preflight.check), for a person."""
+        """Run the preflight check of this machine (preflight.check); returns its warnings."""
         own = [device for device in self.devices if not machine_of(device)]
         return preflight.check(own, (self.segments.folder, self.segments.overflow_folder))
 
     def close(self, is_broken=False):
-        """End the workers, and remove every file. is_broken:
-        some wait for what will never come, so that they are ended at once."""
+        """End the workers and remove all files. is_broken: workers are blocked for good, so kill them at once."""
         for channel in self.channels.values():
             with suppress(ChannelClosedError):
                 channel.send(Stop())
@@ -93,14 +92,16 @@ class GroupResources:
         for connection in (*self.channels.values(), *self.sessions.values(),
                            *([self.channel_listener] if self.channel_listener else [])):
             connection.close()
-        for held in (self.channels, self.workers, self.sessions):
-            held.clear()
+        for entries in (self.channels, self.workers, self.sessions):
+            entries.clear()
         self.processes = self.channel_listener = None
         self._finalizer()
 
     def lost(self, rank, activity):
-        """(rank, what became of it) where a worker's connection is gone.
-        activity: (rank) -> what it is at, for a sentence."""
+        """Explain a lost connection to a worker; returns (rank, predicate of a sentence about it).
+
+        activity: (rank) -> its current work, as part of the sentence.
+        """
         session = self.exit_report.session_of(rank)
         if session is not None:
             name, ended = session.name, session.ended or "it closed the connection"
@@ -116,23 +117,23 @@ class GroupResources:
             time.sleep(0.1)
         else:
             if worker is not None and worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
-                return rank, f"takes or sends half a message{activity(rank)}: it was stopped, or hung, and is ended"
-        # torchrun has ended the others then, whose connections may close before
+                return rank, f"was stopped, or hung, in the middle of a message{activity(rank)}, and is ended"
+        # torchrun has ended the other workers, whose connections may have closed earlier than the failed one's
         rank, code = self.exit_report.first_ended() or (rank, None)
         return rank, f"died{describe_exit(code)}{activity(rank)}"
 
 
 def refused_by_the_system(error):
-    """The WorkerStartError for an OSError of a start."""
+    """WorkerStartError for an OSError during the start."""
     if (out := out_of_files(error, WorkerStartError)) is not None:
         return out
-    places = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders_of("of a group")))
-    return WorkerStartError(f"The workers cannot be started: {error}. They need a little room in {places}, where this "
-                            f"user may write, and which have short names. {HELP}")
+    folders = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders_of("of a group")))
+    return WorkerStartError(f"Make sure that this user can write to {folders}, that there is free space, and that the "
+                            f"paths are short: the workers cannot be started ({error}). {HELP}")
 
 
 def closing(group):
-    """What closes a group as its host ends, but not as a process does that the host has forked. Does not hold it."""
+    """Exit handler that closes a group in its host process but not in forked ones; holds only a weak reference."""
     reference, host = weakref.ref(group), os.getpid()
 
     def close_group():

@@ -1,5 +1,4 @@
-"""From the start of torchrun until every worker is ready, or until it is known why one will not be. Used by the
-launcher."""
+"""Handshake with starting workers: waits until all of them are ready, or until the cause of a failure is known."""
 
 import math
 import multiprocessing.connection as connection
@@ -17,60 +16,61 @@ from .exit_report import ExitReport
 from .startup_watchdog import HELP, TORCHRUN, StartMonitor, describe_exit
 from .supervisor import WorkerProcesses
 
-# of workers that get on, however slowly; who does not is noticed sooner
+# for workers that make progress, however slowly; others are noticed sooner
 START_TIMEOUT_S = 1800
-# from the first worker that cannot start until all have said or shown why
+# from the first worker that cannot start until all causes are collected
 FAILURES_S = 8
-LINK_TIMEOUT_S = 60                                # of a short transfer, once all have begun
-JOIN_TIMEOUT_S = 600                               # of joining all ranks, for which NCCL reads a gigabyte of libraries
-# a worker that says nothing for so long then is what fails, not its links
+LINK_TIMEOUT_S = 60                                # of a short transfer, once all ranks have begun it
+JOIN_TIMEOUT_S = 600                               # of the rendezvous, for which NCCL loads a gigabyte of libraries
+# after a link timeout, a worker that has been silent for this long is to blame instead of its links
 QUIET_S = 20
 POLL_S = 0.05
 
 
 @dataclass
 class GroupStart:
-    """The processes of a group that starts. own: ranks of this machine."""
+    """Processes and connections of a starting group. own: ranks of this machine."""
 
     devices: tuple
     own: list
     processes: WorkerProcesses
-    channel_listener: object                                   # where workers of this machine come in
-    at_once: list                                  # Channels to ranks of other machines, which come to no door here
-    sessions: dict                                 # name of another machine -> its Session
+    channel_listener: object                       # where workers of this machine connect
+    at_once: list                                  # Channels to ranks of other machines, already connected
+    sessions: dict                                 # machine name -> its Session
     exit_report: ExitReport
-    has_fallbacks: bool                              # is there another way to join them?
+    has_fallbacks: bool                            # whether another transport can be tried
 
 
 class Handshake:
-    """Waits for the workers of a GroupStart, and has the Channel of each that is ready in `channels`,
-    its process in `workers`."""
+    """Waits for the workers of a GroupStart; enters each ready one into `channels` and its process into `workers`."""
 
     def __init__(self, group_start, channels, workers, on_phase, check):
         self._group_start, self._channels, self._workers, self._on_phase, self._check = (
             group_start, channels, workers, on_phase, check)
-        self._unusable_backends = {}                            # rank -> what its Ready says of attention's kernels
-        self._greeted = [*group_start.at_once]
-        self._begun = {JOINING: {}, TRYING_LINKS: {}}          # what ranks do to reach each other -> rank -> since when
-        self._failures, self._silent = [], []  # StartFailed of ranks; channels that nothing more comes from
-        self._failed_s = math.inf                              # since when one cannot start
+        self._unusable_backends = {}                           # rank -> Ready.unusable_backends
+        self._connected = [*group_start.at_once]
+        self._begun = {JOINING: {}, TRYING_LINKS: {}}          # phase -> {rank: when it began}
+        self._failures, self._silent = [], []                  # StartFailed messages; channels that send no more
+        self._failed_s = math.inf                              # time of the first failure
         self._signs = StartMonitor(group_start.processes.pid, len(group_start.own), group_start.processes.workers)
         self._deadline_s = time.monotonic() + START_TIMEOUT_S
 
     def run(self):
-        """Returns when every worker is ready: {rank: its unusable kernels}. Raises WorkerStartError,
-        or LinkError where another way to join them may help."""
+        """Wait until every worker is ready; returns {rank: Ready.unusable_backends}.
+
+        Raises WorkerStartError, or LinkError if another transport may help.
+        """
         devices = self._group_start.devices
         self._on_phase(Phase(0, "starting workers", 0, len(devices)))
         while len(self._channels) < len(devices):
             self._check()
             self._check_machines()
             self._check_time()
-            has_ended = self._group_start.processes.has_ended   # asked before what workers have said until then is read
-            if len(self._greeted) < len(devices):
+            has_ended = self._group_start.processes.has_ended  # before reading what workers sent until then
+            if len(self._connected) < len(devices):
                 channel = self._group_start.channel_listener.accept(POLL_S)
                 if channel is not None:
-                    self._greeted.append(channel)
+                    self._connected.append(channel)
             self._listen()
             if self._silent or has_ended:
                 self._check_failed(has_ended)
@@ -87,9 +87,9 @@ class Handshake:
     def _check_time(self):
         devices, exit_report = self._group_start.devices, self._group_start.exit_report
         late = [rank for rank in range(len(devices)) if rank not in self._channels]
-        late_words = ", ".join(map(exit_report.name_of, late))
+        late_names = ", ".join(map(exit_report.name_of, late))
         if time.monotonic() > self._deadline_s:
-            raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. {HELP} {exit_report.where()}"
+            raise WorkerStartError(f"{late_names}: not ready after {START_TIMEOUT_S} s. {HELP} {exit_report.where()}"
                                    f"Their last lines:\n{exit_report.last_lines()}")
         over = [activity for activity, limit_s in ((JOINING, JOIN_TIMEOUT_S), (TRYING_LINKS, LINK_TIMEOUT_S))
                 if len(self._begun[activity]) == len(devices)
@@ -97,7 +97,7 @@ class Handshake:
         has_tried = TRYING_LINKS in over or (bool(over) and not self._begun[TRYING_LINKS])
         silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
         found = self._signs.silent(late, min(QUIET_S, silence_s) if has_tried else silence_s)
-        # they wait to be ended who have said that they cannot start
+        # workers that reported a failure are silent because they wait to be ended
         if found is not None and not self._silent:
             rank, what = found
             who = "torchrun, which starts the workers," if rank == TORCHRUN else f"Worker {exit_report.name_of(rank)}"
@@ -105,14 +105,14 @@ class Handshake:
             raise WorkerStartError(f"{who} {what}. Queue the prompt again to start a new group. {HELP} "
                                    f"{exit_report.where()}Its last lines:\n{lines or '(none)'}")
         if has_tried:
-            what = (f"a transfer between them was not over after {LINK_TIMEOUT_S}" if self._begun[TRYING_LINKS] else
+            what = (f"a transfer between them was not complete after {LINK_TIMEOUT_S}" if self._begun[TRYING_LINKS] else
                     f"they had not joined after {JOIN_TIMEOUT_S}")
-            raise LinkError(f"{what} s on {late_words}.")
+            raise LinkError(f"{what} s on {late_names}.")
 
     def _listen(self):
-        listening = [channel.raw for channel in self._greeted if channel not in self._silent]
+        listening = [channel.raw for channel in self._connected if channel not in self._silent]
         for raw in connection.wait(listening, timeout=POLL_S) if listening else []:
-            channel = next(channel for channel in self._greeted if channel.raw is raw)
+            channel = next(channel for channel in self._connected if channel.raw is raw)
             try:
                 self._take(channel, channel.receive())
             except ChannelClosedError:
@@ -129,25 +129,25 @@ class Handshake:
         if isinstance(message, Ready):
             self._channels[message.rank] = channel
             self._unusable_backends[message.rank] = message.unusable_backends
-            if message.rank in self._group_start.own:          # another machine's number would be another process here
+            if message.rank in self._group_start.own:          # another machine's pid would be some other process here
                 with suppress(psutil.NoSuchProcess):
                     self._workers[message.rank] = psutil.Process(message.pid)
             self._on_phase(Phase(message.rank, "starting workers", len(self._channels), len(self._group_start.devices)))
 
     def _check_failed(self, has_ended):
-        """Raise why the workers cannot start, as soon as it is known. has_ended: torchrun has."""
+        """Raise the cause of a failed start as soon as it is known. has_ended: torchrun has ended."""
         self._failed_s = min(self._failed_s, time.monotonic())
         ready = self._channels.values()
-        others = [channel for channel in self._greeted if channel not in self._silent and channel not in ready]
-        all_came = len(self._greeted) == len(self._group_start.devices)
+        others = [channel for channel in self._connected if channel not in self._silent and channel not in ready]
+        all_connected = len(self._connected) == len(self._group_start.devices)
         all_failed = len(self._silent) == len(self._failures) or self._group_start.exit_report.first_ended()
-        is_known = has_ended or (all_came and all_failed)
+        is_known = has_ended or (all_connected and all_failed)
         is_over = time.monotonic() - self._failed_s > FAILURES_S
         if (is_known and not others) or any(not message.by_links for message in self._failures) or is_over:
             raise self._why()
 
     def _why(self):
-        """What to raise where workers have said that they cannot start, or have ended without a word."""
+        """Return the exception for workers that reported a failure, or ended without a report."""
         devices, exit_report = self._group_start.devices, self._group_start.exit_report
         rank, code = exit_report.first_ended() or (None, None)
         cause = cause_of(self._failures, code)
@@ -162,12 +162,11 @@ class Handshake:
 
 
 def cause_of(failures, exit_code):
-    """The StartFailed that explains why the workers could not start; None where the exit code of the first that ended
-    does.
+    """Return the StartFailed that caused the failed start; None if the exit of the first ended worker did.
 
-    A rank that reports a failure stays until it is ended, so no other rank ends because of it. A failure of links may
-    come from another rank that has ended; but gloo aborts a process whose exchange another has broken off. exit_code:
-    of the first that ended; None: none has, or unknown.
+    A rank that reports a failure stays alive until it is ended, so it does not make other ranks exit. A link failure
+    may be the result of another rank's exit, except after SIGABRT: gloo aborts a process when a peer breaks off a
+    transfer. exit_code: of the worker that ended first; None: none ended, or unknown.
     """
     own = [message for message in failures if not message.by_links]
     by_links = failures if exit_code in (None, -signal.SIGABRT) else []

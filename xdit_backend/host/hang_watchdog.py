@@ -1,28 +1,27 @@
-"""Are the workers that carry out a command alive, and do they make progress? Judged by when they sent what. Used by the
-launcher."""
+"""Hang watchdog of a running group: detects silent and deadlocked ranks from the times of their messages."""
 
 import time
 
 from ..protocol.messages import Phase
 
-AWAY_S = 5.0                                       # for so long nobody listened, or this process itself was stopped
+AWAY_S = 5.0               # after a longer pause between receives, nobody was listening or this process was suspended
 
 
 class HangWatchdog:
-    """Signs of life of the ranks of a running group. requests: its Requests, which say what each rank does."""
+    """Signs of life of the ranks of a running group. requests: its Requests."""
 
     def __init__(self, requests):
         self._requests = requests
-        self._last_sign_s, self._last_listened_s = {}, 0.0     # when each rank last gave a sign; when anyone listened
-        # of each rank: its last Phase; (how far it is, since when)
+        self._last_sign_s, self._last_listened_s = {}, 0.0     # rank -> time of its last message; end of last listening
+        # rank -> its last Phase; rank -> (state of its last Heartbeat, time since which it is unchanged)
         self._phases, self._heartbeats = {}, {}
 
     def command_sent(self, ranks):
-        """A command goes to these ranks. Those that were idle until now had no reason to say anything."""
+        """Record a command to these ranks; the silence of those that were idle does not count."""
         self._last_sign_s |= {rank: time.monotonic() for rank in ranks if self.activity(rank) is None}
 
     def listening_begins(self, ranks):
-        """Somebody is about to listen to these ranks. Time in which nobody listened does not count as silence."""
+        """Record that the host starts to listen; time during which it did not listen does not count as silence."""
         if time.monotonic() - self._last_listened_s > AWAY_S:
             self._last_sign_s, self._heartbeats = dict.fromkeys(ranks, time.monotonic()), {}
 
@@ -33,18 +32,18 @@ class HangWatchdog:
         self._last_listened_s = time.monotonic()
 
     def heartbeat(self, rank, message):
-        """A rank reports how many exchanges it has passed, and whether it waits now (messages.Heartbeat)."""
+        """Record a messages.Heartbeat."""
         where = message.request, message.num_passed, message.waits
         before, since_s = self._heartbeats.get(rank, (None, 0.0))
         self._heartbeats[rank] = where, since_s if where == before else time.monotonic()
 
     def waits_s(self, rank):
-        """For how many seconds a rank has waited for others, and got nothing; 0 where it does not wait."""
+        """Seconds for which a rank has waited for other ranks without progress; 0 if it does not wait."""
         where, since_s = self._heartbeats.get(rank, ((False,), 0.0))
         return self._last_listened_s - since_s if where[-1] else 0.0
 
     def record_progress(self, rank, message):
-        """A rank has answered or reported a phase, so the others may have made progress since their last heartbeats."""
+        """Record an answer or Phase of a rank, after which the other ranks' heartbeats are outdated."""
         self._heartbeats.clear()
         if isinstance(message, Phase):
             self._phases[rank] = message
@@ -52,8 +51,7 @@ class HangWatchdog:
             self._phases.pop(rank, None)
 
     def activity(self, rank):
-        """What a rank does for the first request it owes an answer to, "" where that has no name;
-        None where it owes none."""
+        """Description of the first request that a rank has not answered, "" if it has none; None: all are answered."""
         request = self._requests.first_unanswered(rank)
         if request is None:
             return None
@@ -63,8 +61,10 @@ class HangWatchdog:
         return f"{request.activity}, {phase.text} {phase.done} of {phase.total}"
 
     def silent(self, ranks, limit_s):
-        """(rank, what became of it) of one that is at a command and has given no sign for long:
-        it is stopped, or hangs; else None."""
+        """Find a rank that executes a command and has been silent for longer than limit_s.
+
+        Returns (rank, predicate of a sentence about it), or None.
+        """
         for rank in ranks:
             silent_s = self._last_listened_s - self._last_sign_s.get(rank, self._last_listened_s)
             if silent_s > limit_s and (activity := self.activity(rank)) is not None:
@@ -73,11 +73,10 @@ class HangWatchdog:
         return None
 
     def stuck(self, ranks, limit_s, name_of):
-        """(rank, what became of it) where every rank at a command waits for others, and none has got on for long; else
-        None.
+        """Detect that all busy ranks have waited for each other for longer than limit_s without progress.
 
-        A rank that computes, however slowly, says that it does not wait; those that wait for it are not stuck. called:
-        (rank) -> words.
+        A rank that computes, however slowly, reports that it does not wait, and then nobody is stuck. name_of:
+        (rank) -> text. Returns (rank, predicate of a sentence about it), or None.
         """
         busy = [rank for rank in ranks if self.activity(rank) is not None]
         heartbeats = [self._heartbeats[rank] for rank in busy if rank in self._heartbeats
@@ -85,5 +84,6 @@ class HangWatchdog:
         stuck_s = min((self._last_listened_s - since_s for _, since_s in heartbeats), default=0.0)
         if len(heartbeats) < len(busy) or stuck_s <= limit_s:
             return None
-        return busy[0], (f"hangs{self.activity(busy[0])}: {' and '.join(map(name_of, busy))} waited for other ranks, "
-                         f"and nothing has come for {stuck_s:.0f} s. An exchange was lost, and the group is ended")
+        return busy[0], (f"hangs{self.activity(busy[0])}: {' and '.join(map(name_of, busy))} waited for other ranks "
+                         f"without progress for {stuck_s:.0f} s. A collective or transfer was lost, and the group is "
+                         f"ended")

@@ -1,4 +1,4 @@
-"""Networks that nodes put inside a model, and that a group's workers hold for a run. Used by client.py."""
+"""Networks that nodes inject into a model, loaded on a group's workers for a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,25 +9,25 @@ from .workers import Loaded
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """One that workers are to hold, as specs.NetworkSpec."""
+    """An injected network for the workers to load; see specs.NetworkSpec."""
 
     name: str
-    weights: Callable[[], dict]            # gives its tensors; called only where the group does not hold it
+    weights: Callable[[], dict]            # returns its tensors; called only if the group has not loaded it
     settings: dict = field(default_factory=dict)
 
 
 class Networks:
-    """Of the group of these Workers."""
+    """The injected networks of a worker group. workers: its Workers."""
 
     def __init__(self, workers):
         self.loaded = Loaded(workers)
 
     def load(self, network):
-        """Make sure that every worker holds the Network."""
+        """Load the Network on every worker unless it is loaded."""
         self.loaded.load(network, lambda segments: specs.NetworkSpec(network.name, segments, network.settings),
                          messages.LoadNetwork)
 
     def forget_all(self):
-        """No run is left that they are for. Waits for nothing."""
+        """Unload all networks after the last run, without waiting."""
         for name in self.loaded.names:
             self.loaded.forget(name)

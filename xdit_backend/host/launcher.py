@@ -1,8 +1,7 @@
-"""Start, use and end a worker group: one torchrun, one worker a device. Used by the client.
+"""Worker group: start, requests and end of one worker per device.
 
-group_resources.py starts the processes and ends them, handshake.py waits until they are ready; pending_requests.py
-knows what they were asked, hang_watchdog.py judges whether they live, exit_report.py finds the words for what became of
-them.
+group_resources.py starts and ends the processes, handshake.py waits until they are ready, pending_requests.py tracks
+requests, hang_watchdog.py detects hangs, and exit_report.py describes ended workers.
 """
 
 import atexit
@@ -28,12 +27,12 @@ from .startup_watchdog import HELP
 
 log = logging.getLogger(__name__)
 
-STRAGGLER_S = 10               # how long ranks may wait for a failed one, outside of exchanges that they count
+STRAGGLER_S = 10               # how long ranks may wait for a failed one outside of counted collectives and transfers
 POLL_S = 0.05
 
 
 def _alone(method):
-    """Decorates a method of a group that one thread at a time may run: ranks must get commands in one order."""
+    """Decorator that serialises a group's methods across threads: all ranks must receive commands in one order."""
     @functools.wraps(method)
     def locked(self, *args, **kwargs):
         with self._lock:
@@ -42,14 +41,15 @@ def _alone(method):
 
 
 class WorkerGroup:
-    """A running worker group. Its methods may be called by several threads; one that waits keeps the others waiting.
+    """A running worker group. Its methods are thread-safe; a waiting one blocks the others.
 
-    Construction blocks until every worker is ready. on_phase(Phase) shows what workers do meanwhile; check() is called
-    often while waiting and may raise to give up, as ComfyUI's cancel does. num_fallbacks: how many ways to join the
-    workers are known not to work (preflight.fallbacks); what the group came to is in the field of that name.
-    machines: the multi_node.listener.Listener where other machines join; None: nothing listens, and all devices are
-    here. forkserver: the host's Forkserver; None: one of its own, which ends with the group.
-    Raises WorkerStartError when a worker cannot come up, with what is missing, or the workers' last lines of output.
+    Construction blocks until every worker is ready. on_phase(Phase) receives progress; check() is called often while
+    waiting and may raise to give up, as ComfyUI's cancel does. num_fallbacks: number of transports that are known to
+    fail (preflight.fallbacks); the field of the same name has the number found. machines: the
+    multi_node.listener.Listener where other machines join; None: all devices are on this machine. supervisor: the
+    host's Supervisor; None: the group's own, which ends with the group.
+
+    Raises WorkerStartError if a worker cannot start, with the cause or the workers' last lines of output.
     """
 
     def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_fallbacks=0, machines=None,
@@ -62,15 +62,15 @@ class WorkerGroup:
         self._owns_supervisor = supervisor is None
         self._machines, self._lock, self._requests = machines, threading.RLock(), Requests()
         self._watch = HangWatchdog(self._requests)
-        # rank -> by name: sums of the measurements in its answers, what it last said of its memory, its Ready's kernels
+        # rank -> {name: value}: sums of its answers' measurements; memory last reported; Ready.unusable_backends
         self.totals, self.memory, self.unusable_backends = {}, {}, {}
         self._resources = None
-        # when it was last given or did work, other than reporting its memory
+        # last time that it received or did work, other than reporting its memory
         self._used_s = time.monotonic()
-        self._ended_by = ""                                    # what ended the group, where it was not the host
+        self._ended_by = ""                                    # cause of the group's end, unless the host closed it
         self._close_at_exit = closing(self)
-        self.warnings = []                                     # what a person should know of how it runs
-        self.num_fallbacks = num_fallbacks                     # ways around links that failed
+        self.warnings = []                                     # to show to the user
+        self.num_fallbacks = num_fallbacks
         started_s = time.monotonic()
         self._start(on_phase, check)
         for warning in self.warnings:
@@ -81,21 +81,21 @@ class WorkerGroup:
 
     @property
     def is_working(self):
-        """Does a rank owe an answer?"""
+        """Whether an answer is outstanding."""
         return self._requests.are_unanswered
 
     @property
     def is_probing(self):
-        return self._requests.are_cached_unanswered
+        return self._requests.has_unanswered_resumable
 
     @property
     def idle_s(self):
-        """Seconds since it had work to do; 0 while it has."""
+        """Seconds since the group last had work; 0 while it is working."""
         return 0.0 if self.is_working else time.monotonic() - self._used_s
 
     @property
     def alive(self):
-        return self._resources is not None and self._resources.is_whole
+        return self._resources is not None and self._resources.is_complete
 
     @property
     def segments(self):
@@ -104,13 +104,13 @@ class WorkerGroup:
 
     @property
     def why_not_forked(self):
-        """Why its processes are programs of their own, where they are; ""."""
+        """Reason why its processes are separate programs; "": they are forked."""
         return self._resources.why_not_forked
 
     def find_file(self, path, on_phase, check):
-        """See that every other machine has the model file of this path, by its content.
+        """Verify that every other machine has a model file with the contents of this one.
 
-        Raises CheckpointError where one has not, WorkerDiedError where one is lost.
+        Raises CheckpointError if one does not have it, WorkerDiedError if a machine is lost.
         """
         if not self._resources.sessions:
             return
@@ -124,16 +124,18 @@ class WorkerGroup:
             except ChannelClosedError:
                 self._lost(self._resources.exit_report.rank_of(name), f" while looking for {os.path.basename(path)}")
 
-    # --- ask, and wait ---
+    # --- requests ---
 
     @_alone
     def request(self, make_command, on_phase=lambda phase: None, check=lambda: None, segments=()):
-        """Send make_command(request number) to every rank, wait for every answer; returns {rank: Done}.
-        Raises as `wait`."""
+        """Send make_command(request number) to every rank and wait for all answers; returns {rank: Done}.
+
+        Raises like `wait`.
+        """
         return self.wait([self.post(make_command, segments)], on_phase, check)[1]
 
     def ask_if_idle(self, make_command):
-        """As `request`, where nothing else is under way; else None."""
+        """`request` if the group is idle; else None."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -144,10 +146,10 @@ class WorkerGroup:
 
     @_alone
     def post(self, make_command, segments=(), answering=None, activity=""):
-        """Send make_command(request number) to every rank and wait for nothing; returns the request number.
+        """Send make_command(request number) to every rank without waiting; returns the request number.
 
-        `segments` belong to the command and are removed when every rank has answered it. answering: the ranks whose
-        answers complete it for `wait`; None: all, (): nobody will wait. activity: "step 7 of 20", for a person.
+        `segments` belong to the command and are removed when every rank has answered it. answering: ranks whose answers
+        complete it for `wait`; None: all, (): nobody will wait. activity: "step 7 of 20", for messages.
         """
         number = self._requests.next_number()
         with self.segments.removed_on_failure() as unsent:
@@ -166,11 +168,11 @@ class WorkerGroup:
 
     @_alone
     def wait(self, numbers, on_phase=lambda phase: None, check=lambda: None):
-        """Wait until one of the requests of these numbers is complete; returns (its number, {rank: Done}).
+        """Wait until one of these requests is complete; returns (its number, {rank: Done}).
 
-        Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
-        WorkerDiedError, also when the group has ended. When check() raises, the answers are aborted: workers finish
-        the commands, but leave loading, decoding and encoding soon, and take the next; a probe can be waited for anew.
+        Raises a worker's exception (one of this project keeps its class, others become WorkerFailedError), or
+        WorkerDiedError, also if the group has ended. If check() raises, the requests are abandoned: workers finish the
+        commands, except that they abort loading, decoding and encoding soon. A probe can be waited for again.
         """
         try:
             while True:
@@ -188,20 +190,20 @@ class WorkerGroup:
                     raise
                 self._receive(on_phase)
         finally:
-            # the complete one; all, when nobody will come back for them
+            # the complete one, or all of them after an exception
             self._requests.claim(numbers)
             self._requests.remove_answered(self.segments)
 
     def receive_pending(self):
-        """Take in answers that nobody waits for, as of a model that was dropped. Keeps nobody waiting."""
+        """Process answers that nobody waits for, such as those to DropModel. Does not block."""
         if not self._requests.are_claimed or not self._lock.acquire(blocking=False):
             return
         try:
             for rank, channel in self._resources.channels.items():
-                with suppress(ChannelClosedError):             # it is noticed by who needs the workers next
+                with suppress(ChannelClosedError):             # the next request will notice
                     while channel.raw.poll():
                         self._take(rank, channel.receive(), lambda phase: None)
-            self._end_if_failed()                              # before the failure is forgotten
+            self._end_if_failed()                              # before the failure is removed
             self._requests.remove_answered(self.segments)
         finally:
             self._lock.release()
@@ -213,7 +215,7 @@ class WorkerGroup:
                 exit_report, is_ended = self._resources.exit_report, not self._resources.channels
                 exit_report.note(error := request.raised(len(self.devices), exit_report.where(), is_ended))
                 raise error
-        # also where answers are there: they may come of a broken exchange
+        # even if answers are there: they may result from a broken collective
         if not self._resources.channels:
             raise WorkerDiedError(f"The workers have ended{self._ended_by}. Queue the prompt again to start a new "
                                   f"group.")
@@ -222,11 +224,11 @@ class WorkerGroup:
         for number in numbers:
             request = self._requests[number]
             for rank in request.unanswered if request.can_stop else ():
-                with suppress(ChannelClosedError):             # it is noticed by who needs the workers next
+                with suppress(ChannelClosedError):             # the next request will notice
                     self._resources.channels[rank].send(Abort(number))
 
     def _receive(self, on_phase):
-        """Take in what workers have said, waiting a moment for it."""
+        """Process messages of the workers, waiting for them at most POLL_S."""
         self._watch.listening_begins(self._resources.channels)
         ranks = {channel.raw: rank for rank, channel in self._resources.channels.items()}
         for raw in connection.wait(list(ranks), timeout=POLL_S):
@@ -234,7 +236,7 @@ class WorkerGroup:
             self._watch.record_sign(rank)
             try:
                 self._take(rank, self._resources.channels[rank].receive(), on_phase)
-                # all that is there: a failure may stand behind other answers
+                # all available ones: a failure may follow other answers
                 while raw.poll():
                     self._take(rank, self._resources.channels[rank].receive(), on_phase)
             except ChannelClosedError:
@@ -262,7 +264,7 @@ class WorkerGroup:
                 totals[name] = totals.get(name, 0) + number
 
     def _start(self, on_phase, check):
-        """Start the workers, by the first way to join them that works."""
+        """Start the workers with the first transport that works."""
         ways, failed = preflight.fallbacks(self.devices), []
         self._has_fallbacks = len(ways) > 1
         for number in range(min(self.num_fallbacks, len(ways) - 1), len(ways)):
@@ -277,7 +279,7 @@ class WorkerGroup:
             except BaseException as error:
                 if isinstance(error, XDiTError) and self._resources is not None:
                     self._resources.exit_report.note(error)
-                # those here wait for it
+                # workers of this machine wait for those of a lost one
                 self.close(is_broken=self._resources is not None and not self._resources.has_all_machines)
                 if isinstance(error, OSError) and not isinstance(error, XDiTError):
                     raise refused_by_the_system(error) from error
@@ -286,30 +288,30 @@ class WorkerGroup:
                                f"{preflight.hint(ways)}{HELP}")
 
     def _try_to_start(self, off, variables, failed, on_phase, check):
-        """Start, with something switched off by environment variables. failed: how the attempts before went."""
+        """Start with the transport `off` disabled by environment variables. failed: errors of earlier attempts."""
         self._resources = resources = GroupResources(self.devices)
         atexit.register(self._close_at_exit)
         resources.take_machines(self._machines, on_phase, check)
         self.warnings = [preflight.warning(self.devices, off, variables, failed)] if off else []
-        self._greet(self._launch(variables, check), on_phase, check)
+        self._complete_handshake(self._launch(variables, check), on_phase, check)
 
     def _launch(self, variables, check):
-        """Start torchrun here and on other machines; returns the GroupStart whose workers come up."""
+        """Start torchrun on all machines; returns the GroupStart."""
         self.warnings += self._resources.warnings()
         interface = self._machines.interface if self._resources.sessions else ""
         return self._resources.launch(self._supervisor, interface, variables, self._has_fallbacks, check)
 
-    def _greet(self, group_start, on_phase, check):
+    def _complete_handshake(self, group_start, on_phase, check):
         self.unusable_backends = Handshake(group_start, self._resources.channels, self._resources.workers, on_phase,
-                                         check).run()
+                                           check).run()
 
     # --- end ---
 
     @_alone
     def close(self, is_broken=False):
-        """End the workers and remove every file of the group. May be called twice, and from atexit.
+        """End the workers and remove all files of the group. May be called twice, and from atexit.
 
-        is_broken: some wait for what will never come, so that they are ended at once.
+        is_broken: workers are blocked for good, so kill them at once.
         """
         atexit.unregister(self._close_at_exit)
         if self._resources is not None:
@@ -318,7 +320,7 @@ class WorkerGroup:
             self._supervisor.close()
 
     def _end_if_failed(self):
-        """End the group where a failed command, whoever waits for it, leaves ranks in an exchange without an end."""
+        """End the group if a failed command leaves ranks waiting in a collective or transfer forever."""
         limit_s = min(STRAGGLER_S, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))
         for request in self._requests:
             if not request.failed or not self._resources.channels:
@@ -329,19 +331,19 @@ class WorkerGroup:
                 self.close(is_broken=True)
 
     def _end_if_hung(self):
-        """End the group where a rank is silent, or where all wait for each other."""
+        """End the group if a rank is silent, or if all ranks wait for each other."""
         limit_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
-        ranks, called = list(self._resources.channels), self._resources.exit_report.name_of
-        found = self._watch.silent(ranks, limit_s) or self._watch.stuck(ranks, limit_s, called)
+        ranks, name_of = list(self._resources.channels), self._resources.exit_report.name_of
+        found = self._watch.silent(ranks, limit_s) or self._watch.stuck(ranks, limit_s, name_of)
         if found is not None:
             self._give_up(*found)
 
     def _lost(self, rank, activity=""):
-        """A worker's connection is gone: end the group. activity: what the worker did, beside unanswered requests."""
+        """End the group after a worker's connection was lost. activity: replaces that of its unanswered requests."""
         self._give_up(*self._resources.lost(rank, lambda of: activity or self._watch.activity(of) or ""))
 
     def _give_up(self, rank, what):
-        """End the group for what became of a rank."""
+        """End the group and raise WorkerDiedError. what: predicate of a sentence about the rank."""
         exit_report = self._resources.exit_report
         lines = exit_report.last_lines(rank)
         self.close(is_broken=True)

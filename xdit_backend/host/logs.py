@@ -1,8 +1,7 @@
-"""Workers' output, and how their groups failed: a private folder for each group, of which the last few stay. Used by
-the launcher.
+"""Log folders: workers' output and errors in a private folder per group, of which the last few are kept.
 
-In a folder are torchrun.log, rank-N.log and errors.log. The size of a file is bounded (worker/log_rotation.py), and so
-is the number of folders. Beside them is a file of each ComfyUI that runs about other machines.
+A folder has torchrun.log, rank-N.log and errors.log. The size of a file is bounded (worker/log_rotation.py), and so is
+the number of folders. Next to them, each running ComfyUI has a file with the state of other machines.
 """
 
 import getpass
@@ -29,32 +28,32 @@ except ImportError:                                            # Windows, where 
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_FOLDERS = 8                            # folders of groups, those that run included
+MAX_FOLDERS = 8                            # folders of groups, including running ones
 MAX_BYTES = 2 ** 20                        # of errors.log
-MIN_BYTES = 2 ** 12                        # below this a disk takes no line more
+MIN_BYTES = 2 ** 12                        # free space below which a disk counts as full
 TORCHRUN, ERRORS = "torchrun.log", "errors.log"
 NAME = re.compile(r"\d{8}-\d{6}-xdit-\d+-[0-9a-f]+")
-MAX_ERRORS, MAX_LINES = 5, 20              # errors that the doctor prints, and lines of each
-# of a process, by its number, and while it is written by its thread's too
+MAX_ERRORS, MAX_LINES = 5, 20              # number of errors that the doctor prints, and lines of each
+# of a process, by its pid; while being written, also by its thread's id
 MACHINES = "machines-{}.txt"
 QUOTED = re.compile(r"""(["'])~?/(?:[^"'\n]*/)?([^"'/\n]*)\1""")
 PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
 
 
-def place():
-    """The folder of all logs: one that a person has chosen, or this user's among temporary files."""
+def base_folder():
+    """Folder of all logs: XDIT_LOG_FOLDER, or this user's folder among the temporary files."""
     own = f"xdit-logs-{os.getuid() if hasattr(os, 'getuid') else getpass.getuser()}"
     return Path(os.environ.get("XDIT_LOG_FOLDER") or Path(tempfile.gettempdir()) / own).expanduser().absolute()
 
 
 def make(name, otherwise):
-    """Make the folder for the group of this name; `otherwise`, which ends with the group,
-    where the place for it is not ours alone."""
+    """Create the log folder of a group; returns `otherwise`, a folder that is removed with the group, if base_folder()
+    is not private to this user."""
     try:
-        folder = _own_place() / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"
+        folder = _private_base_folder() / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"
         folder.mkdir(mode=0o700)
     except OSError as error:
-        log.warning("the workers' output is not kept: %s", error)
+        log.warning("the workers' output will be lost when they end: %s", error)
         otherwise.mkdir(mode=0o700, parents=True)
         return otherwise
     _forget_old(folder)
@@ -62,10 +61,10 @@ def make(name, otherwise):
 
 
 def note_machines(lines):
-    """Have the doctor know this of other machines, for as long as this process runs;
-    no lines: there is nothing more to say. Who reads meanwhile finds what was said before, or this, whole."""
+    """Write the state of other machines for the doctor, atomically; it is valid while this process runs. No lines:
+    remove it."""
     try:
-        path = _own_place() / MACHINES.format(os.getpid())
+        path = _private_base_folder() / MACHINES.format(os.getpid())
         if not lines:
             path.unlink(missing_ok=True)
             return
@@ -74,15 +73,15 @@ def note_machines(lines):
             file.write("\n".join(lines))
         os.replace(written, path)
     except OSError as error:
-        log.warning("the doctor will not know what is new of other machines: %s", error)
+        log.warning("the doctor's information about other machines cannot be updated: %s", error)
 
 
 def machines():
-    """Lines that tell of the other machines of each process that runs, with nothing private."""
+    """State of other machines, from all running processes, without private information."""
     lines = []
-    for path in sorted(place().glob(MACHINES.format("*"))) if _is_ours() else ():
+    for path in sorted(base_folder().glob(MACHINES.format("*"))) if _is_ours() else ():
         pid, _, thread = path.stem.partition("-")[2].partition(".")
-        with suppress(OSError):                                # it ends at this moment
+        with suppress(OSError):                                # the process ends at this moment
             if pid.isdigit() and psutil.pid_exists(int(pid)):
                 if not thread:
                     lines += without_private(path.read_text(encoding="utf-8", errors="replace")).splitlines()
@@ -92,23 +91,23 @@ def machines():
 
 
 def start(folder):
-    """The open file for what torchrun prints, locked for as long as torchrun runs, which shows that the group does."""
+    """Open torchrun's log, locked for as long as torchrun runs to mark the group as running."""
     file = open(folder / TORCHRUN, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
-    # file systems without locks, where no folder is taken for an old one
+    # a file system without locks, where no folder is removed
     with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
 
 def is_full(folder):
-    """Has its disk no room for a line?"""
+    """Whether the folder's disk is full."""
     with suppress(OSError):
         return shutil.disk_usage(folder).free < MIN_BYTES
     return False
 
 
 def note(folder, error):
-    """Write down how a group failed."""
+    """Log how a group failed."""
     with suppress(OSError), open(folder / ERRORS, "a", encoding="utf-8",
                                  opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         if file.tell() > MAX_BYTES:
@@ -118,8 +117,7 @@ def note(folder, error):
 
 
 def last_errors():
-    """Lines that tell of the last errors of the groups whose folders are there, the newest first,
-    with nothing private."""
+    """Last errors of the groups in existing folders, newest first, without private information."""
     errors = []
     for folder in reversed(_folders()):
         with suppress(OSError):
@@ -132,41 +130,41 @@ def last_errors():
 
 
 def without_private(text):
-    """The text without folders, and without this user's and this machine's names."""
+    """Remove folder names and the names of this user and this machine from a text."""
     names = {socket.gethostname() or "localhost"}
     with suppress(KeyError, OSError):                          # a container's user may have no name
         names.add(getpass.getuser())
-    for folder in (ROOT, place(), Path(tempfile.gettempdir()), Path(sys.prefix)):          # whose names may have spaces
+    for folder in (ROOT, base_folder(), Path(tempfile.gettempdir()), Path(sys.prefix)):    # whose names may have spaces
         text = text.replace(f"{folder}/", "/.../")
     text = PATH.sub(r".../\1", QUOTED.sub(r"\1.../\2\1", text))
     return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", "...", text)
 
 
-def _own_place():
-    """place(), made where it is not there. Raises OSError where it is not ours alone."""
-    place().mkdir(mode=0o700, parents=True, exist_ok=True)
+def _private_base_folder():
+    """Create base_folder() if it is missing. Raises OSError if it is not private to this user."""
+    base_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_ours():
-        raise PermissionError(f"{place()} is a link, another user's, or others can write there. Name a folder that is "
-                              f"yours alone in XDIT_LOG_FOLDER")
-    return place()
+        raise PermissionError(f"Set XDIT_LOG_FOLDER to a folder that only you can write to: {base_folder()} is a link, "
+                              f"another user's, or writable by others")
+    return base_folder()
 
 
 def _is_ours():
-    """Is place() there, and no other user's, who may have put links there to what is private?"""
+    """Whether base_folder() exists and belongs to this user; another user's may contain links to private files."""
     with suppress(OSError):
-        about = place().lstat()
+        about = base_folder().lstat()
         return (stat.S_ISDIR(about.st_mode) and (not hasattr(os, "getuid") or about.st_uid == os.getuid())
                 and not about.st_mode & 0o022)
     return False
 
 
 def _folders():
-    """From the oldest on."""
-    return sorted(path for path in place().iterdir() if NAME.fullmatch(path.name)) if _is_ours() else []
+    """Folders of groups, oldest first."""
+    return sorted(path for path in base_folder().iterdir() if NAME.fullmatch(path.name)) if _is_ours() else []
 
 
 def _forget_old(new):
-    """new: not old, whatever the clock says."""
+    """Remove the oldest folders, except running groups' and `new`, which may sort first if the clock was changed."""
     for folder in _folders()[:-MAX_FOLDERS]:
         if folder == new:
             continue

@@ -1,9 +1,8 @@
-"""Measurements of a worker group's devices by a probe, and calibrations by runs, stored in a folder. Used by the bridge
-and by `plan`.
+"""Stored machine profiles: measurements of a worker group's devices by a probe, and calibrations by runs.
 
-A measurement is of these cards in this order, this driver, torch and packages, and which cards reach each other
-directly. Where any of that changes, the devices are measured again. Files are as planner/machine_profile.py reads them;
-deleting one has it measured again.
+A measurement is valid for these devices in this order, their peer-to-peer access, this driver, torch and packages; when
+any of that changes, the devices are measured again. planner/machine_profile.py reads the files; deleting one causes a
+new measurement.
 """
 
 import hashlib
@@ -24,15 +23,15 @@ from ..planner.machine_profile import read_machine, to_json
 from ..protocol.devices import devices_per_machine, machine_of, own_name
 from ..protocol.errors import ConfigError
 
-# whose attention and products the probe times
+# packages whose attention and matrix products the probe times
 PACKAGES = "comfy-kitchen", "flash-attn", "flash-attn-3", "sageattention", "xformers", "triton"
-RUNS = "runs.json"             # one factor a family and card
+RUNS = "runs.json"             # one factor for each family and GPU
 
 log = logging.getLogger(__name__)
 
 
 def gpu_of(device):
-    """(name, bytes of memory) of a device of this machine. Of a CPU worker, the machine's, or its container's."""
+    """(name, memory in bytes) of a device of this machine; for a CPU worker, the system RAM or container limit."""
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(torch.device(device))
         return properties.name, float(properties.total_memory)
@@ -40,7 +39,7 @@ def gpu_of(device):
 
 
 def capability_of(device):
-    """Compute capability of a CUDA device; (0, 0) of a CPU. None: not known, as of another machine's device."""
+    """Compute capability of a CUDA device; (0, 0) for a CPU; None if unknown, as for another machine's device."""
     if own_name(device) == "cpu":
         return 0, 0
     if machine_of(device) or not torch.cuda.is_available():
@@ -50,32 +49,34 @@ def capability_of(device):
 
 
 def measure(client, dtype, gpu=gpu_of):
-    """The Machine of a Client's devices, measured now; a few seconds. dtype: that models compute in.
-    card(device): as gpu_of."""
+    """Measure a Client's devices, which takes a few seconds; returns the Machine.
+
+    dtype: compute dtype of models. gpu(device): as gpu_of.
+    """
     numbers, gpus = client.probe(dtype), list(map(gpu, client.devices))
     return machine_of_probe([numbers[rank] for rank in sorted(numbers)], [name for name, _ in gpus],
                             [size for _, size in gpus], devices_per_machine(client.devices))
 
 
 def stored_machine(folder, devices, dtype, gpu=gpu_of) -> Machine | None:
-    """The Machine that was measured of these devices; None where none is stored, or it cannot be read."""
+    """Read the stored Machine of these devices; None if none is stored or it cannot be read."""
     path = _path(folder, devices, dtype, gpu)
     if not path.is_file():
         return None
     try:
         return read_machine(path)
     except ConfigError as error:
-        log.warning("the measurement of the devices is ignored and will be made again: %s", error)
+        log.warning("the stored measurement of the devices is ignored, and they will be measured again: %s", error)
         return None
 
 
 def store_machine(folder, devices, dtype, machine, gpu=gpu_of):
-    """Write a Machine where `kept` finds it. A folder that cannot be written to costs a measurement, and no more."""
+    """Store a Machine for stored_machine. Only logs a warning if the folder cannot be written to."""
     _write(_path(folder, devices, dtype, gpu), to_json(machine, topology(devices, dtype, gpu)))
 
 
 def calibrations(folder):
-    """{(family, card): Calibration}: how much longer runs of one device took than was forecast. {} where none are
+    """{(family, GPU): Calibration}, the ratio of measured to estimated time of runs on one device; {} if none are
     stored."""
     try:
         stored = json.loads((Path(folder) / RUNS).read_text(encoding="utf-8"))
@@ -84,14 +85,14 @@ def calibrations(folder):
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        log.warning("what was learnt of runs is ignored: %s: %s", Path(folder) / RUNS, error)
+        log.warning("the stored calibrations are ignored: %s: %s", Path(folder) / RUNS, error)
         return {}
     return {key: each for key, each in made.items() if len(key) == 2 and MIN_FACTOR <= each.factor <= 1 / MIN_FACTOR
             and each.count > 0}
 
 
 def record_run(folder, family, gpu, ratio):
-    """Record that a run of one device took `ratio` times the forecast without calibration. Returns the Calibration."""
+    """Record that a run on one device took `ratio` times its uncalibrated estimate; returns the Calibration."""
     known = calibrations(folder)
     known[family, gpu] = after(known.get((family, gpu)), ratio)
     _write(Path(folder) / RUNS, {" | ".join(key): [each.factor, each.count] for key, each in known.items()})
@@ -99,7 +100,7 @@ def record_run(folder, family, gpu, ratio):
 
 
 def topology(devices, dtype, gpu):
-    """What a measurement is of. Makes no CUDA context."""
+    """Key of a measurement: everything that it depends on. Creates no CUDA context."""
     cuda = [torch.device(device) for device in devices if device.startswith("cuda")]
     reach = [[one == other or torch.cuda.can_device_access_peer(one, other) for other in cuda] for one in cuda]
     return {"devices": list(devices), "cards": [gpu(device)[0] for device in devices], "direct": reach,
@@ -108,7 +109,7 @@ def topology(devices, dtype, gpu):
 
 
 def _versions():
-    """{package that the probe times: its version}, of those that are installed."""
+    """{installed package of PACKAGES: its version}"""
     installed = {}
     for package in PACKAGES:
         try:
@@ -125,7 +126,7 @@ def _write(path, stored):
         unfinished.write_text(json.dumps(stored, indent=1), encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
-        log.warning("what was measured cannot be kept in %s: %s", path.parent, error)
+        log.warning("the measurement cannot be stored in %s: %s", path.parent, error)
 
 
 def _path(folder, devices, dtype, gpu):

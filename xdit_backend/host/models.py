@@ -1,4 +1,4 @@
-"""The models that a group's workers hold: loaded, changed, moved to host memory and back. Used by client.py."""
+"""Models loaded on a group's workers: loading, weight updates, parking in system RAM."""
 
 import math
 
@@ -14,29 +14,28 @@ from .workers import Loaded
 
 
 class Models:
-    """Of the group of these Workers. runs: a collection of the client's runs that have not ended,
-    which may go back to weights."""
+    """The models of a worker group. workers: its Workers. runs: the client's active runs, which may return to earlier
+    versions of weights."""
 
     def __init__(self, workers, runs):
-        self._workers, self._runs, self.loaded = workers, runs, Loaded(workers)    # the last: name -> ModelMemory
-        self.changes = Changes()                               # of the models' weights
+        self._workers, self._runs = workers, runs
+        self.loaded = Loaded(workers)                          # name -> ModelMemory
+        self.changes = Changes()                               # updates of the models' weights
 
     @property
     def names(self):
-        """The models the running group holds."""
+        """Names of the models loaded by the running group."""
         return self.loaded.names
 
     def forget(self, name):
-        """A model is dropped, or not known to be whole any more: have the workers drop it. Waits for nothing.
-        From any thread."""
+        """Unload a model, also one in an unknown state after a failure, without waiting. Thread-safe."""
         self.changes.forget(name)
         self.loaded.forget(name)
 
     def load(self, spec, changes=None):
-        """Make sure that every worker holds the model, on its device, with these changes.
+        """Load the model on every worker's device, with these weight updates.
 
-        changes: {name of a tensor in the model's file: Change}, the others are as in the file; None: those of the last
-        time.
+        changes: {tensor in the model's file: Change}, all others as in the file; None: those requested last.
         """
         model_memory = self.memory(spec.name)
         if model_memory is None:
@@ -45,21 +44,21 @@ class Models:
             try:
                 segments = self._host_copies(spec)
                 done = self._workers.request(lambda request: messages.LoadModel(request, spec, segments), segments)
-            except BaseException:                              # some ranks may hold it, and others not
+            except BaseException:                              # some ranks may have loaded it
                 self._workers.post_drop(spec.name)
                 raise
             self.loaded.by_name[spec.name] = ModelMemory.from_answers(spec, done)
         elif any(model_memory.parked_bytes):
             model_memory.update(self._workers.request(lambda request: messages.RestoreModel(request, spec.name),
-                                                   group=self._workers.holding))
+                                                      group=self._workers.holding))
         if changes is not None:
             self.changes.request(spec.name, changes)
         if not self.changes.are_in_effect(spec.name):
             self._change(spec)
 
     def _host_copies(self, spec):
-        """A segment for each part of the model where weights come from host memory that the file has otherwise; none
-        on several machines, whose ranks have their own."""
+        """Segments for offloaded weights that are stored differently in the file, one per partition of the model; none
+        for several machines, whose ranks allocate their own memory."""
         if not spec.host_bytes or machines_of(self._workers.devices):
             return []
         store = self._workers.group.segments
@@ -69,9 +68,9 @@ class Models:
         return segments
 
     def _change(self, spec):
-        """Have the workers change what differs from what is asked for.
+        """Update the weights that differ from the requested ones.
 
-        In a run, they keep what they leave as far as there is room, and what they have kept is not made again.
+        During a run, workers cache replaced versions while memory allows, and a cached version is restored instead.
         """
         pending, wanted = self.changes.pending(spec.name), self.changes.requested(spec.name)
         version = num_sent = 0
@@ -85,14 +84,14 @@ class Models:
                 self._workers.on_phase(messages.Phase(0, "changing weights", num_sent, len(pending)))
                 self._send_changes(spec, batch, version, num_sent == len(batch))
         except BaseException:
-            self.forget(spec.name)                             # some are changed, and some are not
+            self.forget(spec.name)                             # only some weights are updated
             self.changes.request(spec.name, wanted)
             raise
         self.changes.take_effect(spec.name, wanted)
 
     def _has_returned(self, spec, left):
-        """Have all workers gone back to weights that they had kept? Some alone may have,
-        which does no harm to making them again."""
+        """Restore a cached version; returns whether all workers had cached it. If only some had, updating the weights
+        again is still correct."""
         version = self.changes.left(spec.name)
         if version is None:
             return False
@@ -114,15 +113,14 @@ class Models:
         self.loaded.by_name[spec.name] = ModelMemory.from_answers(spec, done)
 
     def memory(self, name):
-        """Where the running group holds a model; None where it does not."""
+        """ModelMemory of a model; None if the running group has not loaded it."""
         return self.loaded.by_name.get(name) if self._workers.running else None
 
     def park(self, name, spare_bytes, device=None, num_bytes=math.inf):
-        """Move weights of a model to host memory, until `device` has num_bytes more free; None: every device.
+        """Park weights of a model in system RAM, until `device` (None: every device) has num_bytes more free.
 
-        Where host memory has less room than is needed (spare_bytes), or shared memory has, or there are several
-        machines, the model is dropped instead. Returns the bytes that came free on these devices. load brings the
-        weights back.
+        The model is unloaded instead if spare_bytes of system RAM or the shared memory are not enough, or if there are
+        several machines. Returns the bytes freed on these devices. `load` restores the weights.
         """
         model_memory = self.memory(name)
         if model_memory is None:
@@ -132,12 +130,12 @@ class Models:
         targets = model_memory.targets(ranks, num_bytes)
         if targets == before:
             return 0
-        is_here = not machines_of(self._workers.devices)                # memory for what is parked is of one machine
-        segments = self._reserve(model_memory.needed_bytes(targets), spare_bytes) if is_here else None
+        is_local = not machines_of(self._workers.devices)      # shared memory for parked weights is on one machine
+        segments = self._reserve(model_memory.needed_bytes(targets), spare_bytes) if is_local else None
         if segments is None:
             self.loaded.drop(name)
             return sum(model_memory.weight_bytes[rank] - before[rank] for rank in ranks)
-        # not to be given up halfway: ranks write what others will read
+        # not interrupted by check(): ranks write memory that others will read
         try:
             model_memory.update(
                 self._workers.group.request(lambda request: messages.ParkModel(request, name, targets, segments),
@@ -148,7 +146,7 @@ class Models:
         return sum(model_memory.parked_bytes[rank] - before[rank] for rank in ranks)
 
     def _reserve(self, sizes, spare_bytes):
-        """Segments of these sizes in memory; None where there is no room for them."""
+        """Create segments of these sizes in memory; returns None if there is not enough."""
         if sum(sizes) > spare_bytes:
             return None
         store = self._workers.group.segments

@@ -1,45 +1,45 @@
-"""Out-of-memory reports: who holds how much of a device, how much is lacking, and which settings would fit."""
+"""Out-of-memory reports: use of a device's memory, the missing amount, and settings that would fit."""
 
 import math
 
 from ..protocol.devices import own_name
 
-# of a run, which a smaller one would take less of
+# memory that scales with the size of a run
 OF_A_RUN = ("key_value_bytes", "exchange_bytes", "conditioning_bytes", "activation_bytes")
-HOLDERS = {"weight_bytes": "weights", "cast_bytes": "weights held a second time for the run",
-           "key_value_bytes": "keys and values",
-           "exchange_bytes": "other devices' rows", "conditioning_bytes": "conditioning",
-           "activation_bytes": "activations", "other_bytes": "other programs and libraries"}
-# What weights in 16 bits come to in other values of weight_dtype, as a share: a byte a number; 36 bytes for 64 numbers.
+USES = {"weight_bytes": "weights", "cast_bytes": "a second copy of weights for the run",
+        "key_value_bytes": "keys and values",
+        "exchange_bytes": "other devices' activations", "conditioning_bytes": "conditioning",
+        "activation_bytes": "activations", "other_bytes": "other programs and libraries"}
+# weight_dtype -> size relative to 16-bit weights: 8 bits a number; nf4 has 36 bytes for 64 numbers
 OF_16_BITS = {"fp8_e4m3fn": 0.5, "int8": 0.5, "nf4, with the package bitsandbytes": 36 / 128}
-MIN_BYTES = 2 ** 20                        # less than that is not worth a word
+MIN_BYTES = 2 ** 20                        # smaller amounts are not reported
 OF_WEIGHTS = ("LoadModel", "RestoreModel", "ChangeWeights", "ReturnWeights", "LoadNetwork", "LoadAutoencoder")
 OF_A_VAE = ("Decode", "Encode")
 
 
 def describe_out_of_memory(numbers):
-    """A sentence or two about a failed rank's memory. numbers: of its messages.Failed; see Engine.shortage."""
+    """Describe a failed rank's memory in a sentence or two. numbers: Failed.numbers, see Engine.out_of_memory."""
     requested, free = numbers.get("requested_bytes", 0), numbers.get("free_bytes", 0)
-    held = ", ".join(f"{name} {gigabytes(numbers[key])}" for key, name in HOLDERS.items()
-                     if numbers.get(key, 0) >= MIN_BYTES)
+    in_use = "; ".join(f"{name} {gigabytes(numbers[key])}" for key, name in USES.items()
+                       if numbers.get(key, 0) >= MIN_BYTES)
     of = f" of {gigabytes(numbers['total_bytes'])}" if "total_bytes" in numbers else ""
-    lacking = f": {gigabytes(requested - free)} are lacking" if requested > free else ""
-    text = (f"{f'{gigabytes(requested)} more were asked for' if requested else 'it asked for more'}, and "
-            f"{gigabytes(free)}{of} are free{lacking}.")
-    return f"{text} Held by: {held}." if held else text
+    missing = f": {gigabytes(requested - free)} are missing" if requested > free else ""
+    wanted = f"{gigabytes(requested)} more were requested, and " if requested else "more memory was requested, and "
+    text = f"{wanted}{gigabytes(free)}{of} are free{missing}."
+    return f"{text} In use: {in_use}." if in_use else text
 
 
 def run_bytes(numbers):
-    """(bytes that a rank had beside weights and had asked for, those that it could have had)."""
+    """(bytes that a rank used or requested in addition to weights, bytes that were available for that)."""
     taken = sum(numbers.get(key, 0) for key in OF_A_RUN)
     return taken + numbers.get("requested_bytes", 0), taken + numbers.get("free_bytes", 0)
 
 
 def remedies(numbers, num_ranks, command="Predict", device="cuda:0"):
-    """Settings that would fit, a sentence. It is a bound from above: the run took at least what it held and had asked
-    for, and might have asked for more.
+    """Suggest settings that would fit, in a sentence.
 
-    command: the name of its message. device: where memory ran out.
+    They are upper bounds: the run needs at least the memory that it used and requested, and may need more. command:
+    name of its message. device: the one that ran out of memory.
     """
     hints = [] if command in OF_WEIGHTS else _of_sizes(numbers, num_ranks, command in OF_A_VAE)
     if command not in OF_A_VAE:
@@ -56,7 +56,8 @@ def _of_sizes(numbers, num_ranks, is_of_vae):
         return [f"a smaller {name}", "more devices"]
     share, devices = available / needed, max(num_ranks + 1, math.ceil(num_ranks * needed / available))
     return [f"a smaller {name} or batch: at most {share:.0%} of these pixels (each side times "
-            f"{math.sqrt(share):.2f}), frames or images fit beside the weights", f"at least {devices} devices {method}"]
+            f"{math.sqrt(share):.2f}), frames or images fit next to the weights",
+            f"at least {devices} devices {method}"]
 
 
 def _of_weights(numbers, can_stream, is_load):
@@ -71,12 +72,12 @@ def _of_weights(numbers, can_stream, is_load):
         types = [f"{name} ({gigabytes(weights * share)})" for name, share in OF_16_BITS.items()
                  if weights * (1 - share) >= lacking]
         if types:
-            hints.append(f"in place of weights in 16 bits, weight_dtype {' or '.join(types)}")
+            hints.append(f"instead of 16-bit weights, weight_dtype {' or '.join(types)}")
     if weights >= MIN_BYTES or is_load:
         hints.append("pipefusion_degree or tensor_degree, which shard the weights over the devices")
     return hints
 
 
 def gigabytes(num_bytes):
-    """Bytes as a user reads them."""
+    """Format a size in GB or MB."""
     return f"{num_bytes / 2 ** 30:.1f} GB" if num_bytes >= 2 ** 30 else f"{num_bytes / 2 ** 20:.0f} MB"

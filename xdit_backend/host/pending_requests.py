@@ -1,4 +1,4 @@
-"""The commands that a group has not yet answered in full. Used by the launcher, which sends and receives."""
+"""Pending requests of a group: commands that not all ranks have answered."""
 
 import time
 from dataclasses import dataclass, field
@@ -10,40 +10,40 @@ from .oom_report import describe_out_of_memory, remedies
 from .startup_watchdog import HELP
 from .unmatched_collectives import is_unmatched, lost_device
 
-# What workers do, for a person
+# command -> work of the workers, for messages
 ACTIVITIES = {"LoadModel": "loading a model", "Predict": "computing a step",
-              "ParkModel": "moving weights to host memory", "RestoreModel": "bringing weights back",
+              "ParkModel": "parking weights in system RAM", "RestoreModel": "loading parked weights",
               "LoadAutoencoder": "loading a VAE", "LoadNetwork": "loading a model patch",
               "Decode": "decoding", "Encode": "encoding", "Probe": "measuring"}
 
 
-IN_EXCHANGE = ", in an exchange with other ranks"
-GOES_ON = "The workers go on, with the models that they hold."
+IN_EXCHANGE = ", in a transfer between ranks"
+GOES_ON = "The workers keep running, with their models loaded."
 ENDED = ("The other ranks waited for it, so the workers were ended: the next prompt starts new ones and loads the "
          "model again.")
 
 
 @dataclass
 class Request:
-    """One command to every rank, until all have answered it and somebody has taken the answers."""
+    """One command to every rank, until all have answered it and the answers were taken."""
 
     unanswered: set
-    answering: set                                 # the ranks whose answers somebody will wait for
+    answering: set                                 # ranks whose answers complete it
     segments: list
-    claimed: bool                                  # will nobody wait for it any more?
-    command: str = ""                              # the name of its message
-    can_stop: bool = False                         # do ranks leave it when nobody waits for it any more?
-    activity: str = ""                             # with a space before it, for a sentence
-    cached: bool = False                             # do its answers stay for who waits again?
+    claimed: bool                                  # nobody will wait for it any more
+    command: str = ""                              # name of its message
+    can_stop: bool = False                         # ranks can abort it when nobody waits for it any more
+    activity: str = ""                             # part of a sentence, with a leading space
+    is_resumable: bool = False                     # its answers are kept for a repeated wait
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
     failed_s: float = 0.0
-    # of ranks that have not answered: the exchanges that they have entered, as of their last heartbeats
+    # rank that has not answered -> collectives and transfers that it has entered, by its last heartbeat
     entered: dict = field(default_factory=dict)
 
     @property
     def ends_group(self):
-        """Has it failed in such a way that its group cannot go on, as far as is known by now?"""
+        """Whether it failed in a way that ends the group, as far as is known."""
         running = {rank: self.entered.get(rank, {}) for rank in self.unanswered}
         return lost_device(self.failed.values()) or is_unmatched(self.failed, self.done, running)
 
@@ -53,7 +53,7 @@ class Request:
 
     @property
     def why_it_ended(self):
-        """Of a group, where this failed: with a space before it, for a sentence."""
+        """Part of a sentence about the group that this failure ended, with a leading space."""
         failure = self.first_failure
         return f" because rank {failure.rank} ({failure.device}) failed with {failure.kind}: {failure.message}"
 
@@ -62,9 +62,11 @@ class Request:
         return not self.failed and self.answering <= self.done.keys()
 
     def raised(self, num_ranks, where, is_ended):
-        """The exception that stands on the host for the first failure. where: all output is, a sentence. is_ended: has
-        the group ended?"""
-        failure, self.cached = self.first_failure, False
+        """Return the host's exception for the first failure.
+
+        where: sentence that names the log folder. is_ended: the group has ended.
+        """
+        failure, self.is_resumable = self.first_failure, False
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
             return kind(failure.message)
@@ -72,8 +74,8 @@ class Request:
         who = f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}{self.activity}{where_in}"
         if not failure.numbers:
             return WorkerFailedError(f"{who}: {failure.message.rstrip('. ')}. {where}".rstrip())
-        # torch's own words, which say less, are in the log
-        facts = (f"{who}: memory ran out: {describe_out_of_memory(failure.numbers)} {ENDED if is_ended else GOES_ON} "
+        # torch's own message, which says less, is in the log
+        facts = (f"{who}: out of memory: {describe_out_of_memory(failure.numbers)} {ENDED if is_ended else GOES_ON} "
                  f"{HELP} {where}".rstrip())
         first = remedies(failure.numbers, num_ranks, self.command, failure.device)
         return WorkerOutOfMemoryError(f"{first} {facts}", failure.rank, failure.device, failure.numbers, self.command,
@@ -81,7 +83,7 @@ class Request:
 
 
 class Requests:
-    """The open requests of a group, by number, in the order in which they were sent."""
+    """The pending requests of a group, by number, in the order in which they were sent."""
 
     def __init__(self):
         self._open, self._last = {}, 0
@@ -97,18 +99,20 @@ class Requests:
         return self._last
 
     def add(self, number, command, ranks, answering, segments, activity):
-        """A command goes to these ranks. answering: whose answers complete it. activity: "step 7 of 20".
-        Returns the Request."""
+        """Add a command to these ranks; returns the Request.
+
+        answering: ranks whose answers complete it. activity: "step 7 of 20".
+        """
         activity = ACTIVITIES.get(type(command).__name__, "") + (activity and f" ({activity})")
         self._open[number] = Request(set(ranks), set(answering), list(segments), claimed=not answering,
                                      command=type(command).__name__,
                                      can_stop=isinstance(command, (LoadModel, Decode, Encode)),
                                      activity=f" while {activity}" if activity else "",
-                                     cached=isinstance(command, Probe))
+                                     is_resumable=isinstance(command, Probe))
         return self._open[number]
 
     def answer(self, rank, message):
-        """Take in a rank's Done or Failed; returns the Request, None where nobody knows of it any more."""
+        """Process a rank's Done or Failed; returns the Request, or None if it was removed."""
         request = self._open.get(message.request)
         if request is None:
             return None
@@ -121,45 +125,45 @@ class Requests:
         return request
 
     def heartbeat(self, rank, message):
-        """Take in which exchanges a rank has entered by now for the request that it is at."""
+        """Record which collectives and transfers a rank has entered for its current request."""
         request = self._open.get(message.request)
         if request is not None and rank in request.unanswered:
             request.entered[rank] = message.entered
 
     def first_unanswered(self, rank):
-        """The first request that this rank owes an answer to; None."""
+        """First request that this rank has not answered; None if there is none."""
         return next((request for request in self if rank in request.unanswered), None)
 
     @property
     def are_unanswered(self):
-        """Does any rank owe an answer?"""
+        """Whether any answer is outstanding."""
         return any(request.unanswered for request in self)
 
     @property
-    def are_cached_unanswered(self):
-        """Does any rank owe an answer that stays for who waits again?"""
-        return any(request.cached and request.unanswered for request in self)
+    def has_unanswered_resumable(self):
+        """Whether an answer to a resumable request is outstanding."""
+        return any(request.is_resumable and request.unanswered for request in self)
 
     @property
     def are_claimed(self):
-        """Will nobody wait for any of them?"""
+        """Whether nobody will wait for any of them."""
         return all(request.claimed for request in self)
 
     def claim(self, numbers):
-        """Nobody will wait for these any more."""
+        """Mark requests that nobody will wait for any more."""
         for number in numbers:
             self._open[number].claimed = True
 
     def take(self, number):
-        """{rank: Done} of a complete request. It stays no longer."""
-        self._open[number].cached = False
+        """Return {rank: Done} of a complete request, which is no longer resumable then."""
+        self._open[number].is_resumable = False
         return self._open[number].done
 
     def remove_answered(self, store):
-        """Remove the segments of what every rank has answered from this SegmentStore, and what was claimed of it."""
+        """Remove the segments of fully answered requests from this SegmentStore, and the requests that are claimed."""
         for number, request in list(self._open.items()):
             if not request.unanswered:
                 while request.segments:
                     store.remove(request.segments.pop())
-                if request.claimed and not request.cached:
+                if request.claimed and not request.is_resumable:
                     del self._open[number]

@@ -1,7 +1,6 @@
-"""What is looked at before a worker group starts, and which ways around broken links there are. Used by the launcher.
+"""Preflight checks of the host before a worker group starts, and fallback transports for broken links.
 
-The rest of the preflight is the workers' own (worker/preflight.py): whether a device can be used, and a real transfer
-between all ranks.
+The workers check the rest (worker/preflight.py): whether their devices work, with a transfer between all ranks.
 """
 
 import importlib.metadata
@@ -19,29 +18,28 @@ from ..protocol.errors import WorkerStartError
 from .oom_report import gigabytes
 
 MIN_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
-WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes before it holds a model: its libraries
-LISTENER_BYTES = 2 ** 16                   # in shared memory, for what is there beside tensors
-# without room for so many bytes of tensors between host and workers, nothing can run
+WORKER_BYTES = 2 ** 28                     # system RAM that a worker needs for its libraries, before it loads a model
+LISTENER_BYTES = 2 ** 16                   # shared memory for files other than tensors
+# least space for tensors between host and workers
 SEGMENT_BYTES = 2 ** 26
-MIN_FREE_BYTES = 2 ** 28                   # below this in shared memory, tensors will go through files on disk
+MIN_FREE_BYTES = 2 ** 28                   # with less shared memory, tensors will go through files on disk
 
-# What is switched off for the next attempt where a transfer between ranks fails, and the variables by which.
-# NCCL's documentation, "Troubleshooting": PCI access control services and IOMMUs redirect peer-to-peer traffic, which
-# may then hang or arrive wrong; and containers have too little shared memory.
+# (transport that is disabled if a transfer between ranks fails, environment variables that disable it), in order of
+# attempts. NCCL's documentation, "Troubleshooting": PCI access control services and IOMMUs redirect peer-to-peer
+# traffic, which may then hang or arrive corrupted; and containers have too little shared memory.
 FALLBACKS = (("", {}),
-           ("peer-to-peer copies", {"NCCL_P2P_DISABLE": "1"}),
-           ("peer-to-peer copies and shared memory between the devices",
-            {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
-HINT = ("Broken peer-to-peer copies come of PCI access control (ACS) or an IOMMU: switch them off in the BIOS, or, "
-          "in a virtual machine, ask its host to. In a container give /dev/shm room (--shm-size=2g) and memory that "
-          "may be locked (--ulimit memlock=-1).")
+             ("peer-to-peer copies", {"NCCL_P2P_DISABLE": "1"}),
+             ("peer-to-peer copies and shared memory between the devices",
+              {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
+HINT = ("Broken peer-to-peer copies are caused by PCI access control (ACS) or an IOMMU: disable them in the BIOS, or "
+        "on the host of a virtual machine. In a container, allow more shared memory (--shm-size=2g) and locked memory "
+        "(--ulimit memlock=-1).")
 
 
 def check(devices, folders):
-    """Refuse to start workers that could not run: WorkerStartError says what is missing. Returns warnings on what is
-    only slow.
+    """Check the requirements of workers on these devices; returns warnings. Raises WorkerStartError.
 
-    folders: (in shared memory, on disk), where tensors between the host and its workers will be.
+    folders: (in shared memory, on disk), for tensors between the host and its workers.
     """
     check_versions()
     check_devices(devices)
@@ -76,8 +74,8 @@ def check_devices(devices):
     missing = [device for device in dict.fromkeys(cuda) if int(device.partition(":")[2] or 0) >= count]
     if missing:
         there = (", ".join(f"cuda:{index}" for index in range(count))
-                 or "none: is the driver there, and CUDA_VISIBLE_DEVICES right?")
-        raise WorkerStartError('Set devices in xDiT Parallel Config to "auto", or to what is here: '
+                 or "none: check that the driver is installed and that CUDA_VISIBLE_DEVICES is right")
+        raise WorkerStartError('Set devices in xDiT Parallel Config to "auto", or to devices of this machine: '
                                f"there is no {', '.join(missing)}. PyTorch finds {there}.")
 
 
@@ -86,36 +84,36 @@ def num_cuda_devices():
 
 
 def check_memory(num_workers):
-    """Is there host memory for the workers' own libraries? In a container its limit counts."""
+    """Check the system RAM for the workers' libraries, within a container's limit."""
     available, limit = available_memory()
     needed = num_workers * WORKER_BYTES
     if available < needed:
         raise WorkerStartError("Close other programs, unload ComfyUI's models in its menu, or give the container or "
-                               f"WSL2 more memory: {num_workers} workers need at least {gigabytes(needed)} of host "
-                               f"memory before they hold a model, and {gigabytes(available)} of {gigabytes(limit)} "
-                               "are free.")
+                               f"WSL2 more memory: {num_workers} workers need at least {gigabytes(needed)} of "
+                               f"system RAM before they load a model, and {gigabytes(available)} of "
+                               f"{gigabytes(limit)} are free.")
 
 
 def check_shared_memory(memory_folder, disk_folder):
     free, disk_free = (shutil.disk_usage(folder).free for folder in (memory_folder, disk_folder))
     if free < LISTENER_BYTES:
-        raise WorkerStartError(f"Remove what is not needed from {Path(memory_folder).parent}: it is full, and the "
-                               "workers find ComfyUI by files there. In Docker, --shm-size=2g gives /dev/shm more.")
+        raise WorkerStartError(f"Delete unneeded files in {Path(memory_folder).parent}: it is full, and the workers "
+                               "connect to ComfyUI through files there. In Docker, --shm-size=2g enlarges /dev/shm.")
     if max(free, disk_free) < SEGMENT_BYTES:
         raise WorkerStartError("Free some space: tensors travel between ComfyUI and the workers through "
                                f"{Path(memory_folder).parent}, which has {gigabytes(free)} free, or "
                                f"{Path(disk_folder).parent}, which has {gigabytes(disk_free)}; at least "
-                               f"{gigabytes(SEGMENT_BYTES)} are needed. In Docker, --shm-size=2g gives /dev/shm more.")
+                               f"{gigabytes(SEGMENT_BYTES)} are needed. In Docker, --shm-size=2g enlarges /dev/shm.")
     if free < MIN_FREE_BYTES and str(memory_folder).startswith("/dev/shm"):
-        return [f"/dev/shm has {gigabytes(free)} free: what does not fit goes through files on disk, which is slower. "
-                f"In Docker, --shm-size=2g gives it more."]
+        return [f"/dev/shm has {gigabytes(free)} free: tensors that do not fit go through files on disk, which is "
+                f"slower. In Docker, --shm-size=2g enlarges it."]
     return []
 
 
 def fallbacks(devices, environment=os.environ):
-    """The ways to start workers on these devices, the first one first: [(what is off, the variables by which)].
+    """Return the transports to try for these devices, in order: [(what is disabled, environment variables)].
 
-    Where NCCL joins the workers, what a person has switched off already is no other way.
+    Only groups that use NCCL have more than one; those that the user's environment already selects are left out.
     """
     apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
     if not apart or not dist.is_nccl_available():
@@ -125,15 +123,15 @@ def fallbacks(devices, environment=os.environ):
 
 
 def warning(devices, off, variables, failed):
-    """What to tell a person of workers that run with something switched off. failed: how the attempts with it went."""
+    """Return the warning about workers that run with a transport disabled. failed: errors of the attempts with it."""
     why = f" With them, {' '.join(failed)}" if failed else ""
     settings = " ".join(f"{name}={value}" for name, value in variables.items())
-    return (f"{off[0].upper()}{off[1:]} are off between {', '.join(devices)}, which may be slower.{why} {HINT} To "
-            f"have ComfyUI start so without trying them, set {settings} in its environment.")
+    return (f"{off[0].upper()}{off[1:]} are disabled between {', '.join(devices)}, which may be slower.{why} {HINT} To "
+            f"disable them without trying, set {settings} in ComfyUI's environment.")
 
 
 def hint(ways):
-    """What to try where no way worked."""
+    """Return advice for when no transport worked."""
     if len(ways) == 1:
         return ""
-    return f"It was tried with {' and with '.join(f'{off} off' for off, _ in ways if off)} too. {HINT} "
+    return f"It was also tried with {' and with '.join(f'{off} disabled' for off, _ in ways if off)}. {HINT} "

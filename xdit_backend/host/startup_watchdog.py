@@ -1,8 +1,8 @@
-"""Do the processes of a group that starts make progress? Used by the launcher, and where other machines join.
+"""Startup watchdog: detects processes of a starting group that make no progress.
 
-Libraries that come from a slow disk may take minutes, in which a worker says nothing. But each read that completes
-wakes its process, and the system counts that. A process that is stopped, or waits for what never comes, is not woken.
-Later a worker waits for others, and sends heartbeats.
+Loading libraries from a slow disk may take minutes, during which a worker sends nothing. But each completed read wakes
+its process, which the system counts. A process that is stopped, or blocked forever, is not woken. After that phase,
+workers send heartbeats.
 """
 
 import signal
@@ -13,37 +13,39 @@ import psutil
 
 from ..protocol.messages import JOINING, TRYING_LINKS
 
-HELP = "What to try stands in docs/guide/troubleshooting.md, in the folder of the xDiT nodes."
-POLL_S = 1.0                               # from one check to the next
-AWAY_S = 5.0                               # for so long this process did not look: it was stopped itself
-TORCHRUN = -1                              # stands for it beside the ranks
-# After what it has said last; else it prepares its device.
+HELP = "See docs/guide/troubleshooting.md in the folder of the xDiT nodes."
+POLL_S = 1.0                               # between checks
+AWAY_S = 5.0                               # after a longer pause between checks, this process itself was suspended
+TORCHRUN = -1                              # key used for it next to the ranks
+# text of the last Phase -> activity after it; other texts: preparing the device
 ACTIVITIES = {None: "loading its libraries", JOINING: JOINING, TRYING_LINKS: TRYING_LINKS}
 
 
 class StartMonitor:
-    """Records when a starting process and the workers below it last gave a sign of life.
+    """Records when a starting process and its workers last gave a sign of life.
 
-    pid: of torchrun, or another process that is watched likewise. num_own: the number of workers that it starts here.
-    workers: WorkerProcesses.workers.
+    pid: of torchrun, or another process to monitor in the same way. num_own: number of workers that it starts on this
+    machine. workers: WorkerProcesses.workers.
     """
 
     def __init__(self, pid, num_own, workers=dict):
         self._pid, self._num_own, self._workers, self._polled_s = pid, num_own, workers, time.monotonic()
-        # rank, or TORCHRUN -> what the system counted at the last look
+        # rank, or TORCHRUN -> the system's counters at the last check
         self._counts = {}
-        self._since_s = {TORCHRUN: self._polled_s}             # rank, or TORCHRUN -> when it last gave a sign
-        self._phases = {}                                      # rank -> the text of its last Phase
+        self._since_s = {TORCHRUN: self._polled_s}             # rank, or TORCHRUN -> time of its last sign of life
+        self._phases = {}                                      # rank -> text of its last Phase
 
     def record_sign(self, rank, text=None):
-        """A rank has sent a message. text: what it does now; None: it only said that it lives."""
+        """Record a message of a rank. text: of a Phase; None: another message."""
         self._since_s[rank] = time.monotonic()
         if text is not None:
             self._phases[rank] = text
 
     def silent(self, ranks, limit_s):
-        """Which of these ranks has given no sign for so long, or is torchrun it, and what it did:
-        (rank or TORCHRUN, words), else None."""
+        """Find one of these ranks, or torchrun, that has been silent for longer than limit_s.
+
+        Returns (rank or TORCHRUN, predicate of a sentence about it), or None.
+        """
         now_s = time.monotonic()
         if now_s - self._polled_s > AWAY_S:
             self._since_s = dict.fromkeys(self._since_s, now_s)
@@ -60,7 +62,7 @@ class StartMonitor:
                       f"stopped, or hung, and is ended")
 
     def _poll(self):
-        with suppress(psutil.Error):                           # torchrun has ended, as others notice
+        with suppress(psutil.Error):                           # torchrun has ended, which the handshake notices
             torchrun = psutil.Process(self._pid)
             ranks = self._workers()
             for rank, process in ranks.items():
@@ -68,23 +70,23 @@ class StartMonitor:
             if len(ranks) < self._num_own:
                 self._count(TORCHRUN, torchrun)
             else:
-                self._since_s.pop(TORCHRUN, None)              # it has done its part
+                self._since_s.pop(TORCHRUN, None)              # it has started all workers
 
     def _count(self, whose, process):
-        with suppress(psutil.Error):                           # it has ended, as others notice
+        with suppress(psutil.Error):                           # it has ended, which the handshake notices
             counts = [process.cpu_times(), process.memory_info().rss]
-            with suppress(NotImplementedError):                # a kernel that does not tell, as that of some containers
+            with suppress(NotImplementedError):                # not counted by the kernels of some containers
                 counts.append(process.num_ctx_switches())
             if counts != self._counts.get(whose):
                 self._counts[whose], self._since_s[whose] = counts, time.monotonic()
 
 
 def describe_exit(code):
-    """" (exit code -9, killed)", or "" where it is not known. SIGBUS is of memory whose file lacks it."""
+    """Return " (exit code -9, killed)", or "" for None. SIGBUS: a mapped file is too short, or its disk is full."""
     if code is None:
         return ""
     names = {-number.value: number.name for number in signal.Signals} | {
         -signal.SIGKILL: "killed",
-        -signal.SIGBUS: "SIGBUS: a file that it reads was cut short, or shared memory is full"}
+        -signal.SIGBUS: "SIGBUS: a file that it reads was truncated, or shared memory is full"}
     return f" (exit code {code}{f', {names[code]}' if code in names else ''})"
 

@@ -31,17 +31,17 @@ class LocalRanks:
 
 
 class WorkerProcesses(Protocol):
-    """The running workers of a LocalRanks, and the process that watches over them."""
+    """The running workers of a LocalRanks, and their supervising process."""
 
     pid: int
-    why_not_forked: str                            # reason for which each worker imports its libraries itself, or ""
+    why_not_forked: str                            # reason why each worker imports its libraries itself, or ""
 
     @property
     def has_ended(self) -> bool:
-        """Have all workers and the process that watches them ended?"""
+        """Whether all workers and their supervising process have ended."""
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Wait for the end for at most so many seconds; returns has_ended."""
+        """Wait for the end, at most timeout_s; returns has_ended."""
 
     def workers(self) -> dict[int, psutil.Process]:
         """{rank: its process} of the workers started so far. Raises psutil.Error if the supervising process ended."""
@@ -50,7 +50,7 @@ class WorkerProcesses(Protocol):
         """(rank, exit code) of the worker that failed first; None if no failure is known."""
 
     def end(self, workers, timeout_s: float | None) -> None:
-        """Wait for the end, then terminate and at last kill what still runs.
+        """Wait for the end, then terminate and finally kill what still runs.
 
         workers: processes of ranks, which are killed even if the supervising process is already gone.
         timeout_s: None kills at once.
@@ -58,14 +58,16 @@ class WorkerProcesses(Protocol):
 
 
 class Supervisor(Protocol):
-    """Starts worker processes. Several threads may call its methods."""
+    """Starts worker processes. Thread-safe."""
 
     def prepare(self, environment: dict[str, str]) -> object:
         """Load the libraries of workers that will run in this environment; returns at once."""
 
     def start(self, ranks: LocalRanks, environment: dict[str, str], check=lambda: None) -> WorkerProcesses:
-        """Start one worker process a rank. check() may raise to give up.
-        Raises WorkerStartError if they cannot be started."""
+        """Start one worker process per rank. check() may raise to give up.
+
+        Raises WorkerStartError if they cannot be started.
+        """
 
     def close(self) -> None:
         """End all processes that it started."""

@@ -1,4 +1,4 @@
-"""torchrun as the process supervisor of a machine's workers: its arguments, environment, running process and end."""
+"""torchrun as the supervisor of a machine's workers: arguments, environment, process monitoring and termination."""
 
 import os
 import re
@@ -19,18 +19,17 @@ FAILED = "failed"
 POLL_S = 0.02
 # process name of a forked worker (worker/bootstrap.py); others have LOCAL_RANK in their environment
 FORKED = re.compile(r"xdit rank (\d+)")
-# CPU workers: activations are allocated anew by every layer, and returned to the system each time they cost page
-# faults. In two alternating pairs of runs a Flux forward of 2,432 tokens took 3.59 s with these instead of 3.75 s.
+# CPU workers: every layer allocates its activations, and returning them to the system each time causes page faults. In
+# two alternating pairs of runs a Flux forward of 2,432 tokens took 3.59 s with these settings instead of 3.75 s.
 CPU_ALLOCATOR = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_TRIM_THRESHOLD_": str(2 ** 32),
                  "MALLOC_MMAP_THRESHOLD_": str(2 ** 25), "MALLOC_TOP_PAD_": str(2 ** 26)}
 
-# A worker has more streams than CUDA's default of eight queues: one that waits for a receive would hold up others in
+# A worker has more streams than CUDA's default of eight queues: a stream that waits for a receive would block others in
 # its queue.
 CUDA_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
-# What workers take over from this process: where things are, and the threads that a person has chosen. Nothing else,
-# since libraries read variables that change what is computed (DIFFUSERS_ATTN_BACKEND, NVIDIA_TF32_OVERRIDE,
-# ATEN_CPU_CAPABILITY).
+# Variables that workers inherit: locations, and the user's thread counts. Nothing else, since libraries read variables
+# that change results (DIFFUSERS_ATTN_BACKEND, ATEN_CPU_CAPABILITY).
 INHERITED = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "CONDA_PREFIX",
     "PYTHONHOME",
@@ -38,24 +37,24 @@ INHERITED = frozenset({
     "CUDA_PATH",
     "CUDA_CACHE_PATH", *CUDA_QUEUES, "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
     "HSA_OVERRIDE_GFX_VERSION", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE",
-    # of what compiles blocks
+    # for compiled blocks
     "CC", "CXX", "LIBRARY_PATH", "CPATH", "TRITON_CACHE_DIR", "TRITON_LIBCUDA_PATH", "TORCHINDUCTOR_CACHE_DIR"})
 INHERITED_PREFIXES = ("XDIT_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "LC_")
 
-# torch 2.6.0 to 2.7.0 take NCCL's non-blocking communicators where the group is given its device, and these hang at
-# random (pytorch issue 153960). Later releases take blocking ones by themselves.
+# torch 2.6.0 to 2.7.0 use NCCL's non-blocking communicators if the group is created with a device_id, and these hang at
+# random (pytorch issue 153960). Later releases default to blocking ones.
 BLOCKING_COMMUNICATORS = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
 
-# CUDA workers: ComfyUI sets cudaMallocAsync for itself, under which later allocations may wait for receives that are
-# posted ahead.
+# CUDA workers: ComfyUI sets cudaMallocAsync for itself, with which later allocations may wait for receives that are
+# posted ahead of time.
 CUDA_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if sys.platform == "linux" else {}
 
 
 def arguments_of(ranks):
-    """torchrun's arguments for these LocalRanks; the first one is the log file of failures (worker/torchrun.py).
+    """Arguments of torchrun for these LocalRanks; the first one is the log file of failures (worker/torchrun.py).
 
-    Each machine has a torchrun of its own with an in-process store (worker/rendezvous.py), so that torchrun opens no
-    port and reads nothing that another process wrote.
+    Each machine has its own torchrun with an in-process store (worker/rendezvous.py), so that torchrun opens no port
+    and reads nothing that another process wrote.
     """
     return [
         str(ranks.folder / FAILED), "--nnodes=1", f"--nproc-per-node={ranks.num_ranks}", "--rdzv-backend=xdit",
@@ -64,8 +63,8 @@ def arguments_of(ranks):
 
 
 def working_folder(ranks):
-    """The folder that torchrun is started in: Python also imports from there, and a path with a colon would be two
-    entries of PYTHONPATH."""
+    """Working directory of torchrun. Python also imports from it, so it is ROOT if that contains a colon, with which it
+    would be two entries of PYTHONPATH."""
     return ROOT if os.pathsep in str(ROOT) else ranks.scratch_folder
 
 
@@ -107,7 +106,7 @@ class Torchrun(psutil.Process):
         workers = [*workers, *children(self.pid)]
         for kill in (None, signal.SIGTERM, signal.SIGKILL)[0 if timeout_s is not None else 2:]:
             if kill is not None:
-                _kill(children(self.pid))                      # a stopped or hung worker takes no other signal
+                _kill(children(self.pid))                      # a stopped or hung worker ignores other signals
                 with suppress(ProcessLookupError):
                     os.killpg(self.pid, kill)
             if self.wait_ended(timeout_s if kill is None else 5):
@@ -116,20 +115,22 @@ class Torchrun(psutil.Process):
 
 
 def environment_of(devices, num_own=0, interface=""):
-    """The variables of torchrun and its workers; num_own of them are on this machine.
-    interface: over which machines exchange tensors."""
+    """Environment variables of torchrun and its workers.
+
+    num_own: number of workers on this machine. interface: network interface to other machines.
+    """
     inherited = {name: value for name, value in os.environ.items()
                  if name.upper() in INHERITED or name.upper().startswith(INHERITED_PREFIXES)}
-    # packages may be where this process found them by it
+    # this process may have found packages through its PYTHONPATH
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    if sys.flags.no_user_site:                                 # of other Pythons' packages
+    if sys.flags.no_user_site:                                 # packages of another Python
         environment["PYTHONNOUSERSITE"] = "1"
-    comfyui = find_comfyui()                                   # for models that run as modules of it
+    comfyui = find_comfyui()                                   # for models that run as ComfyUI's modules
     if comfyui is not None:
         environment[FOLDER] = str(comfyui)
     interface = interface or ("lo0" if sys.platform == "darwin" else "lo")
-    # without "=", NCCL takes others that begin so
+    # without "=", NCCL treats the name as a prefix
     environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", **BLOCKING_COMMUNICATORS}
     on_cpu = any(own_name(device) == "cpu" for device in devices)
     environment = environment | CPU_ALLOCATOR if on_cpu else CUDA_QUEUES | environment | CUDA_ALLOCATOR

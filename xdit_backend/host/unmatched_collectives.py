@@ -1,9 +1,9 @@
-"""Exchanges that a failed rank leaves unmatched, which decide whether a worker group outlives a failure.
+"""Detection of collectives and transfers that a failed rank leaves unmatched, after which a group must be ended.
 
-Every rank counts the exchanges of a command that it enters, by the ranks that take part (distributed.collectives.
-Traffic.entering). An exchange ends only when all of its ranks have entered it. One that a failed rank never entered
-leaves the others waiting. With NCCL it may also be joined by that rank's next command, which gives a hang or a wrong
-result. With equal counts on all ranks nothing is left over, and the group can go on.
+Every rank counts the collectives and transfers ("exchanges") of a command that it enters, by participating ranks
+(distributed.collectives.Traffic.entering). An exchange completes only when all its ranks have entered it. If a failed
+rank never entered it, the others wait forever; with NCCL it may also be matched by that rank's next command, which
+gives a hang or a wrong result. If the counts are equal on all ranks, nothing is pending and the group can continue.
 """
 
 import re
@@ -12,21 +12,19 @@ LOST_DEVICE = "AcceleratorError", "CopyError"
 
 
 def ranks_of(exchange):
-    """The ranks that take part in an exchange of this name, "0,1" or "0>1"."""
+    """Ranks of an exchange, from its name "0,1" or "0>1"."""
     return set(map(int, re.split("[,>]", exchange)))
 
 
 def lost_device(failures):
-    """Does a Failed say that a device computes nothing more? A device whose context is lost says "CUDA error", and a
-    failed copy may be that."""
+    """Whether a device is unusable: a lost CUDA context reports "CUDA error", and may be why a copy failed."""
     return any(failure.kind in LOST_DEVICE or failure.message.startswith("CUDA error") for failure in failures)
 
 
 def is_unmatched(failed, done, running):
-    """Is there an exchange of a command that a failed rank has not entered, or not completed, and others have entered?
+    """Whether ranks have entered an exchange that a failed rank has not entered, or not completed.
 
-    failed, done: {rank: its Failed or Done}. running: {rank: the exchanges that it has entered so far}, of ranks that
-    have not answered.
+    failed, done: {rank: its Failed or Done}. running: {rank that has not answered: exchanges that it has entered}.
     """
     if any(failure.is_broken for failure in failed.values()):
         return len(failed) + len(done) + len(running) > 1
@@ -41,7 +39,7 @@ def _entered(answers):
 
 
 def _left(rank, entered, other, others, is_final):
-    """Has another rank entered an exchange with this failed one more often than that? is_final: or less often."""
+    """Whether another rank has entered an exchange with the failed rank more often. is_final: or less often."""
     for name in entered.keys() | others.keys():
         if {rank, other} <= ranks_of(name):
             ahead = others.get(name, 0) - entered.get(name, 0)

@@ -1,34 +1,29 @@
-"""Changes of models' weights, as LoRA nodes and the like ask for them: requested, in effect, or kept as an earlier
-version of a run.
-
-The client keeps one Changes, and has the workers do what it says.
-"""
+"""Bookkeeping of weight updates (LoRA and similar): requested ones, ones in effect, and cached earlier versions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..protocol import specs
 
-BATCH_BYTES = 2 ** 28                      # of weights that workers change at a time
+BATCH_BYTES = 2 ** 28                      # of weights that workers update at a time
 
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one tensor of a model's file. Two are the same where `of` is equal."""
+    """An update of one tensor of a model's file. Changes with equal `of` are equal."""
 
-    of: tuple                              # what it is made of
+    of: tuple                              # identity of its inputs
     num_bytes: int = field(compare=False)  # of the tensor
     make: Callable = field(compare=False)  # (share) -> specs.Change; share(tensor) -> its segment
-    rank: int = field(default=0, compare=False)                # of the factors that are sent; 0: the tensor is
+    rank: int = field(default=0, compare=False)                # of the low-rank factors sent; 0: the full tensor
 
 
 class Changes:
-    """Changes of each model's weights, by the name of the model: {tensor of its file: Change}. All other tensors are as
-    in the file."""
+    """Updates of each model's weights: model name -> {tensor in its file: Change}. Other tensors are as in the file."""
 
     def __init__(self):
         self._requested, self._in_effect = {}, {}
-        # name of a model -> {number: those that a run has left}, which may be kept
+        # model name -> {version number: changes that a run has replaced}, which workers may have cached
         self._left, self._num_versions = {}, 0
 
     def request(self, model, changes):
@@ -38,30 +33,29 @@ class Changes:
         return self._requested.get(model, {})
 
     def forget(self, model):
-        """No changes are requested any more."""
+        """Remove the request."""
         self._requested.pop(model, None)
 
     def are_in_effect(self, model):
         return self._in_effect.get(model, {}) == self.requested(model)
 
     def take_effect(self, model, changes):
-        """The workers have made these changes."""
+        """Record that the workers have applied these changes."""
         self._in_effect[model] = changes
 
     def loaded(self, model):
-        """The workers hold the model as its file has it."""
+        """Record that the workers have loaded the model unchanged."""
         self._in_effect.pop(model, None)
 
     def pending(self, model):
-        """What turns the weights in effect into those requested."""
+        """Changes that turn the weights in effect into the requested ones."""
         before, wanted = self._in_effect.get(model, {}), self.requested(model)
         back = {name: Change((), change.num_bytes, _as_in_the_file) for name, change in before.items()
                 if name not in wanted}
         return back | {name: change for name, change in wanted.items() if before.get(name) != change}
 
     def leave(self, model):
-        """The number of the version that is in effect, which a run leaves now or has left before. No other version ever
-        has it."""
+        """Return the unique number of the version in effect, which a run is about to replace."""
         before = self._in_effect.get(model, {})
         number = _number_of(before, self._left.setdefault(model, {}))
         if number is None:
@@ -70,16 +64,16 @@ class Changes:
         return number or self._num_versions
 
     def left(self, model):
-        """The number of the requested version, where a run has left it before; else None."""
+        """Number of the requested version if a run has replaced it before; else None."""
         return _number_of(self.requested(model), self._left.get(model, {}))
 
     def end_runs(self):
-        """No run is under way that could go back to an earlier version."""
+        """Forget earlier versions: no run is left that could return to one."""
         self._left.clear()
 
 
 def batches(changes):
-    """The changes, a few at a time, since there may be no room for all weights twice."""
+    """Split changes into batches of BATCH_BYTES, since all weights may not fit into memory twice."""
     batch, num_bytes = {}, 0
     for name, change in changes.items():
         if batch and num_bytes + change.num_bytes > BATCH_BYTES:

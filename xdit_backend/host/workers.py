@@ -1,5 +1,4 @@
-"""The worker group that a client asks: started when it is first needed, and again after it died.
-Used by client.py and its parts."""
+"""Lifecycle of a client's worker group: started when it is first needed, and again after it died."""
 
 import threading
 from contextlib import suppress
@@ -10,18 +9,16 @@ from .launcher import WorkerGroup
 
 
 class Workers:
-    """The group of these devices. machines, forkserver: WorkerGroup's.
-
-    on_phase(Phase) and check() are WorkerGroup's too, of all that the workers are asked.
-    """
+    """The worker group of these devices. machines, supervisor: see WorkerGroup; on_phase and check as well, for all
+    requests."""
 
     def __init__(self, devices, machines=None, supervisor=None, on_phase=lambda phase: None, check=lambda: None):
         self.devices, self._machines, self._supervisor = tuple(devices), machines, supervisor
         self.on_phase, self.check = on_phase, check
         self.speeds: tuple[float, ...] = ()                    # see divide_by
-        self.current = None                                    # the last group that was started, and not closed since
+        self.current = None                                    # the last started group, unless it was closed
         self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
-        self._num_fallbacks = 0                                # ways to join these workers that did not work before
+        self._num_fallbacks = 0                                # transports that are known to fail
 
     @property
     def group(self):
@@ -44,15 +41,14 @@ class Workers:
 
     @property
     def holding(self):
-        """The group that holds what was just loaded. Where it has ended, none is started, which would hold nothing."""
+        """The running group, with the models just loaded. Raises WorkerDiedError instead of starting an empty one."""
         if not self.running:
-            raise WorkerDiedError("The workers have ended. Queue the prompt again to start a new group.")
+            raise WorkerDiedError("Queue the prompt again to start a new worker group: the workers have ended.")
         return self.current
 
     @property
     def state(self):
-        """"starting", "working", "idle", "ended" (by itself:
-        a worker died), or "stopped" (none was started, or it was closed)."""
+        """"starting", "working", "idle", "ended" (a worker died) or "stopped" (never started, or closed)."""
         group = self.current
         if self._is_starting or group is None:
             return "starting" if self._is_starting else "stopped"
@@ -63,7 +59,7 @@ class Workers:
 
     @property
     def idle_s(self):
-        """Seconds since the running workers had anything to do; 0 where they have, or where none run."""
+        """Seconds since the running workers last had work; 0 while they are working or if none run."""
         group = self.current
         if not self.running or group is None:
             return 0.0
@@ -71,18 +67,22 @@ class Workers:
         return group.idle_s
 
     def divide_by(self, speeds):
-        """From now on, divide work by these speeds of the devices, relative, see mesh.with_speeds; (): all alike.
-        All calls of a run need the same."""
+        """Divide further work by these relative speeds of the devices, see mesh.with_speeds; (): equally.
+
+        All calls of a run must use the same speeds.
+        """
         self.speeds = tuple(speeds)
 
     def request(self, make_command, segments=(), group=None):
-        """{rank: Done} of a command, see WorkerGroup.request.
-        group: None: the running one, which is started where there is none."""
+        """Send a command with WorkerGroup.request; returns {rank: Done}.
+
+        group: None: the running group, which is started if necessary.
+        """
         return (group or self.group).request(make_command, self.on_phase, self.check, segments)
 
     def post_drop(self, name):
-        """Have the workers drop a model or VAE, where they run; waits for nothing. From any thread."""
-        # whoever needs the workers next gets the error, or starts new ones
+        """Unload a model or VAE on running workers without waiting. Thread-safe."""
+        # the next request gets the error, or starts new workers
         with suppress(WorkerDiedError):
             if self.running:
                 self.current.post(lambda request: messages.DropModel(request, name), answering=())
@@ -95,17 +95,17 @@ class Workers:
 
 
 class Loaded:
-    """What the running group holds, by name. Of a group that has ended nothing is."""
+    """The models that the running group has loaded, by name; empty after the group has ended."""
 
     def __init__(self, workers):
-        self._workers, self._of, self._held = workers, None, {}
+        self._workers, self._group, self._by_name = workers, None, {}
 
     @property
     def by_name(self):
-        """{name: what is known of it}, to be changed."""
-        if self._of is not self._workers.current:
-            self._of, self._held = self._workers.current, {}
-        return self._held
+        """Mutable {name: spec or ModelMemory}."""
+        if self._group is not self._workers.current:
+            self._group, self._by_name = self._workers.current, {}
+        return self._by_name
 
     @property
     def names(self):
@@ -114,28 +114,30 @@ class Loaded:
     def __contains__(self, name):
         return self._workers.running and name in self.by_name
 
-    def load(self, held, spec_of, message):
-        """Make sure that every worker holds this, which has a name and gives its weights(). spec_of(segments): its
-        spec; message(request, spec)."""
-        if held.name in self:
+    def load(self, module, spec_of, message):
+        """Load a module, which has a name and weights(), on every worker unless it is loaded.
+
+        spec_of(segments): its spec. message(request, spec): the command.
+        """
+        if module.name in self:
             return
         group = self._workers.group
-        segments = group.segments.share_all(held.weights())
-        self.by_name[held.name] = spec = spec_of(segments)
+        segments = group.segments.share_all(module.weights())
+        self.by_name[module.name] = spec = spec_of(segments)
         try:
             self._workers.request(lambda request: message(request, spec), segments.values(), group)
-        except BaseException:                                  # some ranks may hold it
-            self.forget(held.name)
+        except BaseException:                                  # some ranks may have loaded it
+            self.forget(module.name)
             raise
 
     def drop(self, name):
-        """Give its memory back on every worker."""
+        """Unload it on every worker."""
         if name in self:
             self.by_name.pop(name, None)
             self._workers.request(lambda request: messages.DropModel(request, name))
 
     def forget(self, name):
-        """As drop, but waits for nothing. From any thread."""
+        """Unload it without waiting. Thread-safe."""
         if name in self:
             self.by_name.pop(name, None)
             self._workers.post_drop(name)

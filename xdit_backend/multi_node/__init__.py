@@ -1,2 +1,1 @@
-"""Several machines: the connections between them, what the host keeps of one that has joined,
-and the program that joins one."""
+"""Worker groups across machines: encrypted connections, the host's sessions, and the program that joins a machine."""

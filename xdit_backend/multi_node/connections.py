@@ -1,8 +1,8 @@
-"""Encrypted connections between two machines, authenticated both ways, and what is said over them.
+"""Encrypted, mutually authenticated connections between two machines, and their messages.
 
-TLS 1.3. The host shows a certificate of its own making, whose fingerprint is half of the key that a person carries to
-the other machine. The other half is a secret, which the joining side sends first, and before which the host parses
-nothing. After the greeting a Link goes one way.
+TLS 1.3 with the host's self-signed certificate. The key that the user copies to the other machine consists of the
+certificate's fingerprint and a secret. The joining side sends the secret first; the host parses nothing before it.
+After the handshake a Link is used in one direction.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from ..protocol.shared_memory import Segment
 from ..protocol.validation import STRICT, ByName, Many, Natural, Printable, Rank, Reason
 from .tls_keys import SECRET_BYTES
 
-PORT = 29431                               # where the host listens, unless another is given
-PIECE_BYTES = 2 ** 20                      # of a tensor that travels at a time; between two, other messages pass
-# that have to be on their way within the time of silence: a slow link is no lost one
+PORT = 29431                               # default port of the host
+CHUNK_BYTES = 2 ** 20                      # of a tensor in one message; other messages can be sent in between
+# that must be sent within the timeout, so that a slow link does not count as lost
 SEND_BYTES = 2 ** 16
-HANDSHAKE_S = 10.0                         # for which the joining side waits for the host
-WELCOME_S = 5.0                            # from a new connection until it has shown the key and said its Hello
-PINGS = 16                                 # in the time after which silence counts as the end
-HEADER = struct.Struct("!iI")              # the rank that a message is for, or comes from, or MACHINE; its bytes
+CONNECT_S = 10.0                           # timeout of the joining side
+AUTHENTICATE_S = 5.0                       # from a new connection until its secret and JoinRequest are received
+PINGS = 16                                 # in the time after which a silent connection counts as lost
+HEADER = struct.Struct("!iI")              # rank of the receiver or sender, or MACHINE; size of the message in bytes
 MACHINE = -1
 
 Name: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE_NAME}$")]
@@ -47,14 +47,13 @@ Content: TypeAlias = Annotated[str, Field(pattern="^[0-9]{1,19}-[0-9a-f]{64}$")]
 
 @message(frozen=True, config=STRICT)
 class JoinRequest:
-    """The first message of a connection: what it is for. "machine": it joins, and will take commands here."""
+    """The first message of a connection. "machine": joins, and receives commands; "replies": sends replies."""
 
     purpose: Literal["machine", "replies"]
-    session: Token = ""            # of Welcome, for the others
+    session: Token = ""            # of JoinAccepted, for "replies"
     name: Name = "machine"
     versions: ByName[str, str] = field(default_factory=dict)
-    gpus: ByName[str, tuple[str, float]] = field(default_factory=dict)  # device -> (what it is, bytes of memory)
-
+    gpus: ByName[str, tuple[str, float]] = field(default_factory=dict)  # device -> (name, memory in bytes)
 
 @message(frozen=True, config=STRICT)
 class JoinAccepted:
@@ -69,7 +68,7 @@ class Refused:
 
 @message(frozen=True, config=STRICT)
 class Start:
-    """Start the workers of this machine's devices, which are some of these; the order is that of ranks."""
+    """Start the workers of this machine's devices. devices: of all ranks of the group, in order."""
 
     devices: Many[str]
     variables: ByName[Literal["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], Literal["1"]] = field(default_factory=dict)
@@ -77,9 +76,9 @@ class Start:
 
 @message(frozen=True, config=STRICT)
 class Find:
-    """Look for a model file, or diffusers folder, of this content."""
+    """Find a model file, or diffusers folder, with these contents."""
 
-    path: str                      # on the host's machine: its last part is the name to look for first
+    path: str                      # on the host; files with the same name are checked first
     content: Content
 
 
@@ -96,7 +95,7 @@ class Missing:
 
 @message(frozen=True, config=STRICT)
 class Searching:
-    """How much of a file has been read to know its content."""
+    """Progress of reading a file to compute its digest."""
 
     done: Natural
     total: Natural
@@ -104,18 +103,18 @@ class Searching:
 
 @message(frozen=True, config=STRICT)
 class Tensor:
-    """A tensor that a command to come reads. Pieces of it follow, where it is not zero."""
+    """Announces an input tensor of a following command. Its non-zero chunks follow as Pieces."""
 
-    segment: Segment               # on the host's machine
+    segment: Segment               # on the host
 
 
 @message(frozen=True, config=STRICT)
 class Piece:
-    """Bytes of a tensor follow, which are to be there too. path: of the segment on the host's machine."""
+    """A chunk of a tensor, whose bytes follow the message. path: of the segment on the host."""
 
     path: str
     start: Natural
-    num_bytes: Annotated[int, Field(ge=1, le=PIECE_BYTES)]
+    num_bytes: Annotated[int, Field(ge=1, le=CHUNK_BYTES)]
 
 
 @message(frozen=True, config=STRICT)
@@ -129,48 +128,51 @@ class Ended:
 
     rank: Rank
     reason: Reason
-    lines: Printable = ""          # the last that it printed
+    lines: Printable = ""          # its last lines of output
 
 
 BETWEEN_MACHINES = {cls.__name__: TypeAdapter(cls) for cls in (
     JoinRequest, JoinAccepted, Refused, Start, Find, Found, Missing, Searching, Tensor, Piece, Ping, Ended)}
 
 
-# --- who is let in ---
+# --- authentication ---
 
 def accepted(connected, context):
-    """The Link of a connection that the host has accepted, of which nothing has been read yet.
-    Raises OSError or ValueError where it has ended already."""
+    """Link of a connection that the host has accepted, before anything is read from it.
+
+    Raises OSError or ValueError if it is already closed.
+    """
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.settimeout(WELCOME_S)
-    link = Link(context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False))
-    return link
+    connected.settimeout(AUTHENTICATE_S)
+    return Link(context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False))
 
 
-def welcome(link, secret):
-    """The host's side of the TLS handshake and of the key's secret, before which nothing is parsed. From now on,
-    everything until `set_silence_limit` has to be over in WELCOME_S.
-    Raises ChannelClosedError for all who do not hold the key."""
-    link.set_deadline(time.monotonic() + WELCOME_S)
+def authenticate(link, secret):
+    """TLS handshake and check of the secret on the host's side, before anything is parsed.
+
+    From now on, everything until `set_silence_limit` must be complete within AUTHENTICATE_S. Raises ChannelClosedError
+    for a peer without the key.
+    """
+    link.set_deadline(time.monotonic() + AUTHENTICATE_S)
     link.handshake()
     if not hmac.compare_digest(link.read(SECRET_BYTES), secret):
-        raise ChannelClosedError("the secret is another")
+        raise ChannelClosedError("the secret is wrong")
 
 
 def connect(address, key):
-    """The joining side's: a Link to the host at (address, port), which has shown the certificate of the key.
+    """Connect the joining side to the host at (address, port), and check its certificate; returns the Link.
 
-    Raises ConfigError where another answers, before anything is sent to it; OSError where none does.
+    Raises ConfigError if the certificate is not the key's, before anything is sent; OSError if nobody answers.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE         # by its fingerprint instead, here below
-    secure = context.wrap_socket(socket.create_connection(address, HANDSHAKE_S))
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE         # verified by its fingerprint below
+    secure = context.wrap_socket(socket.create_connection(address, CONNECT_S))
     shown = hashlib.sha256(secure.getpeercert(binary_form=True)).digest()
     if not hmac.compare_digest(shown, key.fingerprint):
         secure.close()
-        raise ConfigError(f"What answers at {address[0]}:{address[1]} is not the host that this key is of. Copy the "
-                          f"key again: python -m xdit_backend key shows it there.")
+        raise ConfigError(f"Copy the key again, which python -m xdit_backend key shows on the host: the certificate of "
+                          f"{address[0]}:{address[1]} is not the one of this key.")
     secure.sendall(key.secret)
     return Link(secure)
 
@@ -179,14 +181,16 @@ def connect(address, key):
 
 class Link:
     """One encrypted connection. Several threads may send; one receives.
-    In use it goes one way, since TLS takes no two threads at once."""
+
+    It is used in one direction, since a TLS socket must not be used by two threads at once.
+    """
 
     def __init__(self, secure):
         self.raw, self._deadline_s = secure, math.inf
         self._sending, self._receiving = threading.RLock(), threading.RLock()
 
     def set_silence_limit(self, silence_s):
-        """From now on the other end counts as gone when nothing has come, or could be sent, for so long."""
+        """From now on, the other end counts as gone when nothing was received, or could be sent, for silence_s."""
         self._deadline_s = math.inf
         self.raw.settimeout(silence_s)
 
@@ -195,35 +199,35 @@ class Link:
         self._deadline_s = deadline_s
 
     def handshake(self):
-        """TLS's. Raises ChannelClosedError where it fails."""
+        """TLS handshake. Raises ChannelClosedError if it fails."""
         try:
             self._limit_wait()
-            self.raw.do_handshake()                            # the time-out is of all of it
+            self.raw.do_handshake()                            # the timeout covers all of it
         except (OSError, ValueError) as error:
-            raise ChannelClosedError(_words(error)) from error
+            raise ChannelClosedError(_describe(error)) from error
 
     def send(self, message, rank=MACHINE, content=b""):
-        """Send one of this module's messages, or, for a rank or from one, of protocol.messages;
-        and after a Piece its bytes."""
+        """Send one of this module's messages, or, to or from a rank, one of protocol.messages. content: a Piece's
+        bytes."""
         raw = encode(message, BETWEEN_MACHINES if rank == MACHINE else ADAPTERS)
         if len(raw) > MAX_BYTES:
-            raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes is more than a connection takes "
-                            f"({MAX_BYTES}).")
+            raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes exceeds a connection's limit of "
+                            f"{MAX_BYTES} bytes.")
         try:
             with self._sending:
                 for part in (HEADER.pack(rank, len(raw)) + raw, content):
-                    for start in range(0, len(part), SEND_BYTES):              # the time-out is of each
+                    for start in range(0, len(part), SEND_BYTES):              # the timeout covers each
                         self.raw.sendall(part[start:start + SEND_BYTES])
         except (OSError, ValueError) as error:                 # ValueError: it was closed meanwhile
-            raise ChannelClosedError(_words(error)) from error
+            raise ChannelClosedError(_describe(error)) from error
 
     def receive(self):
-        """Wait for (rank or MACHINE, message). Raises ChannelClosedError when the other end is gone,
-        or talks what is no message."""
+        """Wait for (rank or MACHINE, message). Raises ChannelClosedError if the other end is gone, or sends something
+        that is not a message."""
         rank, size = HEADER.unpack(self.read(HEADER.size))
         if size > MAX_BYTES or rank < MACHINE:
             self.close()
-            raise ChannelClosedError(f"a message of {size} bytes for rank {rank} came, which is none")
+            raise ChannelClosedError(f"invalid header: a message of {size} bytes for rank {rank}")
         try:
             return rank, decode(self.read(size), BETWEEN_MACHINES if rank == MACHINE else ADAPTERS)
         except ChannelClosedError:
@@ -233,7 +237,7 @@ class Link:
             raise ChannelClosedError(str(error)) from error
 
     def read(self, num_bytes):
-        """So many bytes, all of them."""
+        """Read exactly num_bytes."""
         content = bytearray(num_bytes)
         view = memoryview(content)
         try:
@@ -247,7 +251,7 @@ class Link:
         except ChannelClosedError:
             raise
         except (OSError, ValueError) as error:
-            raise ChannelClosedError(_words(error)) from error
+            raise ChannelClosedError(_describe(error)) from error
         return bytes(content)
 
     def _limit_wait(self):
@@ -258,19 +262,19 @@ class Link:
             self.raw.settimeout(left_s)
 
     def end(self):
-        """End both directions, so that threads that wait in it wake up; one of them has to close it."""
+        """Shut down both directions, which wakes threads that wait in it; one of them must close it."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.raw, socket.SHUT_RDWR)
 
     def close(self):
-        """End both directions; may be called twice, and while others send and receive."""
+        """Shut down and close; may be called twice, and while other threads send and receive."""
         self.end()
         with self._sending, self._receiving:
             self.raw.close()
 
 
 def ping(link, is_over):
-    """Give signs of life until the Event is_over, or the link ends."""
+    """Send Pings until the Event is_over is set, or the link is closed."""
     with contextlib.suppress(ChannelClosedError):
         while not is_over.wait(silence_s() / PINGS):
             link.send(Ping())
@@ -281,11 +285,11 @@ def silence_s():
 
 
 def is_name(text):
-    """May a machine have this name?"""
+    """Whether this is a valid name of a machine."""
     return re.fullmatch(MACHINE_NAME, text) is not None
 
 
-def _words(error):
+def _describe(error):
     if isinstance(error, TimeoutError):
-        return "nothing came over the connection any more"
+        return "the connection timed out"
     return f"the connection broke ({type(error).__name__}: {error})"

@@ -1,5 +1,4 @@
-"""What is in model files, as a digest: the same content has the same one on every machine,
-whatever its name and place."""
+"""Digests of model files, by which a file is identified across machines whatever its name and folder."""
 
 import hashlib
 import os
@@ -13,15 +12,15 @@ SUFFIXES = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".bin")
 
 
 class Contents:
-    """Digests of files, each read once for as long as its size and time stay."""
+    """Cached digests of files; a file is read again only if its size or modification time changes."""
 
     def __init__(self):
         self._known = {}                                       # (path, size, time) -> SHA-256
 
     def of(self, path, on_read=lambda done, total: None):
-        """The content of a file, or of what is read of a diffusers folder: "BYTES-SHA256".
+        """Digest of a file, or of the files used of a diffusers folder: "BYTES-SHA256".
 
-        on_read(bytes, of how many) is called now and then, and may raise to give up.
+        on_read(bytes read, total) is called repeatedly, and may raise to abort.
         """
         files = files_of(path)
         total, done, digests = sum(map(os.path.getsize, files)), 0, []
@@ -31,9 +30,9 @@ class Contents:
             if key not in self._known:
                 digest = hashlib.sha256()
                 with open(file, "rb", buffering=0) as opened:
-                    while part := opened.read(READ_BYTES):
-                        digest.update(part)
-                        done += len(part)
+                    while chunk := opened.read(READ_BYTES):
+                        digest.update(chunk)
+                        done += len(chunk)
                         on_read(min(done, total), total)
                 self._known[key] = digest.hexdigest()
             digests.append((os.path.basename(file), self._known[key]))
@@ -41,32 +40,32 @@ class Contents:
         return f"{total}-{digest}"
 
     def find(self, name, content, folders, on_read=lambda done, total: None):
-        """The path of what has this content, whose name may be another; None: there is none."""
+        """Path of the file or folder with this digest, preferably of this name; None if there is none."""
         every = candidates(name, int(content.partition("-")[0]), folders)
         return next((path for path in every if self.of(path, on_read) == content), None)
 
 
 def candidates(name, num_bytes, folders):
-    """Paths below folders that could be it, by the size of what is read of them: those of the same name first."""
+    """Paths below folders whose files have num_bytes in total, those of the same name first."""
     found = []
     for folder in folders:
-        for place, inner, files in os.walk(folder, followlinks=True):
-            models = [one for one in inner if _is_folder(Path(place, one))]
+        for parent, inner, files in os.walk(folder, followlinks=True):
+            models = [one for one in inner if _is_folder(Path(parent, one))]
             for one in models + [file for file in files if file == name or file.lower().endswith(SUFFIXES)]:
-                parts = files_of(Path(place, one))
-                if all(map(os.path.isfile, parts)) and sum(map(os.path.getsize, parts)) == num_bytes:
-                    found.append(os.path.join(place, one))
+                model_files = files_of(Path(parent, one))
+                if all(map(os.path.isfile, model_files)) and sum(map(os.path.getsize, model_files)) == num_bytes:
+                    found.append(os.path.join(parent, one))
     return sorted(found, key=lambda path: os.path.basename(path) != name)
 
 
 def same_name(name, folders):
-    """Paths below folders of this name, whatever is in them."""
-    return [os.path.join(place, name) for folder in folders for place, inner, files in os.walk(folder, followlinks=True)
-            if name in files or name in inner]
+    """Paths of this name below folders, whatever their contents."""
+    return [os.path.join(parent, name) for folder in folders
+            for parent, inner, files in os.walk(folder, followlinks=True) if name in files or name in inner]
 
 
 def _is_folder(folder):
-    """Is it a diffusers folder with a diffusion model, or one?"""
+    """Whether it is a diffusers folder of a pipeline, or of a diffusion model."""
     try:
         return bool(files_of(folder))
     except CheckpointError:

@@ -1,8 +1,8 @@
-"""Lend this machine's devices to ComfyUI on another one.
+"""Lend this machine's devices to ComfyUI on another machine.
 
-`python -m xdit_backend key` shows there what to run here. This stays until it is stopped, and joins again when the
-other machine was away. The model files have to be here too, below one of the --models folders; their names may differ,
-their content may not.
+`python -m xdit_backend key` shows the command to run here. It runs until it is stopped, and joins again after the other
+machine was unavailable. The model files must be on this machine too, below one of the --models folders, with the same
+contents; their names may differ.
 """
 
 import contextlib
@@ -48,31 +48,32 @@ from .remote_workers import POLL_S, Workers, say
 from .tls_keys import read_key
 
 RETRY_S = 2.0
+
+
 def add_arguments(parser):
-    parser.add_argument("address", help="of the host: 192.168.1.10:29431")
-    parser.add_argument("name", help="of this machine, as the host's devices call it: other-pc")
-    parser.add_argument("key", nargs="?", help="as python -m xdit_backend key shows it on the host. Without it, it is "
-                                               "asked for, or read from standard input where that is not a terminal, "
-                                               "so that it is in neither the shell's history nor the process list")
+    parser.add_argument("address", help="address of the host: 192.168.1.10:29431")
+    parser.add_argument("name", help="name of this machine in the devices setting: other-pc")
+    parser.add_argument("key", nargs="?", help="key that python -m xdit_backend key shows on the host; if omitted, it "
+                                               "is read from the terminal or standard input, which keeps it out of "
+                                               "the shell's history and the process list")
     parser.add_argument("--models", nargs="+", type=Path, metavar="FOLDER", default=[],
-                        help="folders with the model files; without it, models/ of the ComfyUI in whose custom_nodes "
-                             "this is")
+                        help="folders with the model files; default: models/ of the ComfyUI in whose custom_nodes "
+                             "this is installed")
 
 
 def main(options):
     if sys.platform == "win32":
-        raise ConfigError("xDiT's workers run on Linux, and this is Windows: run this inside WSL2.")
+        raise ConfigError("Run this inside WSL2: xDiT's workers run on Linux, and this is Windows.")
     timeouts.check()
     address = read_address(options.address)
     if not is_name(options.name):
-        raise ConfigError(f'"{options.name}" is no name for a machine: small letters, digits, dots and hyphens, as '
-                          f'"other-pc".')
+        raise ConfigError(f'Use small letters, digits, dots and hyphens, such as "other-pc": "{options.name}" is not a '
+                          f"name of a machine.")
     folders = options.models or [folder for folder in (ROOT.parent.parent / "models",) if folder.is_dir()]
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing or not folders:
-        raise ConfigError(f"There is no folder {', '.join(missing)}." if missing else
-                          "Say where the model files are on this machine: add --models and their folder to the "
-                          "command.")
+        raise ConfigError(f"Set --models to existing folders: there is no folder {', '.join(missing)}." if missing else
+                          "Add --models and the folder of the model files on this machine to the command.")
     preflight.check_versions()
     key = read_key(_requested_key() if options.key is None else options.key)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
@@ -91,13 +92,13 @@ def _requested_key():
     if not sys.stdin.isatty():
         return sys.stdin.readline().strip()
     try:
-        return getpass.getpass("Key, which python -m xdit_backend key shows on the host: ").strip()
+        return getpass.getpass("Key (shown on the host by python -m xdit_backend key): ").strip()
     except (EOFError, KeyboardInterrupt):
         return ""
 
 
 def _keep_joining(address, key, name, folders, sessions, supervisor):
-    """Join, and join again. sessions: where those are put that may have something to end."""
+    """Join repeatedly. sessions: list of the sessions to close at exit."""
     contents, last_output = Contents(), ""
     while True:
         session = Joined(address, key, name, folders, contents, supervisor)
@@ -106,27 +107,27 @@ def _keep_joining(address, key, name, folders, sessions, supervisor):
             session.join()
             say(f"{name} has joined {address[0]}:{address[1]}, and waits for work. Keep this running.")
             last_output = ""
-            # and then joins once more: another group may want devices here too
+            # then joins once more: another group may use devices of this machine too
             session.wait_until_used()
         except (OSError, ChannelClosedError) as error:
             session.close()
-            words = (f"{address[0]}:{address[1]} cannot be reached ({error}). Is ComfyUI running there? Trying again "
-                     f"until it can.")
-            if words != last_output:
-                say(words)
-            last_output = words
+            text = (f"{address[0]}:{address[1]} cannot be reached ({error}). Check that ComfyUI is running there. "
+                    f"Retrying.")
+            if text != last_output:
+                say(text)
+            last_output = text
             time.sleep(RETRY_S)
 
 
 class Joined:
-    """This machine's end of one session: from joining until the host is gone, or its group has ended."""
+    """This machine's side of one session, from joining until the host is gone or its group has ended."""
 
     def __init__(self, address, key, name, folders, contents, supervisor):
         self._address, self._key, self._name, self._folders, self._contents = address, key, name, folders, contents
         self.supervisor = supervisor
         self._links, self._over, self._used = [], threading.Event(), threading.Event()
-        self._found = {}                                       # path on the host -> (path here, state of its files)
-        self._ahead_s = 0.0                                    # the host's clock before this machine's
+        self._found = {}                                       # path on the host -> (local path, state of its files)
+        self._ahead_s = 0.0                                    # the host's clock minus this machine's
         self._workers: Workers | None = None
         self._ending = threading.Lock()
 
@@ -135,26 +136,26 @@ class Joined:
         return self._over.is_set() and self._workers is None
 
     def join(self):
-        """Connect. Raises OSError or ChannelClosedError where nobody answers, ConfigError where the host refuses."""
+        """Connect. Raises OSError or ChannelClosedError if nobody answers, ConfigError if the host rejects it."""
         gpus = {f"cuda:{index}": gpu_of(f"cuda:{index}")
                  for index in range(preflight.num_cuda_devices())} | {"cpu": gpu_of("cpu")}
         requested_s = time.perf_counter()
-        self._commands, welcome = self._connect(JoinRequest("machine", "", self._name, versions(), gpus))
-        self._ahead_s = welcome.clock_s - (requested_s + time.perf_counter()) / 2
-        self.replies, _ = self._connect(JoinRequest("replies", welcome.session))
+        self._commands, accepted = self._connect(JoinRequest("machine", "", self._name, versions(), gpus))
+        self._ahead_s = accepted.clock_s - (requested_s + time.perf_counter()) / 2
+        self.replies, _ = self._connect(JoinRequest("replies", accepted.session))
         for link in (self._commands, self.replies):
             link.set_silence_limit(silence_s())
         threading.Thread(target=ping, args=(self.replies, self._over), daemon=True).start()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def wait_until_used(self):
-        """Wait until the host has started workers here. Raises ChannelClosedError when it is gone before."""
+        """Wait until the host has started workers here. Raises ChannelClosedError if it is gone before that."""
         while not self._used.wait(POLL_S):
             if self._over.is_set():
                 raise ChannelClosedError("the connection was closed")
 
     def close(self):
-        """End the connection and the workers. May be called by several threads."""
+        """Close the connection and end the workers. Thread-safe."""
         self._over.set()
         for link in self._links:
             link.close()
@@ -163,27 +164,27 @@ class Joined:
                 self._workers.close()
                 self._workers = None
 
-    def _connect(self, hello):
-        """(Link, Welcome)"""
+    def _connect(self, join_request):
+        """(Link, JoinAccepted)"""
         link = connect(self._address, self._key)
         link.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._links.append(link)
-        link.send(hello)
+        link.send(join_request)
         _, answer = link.receive()
         if isinstance(answer, Refused):
-            raise (ConfigError if hello.purpose == "machine"
-                   else ChannelClosedError)(f"The host refuses this machine: {answer.reason}")
+            raise (ConfigError if join_request.purpose == "machine"
+                   else ChannelClosedError)(f"The host rejected this machine: {answer.reason}")
         if not isinstance(answer, JoinAccepted):
-            raise ChannelClosedError(f"{type(answer).__name__} is no welcome")
+            raise ChannelClosedError(f"unexpected answer {type(answer).__name__} to a JoinRequest")
         return link, answer
 
     def _serve(self):
-        """Heed the host until it is gone."""
+        """Execute the host's messages until it is gone."""
         try:
             while True:
                 rank, message = self._commands.receive()
                 if rank != MACHINE:
-                    self._workers.give(rank, self._of_here(message))
+                    self._workers.give(rank, self._localised(message))
                 elif isinstance(message, Start):
                     self._start(message)
                 elif isinstance(message, Find):
@@ -193,13 +194,13 @@ class Joined:
                 elif isinstance(message, Piece):
                     self._workers.fill(self._commands, message)
                 elif not isinstance(message, Ping):
-                    raise XDiTError(f"{type(message).__name__} is nothing that a host asks for")
+                    raise XDiTError(f"unexpected message {type(message).__name__}")
         except ChannelClosedError as error:
             if self._used.is_set():
                 say(f"the host's group has ended ({error}).")
         except (XDiTError, KeyError, AttributeError, OSError) as error:
-            # out of its order, or of a rank that is not here
-            say(f"what the host asked for cannot be done: {type(error).__name__}: {error}")
+            # a message out of order, or for a rank of another machine
+            say(f"the host's request failed: {type(error).__name__}: {error}")
         finally:
             self.close()
 
@@ -213,7 +214,7 @@ class Joined:
         self._used.set()
 
     def report_end(self, rank, reason, lines):
-        """Tell the host why there will be no workers here, or no more, and end the session."""
+        """Report to the host why the workers could not start, or have ended, and close the session."""
         if not self._over.is_set():
             say(f"rank {rank}: {reason}")
             with contextlib.suppress(ChannelClosedError):
@@ -226,7 +227,7 @@ class Joined:
     # --- files ---
 
     def _find(self, find):
-        """Look for the file that the host has, and tell it."""
+        """Find the host's file on this machine, and reply."""
         name = Path(find.path.rstrip("/")).name
         last_s = 0.0
 
@@ -247,16 +248,16 @@ class Joined:
                 self.replies.send(Found(find.path))
 
     def _why_missing(self, name):
-        places = ", ".join(map(str, self._folders))
+        folders = ", ".join(map(str, self._folders))
         others = same_name(name, self._folders)
         if others:
-            return (f"{others[0]} has another content than {name} on the machine with ComfyUI. Copy that file to this "
-                    f"machine, or delete the one that is not the same.")
-        return (f"no file here has the content of {name}. Copy it to this machine, into {places}, or name its folder "
-                f"with --models.")
+            return (f"copy {name} from the machine with ComfyUI to this machine, or delete the outdated one: "
+                    f"{others[0]} has other contents.")
+        return (f"copy {name} to this machine, into {folders}, or add its folder to --models: no file here has its "
+                f"contents.")
 
-    def _of_here(self, command):
-        """A command as it is meant on this machine: with the paths of its files here, and times of its clock."""
+    def _localised(self, command):
+        """A command with the paths of its files on this machine, and times of this machine's clock."""
         if isinstance(command, messages.LoadModel):
             path, state = self._found[command.spec.path]
             return dataclasses.replace(command, spec=dataclasses.replace(command.spec, path=path, state=state))
@@ -265,7 +266,7 @@ class Joined:
         return command
 
     def of_host(self, done):
-        """A Done with the times of the host's clock."""
+        """A Done with times of the host's clock."""
         spans = [dataclasses.replace(span, start_s=span.start_s + self._ahead_s, end_s=span.end_s + self._ahead_s)
                  for span in done.spans]
         return dataclasses.replace(done, spans=spans)

@@ -1,5 +1,7 @@
-"""A file next to the key: the address at which ComfyUI listens for other machines, and those that it has waited for.
-It has nothing secret."""
+"""File next to the key with the address at which ComfyUI listens, and the names of machines that it has waited for.
+
+It contains nothing secret.
+"""
 
 import os
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ class Listening:
 
     @classmethod
     def read(cls, folder):
-        """That of a folder; None: there is none."""
+        """Read the file in a folder; returns None if there is none."""
         try:
             address, *names = (Path(folder) / FILE).read_text(encoding="utf-8").split()
         except (OSError, ValueError):
@@ -25,7 +27,7 @@ class Listening:
         return cls(address, tuple(names))
 
     def write(self, folder):
-        """Raises OSError."""
+        """Write the file into a folder, atomically. Raises OSError."""
         unfinished = Path(folder) / f"{FILE}.new"
         with open(unfinished, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write("\n".join((self.address, *self.names)))

@@ -1,5 +1,4 @@
-"""The host's end of one machine that has joined: from its joining until its workers end.
-Made by the listener, used by the launcher."""
+"""The host's side of the session of a joined machine, from joining until its workers end."""
 
 import contextlib
 import logging
@@ -32,30 +31,29 @@ from .store_access import StoreAccess
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-COMPLETE_S = 30.0                          # from the first connection of a machine until the second, which may wait
-MAX_ANSWERS = 16                           # about a file, that nobody has read yet
+COMPLETE_S = 30.0                          # from a machine's first connection until the second, which may be queued
+MAX_ANSWERS = 16                           # unread answers about a file
 
 
 class Session:
-    """One machine, which takes commands over one link and answers over another.
+    """One machine, which receives commands over one link and replies over another.
 
-    name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. on_end(): called when it has
-    ended.
+    name: in the devices setting. gpus: {device: (name, memory in bytes)}. on_end(): called when the session has ended.
     """
 
     def __init__(self, name, token, gpus, commands, on_end=lambda: None):
         self.name, self.token, self.gpus = name, token, gpus
         self.is_used = False                                   # a group has reserved it
         self._store: StoreAccess | None = None                 # of that group, once it starts
-        self.address = commands.raw.getsockname()[0]           # of the host, as that machine reaches it
-        self.ended = ""                                        # why, in words, once it has
+        self.address = commands.raw.getsockname()[0]           # of the host, as seen by that machine
+        self.ended = ""                                        # reason of the end
         self._on_end = on_end
         self._commands: Link = commands
         self._replies: Link | None = None
         self._is_over, self._began_s = threading.Event(), time.monotonic()
         self._inner, self._open, self._lines = {}, {}, {}
-        self._lock = threading.Lock()                          # of _open, and of the order of what is sent
-        self._wanted, self._answers = "", queue.Queue(MAX_ANSWERS)         # path that is looked for; what it says
+        self._lock = threading.Lock()                          # for _open, and for the order of messages
+        self._wanted, self._answers = "", queue.Queue(MAX_ANSWERS)         # path of the pending Find; its answers
 
     @property
     def is_open(self):
@@ -63,11 +61,11 @@ class Session:
 
     @property
     def is_late(self):
-        """Has the second connection not come in time?"""
+        """Whether the second connection is overdue."""
         return self._replies is None and not self._is_over.is_set() and time.monotonic() - self._began_s > COMPLETE_S
 
     def answer_over(self, replies):
-        """It answers over this link: now it is complete."""
+        """Add the link for replies, which completes the session."""
         for link in (self._commands, replies):
             link.set_silence_limit(silence_s())
         self._replies = replies
@@ -75,14 +73,14 @@ class Session:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def reserve(self):
-        """A group is to start on it: no other may."""
+        """Reserve the session for one group."""
         self.is_used = True
 
     def start(self, devices, store_path, variables):
-        """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its
-        name.
+        """Start the machine's workers; returns {rank: Channel to it}.
 
-        store_path: of the group's FileStore. variables: of preflight.fallbacks.
+        devices: of all ranks of the group; this machine's begin with its name. store_path: of the group's FileStore.
+        variables: of preflight.fallbacks.
         """
         self._store = StoreAccess(store_path)
         ranks = [rank for rank, device in enumerate(devices) if machine_of(device) == self.name]
@@ -95,9 +93,9 @@ class Session:
         return channels
 
     def find(self, path, content, check, on_read):
-        """See that it has the model file of this path here, by its content.
+        """Verify that the machine has a model file with these contents. path: on the host.
 
-        Raises CheckpointError where it does not, with what to do; ChannelClosedError when it is lost.
+        Raises CheckpointError if it has none, ChannelClosedError if the machine is lost.
         """
         self._wanted, self._answers = path, queue.Queue(MAX_ANSWERS)
         self._commands.send(Find(path, content))
@@ -117,11 +115,11 @@ class Session:
                 return
 
     def last_lines(self, rank):
-        """What it printed last where a rank of it ended; "" where it printed nothing."""
+        """Last lines of output of a rank of it that ended; "" if there are none."""
         return self._lines.get(rank, "")
 
     def close(self, why="the group was ended"):
-        """End the connection, upon which the other machine ends its workers and joins anew. May be called twice."""
+        """Close the connection, upon which the machine ends its workers and joins again. May be called twice."""
         self.ended = self.ended or why
         if not self._is_over.is_set():
             self._is_over.set()
@@ -135,7 +133,7 @@ class Session:
     # --- to the machine ---
 
     def _pass_on(self, rank):
-        """Send a rank the commands that the launcher has for it."""
+        """Forward the launcher's commands to a rank."""
         try:
             while True:
                 command = self._inner[rank].receive()
@@ -145,11 +143,11 @@ class Session:
                     self._commands.send(command, rank)
         except ChannelClosedError as error:
             self.close(str(error))
-        except XDiTError as error:                             # a segment was removed, since the group ends
+        except XDiTError as error:                             # a segment was removed because the group ends
             self.close(str(error))
 
     def _fill(self, command):
-        """Send the tensors that a command reads, before it."""
+        """Send the input tensors of a command before the command."""
         pending_command = self._open[command.request] = segment_transfer.pending_command(command, self._inner)
         for path, segment in pending_command.segments.items():
             if path not in pending_command.results:
@@ -165,11 +163,11 @@ class Session:
                 if rank == MACHINE:
                     self._handle(message)
                 elif rank not in self._inner or getattr(message, "rank", None) != rank:
-                    raise XDiTError(f"{type(message).__name__} came of rank {rank}, which is not there")
+                    raise XDiTError(f"{type(message).__name__} from rank {rank}, which is not on that machine")
                 elif isinstance(message, StoreRequest):
                     self._commands.send(self._store.answer(message), rank)
                 elif not isinstance(message, Heartbeat) or self._inner[rank].has_capacity:
-                    # heartbeats that nobody reads would fill the channel, and this thread would stop reading the link
+                    # unread heartbeats would fill the channel and block this thread
                     self._inner[rank].send(message)
                     if isinstance(message, (Done, Failed)):
                         self._answered(rank, message.request)
@@ -184,7 +182,7 @@ class Session:
                 segment = next((each.segments[message.path] for each in self._open.values()
                                 if message.path in each.results), None)
             if segment is None:
-                raise XDiTError(f"a piece of {message.path} came, which is no result")
+                raise XDiTError(f"data for {message.path}, which is not a result")
             segment_transfer.receive(self._replies, message, segment)
         elif isinstance(message, (Searching, Found, Missing)):
             self._note_answer(message)
@@ -193,10 +191,10 @@ class Session:
             self.ended = self.ended or message.reason
             raise XDiTError(message.reason)
         elif not isinstance(message, Ping):
-            raise XDiTError(f"{type(message).__name__} is nothing that a machine tells the host")
+            raise XDiTError(f"unexpected message {type(message).__name__}")
 
     def _note_answer(self, answer):
-        """Keep what find() waits for. The rest is dropped: nobody would read it."""
+        """Queue an answer that find() waits for; drop others, which nobody would read."""
         if not self._wanted or isinstance(answer, Searching) and self._answers.qsize() >= MAX_ANSWERS - 1:
             return
         if not isinstance(answer, Searching):
@@ -216,7 +214,7 @@ class Session:
 
 
 def wait_for(found, deadline_s, check):
-    """What found() returns, once that is not None; None at the deadline (of time.monotonic)."""
+    """Poll found() until it returns something other than None; None at the deadline (of time.monotonic)."""
     while (made := found()) is None:
         check()
         if time.monotonic() > deadline_s:

@@ -1,5 +1,4 @@
-"""The workers of a machine that has joined another's group: starts them, gives them commands, passes on their answers,
-and ends them. Used by join.py."""
+"""Workers on a machine that has joined a remote host's group: their start, commands, replies and end."""
 
 import threading
 import time
@@ -15,7 +14,7 @@ from ..protocol.shared_memory import DTYPES, SegmentStore
 from . import segment_transfer
 
 POLL_S = 0.2
-NUM_LINES = 15                             # of a worker's output that the host gets where it ends
+NUM_LINES = 15                             # of an ended worker's output that are sent to the host
 
 
 def say(text):
@@ -27,8 +26,8 @@ class Workers:
 
     def __init__(self, start, ranks, session):
         self._ranks, self._session, self._is_over = ranks, session, threading.Event()
-        self._is_stopping = False                              # has the host told a worker here to stop?
-        # _local_segments: path on the host -> the Segment here; _open: request -> PendingCommand
+        self._is_stopping = False                              # the host has sent Stop
+        # _local_segments: path on the host -> local Segment; _open: request -> PendingCommand
         self._channels, self._local_segments, self._open = {}, {}, {}
         self._lock = threading.Lock()
         self.segments = SegmentStore()
@@ -37,7 +36,7 @@ class Workers:
             self._log_folder = logs.make(self.segments.folder.name, self.segments.overflow_folder / "logs")
             devices = [own_name(start.devices[rank]) for rank in ranks]
             if not devices:
-                raise WorkerStartError("none of the devices is of this machine")
+                raise WorkerStartError("none of the devices is on this machine")
             check_counts(devices, ",".join(devices))
             for warning in preflight.check(devices, (self.segments.folder, self.segments.overflow_folder)):
                 say(warning)
@@ -65,7 +64,7 @@ class Workers:
     # --- from the host ---
 
     def give(self, rank, command):
-        """Pass a command on to a rank, with the tensors here in the place of those of the host."""
+        """Forward a command to a rank, with local segments instead of the host's."""
         if isinstance(command, (messages.Abort, messages.Stop, messages.StoreReply)):
             self._is_stopping |= isinstance(command, messages.Stop)
             self._channels[rank].send(command)
@@ -74,17 +73,17 @@ class Workers:
             if command.request not in self._open:
                 self._open[command.request] = segment_transfer.pending_command(command, self._ranks,
                                                                                self._local_segment)
-            here = segment_transfer.replaced(command, self._local_segment)
-        self._channels[rank].send(here)
+            localised = segment_transfer.replaced(command, self._local_segment)
+        self._channels[rank].send(localised)
 
-    def fill(self, link, piece):
-        """Take in bytes of a tensor that a command to come reads."""
+    def fill(self, link, chunk):
+        """Receive a chunk (connections.Piece) of an input tensor of a following command."""
         with self._lock:
-            copy = self._local_segments[piece.path]
-        segment_transfer.receive(link, piece, copy)
+            copy = self._local_segments[chunk.path]
+        segment_transfer.receive(link, chunk, copy)
 
     def make(self, segment):
-        """Make room for a tensor of a command to come."""
+        """Create the local segment for an input tensor of a following command."""
         with self._lock:
             self._local_segment(segment)
 
@@ -96,18 +95,18 @@ class Workers:
     # --- from the workers ---
 
     def _watch(self):
-        """Let the workers in, and see that torchrun runs."""
-        num_greeted, signs = 0, StartMonitor(self._processes.pid, len(self._ranks), self._processes.workers)
+        """Accept the workers' connections, and monitor torchrun."""
+        num_connected, signs = 0, StartMonitor(self._processes.pid, len(self._ranks), self._processes.workers)
         while not self._is_over.is_set():
-            if num_greeted == len(self._ranks):
+            if num_connected == len(self._ranks):
                 self._is_over.wait(POLL_S)
             elif (channel := self._channel_listener.accept(POLL_S)) is not None:
-                num_greeted += 1
+                num_connected += 1
                 threading.Thread(target=self._listen, args=(channel,), daemon=True).start()
             if self._processes.has_ended and not self._is_over.is_set():
                 self._failed(self._ranks[0])
                 return
-            unheard = [rank for rank in self._ranks if rank not in self._channels]         # the host hears the others
+            unheard = [rank for rank in self._ranks if rank not in self._channels]     # the host monitors the others
             if unheard and (found := signs.silent(unheard, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
                 rank, who = ((unheard[0], "torchrun") if found[0] == TORCHRUN
                              else (found[0], f"the worker of rank {found[0]}"))
@@ -115,7 +114,7 @@ class Workers:
                 return
 
     def _failed(self, rank):
-        """A worker here has ended: say which one was the first, and how. One that was stopped needs no word."""
+        """Report the first worker that ended, and how, unless the host has stopped the workers."""
         if self._is_stopping:
             return
         rank, code = self._processes.first_failure() or (rank, None)
@@ -127,13 +126,13 @@ class Workers:
         return "\n".join(next(filter(None, texts), "").splitlines()[-NUM_LINES:])
 
     def _listen(self, channel):
-        """Pass on what one worker says."""
+        """Forward a worker's messages to the host."""
         rank = None
         try:
             while True:
                 message = channel.receive()
                 if message.rank not in self._ranks or rank not in (None, message.rank):
-                    raise XDiTError(f"a worker says that it is rank {message.rank}")
+                    raise XDiTError(f"a worker claims to be rank {message.rank}")
                 rank = message.rank
                 self._channels[rank] = channel
                 if isinstance(message, (messages.Done, messages.Failed)):
@@ -151,8 +150,7 @@ class Workers:
             self._session.report_end(rank if rank is not None else self._ranks[0], str(error), "")
 
     def _answer(self, rank, message):
-        """Pass an answer on, and before it what is there by now of the command's results:
-        what this rank has written, is."""
+        """Forward a reply, after the available results of its command, which include all that this rank has written."""
         replies = self._session.replies
         with self._lock:
             waiting = self._open.get(message.request)

@@ -1,9 +1,8 @@
-"""Tensors of commands on another machine: each segment has a copy there, which is filled before the command, and
-results come back.
+"""Transfer of commands' tensors between machines: each segment has a copy on the other machine, which is filled before
+the command, and results are sent back.
 
-A segment begins as zeros on every machine, and each of its elements is written by the ranks of one, or alike by
-several. So what one has is put to what another has by the bits that are set, piece by piece, and pieces of zeros need
-not travel.
+Segments start as zeros on every machine, and each element is written by the ranks of one machine only, or with equal
+values by several. Received chunks are therefore merged with a bitwise OR, and chunks of zeros are not sent.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ import torch
 
 from ..protocol.errors import XDiTError
 from ..protocol.shared_memory import Segment, map_segment
-from .connections import PIECE_BYTES, Piece
+from .connections import CHUNK_BYTES, Piece
 
 
 @dataclasses.dataclass
@@ -20,19 +19,19 @@ class PendingCommand:
     """A command that some ranks of a machine have not answered."""
 
     unanswered: set
-    segments: dict                 # path on the host -> the Segment here, of all its tensors
-    results: list                  # paths of those that the workers write
+    segments: dict                 # path on the host -> local Segment, of all its tensors
+    results: list                  # paths of the segments that the workers write
 
 
 def pending_command(command, ranks, here=lambda segment: segment):
-    """The PendingCommand of a command for these ranks. here(segment): the local segment that stands for the host's."""
+    """The PendingCommand of a command for these ranks. here(segment): local segment for one of the host's."""
     every = list(segments_of(command))
     return PendingCommand(set(ranks), {segment.path: here(segment) for segment, _ in every},
                 sorted({segment.path for segment, is_result in every if is_result}))
 
 
 def segments_of(value, is_result=False):
-    """(Segment, do the workers write it?) of each in a message."""
+    """Yield (Segment, whether the workers write it) for each in a message."""
     if isinstance(value, Segment):
         yield value, is_result
     elif dataclasses.is_dataclass(value):
@@ -44,7 +43,7 @@ def segments_of(value, is_result=False):
 
 
 def replaced(value, function):
-    """A message with function(segment) in the place of every Segment."""
+    """A message with every Segment replaced by function(segment)."""
     if isinstance(value, Segment):
         return function(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -62,21 +61,21 @@ def replaced(value, function):
 
 
 def send(link, path, segment):
-    """Send what is in a segment, by the path that it has on the host's machine."""
+    """Send the contents of a segment. path: on the host."""
     content = _bytes(segment)
-    for start in range(0, len(content), PIECE_BYTES):
-        part = content[start:start + PIECE_BYTES]
-        if part.any():
-            link.send(Piece(path, start, len(part)), content=part.numpy().tobytes())
+    for start in range(0, len(content), CHUNK_BYTES):
+        chunk = content[start:start + CHUNK_BYTES]
+        if chunk.any():
+            link.send(Piece(path, start, len(chunk)), content=chunk.numpy().tobytes())
 
 
-def receive(link, piece, segment):
-    """Put the bytes of a Piece, which follow it, into a segment. Raises XDiTError where they lie outside of it."""
-    content = torch.frombuffer(bytearray(link.read(piece.num_bytes)), dtype=torch.uint8)
-    there = _bytes(segment)
-    if piece.start + piece.num_bytes > len(there):
-        raise XDiTError(f"{piece.num_bytes} bytes from {piece.start} on are outside of a tensor of {len(there)} bytes")
-    there[piece.start:piece.start + piece.num_bytes] |= content
+def receive(link, chunk, segment):
+    """Read the bytes of a Piece, which follow it, into a segment. Raises XDiTError if they lie outside of it."""
+    content = torch.frombuffer(bytearray(link.read(chunk.num_bytes)), dtype=torch.uint8)
+    target = _bytes(segment)
+    if chunk.start + chunk.num_bytes > len(target):
+        raise XDiTError(f"{chunk.num_bytes} bytes from {chunk.start} on are outside of a tensor of {len(target)} bytes")
+    target[chunk.start:chunk.start + chunk.num_bytes] |= content
 
 
 def _bytes(segment):

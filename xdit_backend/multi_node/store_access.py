@@ -1,4 +1,4 @@
-"""Access of one joined machine's ranks to the c10d store of the group, which is a FileStore on the host.
+"""Access of a joined machine's ranks to the group's c10d store, which is a FileStore on the host.
 
 gloo and NCCL exchange addresses and communicator ids through it: raw bytes, which nothing here interprets.
 """
@@ -10,12 +10,12 @@ import torch.distributed as dist
 from ..protocol.errors import XDiTError
 from ..protocol.messages import StoreReply
 
-MAX_BYTES = 2 ** 26                        # written by one machine in the life of a group: the file only grows
-TIMEOUT_S = 5                              # of one access to the file, of which none waits for a key
+MAX_BYTES = 2 ** 26                        # limit of one machine's writes to a group's file, which only grows
+TIMEOUT_S = 5                              # of one access to the file, none of which waits for a key
 
 
 class StoreAccess:
-    """Executes StoreRequests on the store in this file. Not thread-safe: one thread answers a machine."""
+    """Executes StoreRequests on a FileStore. Not thread-safe: one thread serves a machine."""
 
     def __init__(self, path):
         self._store = dist.FileStore(str(path), -1)            # -1: it never removes the file
@@ -23,7 +23,7 @@ class StoreAccess:
         self._written_bytes = 0
 
     def answer(self, request):
-        """The StoreReply to a request. Raises XDiTError when the machine has written more than any group needs."""
+        """Execute a request; returns the StoreReply. Raises XDiTError for invalid requests, and beyond MAX_BYTES."""
         keys = [*request.keys]
         if request.operation not in ("check", "num_keys") and len(keys) != 1:
             raise XDiTError(f'the store operation "{request.operation}" came with {len(keys)} keys instead of one')
@@ -33,7 +33,7 @@ class StoreAccess:
                 raise XDiTError(f"it wrote more than {MAX_BYTES // 2 ** 20} MB into the store of the group")
         try:
             value, count = self._execute(request, keys)
-        except (RuntimeError, ValueError) as error:            # the group ends, or "add" to what is not a number
+        except (RuntimeError, ValueError) as error:            # the group ends, or "add" to a non-number
             return StoreReply(request.number, error=str(error))
         return StoreReply(request.number, value.hex(), count)
 

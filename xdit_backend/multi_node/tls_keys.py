@@ -1,5 +1,4 @@
-"""The key that a person copies from the host to a machine that joins, and the certificate that it belongs to. Used by
-connections.py, the listener and join."""
+"""The key that the user copies from the host to a machine that joins, and its TLS certificate."""
 
 import base64
 import hashlib
@@ -18,10 +17,10 @@ CERTIFICATE, PRIVATE_KEY, SECRET = "certificate.pem", "private-key.pem", "secret
 
 @dataclass(frozen=True)
 class Key:
-    """What a machine needs to join: by it the host is known, and the host knows it."""
+    """Credentials of a machine to join: they authenticate the host to it, and it to the host."""
 
     fingerprint: bytes             # SHA-256 of the host's certificate
-    secret: bytes = field(repr=False)                          # so that it is in no traceback or log
+    secret: bytes = field(repr=False)                          # kept out of tracebacks and logs
 
     @property
     def text(self):
@@ -29,31 +28,33 @@ class Key:
 
 
 def read_key(text):
-    """The Key that a user has pasted. Raises ConfigError for other text."""
+    """Parse the Key that a user has pasted. Raises ConfigError for other text."""
     try:
         raw = base64.urlsafe_b64decode(text)
     except ValueError:
         raw = b""
     if len(raw) != FINGERPRINT_BYTES + SECRET_BYTES:
         raise ConfigError(f"Copy the whole key again, which has 64 characters: python -m xdit_backend key shows it on "
-                          f"the machine with ComfyUI. {len(text)} characters were given, which are not a key.")
+                          f"the machine with ComfyUI. These {len(text)} characters are not a key.")
     return Key(raw[:FINGERPRINT_BYTES], raw[FINGERPRINT_BYTES:])
 
 
 def key_folder(comfyui):
-    """The folder of the key in that of ComfyUI, with its usual user folder."""
+    """Folder of the key in ComfyUI's default user folder."""
     return Path(comfyui) / "user" / "xdit" / "machines"
 
 
 def identity(folder):
-    """The host's Key, with its certificate and secret in a private folder; made where there is none.
-    Raises ConfigError without openssl."""
+    """Read the host's Key, with its certificate and secret, from a private folder, after creating it if necessary.
+
+    Raises ConfigError without openssl.
+    """
     folder = Path(folder)
     try:
         return _identity(folder)
     except OSError as error:
-        raise ConfigError(f"Give this user room in {folder}, and leave to write there: the key by which other "
-                          f"machines join cannot be kept ({error}).") from error
+        raise ConfigError(f"Allow this user to write to {folder}, and free some space there: the key for other "
+                          f"machines to join cannot be stored ({error}).") from error
 
 
 def _identity(folder):
@@ -66,12 +67,12 @@ def _identity(folder):
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, umask=0o077)
         except FileNotFoundError:
-            raise ConfigError("Install openssl, such as with apt install openssl, which makes the certificate for "
-                              "other machines: they join over TLS, and it is not here.") from None
+            raise ConfigError("Install openssl, such as with apt install openssl: other machines join over TLS, and "
+                              "openssl, which creates the certificate, is not installed.") from None
         except (subprocess.SubprocessError, OSError) as error:
-            raise ConfigError(f"openssl could not make a certificate for other machines to join: "
+            raise ConfigError(f"openssl could not create a certificate for other machines to join: "
                               f"{getattr(error, 'stderr', None) or error}") from error
-        # on a full disk it ends up shorter, and would be a key that others know
+        # on a full disk the file would be too short, and a secret that others could guess
         unfinished = folder / f"{SECRET}.new"
         with open(unfinished, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(secrets.token_bytes(SECRET_BYTES))
@@ -80,7 +81,7 @@ def _identity(folder):
 
 
 def read_identity(folder):
-    """The Key of a folder; None: none was made there. Raises ConfigError where this user may not read it."""
+    """Read the Key of a folder; None if there is none. Raises ConfigError if this user may not read it."""
     try:
         return _read(Path(folder))
     except FileNotFoundError:
@@ -96,9 +97,9 @@ def _read(folder):
 
 
 def server_context(folder):
-    """What the host meets others with, of the folder of its `identity`."""
+    """TLS context of the host's Listener, with the certificate in the folder of `identity`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(Path(folder) / CERTIFICATE, Path(folder) / PRIVATE_KEY)
-    context.num_tickets = 0                                    # who only sends would never read them
+    context.num_tickets = 0                                    # a peer that only sends would never read them
     return context

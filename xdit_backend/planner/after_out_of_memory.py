@@ -1,5 +1,4 @@
-"""Settings with which a run would fit whose memory has run out: the estimates, scaled to what was measured. Pure
-arithmetic."""
+"""Settings that would fit after a run was out of memory, by estimates scaled to the measured use. Pure arithmetic."""
 
 from dataclasses import dataclass, replace
 
@@ -14,8 +13,8 @@ AXES = "cfg", "data", "ulysses", "ring", "tensor", "displaced", "pipefusion"
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of the rank whose memory ran out: of weights; of the run, with what it had asked for last; of its device,
-    for both."""
+    """Bytes of the rank that ran out of memory: of its weights; of the run, including the failed request; of its
+    device, available for both."""
 
     device: str
     weights: float
@@ -23,12 +22,12 @@ class Measured:
     total: float
 
     def factor(self, estimate):
-        """How many times the estimate of a run, a Memory, it took; at least 1."""
+        """Ratio of the measured use to a run's estimate, a Memory; at least 1."""
         return max(1.0, self.run / max(1.0, estimate.keys_values + estimate.activations))
 
 
 def sizes_that_fit(measured, latents, hints):
-    """[text] of how many images and how large ones would fit, and of other settings. hints: of one rank's weights."""
+    """Numbers and sizes of images, and other settings, that would fit: [text]. hints: for one rank's weights."""
     factor = measured.factor(latents.memory())
 
     def scaled(needed):
@@ -41,8 +40,8 @@ def sizes_that_fit(measured, latents, hints):
 
 @dataclass(frozen=True)
 class Method:
-    """degrees: under which memory ran out. refused: methods that the family does not support. may_differ: are results
-    allowed that are not exact?"""
+    """Constraints on other layouts. degrees: of the run that was out of memory. refused: methods that the family does
+    not support. may_differ: allow approximate results."""
 
     degrees: Degrees
     refused: tuple = ()
@@ -56,8 +55,8 @@ class Method:
 
 
 def layouts_that_fit(measured, dims, job, method, settings=DEFAULT_SETTINGS, has_all_weights=True):
-    """[text] of the other layout of the same devices that takes least memory, an exact one where there is such; []
-    where none fits. has_all_weights: were all weights of the rank on its device?"""
+    """The other layout of the same devices that needs least memory, preferably an exact one: [text], or [] if none
+    fits. has_all_weights: all weights of the rank were resident."""
     num_devices, current = method.degrees.devices, rank_memory(dims, job, method.degrees, settings)
     factor = measured.factor(current)
     of_weights = measured.weights / current.weights if has_all_weights and current.weights else 1.0

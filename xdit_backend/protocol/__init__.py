@@ -1,1 +1,1 @@
-"""What the host and the workers say to each other: messages, segments of shared memory, channels, errors."""
+"""Protocol between host and workers: messages, shared memory segments, channels and errors."""

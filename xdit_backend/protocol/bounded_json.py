@@ -1,7 +1,7 @@
-"""JSON from files and requests, parsed within limits that are checked before any of it is parsed.
+"""JSON parser with limits on size, nesting and digits, which are checked before the text is parsed.
 
-Python's parser has no limit of its own on the number of values, and before 3.11 none on digits: a few megabytes of
-brackets or digits hold the GIL for seconds.
+Python's parser has no limit on the number of values, and before 3.11 none on digits: a few megabytes of brackets or
+digits would block the GIL for seconds.
 """
 
 import collections
@@ -9,7 +9,7 @@ import json
 import re
 
 MAX_DEPTH = 16
-MAX_DIGITS = 32                            # of a number; 64 bits have 20, and a float written in full has 17
+MAX_DIGITS = 32                            # of a number; a 64-bit integer has 20, a float in full precision 17
 MAX_SHOWN = 60                             # characters of a value that an error quotes
 
 STRING = re.compile(rb'"[^"]*"?')          # where no quote is escaped
@@ -18,12 +18,12 @@ OTHER_THAN_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def parse_json(raw, max_bytes, max_values):
-    """The value that these bytes are the JSON of. Raises ValueError for anything else, and for what is over a limit.
+    """Parse JSON bytes. Raises ValueError for invalid JSON, for repeated names, and for what exceeds a limit.
 
-    max_values: of lists, objects, their items and their names together, as an upper bound.
+    max_values: upper bound of all lists, objects, items and names together.
     """
     if len(raw) > max_bytes:
-        raise ValueError(f"{len(raw):,} bytes of JSON, and at most {max_bytes:,} are read")
+        raise ValueError(f"{len(raw):,} bytes of JSON, at most {max_bytes:,} are allowed")
     unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     if unescaped.count(b'"') // 2 > max_values + 1:
         raise ValueError(f"more than {max_values + 1:,} strings")
@@ -36,15 +36,15 @@ def parse_json(raw, max_bytes, max_values):
     for _ in range(MAX_DEPTH):
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     if brackets:
-        raise ValueError(f"brackets without their end, or more than {MAX_DEPTH} within each other")
+        raise ValueError(f"unclosed brackets, or more than {MAX_DEPTH} levels")
     value = json.loads(raw.decode(), object_pairs_hook=_unique)
-    if b"\\ud" in raw.lower():                                 # half of a surrogate pair is no text
+    if b"\\ud" in raw.lower():                                 # a lone surrogate cannot be encoded
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
 def shown(value):
-    """A value of a file or request as an error quotes it."""
+    """A value's repr, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 

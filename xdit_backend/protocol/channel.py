@@ -1,7 +1,7 @@
-"""One authenticated connection between the host and one worker, carrying messages.
+"""Authenticated connection between the host and one worker, which carries messages.
 
-It is a socket file in the group's private folder. Both ends prove that they hold the group's key (HMAC challenge of
-multiprocessing.connection); nothing is pickled.
+It is a Unix domain socket in the group's private folder. Both ends prove that they have the group's key (HMAC challenge
+of multiprocessing.connection); nothing is pickled.
 """
 
 import logging
@@ -22,7 +22,7 @@ from .messages import decode, encode
 
 log = logging.getLogger(__name__)
 
-# of a message; the largest ones name the tensors of a VAE
+# of a message; the largest ones list the tensors of a VAE
 MAX_BYTES = 2 ** 24
 KEY_FILE, ADDRESS_FILE = "key", "address"
 STORE_FILE = "store"                               # of torch's FileStore, in the same folder
@@ -31,7 +31,7 @@ HANDSHAKE_S, TIMEOUT_S = 5.0, 60.0
 
 @dataclass
 class Channel:
-    """Messages in both directions. `send` may be called from several threads."""
+    """Bidirectional stream of messages. `send` is thread-safe."""
 
     raw: connection.Connection
 
@@ -41,22 +41,24 @@ class Channel:
     def send(self, message):
         raw = encode(message)
         if len(raw) > MAX_BYTES:
-            raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes is more than a connection takes "
-                            f"({MAX_BYTES}).")
+            raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes exceeds a connection's limit of "
+                            f"{MAX_BYTES} bytes.")
         try:
             with self._lock:
                 self.raw.send_bytes(raw)
         except BlockingIOError as error:
-            raise ChannelClosedError("the other end takes nothing") from error
+            raise ChannelClosedError("the other end accepts no data") from error
         except OSError as error:
             raise ChannelClosedError("the other end is gone") from error
 
     def receive(self):
-        """Wait for the next message, without a limit until it begins. Raises ChannelClosedError when the other end is
-        gone, sends only a part of a message, or sends something that is not a message: then the connection is closed,
-        since nothing that follows could be trusted."""
+        """Wait for the next message; the time limit starts with its first byte.
+
+        Raises ChannelClosedError when the other end is gone, sends an incomplete message, or sends something that is
+        not a message. The connection is then closed, since nothing that follows could be trusted.
+        """
         try:
-            self.raw.poll(None)                                # the limit of ChannelListener is for a whole message
+            self.raw.poll(None)                                # ChannelListener's limit is for one message
             return decode(self.raw.recv_bytes(MAX_BYTES))
         except (OSError, EOFError) as error:
             raise ChannelClosedError("the other end is gone") from error
@@ -67,13 +69,13 @@ class Channel:
 
     @property
     def has_capacity(self):
-        """Would a short message be sent without waiting for the other end to read?"""
+        """Whether a short message can be sent without blocking."""
         poll = select.poll()
         poll.register(self.raw.fileno(), select.POLLOUT)
         return bool(poll.poll(0))
 
     def end(self):
-        """End it from any thread: who waits at either end gets an error: the other is gone."""
+        """Shut the connection down, from any thread: pending calls at both ends raise ChannelClosedError."""
         with suppress(OSError), socket.socket(fileno=os.dup(self.raw.fileno())) as connected:
             connected.shutdown(socket.SHUT_RDWR)
 
@@ -82,9 +84,9 @@ class Channel:
 
 
 class ChannelListener:
-    """The host's end: listens in the group's private folder and lets in who holds the group's key.
+    """The host's listening socket in the group's private folder, which accepts workers that have the group's key.
 
-    timeout_s: how long a Channel of it waits for the rest of a message, or for room to send one; then its other end
+    timeout_s: how long a Channel waits for the rest of a message, or for buffer space to send one, before the other end
     counts as gone.
     """
 
@@ -102,7 +104,7 @@ class ChannelListener:
         (folder / ADDRESS_FILE).write_text(address)
 
     def accept(self, timeout_s):
-        """Return the next authenticated Channel, or None when nobody came in time."""
+        """Return the next authenticated Channel, or None after timeout_s."""
         self._socket.settimeout(timeout_s)
         try:
             accepted, _ = self._socket.accept()
@@ -126,21 +128,20 @@ class ChannelListener:
 
 
 def pair():
-    """Two connected Channels of this process. Neither has a time limit: `end` wakes both."""
+    """Return two connected Channels of this process, without time limits; `end` wakes both."""
     first, second = connection.Pipe()
     return Channel(first), Channel(second)
 
 
 def _limit(connected, seconds):
-    """Have the kernel end a read or write on a socket that waits for longer, which then raises BlockingIOError,
-    an OSError."""
+    """Set a socket's kernel time limit for reads and writes, which then raise BlockingIOError, an OSError."""
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))            # a timeval
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def connect(folder):
-    """Join the host whose private folder this is."""
+    """Connect to the host through its group's private folder."""
     folder = Path(folder)
     address = (folder / ADDRESS_FILE).read_text()
     return Channel(connection.Client(address, authkey=(folder / KEY_FILE).read_bytes()))

@@ -1,5 +1,8 @@
-"""Names of devices: torch's own, "cuda:0" or "cpu", of this machine;
-of another with its name and a slash before it, "other-pc/cuda:0". Which of them a person means."""
+"""Device names, and the `devices` setting.
+
+A device of this machine has torch's name, "cuda:0" or "cpu"; one of another machine has that machine's name and a slash
+in front, "other-pc/cuda:0".
+"""
 
 import collections
 import math
@@ -13,29 +16,31 @@ MAX_SHOWN = 60                             # characters of the setting in an err
 
 
 def machine_of(device):
-    """The name of the machine that a device is in; "" for this one."""
+    """Name of a device's machine; "" for this one."""
     return device.rpartition("/")[0]
 
 
 def own_name(device):
-    """A device's name on its own machine, which torch takes."""
+    """Name of a device for torch on its own machine."""
     return device.rpartition("/")[2]
 
 
 def machines_of(devices):
-    """The other machines that these devices are in, in their order."""
+    """Names of the other machines of these devices, in order of first use."""
     return tuple(name for name in dict.fromkeys(map(machine_of, devices)) if name)
 
 
 def resolve_devices(devices, num_cuda_devices, mode="manual"):
-    """Turn the `devices` setting into torch device names, one a worker.
+    """Turn the `devices` setting into device names, one per worker.
 
-    "auto" takes every CUDA device; where there is none, the mode "auto" two CPU workers on two cores, all else one. Of
-    devices that this machine does not have, the mode "auto" takes those that are there, and what "auto" takes where
-    none is: a workflow from another machine runs. Those of this machine come first, then those of each other one
-    together, so that ranks which talk most are on one. What another machine has is known when it has joined.
-    Raises ConfigError for names that make no sense, for more workers than check_counts allows, and in other modes for
-    devices that are not there.
+    "auto" selects every CUDA device. Where there is none, mode "auto" selects two CPU workers if there are two cores,
+    and other modes one. If the setting names devices that this machine does not have, mode "auto" selects those that it
+    has, or what "auto" selects if it has none, so that a workflow from another machine runs. Devices of this machine
+    come first, then those of each other machine together, so that ranks which communicate most are on one machine. The
+    devices of another machine are known once it has joined.
+
+    Raises ConfigError for names that are no devices, for more workers than check_counts allows, and in other modes for
+    devices that this machine does not have.
     """
     cuda = [f"cuda:{index}" for index in range(num_cuda_devices)]
     names = [name.strip().lower() for name in devices.split(",") if name.strip()]
@@ -48,12 +53,13 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
     for name in names:
         if not re.fullmatch(rf"({MACHINE_NAME}/)?(cpu|cuda:\d+)", name):
             raise ConfigError('Set devices to "auto", or to names such as "cuda:0,cuda:1" or "cpu,cpu"; those of '
-                              f'another machine with its name, "cuda:0,other-pc/cuda:0": of devices="{devices}", '
+                              f'another machine with its name, "cuda:0,other-pc/cuda:0": in devices="{devices}", '
                               f'"{name}" is not a device.')
         if name.startswith("cuda:") and name not in cuda and mode != "auto":
             raise ConfigError(f'Set devices to "{",".join(cuda) or "cpu"}" and the degrees to a product of '
-                              f'{max(1, len(cuda))}, or mode to "auto" to take what is there: of devices="{devices}", '
-                              f'{name} is not on this machine, which has {", ".join(cuda) or "no CUDA device"}.')
+                              f'{max(1, len(cuda))}, or mode to "auto" to use the devices of this machine: '
+                              f'devices="{devices}" names {name}, and this machine has '
+                              f'{", ".join(cuda) or "no CUDA device"}.')
     if len({own_name(name).partition(":")[0] for name in names}) > 1:
         raise ConfigError(f'Name devices of one kind: devices="{devices}" mixes CPU and CUDA workers.')
     check_counts(names, devices)
@@ -66,10 +72,10 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
 
 
 def check_counts(names, setting):
-    """Refuse more CPU workers than cores, and several workers on one GPU. Cores of another machine are counted there,
-    with names of its own. setting: `devices` as the user gave it, for the error.
+    """Reject more CPU workers than cores, and several workers on one GPU.
 
-    Raises ConfigError.
+    Another machine counts its cores itself and calls this with its own names. setting: `devices` as the user entered
+    it, for the error. Raises ConfigError.
     """
     if os.environ.get("XDIT_SHARED_DEVICES", "") not in ("", "0"):
         return                                                 # tests of many workers
@@ -84,12 +90,14 @@ def check_counts(names, setting):
 
 
 def num_cores():
-    """Cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def devices_per_machine(devices):
-    """The largest size of groups of neighbours, of what resolve_devices gives, that lie within one machine;
-    0: there is one machine."""
+    """Largest size of groups of neighbouring ranks that lie within one machine; 0: there is one machine.
+
+    devices: result of resolve_devices.
+    """
     counts = collections.Counter(map(machine_of, devices))
     return math.gcd(*counts.values()) if len(counts) > 1 else 0

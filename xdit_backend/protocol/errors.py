@@ -1,11 +1,11 @@
-"""Every failure this project raises on purpose. The nodes show the message; nothing is answered with another result."""
+"""Exceptions that this project raises on purpose. The nodes show their messages to the user."""
 
 
 class XDiTError(Exception):
-    """Base of all errors of this project.
+    """Base class of this project's exceptions.
 
-    ComfyUI's page shows a class with its module, which is a path of folders there: these are called xDiT.ConfigError
-    and so on, and are pickled by their names here.
+    ComfyUI's page shows an exception class with its module, which is a folder path for a custom node. These classes
+    therefore appear as xDiT.ConfigError and so on, and are pickled by class name.
     """
 
     __module__ = "xDiT"
@@ -22,40 +22,43 @@ def _again(name, args):
 
 
 class ConfigError(XDiTError, ValueError):
-    """A person chose something impossible; raised before anything is launched or moved where that can be known."""
+    """Impossible settings; raised before anything is launched or moved where that can be known."""
 
 
 class CheckpointError(XDiTError, ValueError):
-    """A file is not a model that can be loaded: broken, of another kind, or of a family that is not supported."""
+    """A file that cannot be loaded as a model: broken, of another kind, or of an unsupported family."""
 
 
 class UnsupportedError(XDiTError, ValueError):
-    """The workflow asks for something the workers cannot honour. It is refused, never dropped."""
+    """The workflow needs something that the workers do not support. It is rejected, never ignored."""
 
 
 class WorkerStartError(XDiTError, RuntimeError):
-    """The worker group did not come up."""
+    """The worker group could not be started."""
 
 
 class LinkError(XDiTError, RuntimeError):
-    """The devices of a group cannot exchange tensors as they were asked to."""
+    """The devices of a group cannot exchange tensors with the configured transport."""
 
 
 class WorkerDiedError(XDiTError, RuntimeError):
-    """A worker ended while the host needed it."""
+    """A worker exited while the host needed it."""
 
 
 class CopyError(XDiTError, RuntimeError):
-    """Weights could not be copied from host memory to a device. The group ends: the device's context may be lost."""
+    """Weights could not be copied from system RAM to a device. The group is closed, as the CUDA context may be lost."""
 
 
 class WorkerFailedError(XDiTError, RuntimeError):
-    """A worker raised while it carried out a command. The group goes on, unless other ranks waited for that worker."""
+    """A worker raised during a command. The group keeps running, unless other ranks wait for that worker."""
 
 
 class WorkerOutOfMemoryError(WorkerFailedError):
-    """Memory ran out on a worker. numbers: bytes by name, see worker.engine.Engine.shortage. rank, device: where.
-    command: the name of the message that it was at. facts: the error's text without what would fit."""
+    """A worker ran out of memory.
+
+    rank, device: of the worker. numbers: bytes by name, see worker.engine.Engine.out_of_memory. command: name of the
+    message that it was executing. facts: the error's text without the suggestion.
+    """
 
     def __init__(self, text, rank=0, device="", numbers=None, command="", facts=""):
         super().__init__(text)
@@ -64,4 +67,4 @@ class WorkerOutOfMemoryError(WorkerFailedError):
 
 
 class ChannelClosedError(XDiTError, ConnectionError):
-    """The other end of a connection is gone."""
+    """The other end closed the connection, or its process exited."""

@@ -1,7 +1,7 @@
-"""The messages of a channel, as frozen dataclasses that travel as JSON. Nothing is ever pickled.
+"""The messages of a channel: frozen dataclasses, sent as JSON and never pickled.
 
-Commands go from the host to every rank, the same ones in the same order. Replies come back, each over its own channel.
-A message is checked where it is made and again where it arrives: STRICT says how.
+Commands go from the host to every rank, the same ones in the same order. Each rank replies over its own channel. A
+message is validated where it is constructed and again where it is received (validation.STRICT).
 """
 
 import dataclasses
@@ -27,10 +27,9 @@ from .specs import (
 from .store_messages import StoreReply, StoreRequest
 from .validation import STRICT, ByName, Exchange, Many, ManyListed, Natural, Printable, Rank, Share, Speed
 
-JOINING = "joining the devices"                                # the Phase in which a worker joins the others
-TRYING_LINKS = "trying the links between the devices"          # and in which they send each other something
+JOINING = "joining the devices"                                # Phase in which a worker joins the process group
+TRYING_LINKS = "trying the links between the devices"          # Phase in which workers exchange test tensors
 
-# --- what commands speak of ---
 
 # --- commands ---
 
@@ -38,13 +37,13 @@ TRYING_LINKS = "trying the links between the devices"          # and in which th
 class LoadModel:
     request: Natural
     spec: ModelSpec
-    # for each part of the model (partition.ranks_by_part): spec.host_bytes of memory; none: ranks have their own
+    # spec.host_bytes of memory for each partition of the model (partition.ranks_by_part); none: ranks allocate it
     segments: ManyListed[Segment] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, config=STRICT)
 class DropModel:
-    """Forget a model (or VAE) and give its memory back."""
+    """Unload a model or VAE and free its memory."""
 
     request: Natural
     name: str
@@ -52,19 +51,21 @@ class DropModel:
 
 @dataclass(frozen=True, config=STRICT)
 class ChangeWeights:
-    """Give these tensors of a model's file other values, whatever they have been changed to before; others stay."""
+    """Set new values for these tensors of a model's file, replacing earlier changes of them; others stay."""
 
     request: Natural
     name: str
     changes: ByName[str, Change]
-    version: Natural = 0           # of the weights, which is left, and kept while there is room; 0: it is not
-    begins: bool = True            # is it the first of several commands that lead from that version to the next?
+    version: Natural = 0           # current version of the weights, to be cached while memory allows; 0: do not cache
+    begins: bool = True            # the first of the commands that lead from that version to the next
 
 
 @dataclass(frozen=True, config=STRICT)
 class ReturnWeights:
-    """Give a model the weights of a version that it has left, and keep those it has now as another;
-    "kept" of the answer: was it kept?"""
+    """Restore a cached version of a model's weights, and cache the current ones as version `left`.
+
+    "cached" in the reply's numbers: whether the version was still cached.
+    """
 
     request: Natural
     name: str
@@ -74,18 +75,18 @@ class ReturnWeights:
 
 @dataclass(frozen=True, config=STRICT)
 class ParkModel:
-    """Move weights of a model to host memory, where they stay until RestoreModel or DropModel."""
+    """Park weights of a model in system RAM until RestoreModel or DropModel."""
 
     request: Natural
     name: str
-    targets: ManyListed[Natural]         # for each rank: bytes of its weights that are to be in host memory alone
-    # for each part of the model (partition.ranks_by_part): memory for what has no place there yet
+    targets: ManyListed[Natural]         # for each rank: bytes of its weights that are to be in system RAM only
+    # for each partition of the model (partition.ranks_by_part): memory for weights that are not in system RAM yet
     segments: ManyListed[Segment]
 
 
 @dataclass(frozen=True, config=STRICT)
 class RestoreModel:
-    """Bring all weights of a model back to the devices."""
+    """Load all parked weights of a model back to the devices."""
 
     request: Natural
     name: str
@@ -93,7 +94,7 @@ class RestoreModel:
 
 @dataclass(frozen=True, config=STRICT)
 class Conditioning:
-    """Tensors that stay the same for a run, sent once and then named."""
+    """Tensors that are constant during a run: sent once, then referred to by name."""
 
     request: Natural
     name: str
@@ -108,26 +109,26 @@ class DropConditioning:
 
 @dataclass(frozen=True, config=STRICT)
 class Predict:
-    """Evaluate the model on one or two branches: whole latents, or one patch of them."""
+    """Evaluate the model on one or two branches: on full latents, or on one patch of them."""
 
     request: Natural
     model: str
     layout: Layout
     branches: ManyListed[Branch]
-    patch: Patch | None = None     # None: the latents are whole
-    # keep keys and values for the patches that follow; with displaced_degree, what the ranks tell
+    patch: Patch | None = None     # None: full latents
+    # cache keys and values for the following patches; with displaced_degree, the activations of other ranks
     keep: bool = False
-    by_image: bool = False         # send the images of a batch through the stages one after the other
-    extrapolation: Share = 0.0          # how far stale keys and values go on as they went before
-    # with displaced_degree: use what the last call with the same conditioning left of other ranks
+    by_image: bool = False         # pipeline the images of a batch through the stages
+    extrapolation: Share = 0.0     # factor of the last change that is added to stale keys and values
+    # with displaced_degree: use other ranks' activations from the last call with the same conditioning
     stale: bool = False
-    displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
-    # of each rank, relative, the same for all calls of a run; (): alike
+    displaced_mode: str = "corrected_async_gn"                 # key of specs.MODES
+    # relative speed of each rank, constant during a run; (): equal
     speeds: Many[Speed] = ()
-    compile_backend: str = ""      # of torch.compile: blocks run as its graphs; "": as they are
-    backend: BackendChoice = dataclasses.field(default_factory=BackendChoice)      # of attention
-    exchange: str = WHOLE          # in which form attention's tensors travel, one of exchanges.EXCHANGES
-    copies: WeightCopies = dataclasses.field(default_factory=WeightCopies)      # of weights that come from host memory
+    compile_backend: str = ""      # of torch.compile, for the blocks; "": not compiled
+    backend: BackendChoice = dataclasses.field(default_factory=BackendChoice)      # attention backend
+    exchange: str = WHOLE          # communication dtype of attention, one of specs.EXCHANGES
+    copies: WeightCopies = dataclasses.field(default_factory=WeightCopies)         # of streamed weights
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -138,7 +139,7 @@ class LoadAutoencoder:
 
 @dataclass(frozen=True, config=STRICT)
 class LoadNetwork:
-    """Hold a network until DropModel of its name."""
+    """Load an injected network, until DropModel of its name."""
 
     request: Natural
     spec: NetworkSpec
@@ -146,36 +147,38 @@ class LoadNetwork:
 
 @dataclass(frozen=True, config=STRICT)
 class Estimate:
-    """Tell how much memory a rank needs to decode (scale 1) or encode a tensor of this shape: "needed_bytes" of the
-    answer, and "unblocked_bytes" to compute convolutions all at once. Where asked for, what there is to do, by the
-    names of planner.vae_cost.Work."""
+    """Estimate the memory that a rank needs to decode (scale 1) or encode a tensor of this shape.
+
+    Numbers of the reply: "needed_bytes"; "unblocked_bytes", without splitting convolutions into blocks; and with
+    with_work the fields of planner.vae_cost.Work.
+    """
 
     request: Natural
     autoencoder: str
     shape: Many[Natural]
     scale: Natural                 # see parallel.vae_rows.encode_rows
-    num_ranks: Natural = 0         # which would share it; 0: all
+    num_ranks: Natural = 0         # that it would be split across; 0: all
     with_work: bool = False
 
 
 @dataclass(frozen=True, config=STRICT)
 class Decode:
-    """Decode latents (B, C, H, W) to pictures (B, H', W', 3) with values in [0, 1]; of videos, (B, C, F, H, W) to
-    (B, F', H', W', 3)."""
+    """Decode latents (B, C, H, W) to images (B, H', W', 3) with values in [0, 1], or latents of videos (B, C, F, H, W)
+    to (B, F', H', W', 3)."""
 
     request: Natural
     autoencoder: str
     latent: Segment
     image: Segment = dataclasses.field(metadata=RESULT)
-    measure_memory: bool = False   # count what lives, which takes time
-    speeds: Many[Speed] = ()                          # of each rank, relative; (): alike
-    num_ranks: Natural = 0         # which share it; 0: all
+    measure_memory: bool = False   # measure the peak of live tensors, which is slow
+    speeds: Many[Speed] = ()       # relative speed of each rank; (): equal
+    num_ranks: Natural = 0         # that it is split across; 0: all
     first_rank: Natural = 0        # of those
 
 
 @dataclass(frozen=True, config=STRICT)
 class Encode:
-    """Encode pictures (B, 3, H, W), or videos (B, 3, F, H, W), with values in [-1, 1], to latents: the means."""
+    """Encode images (B, 3, H, W) or videos (B, 3, F, H, W) with values in [-1, 1] to the means of their latents."""
 
     request: Natural
     autoencoder: str
@@ -188,17 +191,16 @@ class Encode:
 
 @dataclass(frozen=True, config=STRICT)
 class Probe:
-    """Measure this rank's device and its links to the others;
-    worker/device_probe.py says what the numbers of the answer are."""
+    """Measure this rank's device and its links to the others. worker/device_probe.py documents the reply's numbers."""
 
     request: Natural
-    dtype: str                     # that models compute in
+    dtype: str                     # compute dtype of models
     per_machine: Natural = 0         # config.devices_per_machine
 
 
 @dataclass(frozen=True, config=STRICT)
 class ReportMemory:
-    """Tell what memory this rank holds, and, from since_s on, what it has done when: the spans of the answer."""
+    """Report this rank's memory, and the spans of its work from since_s on."""
 
     request: Natural
     since_s: float = -1.0          # by time.perf_counter; below 0: no spans
@@ -206,15 +208,15 @@ class ReportMemory:
 
 @dataclass(frozen=True, config=STRICT)
 class GiveBack:
-    """Give the memory back that nothing uses: others need it."""
+    """Free unused memory for other programs."""
 
     request: Natural
 
 
 @dataclass(frozen=True, config=STRICT)
 class Abort:
-    """Nobody waits for this LoadModel (a DropModel follows), Decode or Encode any more.
-    It overtakes the commands before it."""
+    """Cancel a LoadModel (a DropModel follows), Decode or Encode that the host no longer waits for. It overtakes the
+    commands before it."""
 
     request: Natural
 
@@ -228,60 +230,61 @@ class Stop:
 
 @dataclass(frozen=True, config=STRICT)
 class Ready:
-    """The worker has joined the process group and takes commands."""
+    """The worker has joined the process group and accepts commands."""
 
     rank: Rank
     pid: Natural
     device: str
-    # of attention: a name of BackendChoice -> why it cannot run here; "": it can
+    # attention backends: a name of BackendChoice -> why it cannot run here; "": it can
     unusable_backends: ByName[str, Printable] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=STRICT)
 class StartFailed:
-    """The worker cannot take commands, and waits to be ended."""
+    """The worker could not start, and waits to be ended."""
 
     rank: Rank
-    message: Printable             # why
-    by_links: bool = False         # is it the transfer between the ranks that failed?
+    message: Printable             # the reason
+    by_links: bool = False         # the transfer between ranks failed
 
 
 @dataclass(frozen=True, config=STRICT)
 class Phase:
-    """What a worker is doing, for a person, e.g. "loading weights" 12 of 40."""
+    """Progress of a worker to show to the user, e.g. "loading weights" 12 of 40."""
 
     rank: Rank
     text: Printable
     done: Natural = 0
     total: Natural = 0
-    counts_bytes: bool = False     # are done and total bytes?
+    counts_bytes: bool = False     # done and total are bytes
 
 
 @dataclass(frozen=True, config=STRICT)
 class Heartbeat:
-    """A worker is still at a command. One that says nothing for long is stopped;
-    where all wait for others and none gets on, they hang."""
+    """Sign of life of a worker during a command. A worker that is silent for too long is stopped; if all of them wait
+    for other ranks and none makes progress, the group hangs."""
 
     rank: Rank
     request: Natural
-    num_passed: Natural            # how often it has waited for other ranks, and got what it waited for
-    waits: bool                    # does it wait for one now?
-    # of memory, as it is meanwhile; see worker/memory.py
+    num_passed: Natural            # completed waits for other ranks
+    waits: bool                    # waits for another rank now
+    # current memory; see worker/memory.py
     numbers: ByName[str, float] = dataclasses.field(default_factory=dict)
-    # exchanges of the request, by the ranks that take part: how many this rank has entered; see collectives.Traffic
+    # participating ranks -> number of their collectives and transfers that this rank has entered during the request;
+    # see collectives.Traffic
     entered: ByName[Exchange, Natural] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=STRICT)
 class Span:
-    """What a rank did for a while. Times are those of time.perf_counter, which the processes of a machine share."""
+    """An interval of a rank's work, by time.perf_counter, which is the same clock in all processes of a machine."""
 
-    # "whole" or "patch" of a step; "wait" for the stage before, or for "weights" from host memory; "exchange" with
-    # others; "decode", "encode"; "measure"
+    # "whole" (full latent) or "patch" of a step; "wait" for the previous stage; "weights" being streamed; "exchange"
+    # with other ranks; "decode"; "encode"; "measure"
     kind: str
     start_s: float
     end_s: float
-    time: float = -1.0             # the timestep of the step it belongs to; below 0: of none
+    time: float = -1.0             # timestep of its step; below 0: none
     first_row: Natural = 0         # of the patch
 
 
@@ -302,11 +305,11 @@ class Failed:
     kind: str                      # name of the exception's class
     message: Printable
     traceback: Printable
-    # bytes by name, where memory ran out: Engine.shortage
+    # bytes by name, if memory ran out: Engine.out_of_memory
     numbers: ByName[str, float] = dataclasses.field(default_factory=dict)
     entered: ByName[Exchange, Natural] = dataclasses.field(default_factory=dict)      # see Heartbeat
-    is_broken: bool = False        # did an exchange fail on this rank?
-    block: Printable = ""          # of the model, that this rank was at: "3 of 12"
+    is_broken: bool = False        # a collective or transfer failed on this rank
+    block: Printable = ""          # of the model that this rank was running: "3 of 12"
 
 
 MESSAGES = {cls.__name__: cls for cls in (
@@ -320,17 +323,15 @@ ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}
 
 
 def encode(message, adapters=ADAPTERS):
-    """Turn a message into bytes: the name of its class, a space, its fields as JSON.
-    adapters: of the messages there are, by name."""
+    """Serialise a message: its class name, a space, its fields as JSON. adapters: {class name: TypeAdapter}."""
     name = type(message).__name__
     return name.encode() + b" " + adapters[name].dump_json(message)
 
 
 def decode(raw, adapters=ADAPTERS):
-    """Turn bytes back into a message. Raises XDiTError for anything else:
-    an unknown name or field, a wrong type or size."""
+    """Deserialise a message. Raises XDiTError for an unknown name or field, and for a wrong type or size."""
     name, _, fields = raw.partition(b" ")
     try:
         return adapters[name.decode()].validate_json(fields)
     except (KeyError, UnicodeDecodeError, ValidationError) as error:
-        raise XDiTError(f"Not a message of this project: {raw[:200]!r} ({str(error)[:1000]})") from error
+        raise XDiTError(f"Invalid message: {raw[:200]!r} ({str(error)[:1000]})") from error

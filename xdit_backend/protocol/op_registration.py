@@ -1,5 +1,8 @@
-"""How operators of compiled blocks are defined: torch has one operator of a name in a process, and a ComfyUI may hold
-two copies of this package, of which the second would take away the first one's."""
+"""Custom operators for compiled blocks, in a namespace per copy of this package.
+
+torch has one operator of a name in a process, and ComfyUI may load two copies of this package: the second would replace
+the operators of the first.
+"""
 
 import re
 import typing
@@ -11,7 +14,7 @@ NAMESPACE = "xdit" if PACKAGE == "xdit_backend" else "xdit_" + re.sub(r"\W", "_"
 
 
 def operator(function):
-    """torch.library.custom_op of a function that changes none of its inputs, xdit::NAME."""
+    """Register a function that mutates none of its inputs with torch.library.custom_op, as xdit::NAME."""
     # torch before 2.7 infers no schema from list[...], only from typing.List[...]
     function.__annotations__ = {
         name: typing.List[typing.get_args(hint)[0]] if typing.get_origin(hint) is list else hint  # noqa: UP006

@@ -1,4 +1,4 @@
-"""The error for a system that opens no more files."""
+"""Error for exhausted file descriptors."""
 
 import errno
 
@@ -6,8 +6,8 @@ from .errors import XDiTError
 
 
 def out_of_files(error, kind=XDiTError):
-    """An error of this kind where the OSError says that this process, or the system, has as many open files as it may
-    have; else None."""
+    """Return an error of class `kind` if this process, or the system, has reached its limit of open files; else
+    None."""
     if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
         return None
     return kind(f"Close other programs, or allow more open files in the shell that starts ComfyUI (ulimit -n 65536), "

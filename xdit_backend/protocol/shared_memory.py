@@ -1,7 +1,7 @@
-"""Shared memory between the host and the workers of one machine: one segment is one file that both sides map.
+"""Shared memory segments between the host and the workers of one machine: a segment is a file that both sides map.
 
-The host creates, fills and removes segments; workers only map them. A map stays valid after its file is removed, so
-a cancelled run can be cleaned up while a worker still writes into the map it holds.
+The host creates, fills and removes segments; workers only map them. A mapping stays valid after its file is removed, so
+a cancelled run can be cleaned up while a worker still writes to its mapping.
 """
 
 import math
@@ -30,7 +30,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float8_e4m3fn, torch.float8_e5m2)}
 
 
-MAX_DIMS, MAX_ELEMENTS = 16, 2 ** 52                           # of a segment; more is a mistake, or overflows somewhere
+MAX_DIMS, MAX_ELEMENTS = 16, 2 ** 52                           # of a segment; more is a mistake, or overflows
 ATTEMPTS = 3                                                   # to remove a folder that others still write to
 
 
@@ -40,7 +40,7 @@ def dtype_name(dtype):
 
 @dataclass(frozen=True, config=STRICT)
 class Segment:
-    """Names a tensor in shared memory. Everything a process needs to map it."""
+    """A tensor in shared memory: the information that a process needs to map it."""
 
     path: str
     dtype: str                     # a key of DTYPES
@@ -48,9 +48,9 @@ class Segment:
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
-            raise ValueError(f"{self.dtype!r} is no type of a segment. There are {', '.join(DTYPES)}")
+            raise ValueError(f"{self.dtype!r} is not a segment's dtype. Use one of {', '.join(DTYPES)}")
         if len(self.shape) > MAX_DIMS or math.prod(max(1, size) for size in self.shape) > MAX_ELEMENTS:
-            raise ValueError(f"no segment has the shape {self.shape}")
+            raise ValueError(f"the shape {self.shape} is too large for a segment")
 
     @property
     def num_elements(self):
@@ -58,15 +58,15 @@ class Segment:
 
 
 def map_segment(segment):
-    """Return the tensor of a segment: a view of the shared file, not a copy.
+    """Map a segment; returns a view of the shared file, not a copy.
 
-    Raises XDiTError when the segment is gone, which means that the host gave up on the request.
+    Raises XDiTError if the file is gone, which means that the host abandoned the request.
     """
     if segment.num_elements == 0:
         return torch.empty(segment.shape, dtype=DTYPES[segment.dtype])
     try:
         num_bytes = segment.num_elements * DTYPES[segment.dtype].itemsize
-        if os.path.getsize(segment.path) < num_bytes:          # from_file would make or grow the file
+        if os.path.getsize(segment.path) < num_bytes:          # from_file would create or grow the file
             raise OSError(f"it has fewer than {num_bytes} bytes")
         flat = torch.from_file(segment.path, shared=True, size=segment.num_elements, dtype=DTYPES[segment.dtype])
     except (RuntimeError, OSError) as error:
@@ -75,27 +75,26 @@ def map_segment(segment):
 
 
 def claim(folder):
-    """Make a private folder that belongs to this process for as long as it lives. Returns what holds it: a file, kept
-    open.
+    """Create a private folder that belongs to this process for as long as it lives; returns its lock, an open file.
 
-    The file beside the folder is locked. The kernel lets go of a lock when its process ends in whatever way, and keeps
-    it for all containers that share the file system, where two processes may have the same name and number.
+    The lock file lies next to the folder. The kernel releases a lock when its process ends for whatever reason, and
+    enforces it across all containers that share the file system, where two processes may have the same name and pid.
     """
     while True:
         lock = open(_lock_of(folder), "x", opener=lambda path, flags: os.open(path, flags, 0o600))
-        # file systems without locks, where nothing is swept either
+        # a file system without locks, where `sweep` removes nothing either
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_there(lock):
             folder.mkdir(mode=0o700)
-            _keep_from_forks(weakref.ref(lock))
+            _close_in_forks(weakref.ref(lock))
             return lock
-        # another host took it for one that was left, before it was locked
+        # another host swept it as abandoned, before it was locked
         lock.close()
 
 
-def _keep_from_forks(reference):
-    """A process that this one forks would hold the lock for as long as it lives itself."""
+def _close_in_forks(reference):
+    """Close the lock in forked processes, which would otherwise keep it locked for as long as they live."""
     def close():
         lock = reference()
         if lock is not None:
@@ -105,11 +104,11 @@ def _keep_from_forks(reference):
 
 
 def sweep(base):
-    """Remove the folders below `base` whose hosts have ended without removing them: nobody holds their locks."""
+    """Remove the folders below `base` whose hosts exited without removing them: their locks are free."""
     for path in base.glob("xdit-*.lock"):
         try:
             lock = open(path, "r+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW))
-        except OSError:                                        # another user's, or gone by now
+        except OSError:                                        # another user's, or already removed
             continue
         with lock:
             if os.fstat(lock.fileno()).st_uid != os.getuid():
@@ -123,10 +122,10 @@ def sweep(base):
 
 
 def discard(folder):
-    """Remove a folder that `claim` has made, with everything in it, and the file beside it.
+    """Remove a folder that `claim` created, and its lock file.
 
-    A process of the group that ends meanwhile may write there, as torch does of a worker that fails, and so keep the
-    folder. Where it is still there after some attempts, the file stays too, by which `sweep` finds it.
+    A process of the group that is ending may still write there, as torch does for a failed worker, which prevents the
+    removal. After ATTEMPTS the lock file stays too, so that a later `sweep` finds the folder.
     """
     for _ in range(ATTEMPTS):
         shutil.rmtree(folder, ignore_errors=True)
@@ -136,7 +135,7 @@ def discard(folder):
 
 
 def folders_of(name):
-    """The folders of the group of this name: in memory (/dev/shm) where there is such, and on disk."""
+    """Folders of a group: in memory (/dev/shm) where available, and on disk."""
     memory = (Path("/dev/shm") if sys.platform == "linux" and os.access("/dev/shm", os.W_OK)
               else Path(tempfile.gettempdir()))
     return memory / name, Path(tempfile.gettempdir()) / name
@@ -147,7 +146,7 @@ def _lock_of(folder):
 
 
 def _is_there(lock):
-    """Is an open file still the one of its name?"""
+    """Whether an open file still has its name in the file system."""
     try:
         return os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
     except FileNotFoundError:
@@ -157,9 +156,9 @@ def _is_there(lock):
 class SegmentStore:
     """The private folder of one worker group, and the segments in it.
 
-    `folder` is in memory where there is such, and readable by this user only. `overflow_folder` is on disk and takes
-    segments that do not fit, as in containers with 64 MB of /dev/shm. Both are this process's; what hosts have left
-    that ended is removed first.
+    `folder` is in memory where available, and readable by this user only. `overflow_folder` is on disk, for segments
+    that do not fit, as in containers with 64 MB of /dev/shm. Both belong to this process; folders abandoned by hosts
+    that exited are removed first.
     """
 
     def __init__(self):
@@ -174,10 +173,9 @@ class SegmentStore:
             raise
 
     def create(self, shape, dtype, in_memory=False):
-        """Make a segment and return (segment, its tensor). Its memory is reserved, so a later write cannot fail.
+        """Create a segment; returns (segment, its tensor). Its memory is reserved, so that a later write cannot fail.
 
-        Raises XDiTError when neither memory nor the temporary folder has room. in_memory: the temporary folder will not
-        do.
+        in_memory: do not fall back to the temporary folder. Raises XDiTError if there is not enough free space.
         """
         self._count += 1
         segment = None
@@ -189,8 +187,8 @@ class SegmentStore:
                 break
         if segment is None:
             raise XDiTError(
-                f"{num_bytes / 2**20:.0f} MB of shared memory are needed, and neither {self.folder.parent} nor "
-                f"{self.overflow_folder.parent} has that much free. Free some space there and queue the prompt again.")
+                f"Free some space in {self.folder.parent} or {self.overflow_folder.parent} and queue the prompt again: "
+                f"{num_bytes / 2**20:.0f} MB of shared memory are needed, and neither has that much.")
         return segment, map_segment(segment)
 
     def share(self, tensor):
@@ -202,7 +200,7 @@ class SegmentStore:
         return segment
 
     def share_all(self, tensors):
-        """Copy tensors into new segments; {key: tensor} gives {key: segment}. Where one fails, none is left."""
+        """Copy {key: tensor} into new segments; returns {key: segment}. If one fails, all are removed."""
         with self.removed_on_failure() as made:
             for tensor in tensors.values():
                 made.append(self.share(tensor))
@@ -210,7 +208,7 @@ class SegmentStore:
 
     @contextmanager
     def removed_on_failure(self):
-        """A list, whose segments are removed where the block below raises."""
+        """Context of a list whose segments are removed if the block raises."""
         made = []
         try:
             yield made
@@ -220,17 +218,16 @@ class SegmentStore:
             raise
 
     def remove(self, segment):
-        """Remove a segment's file. Maps of it stay valid. Removing it twice is no error."""
+        """Remove a segment's file. Mappings stay valid. Removing it twice is not an error."""
         Path(segment.path).unlink(missing_ok=True)
 
     def names(self):
-        """The segments that exist now."""
+        """File names of the existing segments."""
         return sorted(p.name for folder in {self.folder, self.overflow_folder} if folder.exists()
                       for p in folder.iterdir() if p.name.isdecimal())
 
     def close(self):
-        """Remove the folders and everything in them. May be called twice,
-        and does nothing in a process that the owner has forked."""
+        """Remove the folders and everything in them. May be called twice; does nothing in forked processes."""
         if os.getpid() != self._owner:
             return
         for folder in (self.folder, self.overflow_folder):
@@ -241,7 +238,7 @@ class SegmentStore:
 
 def _reserve(path, num_bytes):
     try:
-        # who tidies /tmp, or a login that ends, removes it after days
+        # after days, a cleaner of /tmp or the end of a login session may have removed the folder
         with suppress(FileExistsError):
             os.mkdir(os.path.dirname(path), 0o700)
         file = open(path, "wb")

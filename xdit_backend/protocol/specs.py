@@ -1,5 +1,5 @@
-"""What commands are about: a model and how it is spread, a call of it, a change of its weights.
-Part of messages.py's messages."""
+"""The dataclasses inside the commands of messages.py: layout, model, changes of weights, VAE and injected networks, and
+one call of the model."""
 
 import dataclasses
 from typing import Literal
@@ -9,98 +9,15 @@ from pydantic.dataclasses import dataclass
 from .shared_memory import Segment
 from .validation import STRICT, ByName, Degree, Many, Natural, Speed
 
-WHOLE, KEYS, ALL = "whole", "keys and values in fp8", "all in fp8"
-EXCHANGES = WHOLE, KEYS, ALL
-
-
-def describe_exchange(exchange, layout):
-    """What a run says of it; "" where all travels as it is."""
-    return f", {exchange}" if exchange != WHOLE and layout.ulysses_degree * layout.ring_degree > 1 else ""
-
-
-# of a field whose segments the workers write; the host fills all others
+# metadata of a field whose segments the workers write; the host fills all others
 RESULT = {"is_result": True}
-SDPA = "sdpa"                              # torch's own attention
-BY_KERNEL = "attention by "                # begins the names of a prediction's numbers that count attentions
-# what a person may choose: what ComfyUI was started with, or a kernel of attention/backends.py
-ATTENTIONS = "as ComfyUI", SDPA, "flash", "flash3", "sage", "xformers"
 
 
-@dataclass(frozen=True, config=STRICT)
-class Stages:
-    """How PipeFusion spreads a model's blocks: rank r runs stage r // sequence_degree % pipefusion_degree."""
-
-    pipefusion_degree: Degree
-    sequence_degree: Degree = 1       # ranks that share a stage
-    num_blocks: Many[Natural] = ()       # blocks of each stage; (): balanced by cost
-    every_block: bool = False      # hold all blocks on every rank, so that warm-up can run by sequence parallelism
-    offload: bool = False          # keep stale keys and values in host memory
-    # of each rank, relative, as measured; (): from what the devices say of themselves
-    speeds: Many[Speed] = ()
-
-
-@dataclass(frozen=True, config=STRICT)
-class ModelSpec:
-    """Which model, in which form. Two equal specs are the same model; a worker loads what it lacks."""
-
-    name: str                      # unique for file, dtype, stages and tensor_degree
-    family: str                    # key of models.FAMILIES
-    path: str                      # a safetensors file, or a diffusers folder
-    storage_dtype: str
-    compute_dtype: str
-    stages: Stages | None = None   # None: every rank runs every block
-    tensor_degree: Degree = 1      # ranks that share each layer; neighbours
-    # of linear layers, when they are loaded; storage_dtype is of the rest
-    quantisation: Literal["", "int8", "nf4"] = ""
-    # are linear layers that are held in float8_e4m3fn multiplied so, where the device can?
-    fast: bool = False
-    # bytes of each device that its weights may take, where those of some blocks come from host memory in every step;
-    # 0: all are on the devices
-    weights_memory: Natural = 0
-    # of those, bytes that each part of the model needs in host memory for weights that the file has otherwise
-    host_bytes: Natural = 0
-    # checkpoints.checkpoint.state_of the files, where they are another machine's; "": it is in the name
-    state: str = ""
-
-
-@dataclass(frozen=True, config=STRICT)
-class LowRank:
-    """What is added to a weight, or to a slice of it: scale * up @ down, computed in float32."""
-
-    up: Segment                    # (rows, rank, ...)
-    down: Segment                  # (rank, columns, ...)
-    scale: float
-    offset: tuple[Natural, Natural, Natural] | None = None     # the slice: its dim, start and length
-
-
-@dataclass(frozen=True, config=STRICT)
-class Change:
-    """What becomes of one tensor of a model's file: another in its place, or products added to it.
-    Neither: it is as in the file."""
-
-    whole: Segment | None
-    terms: Many[LowRank]
-    dtype: str = ""                # which the tensor is cast to before anything is added to it, and after
-    sum_dtype: str = ""            # in which it is added
-    # added to that in float32, and rounded again: ComfyUI's hooks
-    hooked: Many[LowRank] = ()
-
-
-@dataclass(frozen=True, config=STRICT)
-class AutoencoderSpec:
-    """A VAE whose weights the host sends as segments, once."""
-
-    name: str
-    dtype: str
-    weights: ByName[str, Segment]
-    # what its tensors do not tell; Kind says which
-    settings: ByName[str, str] = dataclasses.field(default_factory=dict)
-    from_host: bool = False                # do weights come from host memory, as each layer runs?
-
+# --- layout ---
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Layout:
-    """Degrees of one run. Their product is the number of ranks that work."""
+    """Degrees of one run. Their product is the number of ranks that compute."""
 
     cfg_degree: Degree = 1
     data_degree: Degree = 1
@@ -112,8 +29,164 @@ class Layout:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Stages:
+    """PipeFusion's distribution of blocks: rank r runs stage r // sequence_degree % pipefusion_degree."""
+
+    pipefusion_degree: Degree
+    sequence_degree: Degree = 1          # ranks per stage
+    num_blocks: Many[Natural] = ()       # blocks of each stage; (): balanced by cost
+    every_block: bool = False            # load all blocks on every rank, so that warm-up can use sequence parallelism
+    offload: bool = False                # keep stale keys and values in system RAM
+    # measured relative speed of each rank; (): derived from the devices' properties
+    speeds: Many[Speed] = ()
+
+
+# --- models, changes of their weights, VAEs, injected networks ---
+
+@dataclass(frozen=True, config=STRICT)
+class ModelSpec:
+    """A model and how it is loaded. Equal specs are the same model; a worker loads what it lacks."""
+
+    name: str                      # unique for file, dtype, stages and tensor_degree
+    family: str                    # key of models.FAMILIES
+    path: str                      # a safetensors file, or a diffusers folder
+    storage_dtype: str
+    compute_dtype: str
+    stages: Stages | None = None   # None: every rank runs every block
+    tensor_degree: Degree = 1      # neighbouring ranks that each layer is sharded over
+    # of linear layers, applied while loading; storage_dtype applies to the rest
+    quantisation: Literal["", "int8", "nf4"] = ""
+    # multiply linear layers stored as float8_e4m3fn in that type where the device can
+    fast: bool = False
+    # bytes of VRAM that the weights may take on each device, the rest being streamed at every step; 0: all resident
+    weights_memory: Natural = 0
+    # system RAM that each partition of the model needs for offloaded weights that are stored differently in the file
+    host_bytes: Natural = 0
+    # checkpoints.checkpoint.state_of the files where they are on another machine; "": it is part of the name
+    state: str = ""
+
+
+@dataclass(frozen=True, config=STRICT)
+class LowRank:
+    """A term added to a weight, or to a slice of it: scale * up @ down, computed in float32."""
+
+    up: Segment                    # (rows, rank, ...)
+    down: Segment                  # (rank, columns, ...)
+    scale: float
+    offset: tuple[Natural, Natural, Natural] | None = None     # the slice: its dim, start and length
+
+
+@dataclass(frozen=True, config=STRICT)
+class Change:
+    """New value of one tensor of a model's file: a replacement, or terms added to it. Neither: as in the file."""
+
+    whole: Segment | None
+    terms: Many[LowRank]
+    dtype: str = ""                # the tensor is cast to it before terms are added, and again afterwards
+    sum_dtype: str = ""            # in which they are added
+    # added in float32 to the result, which is rounded again: ComfyUI's hooks
+    hooked: Many[LowRank] = ()
+
+
+@dataclass(frozen=True, config=STRICT)
+class AutoencoderSpec:
+    """A VAE whose weights the host sends once, as segments."""
+
+    name: str
+    dtype: str
+    weights: ByName[str, Segment]
+    # configuration that cannot be derived from the tensors; see VaeFamily
+    settings: ByName[str, str] = dataclasses.field(default_factory=dict)
+    from_host: bool = False        # offload the weights and stream them as each layer runs
+
+
+@dataclass(frozen=True, config=STRICT)
+class NetworkSpec:
+    """A network that a node injects into a model (hooks/injected_networks.py); the host sends its weights as
+    segments."""
+
+    name: str
+    weights: ByName[str, Segment]
+    # hypernetwork: "320.0" (width, 0 for keys or 1 for values) -> its layers in order, "linear relu linear";
+    # audio cross-attention: "heads" -> number of attention heads
+    settings: ByName[str, str] = dataclasses.field(default_factory=dict)
+
+
+# --- options of a call ---
+
+SDPA = "sdpa"                              # torch's own attention
+BY_KERNEL = "attention by "                # prefix of the names of a prediction's attention counts
+# choices of the setting: the backend that ComfyUI was started with, or one of attention/backends.py
+ATTENTIONS = "as ComfyUI", SDPA, "flash", "flash3", "sage", "xformers"
+
+
+@dataclass(frozen=True, config=STRICT)
+class BackendChoice:
+    """Attention backend: SDPA, or one of attention/backends.py."""
+
+    name: Literal["sdpa", "flash", "flash3", "sage", "xformers"] = "sdpa"
+    is_required: bool = False      # reject inputs that the backend does not support; False: SDPA computes them
+
+
+# dtype in which Ulysses and Ring attention send their tensors
+WHOLE, KEYS, ALL = "whole", "keys and values in fp8", "all in fp8"
+EXCHANGES = WHOLE, KEYS, ALL
+
+
+def describe_exchange(exchange, layout):
+    """Suffix of a run's status text: ", all in fp8"; "" where nothing is quantised."""
+    return f", {exchange}" if exchange != WHOLE and layout.ulysses_degree * layout.ring_degree > 1 else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """Behaviour of a displaced_mode (DistriFusion). norms: moments of a group norm are stale ones corrected by the
+    rank's own ("corrected"), the stale ones of other ranks and the rank's own fresh ones ("stale"), all-reduced in the
+    step ("once"), or the rank's alone ("own")."""
+
+    norms: str = "corrected"
+    is_stale: bool = True
+    publishes: bool = True                 # send this call's activations to later calls
+
+
+MODES = {"corrected_async_gn": Mode(), "stale_gn": Mode("stale"), "sync_gn": Mode("once"), "separate_gn": Mode("own"),
+         "no_sync": Mode("own", publishes=False), "full_sync": Mode(is_stale=False)}
+AUTO = "auto"                              # resolved by chosen_for
+ROWS_FOR_CORRECTION = 4
+
+
+def chosen_for(num_rows):
+    """Choose the displaced_mode of a run; returns (mode, reason to show to the user).
+
+    num_rows: the fewest rows that a rank has of a U-Net's smallest feature maps; None for a transformer, which has no
+    norms over the image, so that the modes are equivalent. By the figures of docs/benchmarks.md, "U-Nets under
+    DistriFusion": with four rows the corrected moments reach 37 dB against one device, 2 dB less than synchronous ones,
+    for which all ranks wait in every norm; with one or two rows they reach 31 to 33 dB, up to 4 dB less. Uncorrected
+    stale moments are worse in all of these cases.
+    """
+    if num_rows is None:
+        return "corrected_async_gn", ""
+    rows = f"a device has {num_rows} row{'' if num_rows == 1 else 's'} of the smallest images"
+    if num_rows < ROWS_FOR_CORRECTION:
+        return "sync_gn", f"norms exchanged at once: {rows}, fewer than {ROWS_FOR_CORRECTION}"
+    return "corrected_async_gn", f"norms corrected: {rows}"
+
+
+@dataclass(frozen=True, config=STRICT)
+class WeightCopies:
+    """Options of the copies of streamed weights from system RAM to a device."""
+
+    is_pageable: bool = False      # by the CUDA driver directly from pageable memory; else through page-locked buffers
+    # ranks with the same weights copy one shard each and all-gather them; False: each copies everything, which is
+    # better where these ranks are not equally busy
+    is_shared: bool = False
+
+
+# --- one call of the model ---
+
+@dataclass(frozen=True, config=STRICT)
 class Patch:
-    """Which rows of a whole latent a piece of it holds: those from `start` on, of `whole`, along `dim`."""
+    """Rows of a full latent that a patch has: those from `start` on, of `whole`, along `dim`."""
 
     dim: Natural
     start: Natural
@@ -121,26 +194,8 @@ class Patch:
 
 
 @dataclass(frozen=True, config=STRICT)
-class BackendChoice:
-    """By which kernel attention is to run: SDPA, or one of attention/backends.py."""
-
-    name: Literal["sdpa", "flash", "flash3", "sage", "xformers"] = "sdpa"
-    is_required: bool = False      # what it does not take is refused; else torch's own attends there
-
-
-@dataclass(frozen=True, config=STRICT)
-class WeightCopies:
-    """How weights of blocks come from host memory to a device."""
-
-    is_pageable: bool = False      # by CUDA's driver from where they are; else through page-locked pieces
-    # ranks that hold the same bring a part each, and send it to the others; where these are not all busy alike, each
-    # brings all
-    is_shared: bool = False
-
-
-@dataclass(frozen=True, config=STRICT)
 class Nag:
-    """Normalized Attention Guidance between two of the parts of a batch, which has num_parts of the same size."""
+    """Normalized Attention Guidance between two of the num_parts equal slices of a batch."""
 
     scale: float
     alpha: float
@@ -152,118 +207,74 @@ class Nag:
 
 @dataclass(frozen=True, config=STRICT)
 class FreeU:
-    """FreeU on a U-Net's way up: where it has so many channels (the key), how strong half of them are made, and what
-    the lowest frequencies of the skip are multiplied with."""
+    """FreeU in the decoder of a U-Net. scales: number of channels -> (factor of half of the backbone's channels, factor
+    of the lowest frequencies of the skip)."""
 
     scales: ByName[str, tuple[float, float]]
-    by_mean: bool = False          # its second version: stronger where the mean over channels is high
+    by_mean: bool = False          # FreeU v2: stronger where the mean over channels is high
 
 
 @dataclass(frozen=True, config=STRICT)
 class Shrink:
-    """Kohya's Deep Shrink: after a block on a U-Net's way down its image is made smaller by a factor, and on the way
-    up as large as each skip. Methods: of torch's interpolate."""
+    """Kohya's Deep Shrink: the feature map is downscaled by a factor after a block of a U-Net's encoder, and resized to
+    each skip in the decoder. Methods are those of torch.nn.functional.interpolate."""
 
     block: Natural
     factor: float
-    is_after_skip: bool            # else what the way up gets of this block is smaller too
+    is_after_skip: bool            # False: the skip of this block is downscaled too
     is_active: bool                # at the noise level of the call
     method: Literal["bicubic", "nearest-exact", "bilinear", "area"]
     back: Literal["bicubic", "nearest-exact", "bilinear", "area"]
 
 
 @dataclass(frozen=True, config=STRICT)
-class NetworkSpec:
-    """A network that a node puts inside a model (hooks/injected_networks.py), whose weights the host sends as
-    segments."""
-
-    name: str
-    weights: ByName[str, Segment]
-    # of a hypernetwork: "320.0" (width, 0 for keys and 1 for values) -> its layers, in order: "linear relu linear";
-    # of one that hears: "heads" -> how many its attention has
-    settings: ByName[str, str] = dataclasses.field(default_factory=dict)
-
-
-@dataclass(frozen=True, config=STRICT)
 class NetworkUse:
-    """Where a call has what a network gives added, times strength: to the image after each block, to what goes into
-    layers of blocks (ModelPlan.led), to what keys and values of self-attention (attn1) or of attention to the text
-    (attn2) are made of, to what attention to the text gives (text), or after that, of sound (ModelPlan.heard)."""
+    """Insertion point of an injected network, whose output times strength is added to: the image tokens after each
+    block ("blocks"), the inputs of layers of blocks ("layers", the LLLite targets ModelPlan.led), the inputs of the key
+    and value projections of self-attention ("attn1") or cross-attention ("attn2"), the output of cross-attention
+    ("text"), or the hidden states after it, as audio cross-attention ("audio", ModelPlan.heard)."""
 
     network: str                   # NetworkSpec.name
     where: Literal["blocks", "layers", "attn1", "attn2", "text", "audio"]
     strength: float
-    image: str = ""              # of blocks and layers: what of Branch.control it follows, (B or 1, T, C)
-    # of text: for each image of the call, the prompt it is drawn for (0 positive, 1 negative), and its number there
+    image: str = ""                # "blocks", "layers": key in Branch.control of its input, (B or 1, T, C)
+    # "text": for each image of the call, its prompt (0 positive, 1 negative) and its number among that prompt's images
     rows: Many[tuple[Natural, Natural]] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
 class CachedReferences:
-    """Keys and values of the tokens of reference pictures (parallel/reference_kv_cache.py), which a call keeps for
-    later ones of its run (fills), or which it attends to in the place of the pictures."""
+    """Keys and values of reference images' tokens (parallel/reference_kv_cache.py): this call fills the cache for later
+    calls of its run, or attends to the cached ones instead of the reference images."""
 
-    rows: Many[tuple[str, Natural]]          # of each image of the call, the name and number they are kept under
+    rows: Many[tuple[str, Natural]]          # for each image of the call, its key in the cache: name and number
     fills: bool
 
 
 @dataclass(frozen=True, config=STRICT)
 class Branch:
-    """One call of the model: a latent, its timesteps and its conditioning, and where the prediction goes."""
+    """One call of the model: latent, timesteps, conditioning, and the segment of the prediction."""
 
     latent: Segment                # (B, C, H, W) or (B, C, F, H, W)
-    timestep: Segment              # (B,), or (B, N): one for each frame or token of the whole latent
-    conditioning: str              # name given by Conditioning
+    timestep: Segment              # (B,), or (B, N): one for each frame or token of the full latent
+    conditioning: str              # name sent by Conditioning
     prediction: Segment = dataclasses.field(metadata=RESULT)   # like latent
-    # what a ControlNet adds, by models.plan.Family.control_shapes
+    # ControlNet residuals, see models.plan.Family.control_shapes
     control: ByName[str, Segment] = dataclasses.field(default_factory=dict)
-    # block, as ComfyUI's patches call it -> what instead: it is passed by; its self-attention gives its values,
-    # whatever the queries; or it also returns `scores`
+    # block, named as in ComfyUI's patches -> skip the block; return the values from its self-attention, whatever the
+    # queries; or also write `scores`
     operations: ByName[str, Literal["skip", "values", "scores"]] = dataclasses.field(default_factory=dict)
-    # (ranks of the displaced axis, B, keys), where an operation asks for them: the share of attention that each pixel
-    # gets, of all heads on average, from each rank's queries together
+    # (ranks of the displaced axis, B, keys), if an operation is "scores": attention weights that each key receives,
+    # mean over heads, summed over each rank's queries
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
-    guided: Many[Nag] = ()   # done to what every self-attention gives, one after the other
-    free_u: Many[FreeU | Shrink] = ()        # of a U-Net, one after the other
-    # tokens of a U-Net's self-attention -> rows and columns of its tiles, rows and columns of one
+    guided: Many[Nag] = ()                   # applied in order to the output of every self-attention
+    free_u: Many[FreeU | Shrink] = ()        # of a U-Net, applied in order
+    # HyperTile: number of tokens of a U-Net's self-attention -> rows and columns of tiles, rows and columns of one tile
     # (hooks/unet_patches.py)
     tiles: ByName[str, tuple[Natural, Natural, Natural, Natural]] = dataclasses.field(default_factory=dict)
-    networks: Many[NetworkUse] = ()  # one after the other
-    # conditioning of this call alone, such as parts of the latent
+    networks: Many[NetworkUse] = ()          # applied in order
+    # conditioning of this call only, such as components of the latent
     call_conditioning: ByName[str, Segment] = dataclasses.field(default_factory=dict)
     cached: CachedReferences | None = None
-    # where the predictions for parts go, in float32
+    # predictions of further components of the latent, float32
     parts: ByName[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mode:
-    """norms: moments of a group norm are "corrected" stale ones, "stale" ones with the own fresh, exchanged at "once",
-    or the rank's "own"."""
-
-    norms: str = "corrected"
-    is_stale: bool = True
-    publishes: bool = True                 # are later calls sent what this one has?
-
-
-MODES = {"corrected_async_gn": Mode(), "stale_gn": Mode("stale"), "sync_gn": Mode("once"), "separate_gn": Mode("own"),
-         "no_sync": Mode("own", publishes=False), "full_sync": Mode(is_stale=False)}
-AUTO = "auto"                              # chosen_for
-ROWS_FOR_CORRECTION = 4
-
-
-def chosen_for(num_rows):
-    """(the mode for a run, why in a person's words).
-
-    num_rows: the fewest that a rank has of a U-Net's smallest images; None: of a transformer, which has no norms over
-    the picture, so that these modes are one. By the figures of docs/benchmarks.md: with four rows
-    the correction is as near to one device as 37 dB, 2 dB behind moments exchanged at once, for which all ranks wait in
-    every norm; with two and with one it is at 31 to 33 dB, up to 4 dB behind. Stale moments are behind the correction
-    in all of these.
-    """
-    if num_rows is None:
-        return "corrected_async_gn", ""
-    rows = f"a device has {num_rows} row{'' if num_rows == 1 else 's'} of the smallest images"
-    if num_rows < ROWS_FOR_CORRECTION:
-        return "sync_gn", f"norms exchanged at once: {rows}, fewer than {ROWS_FOR_CORRECTION}"
-    return "corrected_async_gn", f"norms corrected: {rows}"

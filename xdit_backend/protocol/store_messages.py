@@ -1,4 +1,4 @@
-"""Messages by which ranks on another machine use the c10d store of the group, a file on the host."""
+"""Messages for access to the group's c10d store, a file on the host, from ranks on other machines."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -14,10 +14,9 @@ StoreValue: TypeAlias = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_le
 
 @dataclass(frozen=True, config=STRICT)
 class StoreRequest:
-    """An operation on the c10d store of the group, which is a file on the host.
+    """An operation on the group's c10d store, sent by a rank on another machine and answered with StoreReply.
 
-    A rank on another machine sends it; the host answers with StoreReply. No operation waits. value, expected: raw
-    bytes, in hexadecimal. amount: of "add".
+    No operation blocks. value, expected: raw bytes, in hexadecimal. amount: of "add".
     """
 
     rank: Rank
@@ -31,9 +30,9 @@ class StoreRequest:
 
 @dataclass(frozen=True, config=STRICT)
 class StoreReply:
-    """The host's answer to a StoreRequest.
+    """The host's reply to a StoreRequest.
 
-    value: of "get" and "compare_set". count: the result of the others; of "get" 1 if the key was found.
+    value: of "get" and "compare_set". count: result of the other operations; for "get", 1 if the key was found.
     """
 
     number: Natural

@@ -1,1 +1,1 @@
-"""One worker: a process of the group, started by torchrun, that carries out the host's commands on its device."""
+"""Worker process: one rank of a group, started by torchrun, which executes the host's commands on its device."""

@@ -1,5 +1,7 @@
-"""Entry point torchrun starts on each rank: python -m xdit_backend.worker FOLDER DEVICE,DEVICE,...
-FIRST_RANK LOG_FOLDER"""
+"""Entry point that torchrun starts on each rank:
+
+    python -m xdit_backend.worker FOLDER DEVICE,DEVICE,... FIRST_RANK LOG_FOLDER
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The VAEs on this rank, and decoding and encoding with them. Used by the engine."""
+"""VAEs loaded on this rank, and decoding and encoding with them."""
 
 import time
 from contextlib import nullcontext
@@ -18,12 +18,12 @@ from ..parallel.vae_tile_memory import planner_of
 from ..protocol.shared_memory import map_segment
 from .busy_time import Clock
 
-# convolutions from one moment to give up to the next: a block of a VAE has about so many; or rounds of tiles
+# convolutions (a block of a VAE has about this many), or rounds of tiles, between checks for an abort
 CHECKED = 4
 
 
 class Autoencoders:
-    """The VAEs that this rank holds, by the names of their specs. All ranks share each picture, by rows or tiles."""
+    """The VAEs loaded on this rank, by spec name. Each image is split across ranks by rows or tiles."""
 
     def __init__(self, ranks, device, staging, report_phase, timeline):
         self._device, self._report_phase = device, report_phase
@@ -43,7 +43,7 @@ class Autoencoders:
         self._loaded[spec.name], self._planners[spec.name] = vae, planner_of(vae)
 
     def estimate(self, command, traffic):
-        """The least bytes that a decode or encode needs on this rank, and more of it."""
+        """Numbers of the reply to messages.Estimate."""
         planner, count = self._planners[command.autoencoder], command.num_ranks or self._ranks.count
         return {"needed_bytes": planner.least_bytes(command.shape, command.scale, count),
                 "unblocked_bytes": planner.unblocked_bytes(command.shape, command.scale, count),
@@ -56,12 +56,12 @@ class Autoencoders:
 
     @property
     def weight_bytes(self):
-        """On the device."""
+        """Bytes on the device."""
         streamed = [layers.offloaded for layers in self._streamed.values()]
-        coming = {key for offloaded in streamed for key in offloaded.weights}
+        offloaded_keys = {key for offloaded in streamed for key in offloaded.weights}
         return sum(offloaded.device_bytes for offloaded in streamed) + sum(
             tensor.nbytes for vae in self._loaded.values() for tensor in (*vae.parameters(), *vae.buffers())
-            if id(tensor) not in coming)
+            if id(tensor) not in offloaded_keys)
 
     def decode(self, command, traffic, check):
         """check: see _progress."""
@@ -72,7 +72,7 @@ class Autoencoders:
             return dict.fromkeys(("sent_bytes", "num_exchanges", "busy_s", "cpu_s", "peak_bytes"), 0)
         block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1, ranks, traffic)
         footprint, started_s, started_cpu_s, start = (ActivationBytes(), time.perf_counter(), time.process_time(),
-                                                 self._clock.mark())
+                                                      self._clock.mark())
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps, check)
             options = SplitOptions(speeds=speeds, block_size=block_size, on_convolution=progress)
@@ -80,7 +80,7 @@ class Autoencoders:
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), ranks, traffic,
                                     options)
             if share is not None:
-                # BCHW -> BHWC, as ComfyUI's VAE gives it
+                # BCHW -> BHWC, as ComfyUI's VAE returns it
                 pixels = family_of(vae).pixels(vae, share.tensor[0]).movedim(0, -1)
                 self._staging.to_host(
                     pixels, image[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
@@ -117,10 +117,10 @@ class Autoencoders:
             self._timeline.add("exchange", *pair)
 
     def _working(self, command, shape, scale, traffic):
-        """The Ranks that a command asks for, as many of them as have something to do. Every rank calls it."""
+        """The Ranks of a command that have work to do. A collective: every rank calls it."""
         requested = command.num_ranks or self._ranks.count
         num_working = self._planners[command.autoencoder].num_working(shape, scale, requested)
-        with traffic.entering(self._ranks.first(self._ranks.count)):          # every rank may have to make a group
+        with traffic.entering(self._ranks.first(self._ranks.count)):          # every rank may have to create a group
             return self._ranks.only(num_working, command.first_rank)
 
     def _plan_rows(self, command, shape, scale, ranks, traffic):
@@ -128,10 +128,10 @@ class Autoencoders:
                                                         command.speeds[command.first_rank:], traffic)
 
     def _progress(self, text, index, count, num_steps, check):
-        """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth.
+        """Return a function to call before each of num_steps steps of item `index` of `count`, to report progress.
 
-        On every few it calls check(agreed), which may raise, alike on all ranks of its RowSplit: none leaves another
-        alone. A device is waited for then, so that what is given up ends soon.
+        Every CHECKED steps it calls check(agreed), which may raise, on all ranks of its RowSplit or none, so that no
+        rank waits for another. This synchronises the device, so that an aborted command ends soon.
         """
         steps = count_from(index * num_steps)
         total = count * max(1, num_steps)

@@ -1,5 +1,4 @@
-"""One rank's process, whichever way it came to be: a program of its own (__main__),
-or forked with its libraries (forkserver.py)."""
+"""Start of a rank's process, as a separate program (__main__) or forked with its libraries (forkserver.py)."""
 
 import ctypes
 import gc
@@ -11,11 +10,11 @@ import sys
 from ..protocol.devices import own_name
 from .log_rotation import take_over
 
-# diffusers imports these where they are installed, and does without them. A worker runs no text encoder, and
-# transformers takes it a second to import; the others want transformers, and are not needed either.
+# Optional dependencies that diffusers would import. A worker runs no text encoder, transformers takes a second to
+# import, and the others need transformers.
 LEFT_OUT = "transformers", "peft", "optimum", "auto_round", "sdnq", "modelopt"
-# Some of these look at the GPU when they are imported, and remember what they see. Weights and kernels import what they
-# need when they need it.
+# Imported by weights and attention backends when they are needed. Some query the GPU when they are imported, and cache
+# the result.
 LATER = ("bitsandbytes", "torchao", "xformers", "flash_attn", "flash_attn_interface", "flash_attn_3", "sageattention",
          "flashinfer", "kernels")
 TORCHRUN_HANDLES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -23,7 +22,7 @@ PR_SET_NAME = 15                           # linux/prctl.h
 
 
 def run(folder, devices, first_rank, log_folder):
-    """Serve the host until it says stop or is gone. The arguments are texts.
+    """Serve the host until it sends Stop or is gone. All arguments are strings.
 
     first_rank: of this machine, whose torchrun counts its own ranks from 0 (LOCAL_RANK).
     """
@@ -39,7 +38,7 @@ def run(folder, devices, first_rank, log_folder):
 
 
 def run_forked(folder, devices, first_rank, log_folder):
-    """As `run`, in a process that was forked from torchrun's: puts back what that has set for itself."""
+    """Call `run` in a process forked from torchrun's, after resetting torchrun's signal handlers and settings."""
     name_process(f"xdit rank {rank_of(first_rank)}")
     for number in TORCHRUN_HANDLES:
         signal.signal(number, signal.SIG_DFL)
@@ -47,11 +46,11 @@ def run_forked(folder, devices, first_rank, log_folder):
 
     import torch
     if torch.cuda._is_in_bad_fork() and any(own_name(device) != "cpu" for device in devices.split(",")):
-        # something has asked for GPUs before, and CUDA works in no process that was forked then
+        # CUDA was initialised before the fork, and does not work in forked processes then
         os.execv(sys.executable, [sys.executable, "-m", "xdit_backend.worker", folder, devices, first_rank,
                                   log_folder])
     tempfile.tempdir = None
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which its libraries read when they were imported
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # libraries read the variable when they are imported
     run(folder, devices, first_rank, log_folder)
 
 
@@ -60,18 +59,17 @@ def rank_of(first_rank):
 
 
 def name_process(name):
-    """Have the system show this process by a name of at most 15 letters:
-    what was forked has the arguments of what it is forked from."""
+    """Set the process name that the system shows (at most 15 bytes); a forked process has its parent's arguments."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def import_libraries():
-    """Import what every worker needs. Takes seconds, and may fail."""
+    """Import the libraries of every worker. Takes seconds, and may fail."""
     later = [name for name in LATER if name not in sys.modules]
     sys.modules.update(dict.fromkeys((*LEFT_OUT, *later)))
-    # Collecting garbage meanwhile would be a fifth of the time, and what is imported stays.
+    # garbage collection would take a fifth of the time, and imported modules stay
     gc.disable()
-    import diffusers.utils.import_utils  # noqa: F401          # looks once what there is
+    import diffusers.utils.import_utils  # noqa: F401          # detects installed packages once
 
     from . import command_loop  # noqa: F401
     for name in later:

@@ -1,4 +1,4 @@
-"""How long this rank's device has worked on commands. Used by predictions and autoencoders."""
+"""Measurement of the time that this rank's device works on commands."""
 
 import collections
 import time
@@ -7,10 +7,10 @@ import torch
 
 
 class Clock:
-    """Seconds that a device has worked, without those in which it waited for other ranks.
+    """Busy seconds of a device, without the time in which it waited for other ranks.
 
-    A CPU has done what it was asked for when the call returns. CUDA does it later, so its marks are events in the order
-    of its work, and a span is counted when its end has passed.
+    On a CPU, work is done when the call returns. On CUDA it is asynchronous, so marks are events in the stream, and a
+    span is counted when its end event has passed.
     """
 
     def __init__(self, device):
@@ -18,7 +18,7 @@ class Clock:
         self._spans = collections.deque()
 
     def mark(self):
-        """Now, in the order of the device's work."""
+        """Mark the current position in the device's work."""
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -26,11 +26,11 @@ class Clock:
         return event
 
     def add(self, start, end, waits):
-        """The device works from mark to mark, but for the pairs of marks in `waits`."""
+        """Add a span from mark to mark, without the pairs of marks in `waits`."""
         self._spans.append((start, end, waits))
 
     def take(self):
-        """Seconds of the spans that are over and were not returned before."""
+        """Seconds of the completed spans that were not returned before."""
         seconds = 0.0
         while self._spans and (not self._on_cuda or self._spans[0][1].query()):
             start, end, waits = self._spans.popleft()

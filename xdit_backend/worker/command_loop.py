@@ -1,4 +1,4 @@
-"""The loop of a worker: take the next command, carry it out, answer. Called by __main__ on each rank."""
+"""Command loop of a worker: receive, execute and answer the host's commands."""
 
 import collections
 import gc
@@ -42,14 +42,16 @@ from .preflight import prepare_device, try_links
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 2.0                                 # at most, from beat to beat of a worker that is at a command
-BEATS = 4                                         # at least, in the time after which a silent worker counts as lost
-PREFETCHED = 3                               # commands whose receives are posted: the one at hand and two ahead
+HEARTBEAT_S = 2.0                                 # maximum interval of heartbeats during a command
+BEATS = 4                                         # minimum number of heartbeats in XDIT_SILENCE_TIMEOUT_S
+PREFETCHED = 3                                    # commands whose receives are posted: the current one and two ahead
 
 
 def serve(folder, rank, devices, log_file):
-    """Join the process group through its store, greet the host, and serve until it says stop or is gone.
-    log_file: what is printed."""
+    """Join the process group through its store, report to the host, and serve it until it sends Stop or is gone.
+
+    log_file: of this process's output.
+    """
     channel = connect(folder)
     store = open_store(folder, rank, devices, channel.send)    # referenced until the process group is destroyed
     channel.send(Phase(rank, "starting workers"))
@@ -64,9 +66,9 @@ def serve(folder, rank, devices, log_file):
     except (WorkerStartError, LinkError) as error:
         log.exception("cannot start")
         channel.send(StartFailed(rank, str(error), isinstance(error, LinkError)))
-        # for the host to end all: without this rank, others would abort
+        # the host ends all processes: if this rank exited, others would abort
         threading.Event().wait()
-    # the libraries' objects stay: what is dropped is found sooner without them
+    # the libraries' objects stay: garbage collection is faster without them
     gc.freeze()
     engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), aborted,
                     tuple(map(machine_of, devices)))
@@ -86,10 +88,10 @@ def serve(folder, rank, devices, log_file):
             numbers = engine.execute(command)
             reply = Done(command.request, rank, numbers or {}, engine.spans_for(command),
                          engine.traffic.entered)
-        except Exception as error:                             # one road for failure: it reaches the node by name
+        except Exception as error:                             # all failures are reported to the host
             log.exception("command %s failed", type(command).__name__)
             reply = _failed(command, engine, devices[rank], error)
-        if isinstance(reply, Failed):                          # by now nothing refers to what the command held
+        if isinstance(reply, Failed):                          # by now nothing refers to the command's tensors
             engine.memory.give_back()
         busy.clear()
         channel.send(reply)
@@ -97,13 +99,13 @@ def serve(folder, rank, devices, log_file):
 
 
 def _join(channel, rank, devices, device, store):
-    """Join the process group, and see that its ranks reach each other."""
+    """Join the process group, and test the links between its ranks."""
     backend = backend_for(devices, dist.is_nccl_available())
     channel.send(Phase(rank, JOINING))
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=len(devices), timeout=group_timeout(),
                                 device_id=device if backend == "nccl" else None, pg_options=group_options(backend))
-    except RuntimeError as error:                              # NCCL joins its ranks here
+    except RuntimeError as error:                              # NCCL connects its ranks here
         raise LinkError(f"rank {rank} ({device}) could not join the others: {type(error).__name__}: {error}") from error
     if len(devices) > 1:
         channel.send(Phase(rank, TRYING_LINKS))
@@ -111,15 +113,14 @@ def _join(channel, rank, devices, device, store):
 
 
 def _failed(command, engine, device, error):
-    """The Failed of a command that raised this. Called while it is handled."""
+    """The Failed message for an exception of a command. Called while the exception is handled."""
     numbers, traffic = engine.out_of_memory(error), engine.traffic
     return Failed(command.request, engine.rank, device, "OutOfMemoryError" if numbers else type(error).__name__,
                   str(error), traceback.format_exc(), numbers, traffic.entered, traffic.is_broken, traffic.block)
 
 
 def _next(commands, memory):
-    """The next command, when it is there. Where none comes for a while,
-    memory that runs have left is given back meanwhile."""
+    """Wait for the next command; frees memory cached by earlier runs if none arrives for a while."""
     while True:
         try:
             return commands.get(timeout=memory.idle_timeout_s)
@@ -128,10 +129,10 @@ def _next(commands, memory):
 
 
 def prefetch_ahead(engine, commands):
-    """Post the receives of the command at hand and of those that follow, up to the first that cannot be prepared.
+    """Post the receives of the current command and of the following ones, up to the first that cannot be prepared.
 
-    No further than the first of another layout: a step of that one may be a collective of all ranks, and a receive
-    posted before it waits for a rank that comes to its send only after that step.
+    Stops before a command with another layout: its step may be a collective of all ranks, and a receive that is posted
+    before it would wait for a rank that sends only after that step.
     """
     layouts = set()
     for command in commands:
@@ -143,7 +144,7 @@ def prefetch_ahead(engine, commands):
 def _prefetch(engine, command):
     try:
         return engine.prefetch(command)
-    except Exception:                                          # it fails again, and is reported, when its turn comes
+    except Exception:                                          # it fails again, and is reported, when it is executed
         log.exception("cannot prepare %s", type(command).__name__)
         return False
 
@@ -153,18 +154,14 @@ def _interval_s():
 
 
 def _heartbeat_until(ready, channel, rank):
-    """Tell the host that this process lives while it has no engine to tell of: it may wait for the others to come."""
+    """Send heartbeats before there is an engine, while this process may wait for other ranks to join."""
     with suppress(ChannelClosedError):                         # _read ends the process
         while not ready.wait(_interval_s()):
             channel.send(Heartbeat(rank, 0, 0, False))
 
 
 def _heartbeat(channel, engine, busy, log_file):
-    """Tell the host now and then that this process runs, whether it gets on, and what memory it takes, while it is at a
-    command.
-
-    And see that the file does not grow without bound.
-    """
+    """Send heartbeats with progress and memory use during commands, and limit the size of the log file."""
     try:
         while True:
             busy.wait()
@@ -178,7 +175,7 @@ def _heartbeat(channel, engine, busy, log_file):
 
 
 def _read(channel, commands, aborted, store, folder):
-    """Pass commands on; when the host is gone, end this process whatever it is doing, and leave no file behind."""
+    """Receive commands; when the host is gone, remove the group's files and end this process at once."""
     try:
         while True:
             command = channel.receive()

@@ -1,5 +1,4 @@
-"""Which ranks bring weights of blocks from host memory together: each a part, which they exchange. Used by Predictions.
-"""
+"""Cooperative loading of streamed weights: ranks with the same weights copy one shard each and all-gather them."""
 
 import torch.distributed as dist
 
@@ -10,25 +9,25 @@ from ..partition import ranks_by_part, shard_sizes
 
 
 class WeightGroups:
-    """Process groups of ranks that hold the same weights, made when they are first used.
+    """Process groups of ranks with the same weights, created when they are first used.
 
-    An exchange is a collective, begun by the thread that runs the blocks, where a block that comes begins. So its order
-    is that of the program, and the same on all ranks of the group: each begins as many forwards for a command, and each
-    of these enters all blocks of the rank in their order, whatever turns its branches take (the first of them to enter
-    a block exchanges it). What a rank has kept of commands before does not matter: each forward exchanges each block
-    anew. Where a command would have ranks run unlike each other, `is_identical` says so, and each brings all. A command
-    is carried out in whole by each rank, cancelled or not; one that fails on a rank ends as one of Ulysses does.
+    The all-gather is started by the thread that runs the blocks, at the beginning of each streamed block. Its order is
+    therefore program order, and the same on all ranks of the group: each starts the same number of forwards for a
+    command, and each forward enters all blocks of the rank in order, however branches are interleaved (the first branch
+    to enter a block gathers it). Weights cached from earlier commands do not matter, since each forward gathers each
+    block again. If ranks would run a command differently, `is_identical` is False and each rank copies all its weights.
+    Every rank completes a command, cancelled or not; one that fails on a rank ends like one of Ulysses.
     """
 
     def __init__(self, world_size):
         self._world_size, self._groups = world_size, {}
 
     def has(self, spec):
-        """Is nothing to be made for this ModelSpec?"""
+        """Whether no group has to be created for this ModelSpec."""
         return not can_cooperate(spec, self._world_size) or self._key(spec) in self._groups
 
     def sharing(self, command, mesh, spec, traffic):
-        """The Sharing of this rank in a command; None: it brings all. Every rank of the world calls it."""
+        """CooperativeLoad of this rank for a command; None: it copies all its weights. A collective of all ranks."""
         if not command.copies.is_shared or not can_cooperate(spec, self._world_size):
             return None
         if not self.has(spec):
@@ -44,21 +43,24 @@ class WeightGroups:
         return str(ranks_by_part(self._world_size, spec))
 
     def _made(self, spec):
-        """(this rank's group, its ranks). Every rank of the world calls it."""
+        """Create the groups; returns (this rank's group, its ranks). A collective of all ranks."""
         parts = ranks_by_part(self._world_size, spec)
         own, = (ranks for ranks in parts if dist.get_rank() in ranks)
         return make_group(parts), own
 
 
 def can_cooperate(spec, world_size):
-    """Do several ranks hold the same blocks, and run them? With all blocks on every stage they run others."""
+    """Whether several ranks have and run the same blocks. With every_block, stages run different ones."""
     has_all = spec.stages is not None and spec.stages.every_block
     return spec.tensor_degree == 1 and not has_all and len(ranks_by_part(world_size, spec)) < world_size
 
 
 def is_identical(command, mesh):
-    """Does each rank run all its blocks as often as the others in a Predict? Not where one has no branch or no images,
-    where images or branches of one conditioning go one after the other, or where branches skip blocks."""
+    """Whether all ranks run all their blocks equally often in a Predict.
+
+    They do not if one has no branch or no images, if images or branches of one conditioning run one after the other, or
+    if branches skip blocks.
+    """
     branches, cfg_degree = command.branches, mesh.degrees["cfg"]
     images = [min(shard_sizes(branch.latent.shape[0], mesh.degrees["data"], mesh.data_speeds)) for branch in branches]
     return (not command.by_image and len(branches) >= cfg_degree and min(images) > 0

@@ -1,8 +1,6 @@
-"""What a rank measures of its device and of the links to the others, in seconds: all that the forecasts need. Used by
-the engine.
+"""Device probe: measurements of a rank's device and links, in a few seconds, as input of the cost model.
 
-Every rank runs it at the same time, in the same order, so that what they share (memory, processors, a bus) is shared as
-in a run.
+All ranks run it at the same time in the same order, so that they share memory, processors and buses as in a run.
 """
 
 import functools
@@ -28,24 +26,24 @@ from ..protocol.specs import SDPA
 log = logging.getLogger(__name__)
 
 SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
-HOST_BYTES = 2 ** 28          # no processor's cache has it
-ACROSS_BYTES = 2 ** 20         # large, between machines: a slow network takes a second for it
-# (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of what is only
-# moved)
+HOST_BYTES = 2 ** 28           # larger than any processor cache
+ACROSS_BYTES = 2 ** 20         # large message between machines: a slow network takes a second for it
+# (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of a memory-bound
+# operation)
 ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 768, 192, 2 ** 22)
 HEADS = 8
-MOST_ROTATED = 256             # columns that ConvRot rotates together, as published files have it
+MOST_ROTATED = 256             # columns that ConvRot rotates together, as in published files
 MIN_S, ROUNDS = 0.01, 7
-ALONE = 3                      # copies of one device while the others rest
-ROUND_S, SHARED_ROUNDS = 0.05, 12         # of rounds in which all wait for the last, as in a step
+ALONE = 3                      # copies of one device while the others are idle
+ROUND_S, SHARED_ROUNDS = 0.05, 12         # rounds in which all ranks wait for the last one, as in a step
 BLOCK_TOKENS, BLOCK_WIDTH = 16, 64
 
 
 def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
-    """{what: seconds or bytes a second}; see planner/machine_from_probe.py for the names. A collective: every rank of
-    the world calls it.
+    """Measure; returns {name: seconds or bytes per second}, see planner/machine_from_probe.py for the names.
 
-    report(text, done, total) shows progress. per_machine: config.devices_per_machine.
+    A collective: every rank of the world calls it. report(text, done, total) shows progress. per_machine:
+    protocol.devices.devices_per_machine.
     """
     watch = Stopwatch(rank, world_size, device, dtype)
     numbers = {}
@@ -71,15 +69,14 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
 
 
 def matrix_flops_s(device, dtype):
-    """What a device makes of a feed-forward's matrix multiplication, in a fraction of a second. No other rank takes
-    part."""
+    """FLOP/s of a feed-forward's matrix multiplication, measured in a fraction of a second. Not a collective."""
     width, rows, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
     weight, tokens = (torch.randn(count, width, device=device).to(dtype) for count in (4 * width, rows))
     return 8.0 * rows * width ** 2 / Stopwatch(0, 1, device, dtype).seconds({"": lambda: F.linear(tokens, weight)})[""]
 
 
 class Stopwatch:
-    """Times work on this rank's device, in the dtype of models, in rounds that all ranks begin together."""
+    """Times work on this rank's device, in the models' dtype, in rounds that all ranks begin together."""
 
     def __init__(self, rank, world_size, device, dtype):
         self.rank, self.world_size, self.device, self.dtype = rank, world_size, device, dtype
@@ -90,15 +87,14 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, works, repeats=None, wait=True):
-        """{name: seconds of one call of works[name]}, means over rounds, without the longest and shortest, in which
-        each has its turn: a machine that others slow for a moment slows all alike. wait: until the device is done; else
-        what the host takes to start it.
+        """{name: seconds of one call of works[name]}, as means over rounds without the longest and shortest ones.
 
-        repeats: calls in a turn; None: as many as take long enough. Ranks of a collective give a number, so that all
-        make as many.
+        The works are interleaved, so that a temporary slowdown of the machine affects all of them equally. wait:
+        synchronise the device; False: measure only the launch on the host. repeats: calls per round; None: enough for
+        MIN_S. Ranks of a collective must pass a number, so that all make the same number of calls.
         """
         often = {name: repeats or self._often(work) for name, work in works.items()}
-        turns_s: dict[str, list] = {name: [] for name in works}
+        rounds_s: dict[str, list] = {name: [] for name in works}
         for round_ in range(ROUNDS + 1):                       # the first one warms up
             for name, work in works.items():
                 if self.together:
@@ -110,10 +106,10 @@ class Stopwatch:
                 if wait:
                     self.done()
                 if round_:
-                    turns_s[name].append((time.perf_counter() - started_s) / often[name])
+                    rounds_s[name].append((time.perf_counter() - started_s) / often[name])
                 self.done()
-        return {name: statistics.mean(sorted(turns)[ROUNDS // 6:ROUNDS - ROUNDS // 6])
-                for name, turns in turns_s.items()}
+        return {name: statistics.mean(sorted(times)[ROUNDS // 6:ROUNDS - ROUNDS // 6])
+                for name, times in rounds_s.items()}
 
     def _often(self, work):
         work()
@@ -125,9 +121,8 @@ class Stopwatch:
 
 
 def measure_waiting(watch):
-    """Seconds of rounds of the same work: of the first rank's while the others rest (0 of others), of this rank's
-    beside the others', and until the last rank is done, whose pace is no more even than its machine's.
-    """
+    """Median seconds of rounds of the same work: of rank 0 while the others are idle (0 on other ranks), of this rank
+    while the others work, and until the last rank is done, which includes the variation of the machine."""
     device, dtype = watch.device, watch.dtype
     width, full, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
     weight = torch.randn(4 * width, width, device=device).to(dtype)
@@ -144,7 +139,7 @@ def measure_waiting(watch):
         work(repeats)
         return time.perf_counter() - started_s
     work(1)
-    # each rank's own: devices that are not alike have rounds of one length
+    # per rank, so that rounds of heterogeneous devices have the same length
     repeats = max(1, round(ROUND_S / max(1e-6, timed(1))))
     alone_s = [timed(repeats) for _ in range(SHARED_ROUNDS)] if watch.rank == 0 else [0.0]
     for _ in range(SHARED_ROUNDS):
@@ -160,9 +155,8 @@ def measure_waiting(watch):
 
 
 def measure_device(watch):
-    """Of a feed-forward's matrix multiplication with many rows and with few, attention with many keys and with few, a
-    convolution, and of what is only moved.
-    """
+    """Measure a feed-forward's matrix multiplication with many and few rows, attention with many and few keys, a
+    convolution, and a memory-bound operation."""
     device, dtype = watch.device, watch.dtype
     width, full, short, long, brief, elements = ON_CUDA if device.type == "cuda" else ON_CPU
     weight, tokens = torch.randn(4 * width, width, device=device).to(dtype), torch.randn(full, width, device=device).to(
@@ -173,10 +167,10 @@ def measure_device(watch):
         works[f"attention_{head}_{name}_s"] = lambda query=query, key=key: F.scaled_dot_product_attention(
             query, key, key)
     channels, side = (256, 128) if device.type == "cuda" else (64, 64)
-    image, backend = (torch.randn(shape, device=device).to(dtype)
+    image, kernel = (torch.randn(shape, device=device).to(dtype)
                      for shape in ((1, channels, side, side), (channels, channels, 3, 3)))
     one, other = (torch.randn(elements, device=device).to(dtype) for _ in range(2))
-    seconds = watch.seconds(works | {"convolution": lambda: F.conv2d(image, backend, padding=1),
+    seconds = watch.seconds(works | {"convolution": lambda: F.conv2d(image, kernel, padding=1),
                                      "move": lambda: torch.add(one, other)})
     return {name: seconds[name] for name in works} | {
         "matrix_flops": 8.0 * full * width ** 2, "rows": full, "short_rows": short,
@@ -187,8 +181,10 @@ def measure_device(watch):
 
 
 def measure_backends(device, dtype):
-    """{"kernel NAME HEAD": times as fast as torch's own attention}, with heads of this size, of the packages that are
-    installed here. No other rank takes part: what is installed there may be something else."""
+    """Speedups of the installed attention backends over torch SDPA, by head size: {"kernel NAME HEAD": ratio}.
+
+    Not a collective: other ranks may have other packages.
+    """
     numbers, tokens = {}, (ON_CUDA if device.type == "cuda" else ON_CPU)[3]
     usable, modules = [name for name, why in unusable(device).items() if not why], {}
     for name, head in itertools.product(usable, (64, 128)):
@@ -197,7 +193,7 @@ def measure_backends(device, dtype):
                  for use in (BackendUse(), BackendUse(name, True, modules))}
         try:
             seconds = Stopwatch(0, 1, device, dtype).seconds(works)
-        except Exception as error:                             # another's code: a run by it says the same
+        except Exception as error:                             # a third-party package's
             log.warning("attention by %s is not measured: %s", name, error)
             continue
         numbers[f"kernel {name} {head}"] = seconds[SDPA] / seconds[name]
@@ -205,9 +201,11 @@ def measure_backends(device, dtype):
 
 
 def measure_products(device, dtype):
-    """{"product FORMAT": times as fast as a product with a weight of `dtype`}, with weights in each of ComfyUI's
-    formats, as the device multiplies them: rounding inputs, or unpacking the weight. {} without comfy-kitchen. No other
-    rank takes part."""
+    """Speedups of matrix multiplications with weights in each of ComfyUI's quantised formats over weights of `dtype`:
+    {"product FORMAT": ratio}; {} without comfy-kitchen.
+
+    The device quantises inputs or dequantises the weight, whichever it supports. Not a collective.
+    """
     if not kitchen_layers.is_installed():
         return {}
     kitchen_layers.choose_backends()
@@ -218,13 +216,13 @@ def measure_products(device, dtype):
         layer = Layer(format_, (4 * width, width), dict.fromkeys(FORMATS[format_].scales, ""), 1,
                       math.gcd(width, MOST_ROTATED) if format_ == "convrot_w4a4" else 0)
         weight = torch.zeros(layer.stored_shape, dtype=torch.uint8, device=device).view(layer.how.held)
-        beside = {name: torch.zeros(shape, dtype=held, device=device)
-                  for name, (shape, held) in layer.auxiliary_as_stored(4 * width).items()}
+        auxiliary = {name: torch.zeros(shape, dtype=stored_dtype, device=device)
+                     for name, (shape, stored_dtype) in layer.auxiliary_as_stored(4 * width).items()}
         try:
             kitchen_layers.check([layer], "the probe")
-            work = functools.partial(product_of, layer, weight, kitchen_layers.in_tiles(layer, beside), tokens)
+            work = functools.partial(product_of, layer, weight, kitchen_layers.in_tiles(layer, auxiliary), tokens)
             work()
-        except Exception as error:                             # another's code: a run with such weights says the same
+        except Exception as error:                             # a third-party package's
             log.warning("products in %s are not measured: %s", format_, error)
             continue
         works[format_] = work
@@ -232,15 +230,15 @@ def measure_products(device, dtype):
     return {f"product {format_}": seconds[""] / seconds[format_] for format_ in works if format_}
 
 
-def product_of(layer, weight, beside, tokens):
-    """As quantisation/layerwise_casting.py has it."""
+def product_of(layer, weight, auxiliary, tokens):
+    """Multiply as quantisation/layerwise_casting.py does."""
     if kitchen_layers.multiplies(layer, weight.device):
-        return kitchen_layers.product(layer, weight, beside, tokens, None)
-    return F.linear(tokens, kitchen_layers.unpacked(layer, weight, beside, tokens.dtype))
+        return kitchen_layers.product(layer, weight, auxiliary, tokens, None)
+    return F.linear(tokens, kitchen_layers.unpacked(layer, weight, auxiliary, tokens.dtype))
 
 
 def measure_launches(watch):
-    """Seconds that the host takes for a block of PixArt's structure with next to nothing to compute."""
+    """Seconds that the host needs to launch a block of PixArt's structure with almost nothing to compute."""
     from diffusers.models.attention import BasicTransformerBlock
     device, dtype = watch.device, watch.dtype
     block = BasicTransformerBlock(BLOCK_WIDTH, 2, BLOCK_WIDTH // 2, cross_attention_dim=BLOCK_WIDTH,
@@ -252,10 +250,12 @@ def measure_launches(watch):
 
 
 def measure_host_copies(watch):
-    """Bytes a second of weights that come from host memory to this device, while those of all others do, and alone:
-    all share the host's memory, and some a link to it. Through page-locked pieces ("host_bytes_s",
-    "host_alone_bytes_s") and by the driver ("pageable_..."), in the thread that copies in a run. The memory is this
-    process's, which the system places near."""
+    """Bytes per second of streamed weights to this device, while all other ranks copy too, and alone.
+
+    All ranks share the host's memory bandwidth, and some share a link. Measured through page-locked buffers
+    ("host_bytes_s", "host_alone_bytes_s") and by the driver from pageable memory ("pageable_..."), in the copy thread
+    of a run. The memory is this process's own, which the system allocates on the near NUMA node.
+    """
     thread = CopyThread(watch.device, StagingBuffers(watch.device))
     source = torch.ones(HOST_BYTES, dtype=torch.uint8)
     target = torch.empty(HOST_BYTES, dtype=torch.uint8, device=watch.device)
@@ -278,30 +278,32 @@ def measure_host_copies(watch):
 
 
 def measure_links(watch, size, traffic, large_bytes, is_first):
-    """Seconds of each collective in groups of so many neighbours, all groups at once: small and large messages.
+    """Seconds of each collective in groups of `size` neighbouring ranks, all groups at once, for small and large
+    messages.
 
-    is_first: and of attention beside a hop.
+    is_first: also measure the overlap of attention and a ring hop.
     """
     numbers, device, dtype, world_size = {}, watch.device, watch.dtype, watch.world_size
     own = dist.group.WORLD if size == world_size else make_group(
         [range(first, first + size) for first in range(0, world_size, size)])
     for name, num_bytes in (("small", SMALL_BYTES), ("large", large_bytes)):
-        piece = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
-        pieces = piece[:len(piece) // size * size].view(size, -1)
-        shapes = [pieces[0].shape] * size
-        works = {f"all_to_all {size} {name}_s": lambda pieces=pieces, shapes=shapes:
-                 all_to_all(pieces, shapes, own, traffic, pieces),
-                 f"hop {size} {name}_s": lambda piece=piece: RingExchange(piece, piece.shape, own, traffic).wait(),
-                 f"all_reduce {size} {name}_s": lambda piece=piece: dist.all_reduce(piece, group=own),
-                 f"gather {size} {name}_s": lambda pieces=pieces:
-                 all_gather(pieces[0], [len(pieces[0])] * size, 0, own, traffic)}
+        message = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+        chunks = message[:len(message) // size * size].view(size, -1)
+        shapes = [chunks[0].shape] * size
+        works = {f"all_to_all {size} {name}_s": lambda chunks=chunks, shapes=shapes:
+                 all_to_all(chunks, shapes, own, traffic, chunks),
+                 f"hop {size} {name}_s": lambda message=message:
+                 RingExchange(message, message.shape, own, traffic).wait(),
+                 f"all_reduce {size} {name}_s": lambda message=message: dist.all_reduce(message, group=own),
+                 f"gather {size} {name}_s": lambda chunks=chunks:
+                 all_gather(chunks[0], [len(chunks[0])] * size, 0, own, traffic)}
         numbers |= watch.seconds(works, repeats=10 if name == "small" else 1)
-    piece = torch.zeros(16, dtype=dtype, device=device)
-    pieces = torch.zeros(size, 8, dtype=dtype, device=device)
+    message = torch.zeros(16, dtype=dtype, device=device)
+    chunks = torch.zeros(size, 8, dtype=dtype, device=device)
     numbers |= watch.seconds(
-        {f"launch {size} all_to_all_s": lambda: all_to_all(pieces, [(8,)] * size, own, traffic, pieces),
-         f"launch {size} hop_s": lambda: RingExchange(piece, piece.shape, own, traffic).wait()}, repeats=10,
-                             wait=False)
+        {f"launch {size} all_to_all_s": lambda: all_to_all(chunks, [(8,)] * size, own, traffic, chunks),
+         f"launch {size} hop_s": lambda: RingExchange(message, message.shape, own, traffic).wait()}, repeats=10,
+        wait=False)
     if is_first:
         numbers |= measure_overlap(watch, own, traffic, large_bytes)
     if size < world_size:
@@ -310,18 +312,19 @@ def measure_links(watch, size, traffic, large_bytes, is_first):
 
 
 def measure_overlap(watch, group, traffic, large_bytes):
-    """Attention beside a hop: how much of one runs in the time of the other."""
+    """Seconds of attention, of a ring hop, and of both at once, which show how far they overlap."""
     device, dtype = watch.device, watch.dtype
     _, _, _, tokens, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
     query = torch.randn(1, HEADS, tokens, 128, device=device).to(dtype)
-    piece = torch.zeros(large_bytes // dtype.itemsize, dtype=dtype, device=device)
+    message = torch.zeros(large_bytes // dtype.itemsize, dtype=dtype, device=device)
 
     def attend():
         return F.scaled_dot_product_attention(query, query, query)
 
     def both():
-        exchange = RingExchange(piece, piece.shape, group, traffic)
+        exchange = RingExchange(message, message.shape, group, traffic)
         attend()
         exchange.wait()
     return watch.seconds({"beside_attention_s": attend, "beside_both_s": both,
-                          "beside_hop_s": lambda: RingExchange(piece, piece.shape, group, traffic).wait()}, repeats=1)
+                          "beside_hop_s": lambda: RingExchange(message, message.shape, group, traffic).wait()},
+                         repeats=1)

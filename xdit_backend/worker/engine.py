@@ -1,4 +1,4 @@
-"""How a rank carries out each command: what it holds, and who of those does the work. Used by serve."""
+"""State of a rank, and the execution of commands on it."""
 
 import gc
 import os
@@ -21,25 +21,26 @@ from .models import Models
 from .predictions import Predictions
 from .timeline import Timeline
 
-MEMORY_PARTS = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
-VERSIONS_SHARE = 0.5                       # of unused memory, that versions of weights may take
+KNOWN_BYTES = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
+VERSIONS_SHARE = 0.5                       # fraction of unused memory that cached versions of weights may take
 ALLOCATING = (messages.LoadModel, messages.ChangeWeights, messages.ReturnWeights, messages.RestoreModel,
-               messages.LoadAutoencoder)
-TRIED_TO_ALLOCATE = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)  # in torch's words
+              messages.LoadAutoencoder)
+# text of torch's error
+TRIED_TO_ALLOCATE = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 UNITS = {"bytes": 1, "KiB": 2 ** 10, "MiB": 2 ** 20, "GiB": 2 ** 30}
 
 
 class Aborted(Exception):
-    """Nobody waits for the command at hand any more."""
+    """The host no longer waits for the current command."""
 
 
 class Engine:
-    """All state of one rank. Nothing outlives a command but what a command asked to keep."""
+    """All state of one rank."""
 
     def __init__(self, rank, device, report_phase, aborted=frozenset(), machines=()):
         """machines: the name of each rank's machine; (): all ranks are on one."""
         self.rank, self.device = rank, device
-        # requests that nobody waits for, which another thread may add to
+        # aborted requests, which another thread adds to
         self._aborted = aborted
         world_size = dist.get_world_size()
         staging = StagingBuffers(device)
@@ -49,7 +50,7 @@ class Engine:
                                         num_on_machine=machines.count(machines[rank]) if machines else world_size)
         self._autoencoders = Autoencoders(Ranks(dist.group.WORLD, machines), device, staging, report_phase,
                                           self._timeline)
-        self.request, self.traffic = 0, Traffic()              # of the command at hand, or of the last one
+        self.request, self.traffic = 0, Traffic()              # of the current or last command
         self._handlers = {
             messages.LoadModel: self._load,
             messages.DropModel: self._drop,
@@ -72,11 +73,11 @@ class Engine:
         }
 
     def execute(self, command):
-        """Carry out one command; returns measurements by name, or None."""
-        # in this order: what another thread reads as a request's is never an earlier one's
+        """Execute one command; returns measurements by name, or None."""
+        # in this order, so that another thread never reads an earlier request's traffic as this one's
         self.traffic, self.request = Traffic(), command.request
         empties_cache = isinstance(command, ALLOCATING) and not self._predictions.num_conditionings
-        # it may have what runs have left; what they take then counts from there
+        # it may use memory cached by earlier runs, whose peak is measured from there
         if empties_cache:
             self.memory.give_back()
         try:
@@ -89,20 +90,19 @@ class Engine:
                 self.memory.give_back()
 
     def prefetch(self, command):
-        """Post the receives of a command that is yet to be carried out, so that its transfers overlap what runs before
-        it.
+        """Post the receives of a later command, so that its transfers overlap with earlier ones.
 
-        Called in the order of commands. Returns False where that is not possible, and then later ones must wait too.
+        Called in the order of commands. Returns False if that is not possible; later commands must then wait too.
         """
         return isinstance(command, messages.Predict) and self._predictions.prefetch(command)
 
     @property
     def links(self):
-        """This rank's place in each pipeline that has run."""
+        """This rank's link in each pipeline that has run."""
         return self._predictions.links
 
     def spans_for(self, command):
-        """The spans of this rank's time that a command asks for."""
+        """Spans of this rank's work that a command requests."""
         requested = isinstance(command, messages.ReportMemory) and command.since_s >= 0
         return self._timeline.since(command.since_s) if requested else []
 
@@ -110,8 +110,8 @@ class Engine:
         return self._models.load(command.spec, partial(self._check, command), command.segments, traffic)
 
     def _check(self, command, agreed=lambda requested: requested):
-        """Raise Aborted where nobody waits for a command any more.
-        agreed(asked): does any of the ranks that leave it together ask to?"""
+        """Raise Aborted if a command was aborted. agreed(requested): whether any of the ranks that must abort it
+        together requests so."""
         if agreed(command.request in self._aborted):
             raise Aborted
 
@@ -124,7 +124,7 @@ class Engine:
         self._models.drop(command.name)
         self._autoencoders.drop(command.name)
         self._predictions.networks.drop(command.name)
-        gc.collect()                                           # its hooks and its modules refer to each other
+        gc.collect()                                           # hooks and modules refer to each other
         self.memory.give_back()
 
     def _park(self, command, traffic):
@@ -134,7 +134,7 @@ class Engine:
 
     def _drop_conditioning(self, command, traffic):
         self._predictions.drop_conditioning(command, traffic)
-        if not self._predictions.num_conditionings:            # the last run at hand has ended
+        if not self._predictions.num_conditionings:            # the last run has ended
             self.memory.end_run(self._predictions.unused_bytes)
 
     def _transform(self, transform, command, traffic):
@@ -147,8 +147,7 @@ class Engine:
     def _probe(self, command, traffic, report_phase):
         try:
             return device_probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype),
-                                        traffic,
-                                 report_phase, command.per_machine)
+                                        traffic, report_phase, command.per_machine)
         except Exception:
             traffic.is_broken = dist.get_world_size() > 1      # ranks begin each measurement together
             raise
@@ -156,16 +155,16 @@ class Engine:
             self.memory.give_back()
 
     def _report_memory(self, command, traffic):
-        """Bytes of weights on the device and parked in host memory, of device memory in use and free, and seconds that
-        the device has worked and that processors have on this process; when all before is done."""
+        """Bytes of resident and parked weights and of used and free device memory, busy seconds of the device and CPU
+        seconds of this process, after all earlier work is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return {"pid": os.getpid(), "parked_bytes": self._models.parked_bytes,
                 "busy_s": self._predictions.take_busy_s(), "cpu_s": time.process_time(), **self._memory()}
 
     def out_of_memory(self, error):
-        """Bytes by name for an error that says that memory ran out; {} for any other.
-        Waits for nothing: an exchange may be under way."""
+        """Bytes by name for an out-of-memory error; {} for any other. Does not synchronise: a collective may be
+        pending."""
         if not is_out_of_memory(error):
             return {}
         numbers, match = self._memory(), TRIED_TO_ALLOCATE.search(str(error))
@@ -173,9 +172,9 @@ class Engine:
             numbers["requested_bytes"] = float(match[1]) * UNITS[match[2]]
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            held = sum(value for name, value in numbers.items() if name in MEMORY_PARTS)
+            known = sum(value for name, value in numbers.items() if name in KNOWN_BYTES)
             numbers |= {"total_bytes": total, "other_bytes": total - free - torch.cuda.memory_reserved(self.device),
-                        "activation_bytes": max(0, numbers["allocated_bytes"] - held)}
+                        "activation_bytes": max(0, numbers["allocated_bytes"] - known)}
         return numbers
 
     def _memory(self):
@@ -188,5 +187,5 @@ class Engine:
 
 
 def is_out_of_memory(error):
-    """Does an exception say that memory ran out? Of CUDA, or of the host."""
+    """Whether an exception is an out-of-memory error, of CUDA or of the host."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

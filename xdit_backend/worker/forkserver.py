@@ -1,12 +1,12 @@
-"""A process that imports once what torchrun and workers need, and forks a torchrun for each group; its ranks are forked
-from that in turn.
+"""Forkserver: imports the libraries of torchrun and workers once, and forks a torchrun for each group, which forks its
+ranks in turn.
 
     python -m xdit_backend.worker.forkserver SOCKET HOST
 
-SOCKET: a file descriptor, over which the host says what to start (host/forkserver.py). HOST: its process number. What
-is forked inherits the imported pages: a rank starts in a tenth of a second, and its libraries take memory once. That is
-safe only while this process has one thread, and has not touched a GPU. Else, and where a system is not known to fork
-well, torchrun and each rank are programs of their own.
+SOCKET: file descriptor for the host's requests (host/forkserver.py). HOST: the host's pid. Forked processes share the
+imported pages: a rank starts in a tenth of a second, and libraries take memory once. That is safe only while this
+process has one thread and has not opened a GPU. Otherwise, and on systems where forking is not known to be safe,
+torchrun and each rank are separate programs.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ def main():
     channel.set_inheritable(False)
     why_not = _prepare()
     channel.send(json.dumps({"why_not": why_not}).encode())
-    started = {}                                               # process number -> Popen, or None of what was forked
+    started = {}                                               # pid -> Popen, or None if forked
     while os.getppid() == host:
         if not select.select([channel], [], [], torchrun.POLL_S)[0]:
             _forget_ended(started)
@@ -56,7 +56,7 @@ def main():
 
 
 def _prepare():
-    """Import all that is needed; why nothing may be forked here, or ""."""
+    """Import all libraries; returns the reason why forking is not possible, or ""."""
     if os.environ.get("XDIT_FORK") == "0":
         return "XDIT_FORK is 0"
     if sys.platform != "linux":
@@ -68,29 +68,29 @@ def _prepare():
         import torch.distributed.run  # noqa: F401
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads > 1:
-        return f"what was imported has started {num_threads - 1} threads"
+        return f"the imported libraries have started {num_threads - 1} threads"
     files = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
     if torch.cuda.is_initialized() or any(_target(file).startswith(("/dev/nvidia", "/dev/kfd")) for file in files):
-        return "what was imported has opened a GPU"
+        return "the imported libraries have opened a GPU"
     return ""
 
 
 def _import_models():
-    """Import diffusers' class of every family, which each rank else would when it loads its first model."""
+    """Import diffusers' class of every family, which each rank would otherwise import for its first model."""
     import diffusers
     for name in {*(family.transformer for family in FAMILIES.values() if not family.is_comfyuis),
                  *(family.autoencoder for family in VAES.values())}:
-        getattr(diffusers, name, None)                         # older releases lack some
+        getattr(diffusers, name, None)                         # missing in older releases
 
 
 def _target(link):
-    with suppress(OSError):                                    # the folder's own, which is closed by now
+    with suppress(OSError):                                    # the descriptor of /proc/self/fd, closed by now
         return os.readlink(link)
     return ""
 
 
 def _fork(arguments, environment, folder, output, channel):
-    """Fork a torchrun; its process number. It ends with this process."""
+    """Fork a torchrun, which ends with this process; returns its pid."""
     parent, pid = os.getpid(), os.fork()
     if pid:
         return pid
@@ -116,7 +116,7 @@ def _fork(arguments, environment, folder, output, channel):
 
 
 def _start(arguments, environment, folder, output):
-    """Start torchrun as a program of its own; its Popen, whose standard input is open for as long as it may run."""
+    """Start torchrun as a separate program, which runs until its standard input is closed; returns its Popen."""
     return subprocess.Popen([sys.executable, "-m", "xdit_backend.worker.torchrun", *arguments], cwd=folder,
                             env=environment,
                             stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)

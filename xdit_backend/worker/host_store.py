@@ -1,4 +1,4 @@
-"""The c10d store of a group: a file on the host, or access to that file over the connection of a rank to the host."""
+"""The c10d store of a group: a file on the host, or access to that file over a remote rank's connection."""
 
 import itertools
 import queue
@@ -12,12 +12,12 @@ from ..protocol.channel import STORE_FILE
 from ..protocol.devices import machine_of
 from ..protocol.messages import StoreRequest
 
-POLL_S = 0.02                              # between two looks for a key that another rank will set
-REPLY_S = 60.0                             # for the host to answer, which it does at once
+POLL_S = 0.02                              # between polls for a key that another rank will set
+REPLY_S = 60.0                             # for the host's reply, which it sends at once
 
 
 def open_store(folder, rank, devices, send):
-    """The store of this group: torch's FileStore in the group's private folder, or on another machine a HostStore.
+    """Open the group's store: torch's FileStore in its private folder, or a HostStore on another machine.
 
     send: sends a message to the host. devices: of all ranks.
     """
@@ -29,7 +29,7 @@ def open_store(folder, rank, devices, send):
 class HostStore(dist.Store):
     """A c10d store whose operations the host executes on its FileStore (multi_node/store_access.py).
 
-    send: sends a StoreRequest to the host; `take` receives each StoreReply from the thread that reads. Methods have the
+    send: sends a StoreRequest to the host; `take` receives each StoreReply from the receiving thread. Methods have the
     names under which torch's C++ code looks them up in a subclass. Keep a reference: torch holds only the C++ half.
     """
 

@@ -1,4 +1,4 @@
-"""The networks on this rank that nodes put inside a model. Used by predictions.py."""
+"""Injected networks loaded on this rank."""
 
 import dataclasses
 
@@ -8,28 +8,28 @@ from ..protocol.shared_memory import map_segment
 
 
 class Networks:
-    """By the names of their specs, for the run at hand."""
+    """The injected networks of the current run, by spec name."""
 
     def __init__(self, device):
-        self._device, self._held = device, {}
+        self._device, self._loaded = device, {}
 
     def load(self, spec):
-        if spec.name not in self._held:
+        if spec.name not in self._loaded:
             weights = {name: map_segment(segment) for name, segment in spec.weights.items()}
-            self._held[spec.name] = Network(spec, weights, self._device)
+            self._loaded[spec.name] = Network(spec, weights, self._device)
 
     def drop(self, name):
-        self._held.pop(name, None)
+        self._loaded.pop(name, None)
 
     def of(self, uses, images):
-        """((specs.NetworkUse, Network), ...) of a call, for a slice of its images. Raises XDiTError for one that is not
-        here."""
+        """((specs.NetworkUse, Network), ...) of a call, for a slice of its images. Raises XDiTError if one is not
+        loaded."""
         for use in uses:
-            if use.network not in self._held:
-                raise XDiTError(f"A model patch ({use.network}) is not loaded. Queue the prompt again.")
-        return tuple((dataclasses.replace(use, rows=use.rows[images]), self._held[use.network]) for use in uses)
+            if use.network not in self._loaded:
+                raise XDiTError(f"Queue the prompt again: the model patch {use.network} is not loaded.")
+        return tuple((dataclasses.replace(use, rows=use.rows[images]), self._loaded[use.network]) for use in uses)
 
     @property
     def num_bytes(self):
-        """Of weights on the device."""
-        return sum(network.num_bytes for network in self._held.values())
+        """Bytes of weights on the device."""
+        return sum(network.num_bytes for network in self._loaded.values())

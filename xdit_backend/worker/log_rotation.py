@@ -1,14 +1,13 @@
-"""A worker's output, whoever prints it, goes to a file of its own that does not grow without bound.
-Used by __main__ and serve."""
+"""Redirection of a worker's output into a log file of bounded size."""
 
 import os
 from contextlib import suppress
 
-MAX_BYTES = 2 ** 22                        # of a file; as many are kept of what came before
+MAX_BYTES = 2 ** 22                        # of a file, and of the rotated one
 
 
 def take_over(path):
-    """From now on what this process prints is written to the end of this file."""
+    """Redirect stdout and stderr of this process to the end of this file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -16,9 +15,8 @@ def take_over(path):
 
 
 def keep_small(path):
-    """Begin the file anew where it has grown large; what was in it is beside it, as NAME.before.
-    And where it was removed."""
-    # its folder was removed, or its disk is full: nothing else ends for that
+    """Rotate the file to NAME.before if it is too large, and reopen it if it was removed."""
+    # if its folder was removed, or its disk is full, the worker continues without a log
     with suppress(OSError):
         if not os.path.exists(path):
             take_over(path)

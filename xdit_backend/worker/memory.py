@@ -1,7 +1,6 @@
-"""The memory of this rank's process beside weights: how much a run took at its peak, and when freed memory is given
-back. Used by the engine, and by serve while it is idle.
+"""Memory of this rank's runs, without weights: peak use, and when freed memory is returned to the system.
 
-Of a CPU worker it is the process's own memory: maps of files and of shared memory are counted where those belong.
+For a CPU worker it is the process's anonymous memory: mapped files and shared memory are not counted.
 """
 
 import ctypes
@@ -16,25 +15,26 @@ import torch
 from ..memory.system_memory import available_memory
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-RESET_PEAK = "5"                           # proc(5): the peak of the resident set starts anew
-IDLE_S = 60.0                              # without a run, until a worker gives back what the last one has freed
-CACHE_SHARE = 0.25                         # of the memory that is unused, that a worker may keep until then
+RESET_PEAK = "5"                           # proc(5): resets the peak of the resident set
+IDLE_S = 60.0                              # without a run, until a worker frees memory cached by the last one
+CACHE_SHARE = 0.25                         # fraction of unused memory that a worker may cache until then
 
 
 class Memory:
-    """Memory of runs. It is kept for the next prompt of a queue, which finds it mapped, until it is asked for or
-    nothing has come for a while; as long as it is small beside what is unused, so that nobody else misses it: ComfyUI's
-    own models use the same card, and look at what is free.
+    """Memory of runs.
+
+    Freed memory stays cached for the next prompt of a queue, until it is requested or no run has started for a while.
+    It is cached only while it is small compared with the unused memory, since ComfyUI's own models use the same GPU and
+    check its free memory.
     """
 
     def __init__(self, device):
         self._device, self._start = device, {}
-        # was memory given back since the last run began? when it is to be
+        # memory was freed since the last run began; time at which it will be
         self._is_emptied, self._until_s = True, math.inf
 
     def begin_run(self):
-        """From now on the peak is that of another run; where memory was kept for it,
-        the peak is that of all that have used it."""
+        """Reset the peak for another run. On a CPU, the peak covers all runs that used the same cached memory."""
         if self._device.type == "cuda":
             self._start = {"allocated": torch.cuda.memory_allocated(self._device)}
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -42,13 +42,15 @@ class Memory:
             self._start, self._is_emptied = _status(), False
             try:
                 CLEAR.write_text(RESET_PEAK)
-            except OSError:                                    # not allowed here: the peak is that of all runs
+            except OSError:                                    # not permitted: the peak covers all runs
                 pass
         self._until_s = math.inf
 
     def end_run(self, unused_bytes):
-        """A run has ended, or a decode or encode: its memory is kept for a while, or given back.
-        unused_bytes: see Predictions."""
+        """Cache a finished run's (or decode's or encode's) memory for a while, or free it.
+
+        unused_bytes: see Predictions.
+        """
         if not self._is_worth_caching(unused_bytes):
             self.give_back()
         else:
@@ -62,26 +64,24 @@ class Memory:
 
     @property
     def idle_timeout_s(self):
-        """Seconds after which memory is to be given back if nothing but questions comes until then;
-        None: there is none to give."""
+        """Seconds after which cached memory is to be freed if no run starts; None: there is none."""
         return None if self._until_s == math.inf else max(0.0, self._until_s - time.monotonic())
 
     def give_back(self):
-        """Give memory that nothing uses back to the device, and to the system.
-        Returns "given_bytes" of the device, of a GPU."""
-        given_bytes = 0
+        """Return unused memory to the device and the system; "given_bytes" of the result: bytes of VRAM freed."""
+        freed_bytes = 0
         if self._device.type == "cuda":
             before = torch.cuda.memory_reserved(self._device)
             torch.cuda.empty_cache()
-            given_bytes = before - torch.cuda.memory_reserved(self._device)
+            freed_bytes = before - torch.cuda.memory_reserved(self._device)
         return_freed_memory()
         self._is_emptied, self._until_s = True, math.inf
-        return {"given_bytes": given_bytes}
+        return {"given_bytes": freed_bytes}
 
     def report(self):
-        """Bytes: total_bytes and unused_bytes of the device, reserved_bytes there by this process, host_bytes of its
-        own elsewhere, and activation_bytes that the last run took at its peak, with what it kept: of a CPU worker, the
-        most that runs have taken since memory was given back."""
+        """Bytes: total_bytes and unused_bytes of the device; reserved_bytes of this process on the device; host_bytes
+        of its anonymous memory in system RAM; activation_bytes, the last run's peak including its caches. For a CPU
+        worker, the peak of all runs since memory was freed."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._start.get("allocated", 0) if self._start else 0
             unused, total = torch.cuda.mem_get_info(self._device)
@@ -90,7 +90,7 @@ class Memory:
                     "host_bytes": _status()["RssAnon"], "activation_bytes": max(0, peak)}
         now, (available, limit) = _status(), available_memory()
         peak = 0
-        # but for pages of files and of shared memory that came meanwhile
+        # without pages of files and shared memory that were mapped since then
         if self._start and "VmHWM" in now:
             mapped = sum(max(0, now[name] - self._start[name]) for name in ("RssFile", "RssShmem"))
             peak = now["VmHWM"] - self._start["VmRSS"] - mapped
@@ -99,15 +99,15 @@ class Memory:
 
 
 def return_freed_memory():
-    """Have the C library give the system back what was freed, which CPU workers are set up to keep for activations."""
+    """Return freed memory from the C library to the system; CPU workers' allocator settings keep it for activations."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:                                       # glibc's
         trim(0)
 
 
 def _status():
-    """Bytes of this process's memory by kind. RssAnon is its own."""
+    """Bytes of this process's memory by kind; RssAnon is its anonymous memory."""
     fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines()) if STATUS.exists() else {}
-    if "RssAnon" not in fields:                                # not Linux, or gVisor's, which says less
+    if "RssAnon" not in fields:                                # not Linux, or gVisor, which reports less
         return {"RssAnon": psutil.Process().memory_info().rss}
     return {name: int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")}

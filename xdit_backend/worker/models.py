@@ -1,7 +1,4 @@
-"""The models on this rank: loaded with their hooks, each with the blocks of this rank's stage. Used by the engine.
-
-What a forward of one needs, and what it receives from the stage before, is said here as well.
-"""
+"""Models loaded on this rank, with their hooks and the blocks of its stage; inputs and message sizes of a forward."""
 
 import functools
 import itertools
@@ -29,41 +26,40 @@ from ..partition import FULL, cut_bands, ranks_by_part, split_stages, stage_bloc
 from ..protocol.errors import XDiTError
 from ..protocol.shared_memory import map_segment
 from .device_probe import matrix_flops_s
-from .self_check import check_pieces
+from .self_check import check_split
 from .weight_residency import Residency
 
-REPORTED = 32                              # tensors that are loaded from one report to the next
+REPORTED = 32                              # tensors between progress reports
 
 
 class Models:
-    """The models that this rank holds, by the names of their specs."""
+    """The models loaded on this rank, by spec name."""
 
     def __init__(self, rank, world_size, device, staging, report_phase):
         self._rank, self._world_size, self._device, self._report_phase = rank, world_size, device, report_phase
         self._staging = staging
         self._loaded = {}
-        self._checked = set()                                  # classes of ComfyUI's that are as their plans say
+        self._checked = set()                                  # ComfyUI classes that match their plans
 
     def __contains__(self, name):
         return name in self._loaded
 
     def __getitem__(self, name):
         if name not in self._loaded:
-            raise XDiTError(f"The model {name} is not loaded on rank {self._rank}. Queue the prompt again.")
+            raise XDiTError(f"Queue the prompt again: the model {name} is not loaded on rank {self._rank}.")
         return self._loaded[name]
 
     def load(self, spec, check=lambda: None, segments=(), traffic=None):
-        """Load a model, unless it is here. A collective: every rank calls it. Returns the numbers of its residency.
+        """Load a model unless it is loaded; returns the numbers of its Residency. A collective: every rank calls it.
 
-        traffic: the Traffic in which exchanges are counted. segments: for each part of the model, memory for weights
-        that come from host memory, if there is such. check() is called after each tensor, when nothing is exchanged any
-        more, and may raise to give up.
+        traffic: counts collectives. segments: memory for offloaded weights, one per partition of the model, if any.
+        check() is called after each tensor, when no collective follows, and may raise to abort.
         """
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
         family = FAMILIES[spec.family]
         if family.is_comfyuis and not family.is_replicated and family.transformer not in self._checked:
-            check_pieces(family)
+            check_split(family)
             self._checked.add(family.transformer)
         count, traffic = itertools.count(), traffic or Traffic()
         blocks = range(0)
@@ -85,7 +81,7 @@ class Models:
                                        self._host_copies(spec, segments))
         model = transformer.model
         if transformer.offloaded is not None:
-            transformer.offloaded.restore()                    # where there is no room, it shows now
+            transformer.offloaded.restore()                    # allocates the buffers: fails here if memory is short
         on_compile = functools.partial(self._report_phase, "compiling blocks")
         kind = ReplicatedHooks if family.is_replicated else UNetHooks
         hooks = (kind(model, family.plan, transformer.offloaded, on_compile) if family.is_unet
@@ -99,15 +95,14 @@ class Models:
         return HostCopies(map_segment(segments[number]), ranks.index(self._rank), len(ranks)) if segments else None
 
     def change(self, command, spare_bytes):
-        """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its
-        residency.
+        """Update weights of a resident model; returns the numbers of its Residency.
 
-        spare_bytes: what weights that are kept may take.
+        spare_bytes: limit of cached earlier versions.
         """
         loaded = self[command.name]
 
         def leave(weights):
-            # of what comes from host memory, only what is there now is known
+            # of offloaded weights, only the current values are available
             if weights is None or not command.version or loaded.transformer.offloaded is not None:
                 loaded.versions.drop()
             else:
@@ -118,7 +113,7 @@ class Models:
         return self._changed(loaded)
 
     def go_back(self, command):
-        """Give a model weights that were kept, where they were: "kept" of the numbers. The model is on the device."""
+        """Restore a cached version of a resident model's weights; "cached" in the numbers: whether it was cached."""
         loaded = self[command.name]
         loaded.transformer.casts.drop()
         was_cached = loaded.versions.go_back(command.version, command.left, loaded.transformer.files)
@@ -136,9 +131,9 @@ class Models:
         self._loaded.pop(name, None)
 
     def park(self, command):
-        """Let go of weights on the device, which then are in host memory alone."""
+        """Park weights in system RAM, and release them on the device."""
         loaded = self[command.name]
-        loaded.transformer.casts.drop()                        # memory is wanted
+        loaded.transformer.casts.drop()                        # to free memory
         loaded.versions.drop()
         residency, (number, ranks) = loaded.residency, self._part(loaded.transformer.spec)
         targets = [command.targets[rank] for rank in ranks]
@@ -146,30 +141,29 @@ class Models:
         return residency.numbers
 
     def _part(self, spec):
-        """(number of this rank's part of a model, the ranks that hold it)"""
-        parts = ranks_by_part(self._world_size, spec)
-        return next((number, ranks) for number, ranks in enumerate(parts) if self._rank in ranks)
+        """(number of this rank's partition of a model, the ranks that have it)"""
+        groups = ranks_by_part(self._world_size, spec)
+        return next((number, ranks) for number, ranks in enumerate(groups) if self._rank in ranks)
 
     def restore(self, command):
-        """Bring a model's weights back to the device."""
+        """Load a model's parked weights back to the device."""
         residency = self[command.name].residency
-        residency.restore(lambda done, total: self._report_phase("bringing weights back", done, total))
+        residency.restore(lambda done, total: self._report_phase("loading parked weights", done, total))
         return residency.numbers
 
     def drop_casts(self):
-        """Let go of the casts that were kept for a run's patches."""
+        """Drop the cached casts of a run's patches."""
         for loaded in self._loaded.values():
             loaded.transformer.casts.drop()
 
     def drop_versions(self):
-        """Let go of weights that were kept for a run that goes back to them."""
+        """Drop the cached versions of weights."""
         for loaded in self._loaded.values():
             loaded.versions.drop()
 
     @property
     def cast_bytes(self):
-        """Bytes of weights that are held a second time: in the type they are computed with,
-        or as another version of them."""
+        """Bytes of second copies of weights: casts to the compute dtype, and cached versions."""
         return sum(loaded.transformer.casts.num_bytes + loaded.versions.num_bytes for loaded in self._loaded.values())
 
     @property
@@ -179,17 +173,17 @@ class Models:
 
     @property
     def parked_bytes(self):
-        """Bytes of weights in host memory alone."""
+        """Bytes of weights in system RAM only."""
         return sum(loaded.residency.parked_bytes for loaded in self._loaded.values())
 
     def _to_device(self, weight):
-        """A weight in host memory on the device, with the same order of dims."""
+        """Copy a weight from system RAM to the device, with the same strides."""
         if self._device.type == "cpu":
             return weight
         return self._staging.to_device(weight) if weight.is_contiguous() else weight.to(self._device)
 
     def _balanced(self, spec, model, family, traffic):
-        """Blocks of each stage, balanced by cost, by the speed of the stages' devices and by what they can hold.
+        """Number of blocks of each stage, balanced by cost, the speed of the stages' devices and their free memory.
 
         model: without weights. A collective: every rank calls it.
         """
@@ -204,10 +198,9 @@ class Models:
                             sizes=sizes,
                             limits=[min(free for _, free in ranks) for ranks in stages])
 
-
     def _speed(self, spec, traffic):
-        """Of this device, relative to the others': as it was measured; else unlike ones are timed now, since numbers of
-        processors say nothing across generations. A collective: every rank calls it."""
+        """Relative speed of this device: from the spec, or 1 if all are identical, or measured now, since numbers of
+        processors cannot be compared across generations. A collective: every rank calls it."""
         if spec.stages.speeds:
             return spec.stages.speeds[self._rank]
         kinds = self._of_all(traffic, *kind_of(self._device))
@@ -215,13 +208,13 @@ class Models:
                 else matrix_flops_s(self._device, getattr(torch, spec.compute_dtype)))
 
     def _of_all(self, traffic, *numbers):
-        """These numbers of every rank: [[number, ...]]. A collective."""
+        """Gather these numbers from every rank: [[number, ...]]. A collective."""
         mine = torch.tensor([numbers], dtype=torch.float64, device=self._device)
         return all_gather(mine, [1] * self._world_size, 0, dist.group.WORLD, traffic).tolist()
 
 
 def kind_of(device):
-    """Numbers in which cards that are not alike differ; all CPUs are."""
+    """Numbers that differ between heterogeneous GPUs; all CPUs have the same."""
     if device.type != "cuda":
         return 0, 0, 0
     return torch.cuda.get_device_properties(device).multi_processor_count, *torch.cuda.get_device_capability(device)
@@ -233,8 +226,8 @@ class Loaded:
 
     transformer: Transformer
     hooks: Hooks | UNetHooks | ReplicatedHooks
-    dtype: torch.dtype             # of its arithmetic
-    blocks: range                  # the blocks of this rank's stage; all, where there are no stages
+    dtype: torch.dtype             # compute dtype
+    blocks: range                  # the blocks of this rank's stage; all without stages
     residency: Residency | None = None
     versions: Versions = field(default_factory=Versions)
 
@@ -243,11 +236,11 @@ class Loaded:
         return self.transformer.family
 
     def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, **fields):
-        """The ForwardContext of a latent or its patch. fields: others of it, for what is kept and exchanged; control:
-        {place: what is added there, of all ranks}, host memory."""
+        """ForwardContext of a latent or its patch. fields: further fields, for caches and communication; control:
+        {insertion point: unsharded ControlNet residual in system RAM}."""
         control = fields.pop("control", None)
         family, num_blocks, exchange = self.family, self.hooks.num_blocks, fields.get("exchange")
-        for name in fields.keys() & {"first_image", "num_images"}:             # of what the blocks see
+        for name in fields.keys() & {"first_image", "num_images"}:             # in sequences of the blocks
             fields[name] *= family.latent.sequences(latent.shape)
         if "key_values" in fields:
             fields |= {"cached_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
@@ -265,7 +258,7 @@ class Loaded:
         return context
 
     def received_size(self, mesh, shape, conditioning, patch=None):
-        """Elements of the message that the stage before sends for a latent (or patch) of this shape."""
+        """Number of elements of the previous stage's message for a latent (or patch) of this shape."""
         tokens = tokens_of(self.family, mesh, shape, conditioning, patch)
         units = self.hooks.message_units(self.blocks.start)
         widths = [self.family.stream_width(self.transformer.config, streams, self.blocks.start - 1)

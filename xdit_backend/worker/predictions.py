@@ -1,5 +1,4 @@
-"""Predictions on this rank: conditioning that is kept for a run, process groups, and the traffic between stages.
-Used by the engine."""
+"""Predictions on this rank: cached conditioning of runs, process groups, and communication between stages."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -24,30 +23,30 @@ from .cooperative_loading import WeightGroups
 from .injected_networks import Networks
 
 
-class Part(NamedTuple):
+class ImageSlice(NamedTuple):
     """Images of a branch that go through the model together."""
 
     branch: Branch
     first: int
-    last: int                      # the one after them
+    last: int                      # exclusive
 
 
 class Predictions:
-    """What this rank keeps between predictions: conditioning, keys and values, groups and links of layouts,
-    posted receives."""
+    """Execution of Predict commands, and this rank's state between them: conditioning, cached keys and values, process
+    groups and links of layouts, posted receives."""
 
     def __init__(self, models, world_size, device, staging, timeline, map_segment=map_segment, num_on_machine=1):
-        """map_segment(segment) -> the tensor that a command means by it. num_on_machine: ranks on this machine."""
+        """map_segment(segment) -> its tensor. num_on_machine: number of ranks on this machine."""
         self._num_on_machine = num_on_machine
         self._models, self._world_size, self._device, self._map = models, world_size, device, map_segment
         self._conditioning, self._key_values, self._exchanges = {}, {}, {}
         self._references = References()
         self._meshes, self._links, self._posted = {}, {}, {}
-        self._unclaimed = []               # receives that nobody has waited for; gloo needs them kept
+        self._unclaimed = []               # receives that nobody has waited for; gloo needs the references
         self._staging, self._clock, self._timeline = staging, Clock(device), timeline
-        self.networks, self._backend = Networks(device), BackendUse()        # the last: of the command at hand
+        self.networks, self._backend = Networks(device), BackendUse()        # the latter: of the current command
         self._weight_groups = WeightGroups(world_size)
-        self._most_cached_bytes = 0          # in the run at hand or the last one
+        self._most_cached_bytes = 0        # of the current or last run
 
     @property
     def links(self):
@@ -59,7 +58,7 @@ class Predictions:
         return len(self._conditioning)
 
     def memory(self):
-        """Bytes of what is kept between predictions, by name."""
+        """Bytes of tensors cached between predictions, by name."""
         return {"cast_bytes": self._models.cast_bytes, "num_conditionings": self.num_conditionings,
                 "conditioning_bytes": sum(tensor.nbytes for cached in self._conditioning.values()
                                           for tensor in cached.values()),
@@ -69,12 +68,12 @@ class Predictions:
 
     @property
     def _cached_bytes(self):
-        """Of earlier calls, on the device."""
+        """Bytes on the device that are cached from earlier calls."""
         return sum(cached.num_bytes for cached in (*self._key_values.values(), *self._exchanges.values(),
                                                    self._references))
 
     def take_busy_s(self):
-        """Seconds that the device has worked since this was asked last."""
+        """Seconds that the device has worked since the last call of this method."""
         return self._clock.take()
 
     def keep_conditioning(self, command, traffic):
@@ -94,13 +93,14 @@ class Predictions:
             exchange = self._exchanges.pop(name, None)
             if exchange is not None:
                 exchange.drain()
-        if not self._key_values:                               # no run has patches on their way
+        if not self._key_values:                               # no run has pending patches
             self._models.drop_casts()
         if not self._conditioning:
             self._models.drop_versions()
 
     def prefetch(self, command):
-        """Post the receives of a Predict ahead; False where what it needs is not here yet."""
+        """Post the receives of a Predict ahead of time; returns False if its model, groups or conditioning are
+        missing."""
         if command.layout not in self._meshes or command.model not in self._models:
             return False
         if command.copies.is_shared and not self._weight_groups.has(self._models[command.model].transformer.spec):
@@ -111,8 +111,8 @@ class Predictions:
         return True
 
     def predict(self, command, traffic):
-        """Run this rank's branch, batch share, stage and token shard;
-        the first rank of the last stage writes the prediction."""
+        """Run this rank's branch, batch slice, stage and token shard. The first rank of the last stage writes the
+        prediction."""
         loaded, mesh = self._models[command.model], self._entered_mesh(command, traffic)
         self._backend = BackendUse(command.backend.name, command.backend.is_required, self._backend.modules)
         clock, waits, offloaded = self._clock, [], loaded.transformer.offloaded
@@ -124,7 +124,7 @@ class Predictions:
             self._post_receives(command)
         finally:
             handles = self._posted.pop(command.request, [])
-            traffic.num_exchanges += len(handles)         # what others send cannot be called off
+            traffic.num_exchanges += len(handles)         # messages of other ranks cannot be cancelled
             for _ in handles:
                 with traffic.entering(self._link(mesh, command.layout).arriving):
                     pass
@@ -132,13 +132,13 @@ class Predictions:
         link = self._link(mesh, command.layout)
         if link is not None:
             link.let_go()
-        for parts in self._together(command, mesh, offloaded is not None):
-            receives = ([partial(self._receive, link, [handles.pop(0)], traffic, waits) for _ in parts] if handles
+        for slices in self._concurrent_slices(command, mesh, offloaded is not None):
+            receives = ([partial(self._receive, link, [handles.pop(0)], traffic, waits) for _ in slices] if handles
                         else [])
-            self._run(command, parts, receives, traffic)
-        if offloaded is not None:                              # others have by now what they wait for, and answer too
+            self._run(command, slices, receives, traffic)
+        if offloaded is not None:                              # after sending, so that no rank waits if this fails
             offloaded.check_files()
-        # by now activations have taken what they need
+        # activations have allocated their memory by now
         if command.patch is not None and offloaded is None and not loaded.transformer.casts.are_cached:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
@@ -147,38 +147,40 @@ class Predictions:
         by_backend = {f"{BY_KERNEL}{name}": float(count) for name, count in self._backend.counts.items()}
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take(), **by_backend}
 
-    def _run(self, command, parts, receives, traffic):
-        """Run these parts at a time. When it returns, nothing of their forwards is left but what is kept. receives: for
-        what the stage before has sent, of each part; none where nothing has."""
+    def _run(self, command, slices, receives, traffic):
+        """Run these slices concurrently, and release all tensors of their forwards that are not cached.
+
+        receives: functions that return the previous stage's message, one per slice; empty on the first stage.
+        """
         loaded, mesh = self._models[command.model], self._mesh(command)
-        latents = [self._latent(loaded, mesh, part) for part in parts]
-        exchanges = [self._exchange(command, mesh, part.branch.conditioning) for part in parts]
-        contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
-                    for part, latent, exchange in zip(parts, latents, exchanges)]
+        latents = [self._latent(loaded, mesh, images) for images in slices]
+        exchanges = [self._exchange(command, mesh, images.branch.conditioning) for images in slices]
+        contexts = [self._context(loaded, mesh, command, images, latent, traffic, exchange)
+                    for images, latent, exchange in zip(slices, latents, exchanges)]
         for context, receive in zip(contexts, receives):
             context.receive_message = receive
         with ExitStack() as calls:
-            for part, exchange in zip(parts, exchanges) if exchanges[0] is not None else ():
-                calls.enter_context(self._call(exchange, command, part.branch, traffic))
-            results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
-        for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
+            for images, exchange in zip(slices, exchanges) if exchanges[0] is not None else ():
+                calls.enter_context(self._call(exchange, command, images.branch, traffic))
+            results = [loaded.hooks.run(contexts[0])] if len(slices) == 1 else loaded.hooks.run_in_turn(contexts)
+        for images, latent, context, (output, message) in zip(slices, latents, contexts, results):
             if message is None:
-                self._write(loaded.family, part, latent, context, output)
+                self._write(loaded.family, images, latent, context, output)
             else:
                 self._link(mesh, command.layout).send(message, traffic)
 
     def _receive(self, link, handles, traffic, waits):
-        """The message of the only one of these handles, which is nowhere kept from then on."""
+        """Wait for the message of the only handle in this list, and release the handle."""
         requested, handle = self._clock.mark(), handles.pop()
         message = link.receive(handle, traffic)
         self._unclaimed = [each for each in self._unclaimed if each is not handle]
         waits.append((requested, self._clock.mark()))
         return message
 
-    def _write(self, family, part, latent, context, output):
-        """Write the prediction for a part's images to where the host reads it:
-        this rank's rows, or all, by the first rank that has them."""
-        mesh, (branch, first, last) = context.mesh, part
+    def _write(self, family, images, latent, context, output):
+        """Write the prediction for a slice to shared memory: this rank's rows, or all rows on the first rank that has
+        them."""
+        mesh, (branch, first, last) = context.mesh, images
         if context.bands is not None:
             band, next_band = context.bands[context.exchange.rank:][:2]
             rows = self._map(branch.prediction)[first:last].narrow(2, band, next_band - band)
@@ -190,8 +192,10 @@ class Predictions:
                     self._staging.to_host(prediction, self._map(branch.parts[name])[first:last])
 
     def _record(self, command, start, end, waits, traffic):
-        """Put a step, and what it waited for, into the timeline. waits: {kind: pairs of marks}.
-        Exchanges over NCCL are the device's own work, and not counted apart."""
+        """Add a step and its waits to the timeline. waits: {kind: pairs of marks}.
+
+        NCCL's communication is work of the device, and not counted separately.
+        """
         step = {"time": self._map(command.branches[0].timestep).flatten()[0].item(),
                 "first_row": command.patch.start if command.patch else 0}
         self._timeline.add("patch" if command.patch else "whole", start, end, **step)
@@ -199,48 +203,47 @@ class Predictions:
             for pair in pairs:
                 self._timeline.add(kind, *pair, **step)
 
-    def _together(self, command, mesh, is_offloaded):
-        """Run the parts of a command one by one; where layers are split over ranks, two branches at a time, which take
-        turns while sums travel; where weights come from host memory, all, so that these come once."""
-        parts, keeps = self._parts(command, mesh), mesh.degrees["pipefusion"] * mesh.degrees["displaced"] > 1
-        # images of one conditioning share what is kept, one after the other
-        if is_offloaded and not (keeps and len({part.branch.conditioning for part in parts}) < len(parts)):
-            return [parts] if parts else []
-        if keeps:
-            return [[part] for part in parts]
+    def _concurrent_slices(self, command, mesh, is_offloaded):
+        """Lists of slices of a command to run concurrently: one slice each; with tensor parallelism two branches, which
+        are interleaved during all-reduces; with streamed weights all slices, so that weights are copied once."""
+        slices, caches = self._slices(command, mesh), mesh.degrees["pipefusion"] * mesh.degrees["displaced"] > 1
+        # images of one conditioning share a cache, so they run one after the other
+        if is_offloaded and not (caches and len({images.branch.conditioning for images in slices}) < len(slices)):
+            return [slices] if slices else []
+        if caches:
+            return [[images] for images in slices]
         interleaves = mesh.degrees["tensor"] > 1 and not command.by_image
-        return ([parts[index:index + 2] for index in range(0, len(parts), 2)] if interleaves
-                else [[part] for part in parts])
+        return ([slices[index:index + 2] for index in range(0, len(slices), 2)] if interleaves
+                else [[images] for images in slices])
 
-    def _latent(self, loaded, mesh, part):
-        """A part's latents on the device. Of stages that use only the shape, as most after the first, zeros."""
-        (branch, first, last), stage = part, mesh.ranks["pipefusion"]
+    def _latent(self, loaded, mesh, images):
+        """A slice's latents on the device; zeros for stages that need only the shape, as most after the first."""
+        (branch, first, last), stage = images, mesh.ranks["pipefusion"]
         if stage == 0 or loaded.family.plan.rereads_latent:
             return on_device(self._map(branch.latent)[first:last], self._device).to(loaded.dtype)
         return torch.zeros((last - first, *branch.latent.shape[1:]), dtype=loaded.dtype, device=self._device)
 
-    def _parts(self, command, mesh):
-        """The Parts that this rank runs of a command, in the order in which they travel."""
-        parts = []
+    def _slices(self, command, mesh):
+        """The ImageSlices of a command that this rank runs, in the order of their messages."""
+        slices = []
         for index, branch in enumerate(command.branches):
             if index % mesh.degrees["cfg"] != mesh.ranks["cfg"]:
                 continue
             batch = branch.latent.shape[0]
             start, size = _own_images(batch, mesh)
             if command.by_image:
-                parts += [Part(branch, image, image + 1) for image in range(start, start + size)]
-            elif size:                                         # fewer images than data ranks: this one rests
-                parts.append(Part(branch, start, start + size))
-        return parts
+                slices += [ImageSlice(branch, image, image + 1) for image in range(start, start + size)]
+            elif size:                                         # 0: fewer images than data ranks
+                slices.append(ImageSlice(branch, start, start + size))
+        return slices
 
     def _exchange(self, command, mesh, conditioning):
-        """What the ranks of the displaced axis tell each other:
-        kept with the conditioning, where calls follow that use it."""
+        """The displaced axis's Exchange, cached with the conditioning if later calls use it."""
         if mesh.degrees["displaced"] == 1:
             return None
         if conditioning in self._exchanges and (command.keep or command.stale):
             return self._exchanges[conditioning]
-        # what is frozen goes nowhere
+        # stale activations that are never updated are not extrapolated
         extrapolation = command.extrapolation if MODES[command.displaced_mode].publishes else 0.0
         exchange = Exchange(mesh.displaced_group, mesh.degrees["displaced"], mesh.ranks["displaced"],
                             extrapolation=extrapolation)
@@ -248,14 +251,14 @@ class Predictions:
             self._exchanges[conditioning] = exchange
         return exchange
 
-    def _context(self, loaded, mesh, command, part, latent, traffic, exchange):
-        branch, first, last = part
+    def _context(self, loaded, mesh, command, images, latent, traffic, exchange):
+        branch, first, last = images
         batch, rows = branch.latent.shape[0], slice(first, last)
         conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch and name not in loaded.family.counts
                                         else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         call_conditioning = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
-                  for name, tensor in self._call_conditioning(branch).items()}
+                             for name, tensor in self._call_conditioning(branch).items()}
         conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.components else tensor
                          for name, tensor in call_conditioning.items()}
         keeping = {} if exchange is None else {"exchange": exchange, "first_image": first}
@@ -266,10 +269,10 @@ class Predictions:
         if branch.cached is not None:
             keeping["references"] = ReferenceUse(self._references, branch.cached.rows[rows], branch.cached.fills,
                                                  loaded.family.plan.cached_references)
-        # one tensor for many places is one map
+        # a tensor for several insertion points is mapped once
         maps = {segment.path: self._map(segment) for segment in branch.control.values()}
-        added = {place: maps[segment.path] for place, segment in branch.control.items()}
-        control = {place: tensor[rows] if tensor.shape[0] == batch else tensor for place, tensor in added.items()}
+        added = {name: maps[segment.path] for name, segment in branch.control.items()}
+        control = {name: tensor[rows] if tensor.shape[0] == batch else tensor for name, tensor in added.items()}
         scores = None if branch.scores is None else self._map(branch.scores)[:, rows]
         return loaded.context(mesh, traffic, latent, self._map(branch.timestep)[rows], conditioning, command.patch,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
@@ -278,34 +281,34 @@ class Predictions:
                               attention_exchange=command.exchange, **keeping)
 
     def _call(self, exchange, command, branch, traffic):
-        """One call of a model, as the command's mode has the ranks tell each other."""
+        """Context of one call of a model with the command's displaced_mode."""
         mode = MODES[command.displaced_mode]
         is_stale = command.stale and mode.is_stale
         return exchange.call(traffic, is_stale, command.keep and (mode.publishes or not is_stale), mode.norms,
                              self._map(branch.timestep).max().item())
 
     def _call_conditioning(self, branch):
-        """Conditioning of one call alone, in host memory."""
+        """Conditioning of one call only, in system RAM."""
         return {name: self._map(segment) for name, segment in branch.call_conditioning.items()}
 
     def _cached(self, loaded, conditioning):
-        """The cached keys and values of a conditioning, made when they are first needed."""
+        """The cached keys and values of a conditioning, created on first use."""
         if conditioning not in self._key_values:
             offload = loaded.transformer.spec.stages is not None and loaded.transformer.spec.stages.offload
             self._key_values[conditioning] = KeyValues(Offload(self._device) if offload else None)
         return self._key_values[conditioning]
 
     def _post_receives(self, command):
-        """See that there is a handle for the hidden states of each part of a command, but on the first stage.
+        """Post a receive for the hidden states of each slice of a command, except on the first stage.
 
-        Where this fails, the next time goes on from there: what was posted takes a message, which one posted anew would
-        lack.
+        After a failure, the next call continues where this one stopped: a receive that was posted takes a message, so
+        posting it again would be one too many.
         """
         loaded, mesh = self._models[command.model], self._mesh(command)
         if mesh.ranks["pipefusion"] == 0:
             return
         link, handles = self._link(mesh, command.layout), self._posted.setdefault(command.request, [])
-        for branch, first, last in self._parts(command, mesh)[len(handles):]:
+        for branch, first, last in self._slices(command, mesh)[len(handles):]:
             shape = (last - first, *branch.latent.shape[1:])
             size = loaded.received_size(mesh, shape,
                                         self._conditioning[branch.conditioning] | self._call_conditioning(branch),
@@ -314,7 +317,7 @@ class Predictions:
 
     @property
     def unused_bytes(self):
-        """Bytes of the device that nobody has asked for yet; CPU workers on one machine share what it has."""
+        """Unallocated bytes of the device; of system RAM, this rank's part among the CPU workers of the machine."""
         if self._device.type == "cuda":
             return torch.cuda.mem_get_info(self._device)[0]
         return free_bytes(self._device) // self._num_on_machine
@@ -325,27 +328,27 @@ class Predictions:
         return self._links.get(layout)
 
     def _entered_mesh(self, command, traffic):
-        """As `_mesh`, where every rank of the world may have to make groups, which is an exchange. One rank alone
-        makes none, and its dry run has no process group."""
+        """`_mesh`, counted as a collective if groups have to be created. A single rank creates none, and its dry run
+        has no process group."""
         if self._world_size == 1 or command.layout in self._meshes:
             return self._mesh(command)
         with traffic.entering(dist.group.WORLD):
             return self._mesh(command)
 
     def _mesh(self, command):
-        """The process groups of a command's layout, made when it is first used.
-        Commands come in one order, so ranks agree."""
+        """The Mesh of a command's layout. Process groups are created when it is first used; all ranks receive commands
+        in the same order."""
         if command.layout not in self._meshes:
             self._meshes[command.layout] = build_mesh(command.layout, self._world_size)
         return with_speeds(self._meshes[command.layout], command.speeds)
 
 
 def _own_images(batch, mesh):
-    """(first, number) of the images of a batch that this rank's data group has."""
+    """(first, number) of the images of a batch for this rank's data group."""
     sizes = shard_sizes(batch, mesh.degrees["data"], mesh.data_speeds)
     return sum(sizes[:mesh.ranks["data"]]), sizes[mesh.ranks["data"]]
 
 
 def _as_input(tensor, dtype):
-    """Conditioning in the model's dtype; masks stay whole numbers."""
+    """Conditioning in the model's dtype; integer masks are unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous for a group whose ranks are known before it starts: no peer, no port, no pickled state.
+"""Rendezvous handler of torchrun for a group whose ranks are known before it starts: no peer, port or pickled state.
 
 torchrun's own dynamic backends keep a pickled state in a store that other processes can write to, and unpickle it every
 few seconds. This handler is registered through torch's extension point instead. Its store lives inside torchrun's
@@ -17,7 +17,7 @@ BACKEND = "xdit"
 
 
 def register():
-    """Make `--rdzv-backend=xdit` known to torchrun in this process."""
+    """Register `--rdzv-backend=xdit` with torchrun in this process."""
     rendezvous_handler_registry.register(BACKEND, OneAgentRendezvous)
 
 

@@ -1,8 +1,8 @@
-"""Does ComfyUI's class compute in pieces what it computes whole? Asked of each class once by each worker, before the
-first model of it is loaded. Called by models.py.
+"""Self-check of a ComfyUI model class, run once per worker before the first model of the class is loaded: a split model
+must compute the same as an unsplit one.
 
-A tiny random model of the class is cut in two, by blocks and by rows, in this process: a token kind that is new, a step
-that has moved between blocks, or an order of tokens that has changed shows as a difference.
+A small random model of the class is split in two, by blocks and by rows, within this process. A new kind of tokens, an
+operation that moved between blocks, or a changed order of tokens shows as a difference.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ from ..parallel.stale_kv_cache import KeyValues
 from ..partition import cut_patches
 from ..protocol.errors import UnsupportedError
 
-TOLERANCE = 1e-3                           # relative; of sums in float32 in another order. What is wrong is above 0.01
-SIZE, FRAMES, LENGTH, TEXT = (8, 6), 4, 33, 5  # of the latent that is compared, of sound its length; tokens of text
+TOLERANCE = 1e-3                           # relative, for sums in float32 in another order; real errors exceed 0.01
+SIZE, FRAMES, LENGTH, TEXT = (8, 6), 4, 33, 5  # of the latent; length of an audio latent; number of text tokens
 STAGES = Mesh(dict.fromkeys(AXES, 1) | {"pipefusion": 2}, dict.fromkeys(AXES, 0))
 
 
-def check_pieces(family):
-    """Compare the family's tiny model with itself in two stages, whole and, where it may be of patches, in two. Raises
-    CheckpointError, with ComfyUI's version, where they differ, or where the class fails."""
+def check_split(family):
+    """Compare the family's small model with itself in two stages, on the full latent and, if the family supports
+    PipeFusion, on two patches. Raises CheckpointError, with ComfyUI's version, if they differ or the class fails."""
     with torch.no_grad(), torch.device("cpu"):
         try:
             error = _largest_error(family)
         except (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError, AssertionError,
                 UnsupportedError) as failure:
-            raise moved(family, f"fails when it is cut in two ({type(failure).__name__}: {failure})") from failure
+            raise moved(family, f"fails when it is split in two ({type(failure).__name__}: {failure})") from failure
     if not error <= TOLERANCE:
-        raise moved(family, f"computes otherwise when it is cut in two (by {error:.2g} of 1)")
+        raise moved(family, f"gives another result when it is split in two (relative error {error:.2g})")
 
 
 def _largest_error(family):
@@ -44,44 +44,44 @@ def _largest_error(family):
     model.load_state_dict({name: torch.randn(parameter.shape, generator=generator)
                            * (0.3 if parameter.ndim != 2 else parameter.shape[1] ** -0.5)
                            for name, parameter in model.named_parameters()}, strict=False, assign=True)
-    of_tokens = max(1, family.latent.patch[-1] // 2)           # of models of pixels, whose tokens are larger
-    sides = tuple(of_tokens * length for length in SIZE)
+    scale = max(1, family.latent.patch[-1] // 2)               # models of pixels have larger tokens
+    sides = tuple(scale * length for length in SIZE)
     size = {1: (LENGTH,), 2: sides, 3: (FRAMES, *sides)}[len(family.latent.patch)]
     size = size if family.test_config.rows is None else (family.test_config.rows, LENGTH)
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = {name: torch.randint(3, shape, generator=generator) if name.endswith(("_idx", "_ids"))
                     else torch.randn(shape, generator=generator)
-                    for name, shape in drawn_shapes(family, config, latent.shape, TEXT).items()}
+                    for name, shape in conditioning_shapes(family, config, latent.shape, TEXT).items()}
     if family.components:
         conditioning |= {name: torch.randn(shape, generator=generator)
                          for name, shape in family.call_shapes(config, latent.shape).items()}
     timestep = torch.full((1,), 0.7 * family.time_scale)
     output = model(**family.inputs(latent, timestep, conditioning, config))[0]
-    whole = family.prediction(output, latent)
+    expected = family.prediction(output, latent)
     hooks, key_values = Hooks(model, family.plan), KeyValues()
 
-    def predict(piece, patch=None):
+    def predict(latent, patch=None):
         message = None
         for blocks in (range(hooks.num_blocks // 2), range(hooks.num_blocks // 2, hooks.num_blocks)):
             context = ForwardContext(
-                family.inputs(piece, timestep, conditioning, config, patch), STAGES, Traffic(), blocks,
-                hooks.num_blocks, tokens_of(family, STAGES, piece.shape, conditioning, patch), patch,
-                None if patch is None else rows_of(family, piece.shape, patch), key_values=key_values,
+                family.inputs(latent, timestep, conditioning, config, patch), STAGES, Traffic(), blocks,
+                hooks.num_blocks, tokens_of(family, STAGES, latent.shape, conditioning, patch), patch,
+                None if patch is None else rows_of(family, latent.shape, patch), key_values=key_values,
                 cached_blocks=range(hooks.num_blocks), step=(0.7,))
             context.receive_message = lambda sent=message: sent
             output, message = hooks.run(context)
-        return family.prediction(output, piece)
+        return family.prediction(output, latent)
 
     found = [predict(latent)]
     if "pipefusion" not in family.refused:
-        pieces = cut_patches(latent.shape, family.latent.patch, 2)
-        dim = pieces[0][0].dim
-        found.append(torch.cat([predict(latent.narrow(dim, patch.start, rows), patch) for patch, rows in pieces], dim))
-    return max(((each - whole).norm() / whole.norm()).item() for each in found)
+        patches = cut_patches(latent.shape, family.latent.patch, 2)
+        dim = patches[0][0].dim
+        found.append(torch.cat([predict(latent.narrow(dim, patch.start, rows), patch) for patch, rows in patches], dim))
+    return max(((each - expected).norm() / expected.norm()).item() for each in found)
 
 
-def drawn_shapes(family, config, shape, num_tokens):
-    """{conditioning: shape} of all that the family's model takes for a latent of this shape, with one reference."""
+def conditioning_shapes(family, config, shape, num_tokens):
+    """{conditioning: shape} of all inputs of the family's model for a latent of this shape, with one reference."""
     found = {}
     for name, width in family.conditioning.items():
         with contextlib.suppress(KeyError):

@@ -1,5 +1,4 @@
-"""What this rank has done lately, and when: spans between marks that are taken anyway.
-Used by the engine; sent when it is asked for."""
+"""Timeline of this rank's recent work, as spans between marks of the busy-time clock."""
 
 import collections
 import time
@@ -8,13 +7,13 @@ import torch
 
 from ..protocol.messages import Span
 
-NUM_SPANS = 8192                           # that are kept: the last ones
+NUM_SPANS = 8192                           # most recent spans to keep
 
 
 class Timeline:
-    """The last spans of this rank. A mark is the Clock's: seconds of time.perf_counter, or a CUDA event.
+    """The most recent spans of this rank. Marks are those of Clock: seconds of time.perf_counter, or CUDA events.
 
-    Adding one keeps the marks and no more; times are read from events when somebody asks for them.
+    Adding a span only stores its marks; times are read from events on request.
     """
 
     def __init__(self, device):
@@ -22,12 +21,12 @@ class Timeline:
         self._spans = collections.deque(maxlen=NUM_SPANS)
 
     def add(self, kind, start, end, time=-1.0, first_row=0):
-        """The device did this from mark to mark. kind, time, first_row: see messages.Span."""
+        """Add a span from mark to mark. kind, time, first_row: see messages.Span."""
         self._spans.append((kind, start, end, time, first_row))
 
     def since(self, since_s):
-        """The spans that began at since_s or later, all of which are over:
-        their times on the clock that all processes share."""
+        """Spans that began at since_s or later, with times of the clock that all processes share. All must have
+        ended."""
         anchor_s, anchor = self._anchor() if self._device.type == "cuda" else (0.0, None)
         found = []
         for kind, start, end, step_time, first_row in list(self._spans):
@@ -38,7 +37,7 @@ class Timeline:
         return found
 
     def _anchor(self):
-        """A moment by both clocks: perf_counter's seconds, and an event of the device, when all before is done."""
+        """One point in time by both clocks: perf_counter's seconds, and a CUDA event, after synchronising."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         event.synchronize()

@@ -1,11 +1,11 @@
-"""Where the weights of one model are on this rank: on its device, or parked in host memory. Used by models.py.
+"""Residency of one model's weights on this rank: on the device, or parked in system RAM.
 
-Each weight has a host copy. Where the file has the weight as the device does, that is the map of the checkpoint file:
-all processes share its pages, and another copy would only take memory twice. A weight that was cast or computed when it
-was loaded gets its host copy in a segment, which all ranks with the same weights share. A host copy stays valid until
-weights change and a new Residency is made. So to park a weight is to release the device's copy.
+Each weight has a host copy. If the file stores the weight as the device has it, that is the mapping of the checkpoint
+file, whose pages all processes share; another copy would only take memory. A weight that was cast or computed while
+loading gets its host copy in a segment, shared by all ranks with the same weights. A host copy is valid until weights
+change and a new Residency is created. Parking a weight therefore means releasing the device's copy.
 
-Weights that come from host memory in every step are there for good; of them the buffers are parked, before weights.
+Offloaded weights stay in system RAM; only their device buffers are parked, before other weights.
 """
 
 import bisect
@@ -14,15 +14,15 @@ import itertools
 from ..checkpoints.offload.block_offload import aligned, view_of
 from ..protocol.shared_memory import map_segment
 
-ALIGNMENT = 64                             # bytes; of a weight's place in a segment, as torch's allocators have it
+ALIGNMENT = 64                             # bytes, of a weight in a segment, as in torch's allocators
 
 
 class Residency:
-    """The weights of a model on this rank. Those parked are always the first so many, in the order of the model's
-    modules.
+    """The weights of a model on this rank. The parked ones are always a prefix, in the order of the model's modules.
 
-    files: {id of a weight: its map of the checkpoint file}, where it has one. to_device(tensor) copies from host
-    memory to the device, to_host(tensor, target) back. offloaded: offload.block_offload.OffloadedBlocks, if some are.
+    files: {id of a weight: its mapping of the checkpoint file}, for those that have one. to_device(tensor) copies from
+    system RAM to the device, to_host(tensor, target) back. offloaded: checkpoints.offload.block_offload.OffloadedBlocks
+    or None.
     """
 
     def __init__(self, model, files, to_device, to_host, offloaded=None):
@@ -32,7 +32,7 @@ class Residency:
                          if not weight.is_meta and id(weight) not in apart]
         self._host_copies = [files.get(id(weight)) for weight in self._weights]
         sizes = [aligned(weight.nbytes, ALIGNMENT) for weight in self._weights]
-        self._sums = list(itertools.accumulate(sizes, initial=0))               # of the first so many
+        self._sums = list(itertools.accumulate(sizes, initial=0))               # bytes of each prefix
         self._num_parked, self._buffer_bytes = 0, 0 if offloaded is None else aligned(offloaded.buffer_bytes, ALIGNMENT)
         self._are_buffers_parked = False
         self._largest_bytes = max(sizes, default=0)
@@ -40,7 +40,7 @@ class Residency:
 
     @property
     def numbers(self):
-        """What the host keeps account of: see host/weight_residency.py."""
+        """Numbers for the host, see host/weight_residency.py."""
         return {"weight_bytes": self._sums[-1] + self._buffer_bytes, "unmapped_bytes": self._unmapped_bytes,
                 "largest_bytes": self._largest_bytes, "parked_bytes": self.parked_bytes,
                 "offloaded_bytes": 0 if self._offloaded is None else self._offloaded.host_bytes}
@@ -52,20 +52,20 @@ class Residency:
 
     @property
     def device_bytes(self):
-        """Bytes of the weights on the device, without what aligns them, and of the buffers."""
+        """Bytes of resident weights, without alignment, and of the streaming buffers."""
         return (sum(weight.nbytes for weight in self._weights[self._num_parked:])
                 + (0 if self._offloaded is None else self._offloaded.device_bytes))
 
     def num_weights(self, num_bytes):
-        """How many of the first weights make up so many bytes with the buffers, or the least that are more."""
+        """Length of the shortest prefix of weights that has at least num_bytes together with the buffers."""
         num_bytes -= self._buffer_bytes
         return bisect.bisect_left(self._sums, num_bytes)
 
     def park(self, targets, own, segment):
-        """Release the device's copies of the first weights, until targets[own] bytes are in host memory alone.
+        """Release the device's copies of the first weights, until targets[own] bytes are in system RAM only.
 
-        targets: of all ranks that hold the same weights. They share the work of writing those without a host copy,
-        which they find at the same places of `segment`. Nobody may read a host copy before all of these ranks are done.
+        targets: of all ranks with the same weights, which split the work of writing missing host copies to the same
+        offsets of `segment`. No host copy may be read before all of these ranks are done.
         """
         if self._offloaded is not None and targets[own] > 0:
             self._offloaded.drop()
@@ -85,7 +85,7 @@ class Residency:
             self._num_parked = index + 1
 
     def restore(self, on_progress=lambda done, total: None):
-        """Bring all weights back to the device."""
+        """Load all parked weights back to the device."""
         total, self._are_buffers_parked = self._num_parked, False
         while self._num_parked:
             weight = self._weights[self._num_parked - 1]

@@ -32,7 +32,7 @@ def write_safetensors(path, shapes, truncate_bytes=0):
 @pytest.mark.parametrize("settings, message", [
     ({"devices": "gpu0"}, '"gpu0" is not a device'),
     ({"devices": ""}, "devices is empty"),
-    ({"devices": "cuda:31", "mode": "manual"}, "cuda:31 is not on this machine"),
+    ({"devices": "cuda:31", "mode": "manual"}, "names cuda:31, and this machine has"),
     ({"devices": "cpu,cpu", "mode": "manual"}, "multiply to 1, and there are 2 devices"),
     ({"devices": "cpu,cpu", "mode": "manual", "cfg_degree": 3}, "Set cfg_degree to 1 or 2"),
     ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "1,2,3"},

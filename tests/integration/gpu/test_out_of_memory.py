@@ -77,8 +77,8 @@ def test_a_full_gpu_is_told_and_the_next_prediction_is_right(spec_of):  # noqa: 
         client.predict(spec, layout(), 4, [call_of(small)])
         free, _ = torch.cuda.mem_get_info(0)
         ballast = torch.empty(free - 2 ** 26, dtype=torch.uint8, device="cuda:0")
-        with pytest.raises(WorkerFailedError, match="^Use a smaller latent.* OutOfMemoryError .* more were asked "
-                                                    "for, and .* free.* Held by: "):
+        with pytest.raises(WorkerFailedError, match="^Use a smaller latent.* OutOfMemoryError .* more were "
+                                                    "requested, and .* free.* In use: "):
             client.predict(spec, layout(), 4, [call_of(one)])
         pid = client.report_memory()[0]["pid"]
         del ballast

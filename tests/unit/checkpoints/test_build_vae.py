@@ -239,11 +239,11 @@ def everything_kept(module, args, kwargs, output):
 
 @pytest.mark.parametrize("kind, way, name, mutant", [
     ("hunyuan", "decode", "hunyuan_video.LATENT_FRAMES", 4),
-    ("hunyuan", "decode", "hunyuan_video.FrameCache.next_piece", FrameCache.forget),
+    ("hunyuan", "decode", "hunyuan_video.FrameCache.next_chunk", FrameCache.forget),
     ("hunyuan", "decode", "hunyuan_video.replaced", masked),
     ("hunyuan", "encode", "hunyuan_video.FRAMES", 4),
     ("hunyuan", "encode", "hunyuan_video.replaced", masked),
-    ("hunyuan 1.5", "decode", "hunyuan_video.FrameCache.next_piece", FrameCache.forget),
+    ("hunyuan 1.5", "decode", "hunyuan_video.FrameCache.next_chunk", FrameCache.forget),
     ("hunyuan 1.5", "decode", "hunyuan_video15.replaced", masked),
     ("cogvideox", "decode", "cogvideox.LATE_FRAMES", 8),
     ("cogvideox, one frame more", "encode", "cogvideox.FRAMES", 16),

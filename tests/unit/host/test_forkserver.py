@@ -33,8 +33,8 @@ def pids(group):
     return [int(done.numbers["pid"]) for _, done in sorted(group.request(ReportMemory).items())]
 
 
-def test_ranks_are_forked_and_share_the_pages_of_their_libraries(forkserver):
-    group = WorkerGroup(("cpu", "cpu"), supervisor=forkserver)
+def test_ranks_are_forked_and_share_the_pages_of_their_libraries(supervisor):
+    group = WorkerGroup(("cpu", "cpu"), supervisor=supervisor)
     try:
         workers = pids(group)
         torchruns = {psutil.Process(pid).parent() for pid in workers}
@@ -49,11 +49,11 @@ def test_ranks_are_forked_and_share_the_pages_of_their_libraries(forkserver):
 
 @pytest.mark.parametrize("early, why", [
     ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
-     "what was imported has started 1 threads"),
+     "the imported libraries have started 1 threads"),
     pytest.param("open_gpu = open('/dev/null')\nimport os\nlink = os.readlink\n"
                  "os.readlink = lambda path: '/dev/nvidiactl' if link(path) == '/dev/null' else link(path)",
-                 "what was imported has opened a GPU", marks=pytest.mark.slow)], ids=["a thread", "a GPU"])
-def test_where_forking_is_unsafe_each_rank_is_a_program_of_its_own(tmp_path, monkeypatch, forkserver, early, why):
+                 "the imported libraries have opened a GPU", marks=pytest.mark.slow)], ids=["a thread", "a GPU"])
+def test_where_forking_is_unsafe_each_rank_is_a_program_of_its_own(tmp_path, monkeypatch, supervisor, early, why):
     (tmp_path / "sitecustomize.py").write_text(early)
     (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
     monkeypatch.setattr(torchrun, "ROOT", tmp_path)

@@ -153,7 +153,7 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(
     assert gone(before)
     folder, second = sorted((tmp_path / "logs").iterdir())
     assert f"All output of the workers is in {folder}." in str(died.value)
-    assert str(died.value).endswith(f"(What came last could not be written: the disk of {folder} is full.)")
+    assert str(died.value).endswith(f"(The last lines are missing: the disk of {folder} is full.)")
     assert {(path.name, stat.S_IMODE(path.stat().st_mode)) for path in (*folder.iterdir(), *second.iterdir())} == {
         ("torchrun.log", 0o600), ("rank-0.log", 0o600), ("rank-1.log", 0o600), ("errors.log", 0o600)}
     assert {stat.S_IMODE(each.stat().st_mode) for each in (folder, second)} == {0o700}
@@ -265,7 +265,7 @@ def test_a_host_killed_while_its_workers_start_leaves_nothing_to_the_next(tmp_pa
     code = ("import time; from xdit_backend.host import launcher\n"
             "def started(phase): print(group.segments.folder, flush=True); time.sleep(60)\n"
             "class Group(launcher.WorkerGroup):\n"
-            "    def _greet(self, *args):\n"
+            "    def _complete_handshake(self, *args):\n"
             "        global group; group = self; started(None)\n"
             "Group(('cpu', 'cpu'))")
     before = set(left_behind())
@@ -284,7 +284,7 @@ def test_a_host_killed_while_its_workers_start_leaves_nothing_to_the_next(tmp_pa
 
 HOST_WITH_A_FORK = """
 import os, signal, subprocess, sys
-code = f"from xdit_backend.worker.torchrun import end_with_the_parent; end_with_the_parent({os.getpid()})"
+code = f"from xdit_backend.worker.torchrun import end_with_parent; end_with_parent({os.getpid()})"
 torchrun = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
 fork = os.fork()
 if fork:
@@ -347,8 +347,8 @@ def test_what_the_system_refuses_at_the_start_is_told_with_what_to_do(tmp_path, 
     for module in (group_resources, shared_memory):
         monkeypatch.setattr(module, "folders_of", lambda name: (place / name, place / name))
 
-    with pytest.raises(WorkerStartError, match=f"cannot be started: AF_UNIX path too long. They need a little room in "
-                                               f"{place}, where"):
+    with pytest.raises(WorkerStartError, match=rf"^Make sure that this user can write to {place}, .* cannot be started "
+                                               r"\(AF_UNIX path too long\)"):
         WorkerGroup(("cpu",))
 
     assert not list(place.iterdir())

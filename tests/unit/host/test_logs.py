@@ -71,7 +71,7 @@ def test_a_place_is_told_to_workers_whole(tmp_path, monkeypatch):
     """They run in another folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDIT_LOG_FOLDER", "logs")
-    assert logs.place() == tmp_path / "logs"
+    assert logs.base_folder() == tmp_path / "logs"
 
 
 @pytest.mark.parametrize("spoil", ["link", "open to others", "file", "another user's"])
@@ -93,8 +93,8 @@ def test_a_place_that_is_not_ours_alone_is_not_used(place, tmp_path, caplog, mon
             monkeypatch.setattr(os, "getuid", lambda: place.stat().st_uid + 1)
 
     assert logs.make("xdit-1-00aa", tmp_path / "own" / "logs") == tmp_path / "own" / "logs"
-    assert (tmp_path / "own" / "logs").stat().st_mode & 0o777 == 0o700 and "not kept" in caplog.text
-    assert "Name a folder that is yours alone in XDIT_LOG_FOLDER" in caplog.text or spoil == "file"
+    assert (tmp_path / "own" / "logs").stat().st_mode & 0o777 == 0o700 and "will be lost" in caplog.text
+    assert "Set XDIT_LOG_FOLDER to a folder that only you can write to" in caplog.text or spoil == "file"
     assert not logs.last_errors() and not logs.machines()
 
 

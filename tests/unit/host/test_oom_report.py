@@ -24,9 +24,8 @@ def test_words_say_who_holds_what_and_what_would_fit():
     words = remedies(numbers, 2)
 
     assert describe_out_of_memory(numbers).startswith(
-        "3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free: 2.0 GB are lacking. Held by: weights 14.0 GB, "
-        "keys and values 2.0 GB, "
-        "activations 3.0 GB, other programs and libraries 4.0 GB.")
+        "3.0 GB more were requested, and 1.0 GB of 24.0 GB are free: 2.0 GB are missing. In use: weights 14.0 GB; "
+        "keys and values 2.0 GB; activations 3.0 GB; other programs and libraries 4.0 GB.")
     assert "at most 75% of these pixels (each side times 0.87)" in words and "at least 3 devices" in words
     assert ("weight_dtype fp8_e4m3fn (7.0 GB) or int8 (7.0 GB) or nf4, with the package bitsandbytes (3.") in words
     assert "other programs, which take 4.0 GB (nvidia-smi" in words
@@ -40,8 +39,8 @@ def test_what_would_fit_is_of_what_was_done():
     assert remedies(numbers, 2, "LoadModel").startswith('Use weights_memory "auto", or fewer GB than now')
     assert "smaller" not in remedies(numbers, 2, "LoadModel")
     assert remedies(numbers, 2, "Decode") == (
-        "Use a smaller image or batch: at most 60% of these pixels (each side times 0.77), frames or images fit beside "
-        "the weights; or at least 4 devices for Distributed VAE Decode or Encode.")
+        "Use a smaller image or batch: at most 60% of these pixels (each side times 0.77), frames or images fit next "
+        "to the weights; or at least 4 devices for Distributed VAE Decode or Encode.")
 
 
 def test_only_types_that_would_fit_are_named():
@@ -54,7 +53,7 @@ def test_only_types_that_would_fit_are_named():
 def test_nothing_is_reckoned_from_what_is_not_known():
     numbers = {"free_bytes": 100.0, "weight_bytes": 0.0}
 
-    assert describe_out_of_memory(numbers) == "it asked for more, and 0 MB are free."
+    assert describe_out_of_memory(numbers) == "more memory was requested, and 0 MB are free."
     assert remedies(numbers, 1) == "Use a smaller latent; or more devices."
 
 
@@ -81,8 +80,8 @@ def test_a_worker_without_memory_says_so_in_numbers_and_draws_the_next_one(clien
     worker.rlimit(resource.RLIMIT_AS, (worker.memory_info().vms + 2 ** 25, before[1]))
     try:
         with pytest.raises(WorkerFailedError, match=r"^Use a smaller latent.*\. Worker rank 1 \(cpu\) failed with "
-                                                    r"OutOfMemoryError while computing a step \(step 7 of 20\): memory "
-                                                    r"ran out: \d+ MB more were asked for, "):
+                                                    r"OutOfMemoryError while computing a step \(step 7 of 20\): out "
+                                                    r"of memory: \d+ MB more were requested, "):
             client.predict(spec_of("SD3"), layout(cfg=2), 4, [call_of(one), call_of(large)])
     finally:
         worker.rlimit(resource.RLIMIT_AS, before)

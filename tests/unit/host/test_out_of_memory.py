@@ -30,7 +30,7 @@ METHODS = {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulysses"
            "displaced": Layout(displaced_degree=2), "tensor": Layout(tensor_degree=2),
            "cfg, shared copies": Layout(cfg_degree=2)}
 PLACES = {"load": "loading a model", "block": r"computing a step \(step 2 of 3\), in block \d of 4",
-          "exchange": r"(computing a step \(step 2 of 3\)|decoding).*, in an exchange with other ranks",
+          "exchange": r"(computing a step \(step 2 of 3\)|decoding).*, in a transfer between ranks",
           "decode": "decoding", "encode": "encoding"}
 # (method, place, failing rank) -> does the group go on?
 CASES = {**{(method, "load", rank): True for method in METHODS for rank in (0, 1)},
@@ -151,9 +151,9 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_the_next_run_is_right(starve
 
     words, took_s = starved.seconds_to_error(method, place, rank)
 
-    assert re.search(rf"Worker rank {rank} \(cpu\) failed with OutOfMemoryError while ({PLACES[place]}).*: memory ran "
-                     r"out: 2\.0 GB more were asked for, and \d", words), words
-    assert ("The workers go on, " if goes_on else "so the workers were ended: the next prompt ") in words
+    assert re.search(rf"Worker rank {rank} \(cpu\) failed with OutOfMemoryError while ({PLACES[place]}).*: out of "
+                     r"memory: 2\.0 GB more were requested, and \d", words), words
+    assert ("The workers keep running, " if goes_on else "so the workers were ended: the next prompt ") in words
     assert words.startswith("Use pipefusion_degree or" if place == "load" else "Use a smaller ")
     assert took_s < PROMPT_S
     assert client.running is goes_on

@@ -46,9 +46,9 @@ def test_packages_that_are_too_old_or_missing_are_named(monkeypatch, package, ve
 
 @pytest.mark.parametrize("built, count, devices, words", [
     (None, 0, ("cuda:0",), "is built for CPUs"),
-    ("12.8", 0, ("cuda:0", "cuda:1"), "there is no cuda:0, cuda:1. PyTorch finds none: is the "
-                                      "driver there"),
-    ("12.8", 2, ("cuda:1", "cuda:2"), "to what is here: there is no cuda:2. PyTorch finds cuda:0, cuda:1.")])
+    ("12.8", 0, ("cuda:0", "cuda:1"), "there is no cuda:0, cuda:1. PyTorch finds none: check that the driver"),
+    ("12.8", 2, ("cuda:1", "cuda:2"), "to devices of this machine: there is no cuda:2. PyTorch finds cuda:0, "
+                                      "cuda:1.")])
 def test_devices_that_are_not_there_are_named(monkeypatch, built, count, devices, words):
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -65,7 +65,7 @@ def test_too_little_host_memory_is_refused_in_numbers(monkeypatch):
     monkeypatch.setattr(preflight, "available_memory", lambda: (0.75 * GB, 4 * GB))
 
     preflight.check_memory(3)
-    with pytest.raises(WorkerStartError, match=r"4 workers need at least 1.0 GB of host memory .* 768 MB of 4.0 GB "
+    with pytest.raises(WorkerStartError, match=r"4 workers need at least 1.0 GB of system RAM .* 768 MB of 4.0 GB "
                                                r"are free"):
         preflight.check_memory(4)
 
@@ -79,7 +79,7 @@ def test_little_shared_memory_is_told_and_too_little_refused(monkeypatch, free, 
                         lambda folder: usage(0, 0, free if folder.startswith("/dev/shm") else disk_free))
 
     if outcome == "full":
-        with pytest.raises(WorkerStartError, match=r"^Remove what is not needed from /dev/shm: it is full"):
+        with pytest.raises(WorkerStartError, match=r"^Delete unneeded files in /dev/shm: it is full"):
             preflight.check_shared_memory("/dev/shm/xdit-1", "/tmp/xdit-1")
         return
     if outcome == "refused":
@@ -140,8 +140,8 @@ def test_workers_whose_peer_to_peer_copies_fail_start_without_and_say_so(faulty)
 
     assert group.num_fallbacks == 1
     warning, = (warning for warning in group.warnings if not warning.startswith("/dev/shm"))
-    assert warning.startswith("Peer-to-peer copies are off between cpu, cpu") and "NCCL_P2P_DISABLE=1" in warning
-    assert re.search(r"a transfer between them was not over after 5 s on rank 0 \(cpu\), rank 1 \(cpu\)", warning)
+    assert warning.startswith("Peer-to-peer copies are disabled between cpu, cpu") and "NCCL_P2P_DISABLE=1" in warning
+    assert re.search(r"a transfer between them was not complete after 5 s on rank 0 \(cpu\), rank 1 \(cpu\)", warning)
     assert warning in [phase.text for phase in phases]
     assert not still_there(before)
 
@@ -151,8 +151,8 @@ def test_workers_that_cannot_reach_each_other_in_any_way_are_refused(faulty):
     before = set(left_behind())
     faulty(WRONG, ways=1)
 
-    with pytest.raises(WorkerStartError, match=r"cannot exchange tensors: cpu sent cpu \(rank \d\) numbers that "
-                                               r"arrived as others"):
+    with pytest.raises(WorkerStartError, match=r"cannot exchange tensors: data from cpu arrived "
+                                               r"corrupted on cpu \(rank \d\)"):
         WorkerGroup(("cpu", "cpu"))
 
     assert not still_there(before)
@@ -202,7 +202,7 @@ def greet(torchrun, folder, check, ways=2):
 
 
 @pytest.mark.parametrize("said, words", [
-    ([JOINING], None), ([JOINING, TRYING_LINKS], "a transfer between them was not over after 0 s"),
+    ([JOINING], None), ([JOINING, TRYING_LINKS], "a transfer between them was not complete after 0 s"),
     (["joins for too long"], "they had not joined after 0 s")])
 def test_links_are_blamed_for_what_takes_long_after_all_have_joined(tmp_path, monkeypatch, said, words):
     """Joining itself may take minutes: NCCL's libraries come from a disk."""

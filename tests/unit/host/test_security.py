@@ -129,14 +129,14 @@ def forbid_threads():
 
 if __name__ == "__main__":
     server = Forkserver()
-    WorkerGroup(("cpu",), forkserver=server).close()           # starts the process that workers are forked from
+    WorkerGroup(("cpu",), supervisor=server).close()           # starts the process that workers are forked from
     forbid_threads()
     try:
         threading.Thread(target=print).start()
         sys.exit("threads are not limited here")
     except RuntimeError:
         pass
-    group = WorkerGroup(("cpu", "cpu"), forkserver=server)
+    group = WorkerGroup(("cpu", "cpu"), supervisor=server)
     print("workers:", len(group.request(ReportMemory)), flush=True)
     group.close()
     try:
@@ -155,4 +155,4 @@ def test_a_host_that_can_make_no_thread_is_not_aborted(tmp_path):
     if "threads are not limited here" in done.stderr:
         pytest.skip("this system does not limit the threads of a user (RLIMIT_NPROC)")
     assert done.returncode == 0, done.stderr
-    assert "workers: 2" in done.stdout and "error: The workers cannot be started" in done.stdout
+    assert "workers: 2" in done.stdout and "the workers cannot be started" in done.stdout

@@ -91,7 +91,7 @@ def test_the_key_of_the_usual_folder_needs_no_option(tmp_path, monkeypatch, caps
 def test_without_a_key_the_command_says_where_it_looked(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "comfy", raising=False)
     monkeypatch.setenv("XDIT_COMFYUI", str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="^Add --folder and the folder of the key.*XDIT_COMFYUI names none"):
+    with pytest.raises(ConfigError, match="^Add --folder and the folder of the key.*XDIT_COMFYUI is not set"):
         run("key", "other-pc")
     with pytest.raises(ConfigError, match=f"^Queue a prompt .* {tmp_path} has no key.*--user-directory"):
         run("key", "other-pc", "--folder", str(tmp_path))
@@ -103,7 +103,7 @@ def test_without_a_key_the_command_says_where_it_looked(tmp_path, monkeypatch):
 def test_names_that_no_machine_has_are_rejected(host):
     with pytest.raises(ConfigError, match='^Use small letters, digits, dots and hyphens.*"Other PC" is not'):
         run("key", "Other PC", "--folder", str(host._folder))
-    with pytest.raises(ConfigError, match="^Name the machine that is to join"):
+    with pytest.raises(ConfigError, match="^Name the machine to join"):
         run("key", "--folder", str(host._folder))
 
 

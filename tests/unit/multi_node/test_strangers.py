@@ -77,7 +77,7 @@ def joined_after(host):
 
 def test_handshake_secret_and_hello_have_one_deadline(listener, monkeypatch):
     """Also for a stranger that holds the key, or that sends a byte more often than any time-out of one read."""
-    monkeypatch.setattr(links, "WELCOME_S", 1.0)
+    monkeypatch.setattr(links, "AUTHENTICATE_S", 1.0)
     for began in (begin_handshake, lambda host: begin_secret(host, b""), lambda host: begin_secret(host, key_of(host))):
         began_s = time.monotonic()
         with began(listener) as connected, pytest.raises(OSError):

@@ -32,7 +32,7 @@ def test_any_text_is_parsed_as_json_does():
 
 @pytest.mark.parametrize("raw, words", [
     (b" " * (2 ** 20 + 1), "1,048,577 bytes of JSON"), (b"[" * 100_000, "values"), (b"[" * 1000, "brackets"),
-    (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), f"more than {MAX_DEPTH} within"), (b"]" * 10, "brackets"),
+    (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), f"more than {MAX_DEPTH} levels"), (b"]" * 10, "brackets"),
     (b"[" + b"0," * 5000 + b"0]", "more than 4,096 values"), (b'""' * 5000, "strings"),
     (b"9" * 4000, "more than 32 digits"), (b"-0." + b"9" * 4000, "more than 32 digits"),
     (b'{"a": 1, "a": 2}', "'a' twice"), (b"{'a': 1}", "property name"),

@@ -27,7 +27,7 @@ def test_what_is_no_number_of_seconds_is_refused_by_name(monkeypatch, tmp_path, 
         assert timeouts.seconds(name) == 0
         return
     for start in (timeouts.check, lambda: WorkerGroup(("cpu",)), lambda: Listener("127.0.0.1:0", tmp_path / "key")):
-        with pytest.raises(ConfigError, match=f"^{name}={text} in the environment is no such number .* to 1000000. "
-                                              f"Set it to one, or"):
+        with pytest.raises(ConfigError, match=f"^Set the environment variable {name} to a number .* to 1000000, or "
+                                              f"remove it .*: it is \"{text}\""):
             start()
     assert set(left_behind()) <= before

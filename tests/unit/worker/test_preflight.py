@@ -52,5 +52,5 @@ def test_a_device_that_is_full_is_refused_in_numbers():
 
 
 def test_a_device_that_cannot_be_used_says_what_the_driver_said():
-    with pytest.raises(WorkerStartError, match="cuda:99 cannot be used: .*Error: "):
+    with pytest.raises(WorkerStartError, match=r"all of cuda:99 .* cannot be used \(.*Error: "):
         prepare_device(torch.device("cuda:99"))

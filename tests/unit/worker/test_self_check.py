@@ -13,7 +13,7 @@ from xdit_backend.comfyui.native_models import class_at
 from xdit_backend.models import FAMILIES
 from xdit_backend.multi_node.listener import version_differences
 from xdit_backend.protocol.errors import CheckpointError
-from xdit_backend.worker.self_check import check_pieces
+from xdit_backend.worker.self_check import check_split
 
 NAMES = [name for name, family in FAMILIES.items() if family.is_comfyuis and not family.is_replicated]
 
@@ -28,7 +28,7 @@ def comfyui():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_class_computes_in_pieces_what_it_computes_whole(name):
-    check_pieces(FAMILIES[name])
+    check_split(FAMILIES[name])
 
 
 def with_plan(name, **changed):
@@ -47,7 +47,7 @@ def with_plan(name, **changed):
 def test_a_class_that_differs_from_its_plan_is_refused(family):
     with pytest.raises(CheckpointError, match=f"{family.name} runs as ComfyUI's own module, and .* of ComfyUI .*cut "
                                               f"in two"):
-        check_pieces(family)
+        check_split(family)
 
 
 @pytest.mark.parametrize("name, part, what", [
@@ -80,7 +80,7 @@ def test_a_class_that_this_comfyui_lacks_is_refused_by_its_version():
 def test_no_comfyui_is_said_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr("xdit_backend.comfyui.native_models.find_comfyui", lambda: None)
 
-    with pytest.raises(CheckpointError, match="^Install ComfyUI on this machine, and name its folder in XDIT_COMFYUI"):
+    with pytest.raises(CheckpointError, match="^Install ComfyUI on this machine, and set XDIT_COMFYUI"):
         build_empty(FAMILIES["Lens"], FAMILIES["Lens"].test_config.config)
 
 
