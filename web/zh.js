@@ -259,22 +259,26 @@ export const ZH = {
     "请在 设置 > xDiT 中给出大于 0、不超过 {0} 的分钟数：ComfyUI 的设置中 {1} 为 {2}。",
   "Give an address of this machine as text, or nothing, in Settings > xDiT: {} is {} in ComfyUI's settings.":
     "请在 设置 > xDiT 中给出文本形式的本机地址，或留空：ComfyUI 的设置中 {0} 为 {1}。",
-  "Give a number from 0 to {}{}: the label {} is no class of this model.":
-    "请给出 0 到 {0} 的编号{1}：标签 {2} 不是此模型的类别。",
-  "Give one of the numbers {}: the label {} is the name of each of these classes.":
-    "请给出编号 {0} 之一：标签 {1} 是这些类别共同的名称。",
-  "Use the CLIP that belongs to this MODEL, or a folder of DiT in Load xDiT Model: this one does not draw classes.":
-    "请使用属于此 MODEL 的 CLIP，或在“加载 xDiT 模型”中使用 DiT 的文件夹：它不画类别。",
-  "Download {} again, or remove it and give numbers: it does not say what classes are called ({}).":
-    "请重新下载 {0}，或删除它并使用编号：它没有说明类别的名称（{1}）。",
-  "Load text encoder and VAE from files of their own, with Load CLIP and Load VAE: {} holds none.":
-    "请用“加载CLIP”和“加载VAE”从各自的文件加载文本编码器和 VAE：{0} 不含它们。",
-  "Connect Load xDiT Model, or use KSampler: Parallel Sampler needs a MODEL from there, and this one comes from another loader.":
-    "请连接“加载 xDiT 模型”，或使用K采样器：并行采样器需要来自“加载 xDiT 模型”的 MODEL，而这个来自其他加载器。",
-  "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half of the devices would do nothing.":
-    "请把 cfg 设为大于 1，或把 mode 设为 auto：cfg_degree=2 需要两个分支，而 cfg=1.0 只计算正向提示词，一半的设备会无事可做。",
-  "Remove the GLIGEN conditioning, or use KSampler with Load Diffusion Model: Parallel Sampler does not support it, and it would be dropped without notice.":
-    "请删除 GLIGEN 条件，或将K采样器与“UNet加载器”一起使用：并行采样器不支持它，它会在没有提示的情况下失效。",
+  "Use a number from 0 to {}{}: {} is not a class of this model.":
+    "请使用 0 到 {0} 的编号{1}：{2} 不是此模型的类别。",
+  ", or a name such as {}":
+    "，或名称，例如 {0}",
+  "(the model's folder has no class names)":
+    "（模型文件夹中没有类别名称）",
+  "Use one of the numbers {}: several classes have the name {}.":
+    "请使用编号 {0} 之一：有多个类别名为 {1}。",
+  "Use the CLIP that belongs to this MODEL, or load a DiT folder in Load xDiT Model: this model is not class-conditional.":
+    "请使用属于此 MODEL 的 CLIP，或在“加载 xDiT 模型”中加载 DiT 文件夹：此模型不是类别条件模型。",
+  "Download {} again, or remove it and use class numbers: its class names cannot be read ({}).":
+    "请重新下载 {0}，或删除它并使用类别编号：无法读取其中的类别名称（{1}）。",
+  "Load the text encoder and the VAE from separate files, with Load CLIP and Load VAE: {} contains neither.":
+    "请用“加载CLIP”和“加载VAE”从单独的文件加载文本编码器和 VAE：{0} 不含它们。",
+  "Connect Load xDiT Model, or use KSampler: Parallel Sampler needs a MODEL from Load xDiT Model, and this one is from another loader.":
+    "请连接“加载 xDiT 模型”，或使用K采样器：并行采样器需要来自“加载 xDiT 模型”的 MODEL，而此 MODEL 来自其他加载器。",
+  "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half of the devices would be idle.":
+    "请把 cfg 设为大于 1，或把 mode 设为 auto：cfg_degree=2 需要两个分支，而 cfg=1.0 只计算正向提示词，一半的设备会空闲。",
+  "Remove the GLIGEN conditioning, or use KSampler with Load Diffusion Model: Parallel Sampler does not support it and would ignore it.":
+    "请删除 GLIGEN 条件，或将K采样器与“UNet加载器”一起使用：并行采样器不支持它，会将其忽略。",
   "It lacks tensors that Cosmos-Predict1's VAE has; its {} tensors begin with {}.":
     "它缺少 Cosmos-Predict1 的 VAE 所有的张量；它的 {0} 个张量以 {1} 开头。",
   "It is {}'s, which needs diffusers {} or newer, and this is {}.":
@@ -826,8 +830,8 @@ export const ZH = {
     "正在试用设备之间的连接",
   "joining the devices":
     "正在连接各设备",
-  "devices names {}: of these, this machine runs on {}":
-    "devices 中有 {0}：其中本机使用 {1}",
+  "using {}: this machine lacks the other devices of {}":
+    "使用 {0}：{1} 中的其他设备不在本机",
   "What to try stands in docs/troubleshooting.md.":
     "可尝试的办法见 docs/troubleshooting.md。",
   "{} ({}) died{}":
