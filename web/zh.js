@@ -1,4 +1,4 @@
-/** Errors and what nodes say while they run, in Chinese. {} in the English stands for any text, which {0}, {1} ... have in the Chinese. Used by translate.js. */
+/** Chinese for error messages and for the status texts of nodes, keyed by the message's pattern. {} matches any text, which {0}, {1} ... insert. */
 
 export const ZH = {
   "Use the bf16, fp16 or plain fp8 file of this model for nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model): {} holds quantised weights or is a GGUF file. As the first model of a ModelMerge node, and with LoRA, it works.":
