@@ -17,7 +17,7 @@ export const LOADERS = {
   UNETLoader: { file: "unet_name", dtypes: ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"] },
   UnetLoaderGGUF: { file: "unet_name", dtypes: ["default"] },
   CheckpointLoaderSimple: { file: "ckpt_name", dtypes: ["default"] },
-  ImageOnlyCheckpointLoader: { file: "ckpt_name", dtypes: ["default"], stays: true },          // kept for its CLIP vision model and VAE
+  ImageOnlyCheckpointLoader: { file: "ckpt_name", dtypes: ["default"], stays: true },          // stays for its CLIP vision model and VAE
 };
 export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", ImageOnlyCheckpointLoader: "ckpt_name" };
@@ -205,7 +205,7 @@ function become(node, type, names = {}, first = []) {
   return was;
 }
 
-/** Convert a loader. Returns the new Load xDiT Model if the node itself is kept for its text encoders and VAE, else undefined. */
+/** Convert a loader. Returns the new Load xDiT Model if the node itself stays for its text encoders and VAE, else undefined. */
 function convertLoader(book, { graph, node }) {
   const { file, stays } = LOADERS[node.type];
   const [name, dtype = "default"] = node.widgets_values;

@@ -114,7 +114,7 @@ def _adapt(model, config):
 
 
 LTX2 = dataclasses.replace(
-    LTX, name="LTX-2", title="LTX-2 video and sound", transformer="LTX2VideoTransformer3DModel",
+    LTX, name="LTX-2", title="LTX-2 video and audio", transformer="LTX2VideoTransformer3DModel",
     recognise=lambda shapes: IS_LTX(shapes) and has("audio_adaln_single.linear.weight")(shapes),
     refusals=(because("it lacks the attentions between video and sound", _lacks_audio),
               because("it projects its text by one layer before the connectors", _projects_early)),

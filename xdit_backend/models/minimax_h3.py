@@ -101,7 +101,7 @@ TINY = {"num_attention_heads": 8, "attention_head_dim": 16, "hidden_size": 64, "
         "freq_dim": 16, "time_embed_hidden_dim": 32, "time_embed_dim": 20, "rope_freq_dim": 2}
 
 MINIMAX_H3 = Family(
-    name="MiniMax H3", title="MiniMax H3 video and sound", transformer="MiniMaxH3Transformer3DModel",
+    name="MiniMax H3", title="MiniMax H3 video and audio", transformer="MiniMaxH3Transformer3DModel",
     recognise=has(NORM, "video_patch_proj.weight", "audio_patch_proj.weight", "final_layer.adaln_proj.linear.weight"),
     refusals=(needs_diffusers("0.40"),), config=config_of(
         num_attention_heads=lambda shapes: shapes["blocks.0.attn.qkv_proj.weight"][0] // 3 // shapes[NORM][0],
