@@ -36,7 +36,7 @@ export const ZH = {
   "Use Load Diffusion Model for the node that reads weights of this MODEL (diffusion_model.{}) while no sampler runs it: xDiT's workers hold them.":
     "请为在没有采样器运行时读取此 MODEL 权重（diffusion_model.{0}）的节点使用“UNet加载器”：权重由 xDiT 的工作进程持有。",
   "Use the bf16, fp16, plain fp8 or GGUF file of the same model: {} has a scale for {}, which ComfyUI does not heed, so that what this file should draw is not clear.":
-    "请使用同一模型的 bf16、fp16、普通 fp8 或 GGUF 文件：{0} 有 {1} 的缩放系数，ComfyUI 不使用它，此文件应当画出什么并不明确。",
+    "请使用同一模型的 bf16、fp16、普通 fp8 或 GGUF 文件：{0} 有 {1} 的缩放系数，ComfyUI 不使用它，此文件应当生成什么并不明确。",
   "Use a LoRA, or another weight patch, that was made for this model: the one given does not fit {} ({}).":
     "请使用为此模型制作的 LoRA 或其他权重补丁：给出的补丁不适合 {0}（{1}）。",
   "Remove the LoRA or node that changes {}, or use Load Diffusion Model: the file of this MODEL does not have it.":
@@ -50,7 +50,7 @@ export const ZH = {
   "Remove HyperTile, or the other node that changes self-attention (another HyperTile, Perturbed-Attention or Self-Attention Guidance): each takes what the other makes.":
     "请移除 HyperTile，或另一个改变自注意力的节点（另一个 HyperTile、扰动注意力引导或自注意力引导）：它们互相使用对方的结果。",
   "Remove TomePatchModel, or use Load Diffusion Model: it draws lots in every layer for the tokens that others are merged into, and each device would draw its own.":
-    "请移除 TomePatchModel，或使用“UNet加载器”：它在每一层随机抽取其他令牌并入的令牌，而每台设备会各自抽取。",
+    "请移除 TomePatchModel，或使用“UNet加载器”：它在每一层随机抽取其他 token 并入的 token，而每台设备会各自抽取。",
   "Set swap_size of HyperTile to 2 or less: above that it draws lots for the size of tiles in every layer, and each device would draw its own.":
     "请把 HyperTile 的 swap_size 设为 2 或更小：更大时它在每一层随机选择小块的大小，而每个设备会各自抽取。",
   "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove FreeU: it filters the frequencies of whole pictures, and each device has some rows of them.":
@@ -110,7 +110,7 @@ export const ZH = {
   "Set displaced_degree to at most {}, or draw a higher picture: displaced_degree={} is too much for a latent of {} rows, which {} shares out by {}.":
     "请把 displaced_degree 设为最多 {0}，或增大图像高度：displaced_degree={1} 对 {2} 行的 latent 太大，{3} 按 {4} 行分配。",
   "Use a larger latent or lower degrees: it has {} tokens, too few for displaced_degree x ring_degree x ulysses_degree = {}.":
-    "请使用更大的 latent 或更小的并行度：latent 有 {0} 个令牌，对 displaced_degree x ring_degree x ulysses_degree = {1} 太少。",
+    "请使用更大的 latent 或更小的并行度：latent 有 {0} 个 token，对 displaced_degree x ring_degree x ulysses_degree = {1} 太少。",
   "Use KSampler: Parallel Sampler cannot run this workflow piece by piece, as its pieces ask the model for different prompts at the same step.":
     "请使用K采样器：并行采样器不能逐块运行此工作流：各块在同一步向模型提出不同的提示词。",
   "Use a sampler node, or the kind of model that the node is for: it calls this MODEL in a way of its own, and {} takes a latent, a timestep and conditioning.":
@@ -120,19 +120,19 @@ export const ZH = {
   "Set dim to 0 in the context window node, and causal_window_fix to false: the conditioning is of {} frames and the latent has {} images, which of {} are the frames.":
     "请在上下文窗口节点中把 dim 设为 0，并把 causal_window_fix 设为 false：条件属于 {0} 帧，而 latent 有 {1} 张图像，对 {2} 来说它们就是帧。",
   "Set shift_t of Scale ROPE to 0: Flux.2 tells by these places which tokens are those of reference pictures, whose time this workflow sets to 0.":
-    "请把 Scale ROPE 的 shift_t 设为 0：Flux.2 靠这些位置分辨哪些令牌属于参考图像，而此工作流把它们的时间设为 0。",
+    "请把 Scale ROPE 的 shift_t 设为 0：Flux.2 靠这些位置分辨哪些 token 属于参考图像，而此工作流把它们的时间设为 0。",
   "Connect Apply SeedVR2 Conditioning to the sampler: the prompt has no video, which SeedVR2 draws anew.":
-    "请把 Apply SeedVR2 Conditioning 接到采样器：提示词中没有 SeedVR2 要重新绘制的视频。",
+    "请把 Apply SeedVR2 Conditioning 接到采样器：提示词中没有 SeedVR2 要修复的视频。",
   "Connect the same latent to Apply SeedVR2 Conditioning and to the sampler: there it is of {}, and here of {}.":
     "请把同一个 latent 接到 Apply SeedVR2 Conditioning 和采样器：前者为 {0}，后者为 {1}。",
   "Make it with TripoSplat Conditioning: the latent has parts of the shapes {}, and TripoSplat works on up to {} tokens of {} numbers and a camera of (batch, 1, {}).":
-    "请用 TripoSplat Conditioning 生成它：latent 各部分的形状是 {0}，而 TripoSplat 处理最多 {1} 个 {2} 个数的令牌和形状为 (batch, 1, {3}) 的相机。",
+    "请用 TripoSplat Conditioning 生成它：latent 各部分的形状是 {0}，而 TripoSplat 处理最多 {1} 个 {2} 个数的 token 和形状为 (batch, 1, {3}) 的相机。",
   "Connect Flux.2's VAE to TripoSplat Conditioning: the picture's latent has the shape {}, and this model takes {} channels.":
     "请把 Flux.2 的 VAE 接到 TripoSplat Conditioning：图像的 latent 的形状是 {0}，而此模型需要 {1} 个通道。",
   "Move or enlarge an area that lies outside of the picture, or remove it: the latent, or the area of it that a prompt is for, is empty (its shape is {}).":
     "请移动或扩大位于图像之外的区域，或删除它：latent 或提示词所用的区域为空（形状为 {0}）。",
   "For an empty prompt use the text encoder's node with an empty text: the conditioning has a text of no tokens (its shape is {}), and {} takes one or more.":
-    "要使用空提示词，请在文本编码节点中输入空文本：条件中的文本没有令牌（形状为 {0}），而 {1} 至少需要一个。",
+    "要使用空提示词，请在文本编码节点中输入空文本：条件中的文本没有 token（形状为 {0}），而 {1} 至少需要一个。",
   "{}: {} has numbers that are not finite (NaN or infinite), and no picture can come of it.":
     "{0}：{1} 含有非有限数值（NaN 或无穷大），无法得到图像。",
   "Connect the output of a node that makes it: {} is {}, and needs {}.":
@@ -146,17 +146,17 @@ export const ZH = {
   "Give WanInfiniteTalkToVideo one picture as mask_1 and one as mask_2: it has {} of them for two speakers.":
     "请给 WanInfiniteTalkToVideo 的 mask_1 和 mask_2 各一张图：两位说话者现在有 {0} 张。",
   "Set width and height of WanInfiniteTalkToVideo to multiples of 16 and use the latent that it gives: its masks are of {} tokens of a frame, and this latent has {}.":
-    "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它给出的 latent：它的遮罩对应每帧 {0} 个令牌，而此 latent 每帧有 {1} 个。",
+    "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它给出的 latent：它的遮罩对应每帧 {0} 个 token，而此 latent 每帧有 {1} 个。",
   "Use the latent that WanInfiniteTalkToVideo gives: its sound is of {} frames of latents, and this latent has {}.":
-    "请使用 WanInfiniteTalkToVideo 给出的 latent：它的声音对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
+    "请使用 WanInfiniteTalkToVideo 给出的 latent：它的音频对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
   "Remove Bernini Conditioning, or InfiniteTalk: the sound is of a video's frames alone, and references have none.":
-    "请移除 Bernini Conditioning 或 InfiniteTalk：声音只属于视频的各帧，参考没有声音。",
+    "请移除 Bernini Conditioning 或 InfiniteTalk：音频只属于视频的各帧，参考没有音频。",
   "Encode the reference picture with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model takes {} and {}. Models that take pictures otherwise (Fill, Canny, Depth) take none.":
     "请用属于此模型的 VAE 编码参考图像：条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型接受 {3} 和 {4}。以其他方式接受图像的模型（Fill、Canny、Depth）不接受参考。",
   "Use {}: the conditioning has {} of {} numbers a token, and this {} model takes {}. It was made by another text encoder.":
-    "请使用 {0}：条件中有每个令牌 {2} 个数的 {1}，而此 {3} 模型接受 {4} 个。它由其他文本编码器产生。",
+    "请使用 {0}：条件中有每个 token {2} 个数的 {1}，而此 {3} 模型接受 {4} 个。它由其他文本编码器产生。",
   "Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion model itself, without the places that ComfyUI gives {}'s tokens (rope_options).":
-    "请使用采样器节点，或“UNet加载器”：有节点自己调用此 MODEL 的扩散模型，没有 ComfyUI 给 {0} 的令牌的位置（rope_options）。",
+    "请使用采样器节点，或“UNet加载器”：有节点自己调用此 MODEL 的扩散模型，没有 ComfyUI 给 {0} 的 token 的位置（rope_options）。",
   "Change the node that adds {}, or use Load Diffusion Model: xDiT runs {} without it.":
     "请更改添加 {0} 的节点，或使用“UNet加载器”：xDiT 运行 {1} 时不支持它。",
   "Remove the node that adds {} to the conditioning, or use Load Diffusion Model: xDiT runs {} without it, and it would be dropped without notice.":
@@ -186,7 +186,7 @@ export const ZH = {
   "Set devices in xDiT Parallel Config, and run once: there is nothing to measure, as {} works alone.":
     "请在“xDiT 并行配置”中设置 devices，并运行一次：没有可测量的，{0} 单独工作。",
   "Set weight_dtype to default, use a file of that type, or close other programs: {} has no room on its devices for all weights, and those that come from host memory take {} GB there, of which {} GB are free. Weights that the file has as they are used take none.":
-    "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 在其设备上放不下全部权重，而从主机内存取来的权重在那里占 {1} GB，其中 {2} GB 空闲。文件中与使用时相同的权重不占内存。",
+    "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 在其设备上放不下全部权重，而卸载的权重在系统内存中占 {1} GB，其中 {2} GB 空闲。文件中与使用时相同的权重不占内存。",
   "Set attention to sdpa in xDiT Parallel Config: {} {}.":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} {1}。",
   "Set attention to sdpa in xDiT Parallel Config: {} on {} {}.":
@@ -210,7 +210,7 @@ export const ZH = {
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, what is outside of its blocks and two blocks at a time take so much of each device, and weights_memory=\"{}\" is less.":
     "请把 weights_memory 设为“auto”，或 {0} GB 及以上：{1} 中块之外的部分加上同时的两个块在每个设备上需要这么多，而 weights_memory=\"{2}\" 更少。",
   "Use Load Diffusion Model, or another version of ComfyUI: {} runs as ComfyUI's own module, and {} of ComfyUI {} {}, which its parallel methods rely on.":
-    "请使用“加载扩散模型”，或换一个版本的 ComfyUI：{0} 以 ComfyUI 自己的模块运行，而 ComfyUI {2} 的 {1} {3}，并行方法却依赖于此。",
+    "请使用“UNet加载器”，或换一个版本的 ComfyUI：{0} 以 ComfyUI 自己的模块运行，而 ComfyUI {2} 的 {1} {3}，并行方法却依赖于此。",
   "Install ComfyUI on this machine, and name its folder in XDIT_COMFYUI: this model runs as ComfyUI's own module, and no ComfyUI is found here.":
     "请在这台机器上安装 ComfyUI，并在 XDIT_COMFYUI 中写明其文件夹：此模型以 ComfyUI 自己的模块运行，而这里找不到 ComfyUI。",
   "Load a file of {} in ComfyUI's format: {} is a folder of it, and xDiT runs it as ComfyUI's own module, which takes files.":
@@ -218,17 +218,17 @@ export const ZH = {
   "Update ComfyUI: the version {} in {} has no {} in {}, which this model needs ({}).":
     "请更新 ComfyUI：{1} 中的版本 {0} 在 {3} 里没有此模型所需的 {2}（{4}）。",
   "Make the {} and the latent of one width and height, by one node: the {} of {} is of {} x {}, and {} x {} belong to this latent.":
-    "请用同一个节点以相同的宽高生成 {0} 与潜空间：{2} 的 {1} 为 {3} x {4}，而此潜空间对应 {5} x {6}。",
+    "请用同一个节点以相同的宽高生成 {0} 与 latent：{2} 的 {1} 为 {3} x {4}，而此 latent 对应 {5} x {6}。",
   "Make the {} and the latent of one length, by one node: the {} of {} is of {} frames of latents, and {} belong to this latent.":
-    "请用同一个节点以相同的长度生成 {0} 与潜空间：{2} 的 {1} 为 {3} 个潜空间帧，而此潜空间为 {4} 帧。",
+    "请用同一个节点以相同的长度生成 {0} 与 latent：{2} 的 {1} 为 {3} 个 latent 帧，而此 latent 为 {4} 帧。",
   "Make the picture and the latent of one height, and both of an even number of latent columns (16 pixels): HiDream-E1 puts them side by side, and they have {} x {} and {} x {} latent pixels.":
-    "请让图片与潜空间图像高度相同，且两者的潜空间列数均为偶数（16 像素）：HiDream-E1 把它们并排放置，而它们的潜空间尺寸为 {0} x {1} 与 {2} x {3}。",
+    "请让图像与 latent 图像高度相同，且两者的 latent 列数均为偶数（16 像素）：HiDream-E1 把它们并排放置，而它们的 latent 尺寸为 {0} x {1} 与 {2} x {3}。",
   "Use a width and a height that are multiples of {} pixels: this file of Chroma Radiance takes no other, and the picture is of {} x {}.":
-    "请使用 {0} 像素整数倍的宽度和高度：此 Chroma Radiance 文件不接受其他尺寸，而图片为 {1} x {2}。",
+    "请使用 {0} 像素整数倍的宽度和高度：此 Chroma Radiance 文件不接受其他尺寸，而图像为 {1} x {2}。",
   "Make the reference picture and the latent of one width and height, by one node: the reference is of {} x {}, and {} x {} belong to this latent.":
-    "请用同一个节点生成宽高相同的参考图像和潜空间：参考图像为 {0} x {1}，而此潜空间需要 {2} x {3}。",
+    "请用同一个节点生成宽高相同的参考图像和 latent：参考图像为 {0} x {1}，而此 latent 需要 {2} x {3}。",
   "Remove the noise mask, or use Load Diffusion Model: with one each frame of this model has a time of its own, which xDiT does not do for Wan Fun-Control.":
-    "请移除噪声遮罩，或使用加载扩散模型：有了它，此模型的每一帧都有自己的时间，xDiT 对 Wan Fun-Control 不支持这一点。",
+    "请移除噪声遮罩，或使用“UNet加载器”：有了它，此模型的每一帧都有自己的时间，xDiT 对 Wan Fun-Control 不支持这一点。",
   "Make a video of 5 frames or more, or set pipefusion_degree to 1: Wan Fun-Control takes a reference picture as a further frame of a video, so that one frame of it cannot be cut into rows.":
     "请制作 5 帧或更多帧的视频，或把 pipefusion_degree 设为 1：Wan Fun-Control 把参考图作为视频的另一帧，因此单独一帧无法按行切分。",
   "Use a smaller or shorter video, such as 49 frames of 720 x 480 pixels: CogVideoX-5b-I2V has positions for {} tokens, and this latent is of {}.":
@@ -236,9 +236,9 @@ export const ZH = {
   "Make a video of 5 frames or more, or set pipefusion_degree to 1: SCAIL takes reference pictures as further frames of a video, so that one frame of it cannot be cut into rows.":
     "请生成 5 帧或更多帧的视频，或将 pipefusion_degree 设为 1：SCAIL 把参考图像当作视频的更多帧，因此单帧视频无法按行切分。",
   "Make the mask of the {}, these and the latent by one node: the mask is of {} frames, rows and columns, and {} belong to this latent.":
-    "请用同一个节点生成 {0} 的遮罩、其图像和潜空间：遮罩的帧、行、列为 {1}，而此潜空间需要 {2}。",
+    "请用同一个节点生成 {0} 的遮罩、其图像和 latent：遮罩的帧、行、列为 {1}，而此 latent 需要 {2}。",
   "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video cannot be parted.":
-    "请编码与视频等长的声音：它有 {0} 帧，视频的 {1} 个令牌无法按帧分开。",
+    "请编码与视频等长的音频：它有 {0} 帧，视频的 {1} 个 token 无法按帧分开。",
   "Use a width and a height that are multiples of 16 pixels: Wan S2V takes references of even sides, and this one is of {}.":
     "请使用 16 像素倍数的宽和高：Wan S2V 的参考需要偶数边长，而此参考为 {0}。",
   "Scale the reference pictures to sides that are multiples of 16 pixels, and set auto_resize_images to false: Z-Image-Omni takes references of even sides, and this latent is of {} x {}.":
@@ -246,11 +246,11 @@ export const ZH = {
   "Load this model's SigLIP in Load CLIP Vision: it gives {} numbers for each patch of a picture, and this Z-Image-Omni takes {}.":
     "请在 Load CLIP Vision 中加载此模型所用的 SigLIP：它为图像的每个图块给出 {0} 个数值，而此 Z-Image-Omni 需要 {1} 个。",
   "Put PiD Conditioning after both prompts, with a latent of {} channels, which this file of PiD draws: the latent there has {}.":
-    "请在两个提示词之后都接上 PiD Conditioning，并给它 {0} 通道的 latent，此 PiD 文件绘制的正是这种 latent：那里的 latent 有 {1} 个通道。",
+    "请在两个提示词之后都接上 PiD Conditioning，并给它 {0} 通道的 latent，此 PiD 文件生成的正是这种 latent：那里的 latent 有 {1} 个通道。",
   "Use a width and a height of at least 64 pixels: Wan S2V reads frames that came before in squares of that size.":
     "请使用至少 64 像素的宽和高：Wan S2V 以该大小的方块读取之前的帧。",
   "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video and its reference cannot be parted.":
-    "请编码与视频等长的声音：它有 {0} 帧，视频及其参考的 {1} 个令牌无法按帧分开。",
+    "请编码与视频等长的音频：它有 {0} 帧，视频及其参考的 {1} 个 token 无法按帧分开。",
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":
     "请把 weights_memory 设为“auto”，或至少 {0} GB：{1} 的 {2} 在每个设备上占用这么多，而 weights_memory=\"{3}\" 更小。",
   "Choose one of {} in Settings > xDiT: {} is {} in ComfyUI's settings.":
@@ -318,7 +318,7 @@ export const ZH = {
   "Download {} again, it is cut short: its header promises {} bytes and the file has {}.":
     "请重新下载 {0}，它被截断：文件头说明有 {1} 字节，而文件只有 {2}。",
   "Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, fp16, fp8, int8, mxfp8 or nvfp4 file of the same model: tensor_degree={} cannot share out {}, whose products round each token's inputs by the largest of them, and each device would have some of them only.":
-    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、int8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个令牌输入中的最大值舍入，而每个设备只有其中一部分。",
+    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、int8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个 token 输入中的最大值舍入，而每个设备只有其中一部分。",
   "Use the bf16, fp8 or GGUF file of the same model: {} holds weights in mxfp8, for which PyTorch 2.7 or newer is needed, and this is {}.":
     "请使用同一模型的 bf16、fp8 或 GGUF 文件：{0} 含有 mxfp8 的权重，需要 PyTorch 2.7 或更新版本，而这里是 {1}。",
   "Install with: python -m pip install -U {} (with ComfyUI's Python), and restart ComfyUI; or choose another weight_dtype: {} needs the package {}, which this Python does not have, or not for its PyTorch.":
@@ -444,7 +444,7 @@ export const ZH = {
   "Set {}_degree to 1, and use {}: {}_degree={} cannot be, as xDiT does not run {} so, because {}.":
     "请把 {0}_degree 设为 1，并使用 {1}：{2}_degree={3} 不可用，因为 xDiT 不这样运行 {4}：{5}。",
   "Set {} to 1, and use cfg_degree, data_degree or displaced_degree: {}={} shares out the tokens and blocks of a transformer, and {} is a U-Net, which has neither from end to end.":
-    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的令牌和块，而 {3} 是 U-Net，没有贯穿首尾的令牌和块。",
+    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的 token 和块，而 {3} 是 U-Net，没有贯穿首尾的 token 和块。",
   "Shorten the prompt: it has {} words, and the demo model reads {} at most.":
     "请缩短：此提示词有 {0} 个词；演示模型最多读取 {1} 个。",
   "Use ulysses_degree instead of ring_degree, or another weight_dtype: Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in {}.":
@@ -496,7 +496,7 @@ export const ZH = {
   "Set devices in xDiT Parallel Config to \"auto\", or to what is here: there is no {}. PyTorch finds {}.":
     "请在“xDiT 并行配置”中把 devices 设为“auto”，或设为现有的设备：这里没有 {0}。PyTorch 找到 {1}。",
   "Close other programs, unload ComfyUI's models in its menu, or give the container or WSL2 more memory: {} workers need at least {} of host memory before they hold a model, and {} of {} are free.":
-    "请关闭其他程序，在 ComfyUI 的菜单中卸载模型，或给容器或 WSL2 更多内存：{0} 个工作进程在持有模型之前至少需要 {1} 主机内存，而 {3} 中有 {2} 空闲。",
+    "请关闭其他程序，在 ComfyUI 的菜单中卸载模型，或给容器或 WSL2 更多内存：{0} 个工作进程在持有模型之前至少需要 {1} 系统内存，而 {3} 中有 {2} 空闲。",
   "Remove what is not needed from {}: it is full, and the workers find ComfyUI by files there. In Docker, --shm-size=2g gives /dev/shm more.":
     "请删除 {0} 中不需要的内容：它已满，而工作进程通过其中的文件找到 ComfyUI。在 Docker 中，--shm-size=2g 使 /dev/shm 更大。",
   "Free some space: tensors travel between ComfyUI and the workers through {}, which has {} free, or {}, which has {}; at least {} are needed. In Docker, --shm-size=2g gives /dev/shm more.":
@@ -534,19 +534,19 @@ export const ZH = {
   "Use fewer frames, or a smaller width and height: this {} model has positions for {}, and the latent is of {}.":
     "请减少帧数，或减小宽度和高度：此 {0} 模型只有 {1} 的位置，而 latent 为 {2}。",
   "Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode: HunyuanDiT takes two texts, of {} and {} tokens or more, and which of these are real, and the conditioning has {}.":
-    "请使用 HunyuanDiT checkpoint 中的 CLIP，以及“CLIP 文本编码”：HunyuanDiT 接受两段文本，至少 {0} 和 {1} 个令牌，并说明其中哪些有效，而条件中有 {2}。",
+    "请使用 HunyuanDiT checkpoint 中的 CLIP，以及“CLIP 文本编码”：HunyuanDiT 接受两段文本，至少 {0} 和 {1} 个 token，并说明其中哪些有效，而条件中有 {2}。",
   "Use the latent that Kandinsky5ImageToVideo gives: the given frames are a latent of {} rows and columns, and the latent has {}.":
     "请使用 Kandinsky5ImageToVideo 给出的 latent：给定的帧是 {0} 行和列的 latent，而 latent 有 {1}。",
   "Use an empty latent of a picture, with batch_size for several: Krea 2 draws pictures, and this latent is of {} frames.":
-    "请使用图像的空 latent，要多张则用 batch_size：Krea 2 画图像，而此 latent 有 {0} 帧。",
+    "请使用图像的空 latent，要多张则用 batch_size：Krea 2 生成图像，而此 latent 有 {0} 帧。",
   "Use a latent of {} frames, which is a length of {} in EmptyHunyuanLatentVideo: Latte draws videos of {} frames, or a picture of one, and the latent has {}.":
-    "请使用 {0} 帧的 latent，即 EmptyHunyuanLatentVideo 中 length 为 {1}：Latte 画 {2} 帧的视频或一帧的图像，而 latent 有 {3} 帧。",
+    "请使用 {0} 帧的 latent，即 EmptyHunyuanLatentVideo 中 length 为 {1}：Latte 生成 {2} 帧的视频或一帧的图像，而 latent 有 {3} 帧。",
   "Use the publisher's file: this LTX-2 file's metadata says otherwise than its tensors what model it is ({}), as they are another file's, or lost.":
     "请使用发布者的文件：此 LTX-2 文件的元数据与其张量所说的模型不同（{0}）：元数据属于其他文件，或已丢失。",
   "Use a text encoder that pads at the end, or Load Diffusion Model: the conditioning's attention mask leaves out text tokens before the last real one, which xDiT does not run with Mochi.":
-    "请使用在末尾填充的文本编码器，或“UNet加载器”：条件的注意力掩码去掉了最后一个有效文本令牌之前的令牌，xDiT 不这样运行 Mochi。",
+    "请使用在末尾填充的文本编码器，或“UNet加载器”：条件的注意力掩码去掉了最后一个有效文本 token 之前的 token，xDiT 不这样运行 Mochi。",
   "Use sides that are multiples of 16, and together at least 528: PixArt cannot draw {} x {} pixels.":
-    "请使用 16 的倍数、且两边之和至少为 528 的边长：PixArt 不能画 {0} x {1} 像素。",
+    "请使用 16 的倍数、且两边之和至少为 528 的边长：PixArt 不能生成 {0} x {1} 像素。",
   "Use a smaller latent: this SD3 model has positions for {} x {} pixels, and it is of {} x {}.":
     "请使用更小的 latent：此 SD3 模型有 {0} x {1} 像素的位置，而 latent 为 {2} x {3}。",
   "Use a width and a height that are multiples of 16 pixels: Wan VACE takes latents of even sides, and this one is of {} x {}.":
@@ -554,7 +554,7 @@ export const ZH = {
   "Use the latent that WanVaceToVideo gives: the control video is a latent of {} frames, rows and columns, and the latent has {}.":
     "请使用 WanVaceToVideo 给出的 latent：控制视频是 {0} 帧、行和列的 latent，而 latent 有 {1}。",
   "Use cfg_degree, ulysses_degree or ring_degree instead: this model masks tokens of its image, which PipeFusion does not support yet.":
-    "请改用 cfg_degree、ulysses_degree 或 ring_degree：此模型遮盖图像的令牌，PipeFusion 尚不支持。",
+    "请改用 cfg_degree、ulysses_degree 或 ring_degree：此模型遮盖图像的 token，PipeFusion 尚不支持。",
   "{} for {} s. Queue the prompt again to start a new group. ({})":
     "{0}，已 {1} 秒。请再次排队以启动新的一组。（{2}）",
   "Use VAE Decode: {} cannot be split by rows, only {}.":
@@ -574,11 +574,11 @@ export const ZH = {
   "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than the model's {} blocks.":
     "请把 pipefusion_degree 设为最多 {0}：pipefusion_degree={1} 多于模型的 {2} 个块。",
   "Join the prompts as text, in one Text Encode node: the conditioning has {} text tokens and an attention mask of {}, as Conditioning (Concat) makes of prompts with masks.":
-    "请在一个文本编码节点中把提示词合并为文本：条件有 {0} 个文本令牌和 {1} 的注意力掩码，这是 Conditioning (Concat) 合并带掩码的提示词时产生的。",
+    "请在一个文本编码节点中把提示词合并为文本：条件有 {0} 个文本 token 和 {1} 的注意力掩码，这是 Conditioning (Concat) 合并带掩码的提示词时产生的。",
   "Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model: the conditioning weighs text tokens by an attention mask of fractions, which xDiT does not support.":
-    "请使用掩码只有 1 和 0 的文本编码器，或“UNet加载器”：条件用小数的注意力掩码为文本令牌加权，xDiT 不支持。",
+    "请使用掩码只有 1 和 0 的文本编码器，或“UNet加载器”：条件用小数的注意力掩码为文本 token 加权，xDiT 不支持。",
   "Connect Empty Ace Step 1.0 Latent Audio, or a sound encoded by the VAE of ACE-Step: a latent of its sound has {} rows, and this one has {}.":
-    "请连接空 Ace Step 1.0 音频 latent，或由 ACE-Step 的 VAE 编码的声音：其声音的 latent 有 {0} 行，而这个有 {1} 行。",
+    "请连接空 Ace Step 1.0 音频 latent，或由 ACE-Step 的 VAE 编码的音频：其音频的 latent 有 {0} 行，而这个有 {1} 行。",
   "Use a width and a height that are multiples of {} pixels: HiDream-O1 takes such latents alone, and this one is of {} x {}.":
     "请使用 {0} 像素倍数的宽度和高度：HiDream-O1 只接受这样的 latent，而这个为 {1} x {2}。",
   "Use a width and a height that are multiples of 16 pixels: {} takes latents of even sides, and this one is of {} x {}.":
@@ -586,7 +586,7 @@ export const ZH = {
   "Change it in the node that sets it, or use Load Diffusion Model: xDiT runs {} with {} = {}, and this workflow's conditioning has {}.":
     "请在设置它的节点中更改它，或使用“UNet加载器”：xDiT 只在 {1} = {2} 时运行 {0}，而此工作流的条件有 {3}。",
   "Make them with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the latent has parts of the shapes {}, and LTX-2 works on a video and a sound of (batch, {}, length, {}).":
-    "请用 LTX-2 的 latent 节点生成各部分，并用 LTXVConcatAVLatent 连接：latent 各部分的形状为 {0}，而 LTX-2 处理视频和 (batch, {1}, length, {2}) 的声音。",
+    "请用 LTX-2 的 latent 节点生成各部分，并用 LTXVConcatAVLatent 连接：latent 各部分的形状为 {0}，而 LTX-2 处理视频和 (batch, {1}, length, {2}) 的音频。",
   "The model {} is not loaded on rank {}. Queue the prompt again.":
     "模型 {0} 没有加载在进程 {1} 上。请再次排队。",
   "Close other programs on it (nvidia-smi shows them), unload ComfyUI's models in its menu, or leave it out in xDiT Parallel Config: {} has {} MB of {} GB free, and a worker needs at least {} MB before it holds a model.":
@@ -606,7 +606,7 @@ export const ZH = {
   "{} is {}. docs/models.md lists what xDiT runs.":
     "{0} 是{1}。docs/models.md 列出了 xDiT 能运行的模型。",
   "a model that finds things in pictures, and draws none":
-    "在图像中查找物体、不画图像的模型",
+    "在图像中查找物体、不生成图像的模型",
   "a U-Net of a kind that xDiT does not run":
     " xDiT 不运行的一种 U-Net",
   "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read":
@@ -662,7 +662,7 @@ export const ZH = {
   "what {} predicts at the first step":
     "{0} 在第一步的预测",
   "the latent":
-    "latent（潜空间图像）",
+    "Latent 图像",
   "at most {} of the {} images at once":
     "每次最多 {1} 张图像中的 {0} 张",
   "this run ({})":
@@ -678,9 +678,9 @@ export const ZH = {
   "running on {}: {}":
     "在 {0} 上运行：{1}",
   "{}. Memory: {} GB a card. Next best: {} in {}":
-    "{0}。内存：每张卡 {1} GB。次优：{2}，{3}",
+    "{0}。内存：每个 GPU {1} GB。次优：{2}，{3}",
   "{}. Memory: {} GB a card":
-    "{0}。内存：每张卡 {1} GB",
+    "{0}。内存：每个 GPU {1} GB",
   "{}, about {}: one device is as fast":
     "{0}，约 {1}：单个设备同样快",
   "{}, about {}: one device has too little memory":
@@ -696,25 +696,25 @@ export const ZH = {
   "one device":
     "单个设备",
   "{}, {} patches":
-    "{0}，{1} 块",
+    "{0}，{1} 个 patch",
   "{}, 1 patch":
-    "{0}，1 块",
+    "{0}，1 个 patch",
   "{} (the latent has too few rows for {})":
-    "{0}（latent 的行数不够 {1} 块）",
+    "{0}（latent 的行数不够 {1} 个 patch）",
   "{} for speed: a usual picture is forecast to take {} instead of {} by {}":
-    "{0}，为了速度：预计一张普通图像用 {1}，而 {3} 用 {2}",
+    "{0}，为了速度：估计一张典型图像用 {1}，而 {3} 用 {2}",
   "{}, for speed: near to one device's picture ({} dB in the demo model with 4 patches)":
-    "{0}，为了速度：图像接近单个设备的（演示模型用 4 块时 PSNR 为 {1} dB）",
+    "{0}，为了速度：图像接近单个设备的（演示模型用 4 个 patch 时 PSNR 为 {1} dB）",
   "{}, keys and values in fp8":
     "{0}，键和值以 fp8 传输",
   "{}, all in fp8":
     "{0}，全部以 fp8 传输",
   "{}, every step whole, because this workflow uses {}":
-    "{0}，每一步都以整图运行，因为此工作流使用{1}",
+    "{0}，每一步都同步运行，因为此工作流使用{1}",
   "{}, every step synchronous, because this workflow uses {}":
     "{0}，每一步都同步，因为此工作流使用{1}",
   "{}, one step after the other, because this workflow uses {}":
-    "{0}，一步接一步，因为此工作流使用{1}",
+    "{0}，各步依次运行，因为此工作流使用{1}",
   "{}, both prompts in one batch, which Normalized Attention Guidance compares":
     "{0}，两个提示词在同一批次中，由 Normalized Attention Guidance 比较",
   "{} ({} unused: {} is 1)":
@@ -767,7 +767,7 @@ export const ZH = {
   "sdpa ({}) {}": "PyTorch 自带（sdpa，{0}）{1}",
   "{} %, {}": "{0} % 与 {1}",
   "masks": "有掩码",
-  "no tokens": "没有令牌",
+  "no tokens": "没有 token",
   "this device": "设备不支持",
   "heads of {}": "头的大小为 {0}",
   "no flash": "没有 flash",
@@ -777,9 +777,9 @@ export const ZH = {
   "{}, attention by {}":
     "{0}，注意力由 {1} 计算",
   "{} ({}x as fast as one device) (forecast: {})":
-    "{0}，速度为单个设备的 {1} 倍（预测：{2}）",
+    "{0}，速度为单个设备的 {1} 倍（估计：{2}）",
   "{} (forecast: {})":
-    "{0}（预测：{1}）",
+    "{0}（估计：{1}）",
   "cancelled after {} of {} steps":
     "在 {1} 步中的第 {0} 步后取消",
   "failed after {} of {} steps":
@@ -797,9 +797,9 @@ export const ZH = {
   "encoded in {} s on {}":
     "编码用时 {0} 秒，使用 {1}",
   "{} of {} devices, by forecast as fast as all":
-    "{1} 个设备中的 {0} 个，预测与全部同样快",
+    "{1} 个设备中的 {0} 个，估计与全部同样快",
   "{}, the VAE's weights from host memory":
-    "{0}，VAE 的权重来自主机内存",
+    "{0}，VAE 的权重卸载到系统内存",
   "1 device":
     "1 个设备",
   "{} devices":
@@ -861,7 +861,7 @@ export const ZH = {
   "Set cfg_degree and data_degree to 1, or remove Flux KV Cache: the calls of this run have unlike numbers of images, of which some need what other devices keep.":
     "请把 cfg_degree 和 data_degree 设为 1，或移除 Flux KV Cache：这次运行的各次调用图像数量不同，其中一些需要其他设备保存的内容。",
   "Encode the reference sound with LTX-2's audio VAE: its tokens have the shape {}, and this model's are (batch, length, {}).":
-    "请用 LTX-2 的音频 VAE 编码参考声音：它的 token 形状为 {0}，而此模型的为 (batch, length, {1})。",
+    "请用 LTX-2 的音频 VAE 编码参考音频：它的 token 形状为 {0}，而此模型的为 (batch, length, {1})。",
   "Use a picture whose sides are multiples of {} pixels: this VAE makes a row of a latent of so many, and the picture has {} x {}.":
     "请使用边长为 {0} 像素整数倍的图像：此 VAE 的 latent 每行对应这么多像素，而该图像为 {1} x {2}。",
   "Remove USO Style Reference: it is for Flux.1, and this is {}.":
@@ -871,7 +871,7 @@ export const ZH = {
   "Encode the prompt with the CLIP that belongs to Stable Cascade: the conditioning has no pooled text, which its model reads.":
     "请用属于 Stable Cascade 的 CLIP 编码提示词：conditioning 中没有池化文本，而其模型要读取它。",
   "Connect the latent that stage C has drawn to StableCascade_StageB_Conditioning: the one there has the shape {}, and stage B reads (images, {}, rows, columns).":
-    "请把 C 阶段绘制的 latent 接到 StableCascade_StageB_Conditioning：那里的 latent 形状为 {0}，而 B 阶段读取 (图像, {1}, 行, 列)。",
+    "请把 C 阶段生成的 latent 接到 StableCascade_StageB_Conditioning：那里的 latent 形状为 {0}，而 B 阶段读取 (图像, {1}, 行, 列)。",
   "Use a width and a height that are multiples of 8 pixels, and {} or more: Stable Cascade B takes latents of even sides from {} on, and this one is of {} x {}.":
     "请使用 8 像素整数倍且不小于 {0} 的宽度和高度：Stable Cascade B 接受边长为偶数且不小于 {1} 的 latent，而这个为 {2} x {3}。",
   "the store operation \"{}\" came with {} keys instead of one":
