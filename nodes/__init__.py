@@ -1,4 +1,4 @@
-"""What a person sees: one file a node."""
+"""ComfyUI nodes, one module per node."""
 
 from .class_label import XDiTClassLabel
 from .demo_prompt import XDiTDemoPrompt

@@ -1,4 +1,4 @@
-"""Demo Prompt: text to conditioning for the demo model that comes with the pack."""
+"""Demo Prompt: text encoder node for the bundled demo model."""
 
 from comfy_api.latest import io
 
@@ -13,13 +13,13 @@ class XDiTDemoPrompt(io.ComfyNode):
             node_id="XDiTDemoPrompt",
             display_name="Demo Prompt",
             category="xDiT",
-            description="Encodes a prompt for xdit_demo.safetensors, the small model that comes with the pack. It "
-                        "draws emoji: a thing or a face, and the colour of its background.",
+            description="Encodes a prompt for xdit_demo.safetensors, the small model bundled with this pack. It "
+                        "generates emoji: an object or a face on a plain background.",
             search_aliases=["demo", "prompt", "text encode", "emoji"],
             inputs=[
                 io.String.Input("text", multiline=True, default="cat face on a blue background",
                                 tooltip=f"At most {MAX_WORDS} English words, such as: woman astronaut on a purple "
-                                        f"background. Empty: the negative prompt."),
+                                        f"background. Leave empty for the negative prompt."),
             ],
             outputs=[io.Conditioning.Output()],
         )

@@ -1,4 +1,4 @@
-"""Load CLIP and VAE: what an all-in-one checkpoint holds beside its diffusion model, which Load xDiT Model takes."""
+"""Load CLIP and VAE: the text encoders and the VAE of an all-in-one checkpoint, without its diffusion model."""
 
 import comfy.sd
 import folder_paths
@@ -15,12 +15,12 @@ class XDiTLoadClipVae(io.ComfyNode):
             node_id="XDiTLoadClipVae",
             display_name="Load CLIP and VAE",
             category="xDiT",
-            description="Loads the text encoders and the VAE of an all-in-one checkpoint, and nothing else of it: "
-                        "Load xDiT Model loads its diffusion model onto the workers.",
+            description="Loads the text encoders and the VAE of an all-in-one checkpoint. Load xDiT Model loads its "
+                        "diffusion model.",
             search_aliases=["checkpoint", "sdxl", "sd1.5", "load checkpoint"],
             inputs=[
                 io.Combo.Input("ckpt_name", options=folder_paths.get_filename_list("checkpoints"),
-                               tooltip="A checkpoint of models/checkpoints, the one that Load xDiT Model has."),
+                               tooltip="The checkpoint to load, the same as in Load xDiT Model."),
             ],
             outputs=[io.Clip.Output(), io.Vae.Output()],
         )
@@ -32,6 +32,6 @@ class XDiTLoadClipVae(io.ComfyNode):
         _, clip, vae, _ = comfy.sd.load_checkpoint_guess_config(
             path, output_model=False, embedding_directory=folder_paths.get_folder_paths("embeddings"))
         if clip is None and getattr(vae, "first_stage_model", None) is None:
-            raise CheckpointError("Load text encoder and VAE from files of their own, with Load CLIP and Load VAE: "
-                                  f"{ckpt_name} holds none.")
+            raise CheckpointError("Load the text encoder and the VAE from separate files, with Load CLIP and Load VAE: "
+                                  f"{ckpt_name} contains neither.")
         return io.NodeOutput(clip, vae)

@@ -1,4 +1,4 @@
-"""Load xDiT Model: where Load Diffusion Model was."""
+"""Load xDiT Model: Load Diffusion Model for several GPUs."""
 
 from comfy_api.latest import io
 
@@ -19,21 +19,22 @@ class XDiTLoadModel(io.ComfyNode):
             node_id="XDiTLoadModel",
             display_name="Load xDiT Model",
             category="xDiT",
-            description="Loads a diffusion model on all devices: a file that Load Diffusion Model takes, of the "
-                        "families that the help page lists, or the diffusion model of an all-in-one checkpoint.",
+            description="Loads a diffusion model onto all devices: a file for Load Diffusion Model of one of the "
+                        "supported families (see the help page), or the diffusion model of an all-in-one checkpoint.",
             search_aliases=["load diffusion model", "unet loader", "multi gpu"],
             inputs=[
                 io.Combo.Input("model_name", options=model_names(), tooltip=f"A .safetensors file of "
                                f"{supported(last='or')}, in models/diffusion_models or models/checkpoints; a .gguf "
-                               f"file in models/diffusion_models; or a folder of models/diffusers."),
+                               f"file in models/diffusion_models; or a folder in models/diffusers."),
                 io.Combo.Input("weight_dtype", options=list(WEIGHT_DTYPES), default="default",
-                               tooltip="How the weights are held. default: as ComfyUI's own loader would; what is "
-                               "quantised in a file stays so. fp8_e4m3fn and fp8_e5m2 halve the memory and change the "
-                               "picture a little; fp8_e4m3fn_fast also multiplies in that type, on cards that can. "
-                               "int8 halves it, with a scale for each row, and nf4 takes a bit more than a quarter: "
-                               "layers are quantised when they are loaded (nf4: with the package bitsandbytes)."),
+                               tooltip="The data type of the weights. default: the same as in ComfyUI's own loader; "
+                               "quantised files stay quantised. fp8_e4m3fn and fp8_e5m2 halve the memory and change "
+                               "the image slightly; fp8_e4m3fn_fast also uses fp8 matrix multiplication on GPUs that "
+                               "support it. int8 (one scale per row) halves the memory, nf4 needs a little over a "
+                               "quarter: both quantise linear layers at load time (nf4 requires the package "
+                               "bitsandbytes)."),
                 Parallel.Input("parallel", optional=True,
-                               tooltip="From xDiT Parallel Config. Not connected: all GPUs, split "
+                               tooltip="Settings from xDiT Parallel Config. Not connected: all GPUs, and the split is "
                                "chosen for each run."),
             ],
             outputs=[io.Model.Output()],
@@ -47,5 +48,5 @@ class XDiTLoadModel(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, model_name, **others):
-        """ComfyUI runs the node again where this changes: when other files have taken the place of the model's."""
+        """Return a value that changes when the model's files are replaced; ComfyUI then runs the node again."""
         return fingerprint(path_of(model_name))

@@ -1,4 +1,4 @@
-"""Distributed VAE Decode: VAE Decode, with the rows of the picture spread over the devices."""
+"""Distributed VAE Decode: VAE Decode with the rows of the image split across devices."""
 
 from comfy_api.latest import io
 
@@ -16,15 +16,15 @@ class XDiTVAEDecode(io.ComfyNode):
             node_id="XDiTVAEDecode",
             display_name="Distributed VAE Decode",
             category="xDiT",
-            description="Decodes a latent on all devices, each with its rows of the picture or video. Equal to VAE "
-                        "Decode, without tile seams.",
+            description="Decodes a latent image on all devices, split by rows. Equal to VAE Decode, without tile "
+                        "seams.",
             search_aliases=["vae decode", "decode", "latent to image", "multi gpu"],
             inputs=[
-                io.Latent.Input("samples", tooltip="The latent to decode."),
-                io.Vae.Input("vae", tooltip=f"The ordinary VAE of {supported(last='or')}."),
+                io.Latent.Input("samples", tooltip="The latent to be decoded."),
+                io.Vae.Input("vae", tooltip=f"The VAE of {supported(last='or')}."),
                 Parallel.Input("parallel", optional=True,
-                               tooltip="From xDiT Parallel Config. Not connected: the workers that are "
-                               "running, else all GPUs."),
+                               tooltip="Settings from xDiT Parallel Config. Not connected: the running workers, or all "
+                               "GPUs if there are none."),
             ],
             outputs=[io.Image.Output()],
         )

@@ -1,4 +1,4 @@
-"""Distributed VAE Encode: VAE Encode, with the rows of the picture spread over the devices."""
+"""Distributed VAE Encode: VAE Encode with the rows of the image split across devices."""
 
 from comfy_api.latest import io
 
@@ -16,15 +16,15 @@ class XDiTVAEEncode(io.ComfyNode):
             node_id="XDiTVAEEncode",
             display_name="Distributed VAE Encode",
             category="xDiT",
-            description="Encodes a picture or video on all devices, each with its rows. Equal to VAE Encode, without "
-                        "tile seams.",
+            description="Encodes an image or video on all devices, split by rows. Equal to VAE Encode, without tile "
+                        "seams.",
             search_aliases=["vae encode", "encode", "image to latent", "multi gpu"],
             inputs=[
-                io.Image.Input("pixels", tooltip="The picture to encode; for a video VAE, the frames."),
-                io.Vae.Input("vae", tooltip=f"The ordinary VAE of {supported(last='or')}."),
+                io.Image.Input("pixels", tooltip="The image to be encoded; for a video VAE, the frames."),
+                io.Vae.Input("vae", tooltip=f"The VAE of {supported(last='or')}."),
                 Parallel.Input("parallel", optional=True,
-                               tooltip="From xDiT Parallel Config. Not connected: the workers that are "
-                               "running, else all GPUs."),
+                               tooltip="Settings from xDiT Parallel Config. Not connected: the running workers, or all "
+                               "GPUs if there are none."),
             ],
             outputs=[io.Latent.Output()],
         )

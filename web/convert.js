@@ -1,50 +1,49 @@
 /**
- * Turns a workflow into one that runs on all GPUs, and back: functions from a workflow file to another, called by the page's commands
- * (xdit.js) and by tests. What a node was stands in its property `xdit_was`, so the way back needs nothing else.
+ * Conversion of a workflow to run on all GPUs, and back: pure functions of workflow files. The property `xdit_was` of a converted node stores
+ * its original, which is all that converting back needs.
  */
 
-import { placeBeside, shrink } from "./placing.js";
+import { placeNextTo, shrink } from "./placing.js";
 
 export const WAS = "xdit_was";
 const PACK = "xdit-comfyui";
-const INPUT_NODE = -10;                    // the ends of a subgraph's inside, as its links name them
+const INPUT_NODE = -10;                    // ids of a subgraph's input and output nodes in its links
 const OUTPUT_NODE = -20;
 const [MUTED, BYPASSED] = [2, 4];
-const FIELDS = ["id", "origin_id", "origin_slot", "target_id", "target_slot", "type"];        // of a link that is written as a list
+const FIELDS = ["id", "origin_id", "origin_slot", "target_id", "target_slot", "type"];        // of a link stored as a list
 
-// Loaders whose file Load xDiT Model takes: the widget that names it, and the values of weight_dtype that both know.
+// Loaders whose files Load xDiT Model can load: the file widget, and the values of weight_dtype that both support.
 export const LOADERS = {
   UNETLoader: { file: "unet_name", dtypes: ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"] },
   UnetLoaderGGUF: { file: "unet_name", dtypes: ["default"] },
   CheckpointLoaderSimple: { file: "ckpt_name", dtypes: ["default"] },
-  ImageOnlyCheckpointLoader: { file: "ckpt_name", dtypes: ["default"], stays: true },          // for its CLIP vision model and VAE
+  ImageOnlyCheckpointLoader: { file: "ckpt_name", dtypes: ["default"], stays: true },          // stays for its CLIP vision model and VAE
 };
 export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name", ImageOnlyCheckpointLoader: "ckpt_name" };
-// Nodes whose change of a MODEL the workers refuse (docs/reference/nodes.md); what these inputs bring is refused too.
+// Nodes whose model patches the workers reject (docs/reference/nodes.md); so are those of REFUSED_INPUTS.
 export const REFUSED = [
   "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "TomePatchModel", "TrainLoraNode",
 ];
-// Nodes that stay when a model goes to the workers, and what is said of them.
+// Nodes that are not converted when their model is, with the reason shown.
 const STAY = {
   KSamplerAdvanced: "as_it_is", SamplerCustom: "as_it_is", SamplerCustomAdvanced: "as_it_is",
   VAEDecodeTiled: "tiled", VAEEncodeTiled: "tiled", VAEEncodeForInpaint: "on_one_device",
 };
-// Nodes that make conditioning for models that the workers do not run, or that run such a model themselves: a file that is not here can be
-// told by them.
+// Nodes that make conditioning for unsupported models, or that run such a model themselves: they identify a model whose file is missing.
 export const FOR_OTHERS = {
   SAM3_VideoTrack: "SAM 3", SDPoseKeypointExtractor: "SDPose",
 };
 const REFUSED_INPUTS = ["GLIGEN", "PULIDFLUX"];
 
 /**
- * The workflow on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot have it}, as far as that is known.
- * Returns {workflow, changed, left, stay}: changed is how many nodes; left are [{id, type, title, inside, reason, ...}] of those that could have been
- * changed, `reason` a key of the texts in texts.js and the rest what it mentions; stay are others like it, which have no counterpart of ours. Nothing changed: `workflow` equals what was given, and `already` says whether it
- * has our loader.
+ * Convert a workflow to run on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot load it}, as far as known.
+ * Returns {workflow, changed, left, stay, already}. changed: number of converted nodes. left: [{id, type, title, inside, reason, ...}] of nodes that
+ * have a counterpart in the pack but were not converted; `reason` is a key of texts.js, the other fields are its values. stay: the same for nodes
+ * without a counterpart. already: nothing was converted and the workflow already has a Load xDiT Model.
  */
-export function toAllGpus(given, refusals = {}) {
-  const workflow = structuredClone(given);
+export function toAllGpus(source, refusals = {}) {
+  const workflow = structuredClone(source);
   const book = read(workflow);
   const left = [];
   const leave = (place, reason, more) => left.push({ ...called(book, place), reason, ...more });
@@ -76,9 +75,9 @@ export function toAllGpus(given, refusals = {}) {
   return { workflow, changed: loaders.length + others.length, left, stay, already: !made.length && !loaders.length && converted.size > 0 };
 }
 
-/** The workflow as it was before toAllGpus, with what was changed since. Returns as toAllGpus. Our nodes that it did not make stay: stock.js. */
-export function toOneGpu(given) {
-  const workflow = structuredClone(given);
+/** Undo toAllGpus and keep later edits. Returns {workflow, changed, left}. Nodes of the pack that toAllGpus did not make are left to stock.js. */
+export function toOneGpu(source) {
+  const workflow = structuredClone(source);
   const book = read(workflow);
   const left = [];
   let changed = 0;
@@ -102,7 +101,7 @@ export function toOneGpu(given) {
   return { workflow, changed, left };
 }
 
-/** Files that a workflow's loaders name, {models, vaes}: what toAllGpus's refusals are asked for. */
+/** Return the files of a workflow's loaders, {models, vaes}, for which toAllGpus needs refusals. */
 export function filesOf(workflow) {
   const files = { models: new Set(), vaes: new Set() };
   for (const { node } of everyNode(read(workflow))) {
@@ -114,7 +113,7 @@ export function filesOf(workflow) {
   return { models: [...files.models], vaes: [...files.vaes] };
 }
 
-// ---- what can be converted
+// ---- convertible nodes
 
 function whyNotLoader(book, place, refusals) {
   const { graph, node } = place;
@@ -156,7 +155,7 @@ function whyNotVae(book, { graph, node }, converted, refusals) {
   return null;
 }
 
-/** Whether a node is one of STAY that has to do with a model of the workers. */
+/** Return whether a node is one of STAY and uses a converted model. */
 function whyItStays(book, graph, node, converted) {
   if (!(node.type in STAY) || !isActive(node) || !converted.size) return false;
   if (STAY[node.type] !== "as_it_is") return true;
@@ -169,13 +168,13 @@ function refusedInput(node) {
   return node.inputs?.some((slot) => REFUSED_INPUTS.includes(slot.type) && slot.link != null) ? node : null;
 }
 
-/** What look(node) finds first among the active nodes that a node's conditioning comes from. */
-function inConditioning(book, graph, node, look) {
+/** Return the first result of find(node) among the active nodes upstream of a node's conditioning inputs. */
+function inConditioning(book, graph, node, find) {
   let found = null;
   for (const slot of node.inputs ?? [])
     if (slot.type === "CONDITIONING" && slot.link != null)
       walkUp(book, graph, slot.link, "CONDITIONING", (inner, source) => {
-        if (isActive(source)) found ??= look(source);
+        if (isActive(source)) found ??= find(source);
       });
   return found;
 }
@@ -188,9 +187,9 @@ function whyNotBack(node, was, partner) {
   return loader && !LOADERS[was.type].dtypes.includes(dtype) ? { reason: "dtype", dtype } : null;
 }
 
-// ---- the changes
+// ---- conversion
 
-/** Make a node another. names: {its slot: the other's}. first: slots that the other has before these. */
+/** Change a node's type. names: {old slot: new slot}. first: additional slots before the others. */
 function become(node, type, names = {}, first = []) {
   const { cnr_id, ver } = node.properties ?? {};
   const was = { type: node.type, inputs: node.inputs ?? [], outputs: node.outputs ?? [], size: node.size, keys: Object.keys(node.properties ?? {}) };
@@ -206,7 +205,7 @@ function become(node, type, names = {}, first = []) {
   return was;
 }
 
-/** Convert a loader. Returns the node that was made beside it, where the text encoders and the VAE remain, or undefined. */
+/** Convert a loader. Returns the new Load xDiT Model if the node itself stays for its text encoders and VAE, else undefined. */
 function convertLoader(book, { graph, node }) {
   const { file, stays } = LOADERS[node.type];
   const [name, dtype = "default"] = node.widgets_values;
@@ -227,8 +226,8 @@ function convertLoader(book, { graph, node }) {
   const link = linkOf(node, file);
   const title = node.title && titleOf(node.title, "Load xDiT Model");
   if (title && !stays) [was.title, node.title] = [node.title, titleOf(node.title, "Load CLIP and VAE")];
-  const { pos, groups, size, beside } = placeBeside(graph, node, [Math.max(270, node.size[0]), 110]);
-  node.size = [node.size[0], beside];
+  const { pos, groups, size, loaderHeight } = placeNextTo(graph, node, [Math.max(270, node.size[0]), 110]);
+  node.size = [node.size[0], loaderHeight];
   for (const [index, , after] of groups) graph.groups[index].bounding = after;
   const made = {
     id: nextId(book), type: "XDiTLoadModel", ...(title ? { title } : {}), pos, size, flags: {},
@@ -243,16 +242,16 @@ function convertLoader(book, { graph, node }) {
   return made;
 }
 
-/** A title that says more than the node's name, of a node that is another now: "Load Checkpoint - REFINER" is "Load xDiT Model - REFINER". */
+/** Carry a user's addition to a title over to a new name: "Load Checkpoint - REFINER" becomes "Load xDiT Model - REFINER". */
 function titleOf(title, name) {
-  const more = title.replace(/^Load Checkpoint\W*/, "");
-  return more && `${name} - ${more}`;
+  const suffix = title.replace(/^Load Checkpoint\W*/, "");
+  return suffix && `${name} - ${suffix}`;
 }
 
 function restore(book, { graph, node }, was, partner) {
   const loader = LOADERS[was.type];
   const names = loader && node.type === "XDiTLoadModel" ? { [loader.file]: "model_name" } : {};
-  const kept = was.inputs.map((slot) => ({ ...slot, link: linkOf(node, names[slot.name] ?? slot.name) ?? null }));
+  const restored = was.inputs.map((slot) => ({ ...slot, link: linkOf(node, names[slot.name] ?? slot.name) ?? null }));
   const known = new Set(was.inputs.map((slot) => names[slot.name] ?? slot.name));
   const back = Object.fromEntries(Object.entries(names).map(([from, to]) => [to, from]));
   const gained = node.inputs.filter((slot) => !known.has(slot.name) && slot.link != null);
@@ -261,13 +260,13 @@ function restore(book, { graph, node }, was, partner) {
   if (names[loader?.file]) renameOutside(book, graph, node, "model_name", loader.file);
   node.type = was.type;
   if (was.title && node.title === titleOf(was.title, "Load CLIP and VAE")) node.title = was.title;
-  node.size = was.size;                    // the page makes room for the slots that ours have more
-  node.inputs = [...kept, ...gained.filter((slot) => slot.name !== "parallel").map((slot) => renamed(slot, back[slot.name] ?? slot.name))];
+  node.size = was.size;                    // the page enlarges nodes of the pack for their extra slots
+  node.inputs = [...restored, ...gained.filter((slot) => slot.name !== "parallel").map((slot) => renamed(slot, back[slot.name] ?? slot.name))];
   node.outputs = was.outputs.map((slot, index) => ({ ...slot, links: sameLinks(slot.links, outputs[index]?.links) }));
   if (was.widgets) node.widgets_values = node.widgets_values.slice(0, was.widgets);
   const { [WAS]: _, ...properties } = node.properties;
   const all = { ...properties, ...pick(was, "cnr_id", "ver") };
-  node.properties = pick(all, ...(was.keys ?? []), ...Object.keys(all));                      // in the order that they had
+  node.properties = pick(all, ...(was.keys ?? []), ...Object.keys(all));                      // in their original order
   if (partner) {
     for (const slot of partner.inputs) if (slot.link != null) removeLink(book, graph, slot.link);
     graph.nodes.splice(graph.nodes.indexOf(partner), 1);
@@ -281,7 +280,7 @@ export function renamed(slot, name) {
   return { ...rest, name, ...(slot.widget ? { widget: { ...slot.widget, name } } : {}) };
 }
 
-/** A node's links say its slots by number. */
+/** Update the slot numbers in a node's links. */
 export function renumber(book, graph, node) {
   node.inputs?.forEach((slot, index) => {
     write(linksOf(book, graph).get(slot.link), { target_id: node.id, target_slot: index });
@@ -291,7 +290,7 @@ export function renumber(book, graph, node) {
   });
 }
 
-/** Other names for a widget that a subgraph's node or the app mode shows. */
+/** Rename a widget where a subgraph node or the app mode shows it. */
 export function renameOutside(book, graph, node, from, to) {
   if (graph === book.root) {
     const inputs = graph.extra?.linearData?.inputs;
@@ -311,7 +310,7 @@ function isProxied(book, graph, node, name) {
     instance.properties?.proxyWidgets?.some((entry) => String(entry[0]) === String(node.id) && entry[1] === name));
 }
 
-/** A second link from where this one begins; returns its id. Its target is set by renumber. */
+/** Add a second link from the same origin; returns its id. renumber sets its target. */
 function copyLink(book, graph, id) {
   const links = linksOf(book, graph);
   const copy = structuredClone(links.get(id));
@@ -332,7 +331,7 @@ export function removeLink(book, graph, id) {
   links.delete(id);
 }
 
-/** The list of links at a link's beginning, in a list of its own where there is one. */
+/** Return the list of link ids at a link's origin, wrapped in an array; empty if there is none. */
 function linkLists(graph, link) {
   const slot = field(link, "origin_slot");
   const list = field(link, "origin_id") === INPUT_NODE ? graph.inputs[slot].linkIds
@@ -356,7 +355,7 @@ export function read(workflow) {
   return { root: workflow, graphs, subgraphs, instances, links: new Map() };
 }
 
-/** What a node that stays is told by: inside is the subgraph's name, where it is in one. */
+/** Identify a node for a message; inside: the name of its subgraph, if any. */
 export function called(book, { graph, node }) {
   return { id: node.id, type: node.type, title: node.title, inside: graph === book.root ? undefined : graph.name };
 }
@@ -379,11 +378,11 @@ const carries = (slot, link, type) => [type, "*"].includes(slot.type) || (link !
 const pick = (object, ...names) => Object.fromEntries(names.filter((name) => object[name] !== undefined).map((name) => [name, object[name]]));
 
 function write(link, values) {
-  if (!link) return;                       // files of older pages name links that are gone
+  if (!link) return;                       // files from older frontends refer to missing links
   for (const [name, value] of Object.entries(values)) link[Array.isArray(link) ? FIELDS.indexOf(name) : name] = value;
 }
 
-/** Call visit(graph, node) for all that a link's value comes from, through reroutes, other nodes of that type, and subgraphs. */
+/** Call visit(graph, node, isSource) for all nodes upstream of a link: through reroutes, nodes that pass on the type, and subgraphs. */
 function walkUp(book, graph, id, type, visit, seen = new Set()) {
   const link = linksOf(book, graph).get(id);
   if (!link || seen.has(link)) return;
@@ -409,7 +408,7 @@ function sources(book, graph, id, type) {
   return found;
 }
 
-/** Call visit(graph, node) for all active nodes that a MODEL of this slot reaches. */
+/** Call visit(graph, node) for all active nodes downstream of an output slot. */
 function walkDown(book, graph, slot, type, visit, seen = new Set()) {
   for (const id of slot.links ?? slot.linkIds ?? []) {
     const link = linksOf(book, graph).get(id);
@@ -432,7 +431,7 @@ function walkDown(book, graph, slot, type, visit, seen = new Set()) {
   }
 }
 
-// ---- the largest ids so far: at the root as last_..., in subgraphs in `state`
+// ---- counters for new ids: last_... in the root graph, `state` in subgraphs
 
 function counter(graph) {
   return graph.state ? { node: graph.state.lastNodeId, link: graph.state.lastLinkId } : { node: graph.last_node_id, link: graph.last_link_id };
@@ -445,7 +444,7 @@ function setCounter(graph, { node = counter(graph).node, link = counter(graph).l
 
 const counters = (workflow) => read(workflow).graphs.map(counter);
 
-/** As before the conversion, unless something of what is there now was made since. */
+/** Restore the counters from before the conversion, unless ids have been assigned since. */
 function resetCounters(book, before) {
   const isOlder = (ids, name) => Math.max(0, ...ids.map(Number).filter(Number.isFinite)) <= Math.max(...before.map((values) => values[name] ?? 0));
   const nodes = [...everyNode(book)].map(({ node }) => node.id);
@@ -454,7 +453,7 @@ function resetCounters(book, before) {
     book.graphs.forEach((graph, index) => setCounter(graph, before[index]));
 }
 
-/** A node's id that no graph of the workflow has. */
+/** Return a node id that is new in all graphs of the workflow. */
 function nextId(book) {
   const ids = [...everyNode(book)].map(({ node }) => Number(node.id)).filter(Number.isFinite);
   const id = Math.max(...ids, ...book.graphs.map((graph) => counter(graph).node ?? 0)) + 1;

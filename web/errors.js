@@ -1,4 +1,4 @@
-/** Which widget an error of ours is about: marked on its node; and for settings that cannot work here, a button that sets what can. Used by xdit.js. */
+/** Display of the pack's errors: the widget concerned is marked, and a button sets settings that fit this machine. */
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
@@ -8,12 +8,12 @@ import { say } from "./texts.js";
 import { translated } from "./translate.js";
 
 const CONFIG = "XDiTParallelConfig";
-const OURS = "xDiT.";                      // what the classes of our errors are called after
+const OURS = "xDiT.";                      // prefix of the pack's exception types
 const SHOWN_MS = 20000;
 const language = () => app.extensionManager.setting.get("Comfy.Locale");
 const text = (key, values) => say(language(), key, values);
 
-/** Of some names, the one that a message is about: the first that it gives a value of ("devices="), else the first that it mentions; or null. */
+/** Return the name that a message is about: the first with a value ("devices="), else the first mentioned, else null. */
 export function namedIn(message, names) {
   const place = (name, pattern) => message.search(new RegExp(`(?<![\\w])${name}${pattern}`));
   for (const pattern of ["=", "(?![\\w])"]) {
@@ -23,13 +23,13 @@ export function namedIn(message, names) {
   return null;
 }
 
-/** Errors of queueing get the name of the widget, by which the page marks it; errors of a run mark theirs until the next run. */
+/** Add widget names to validation errors, which the page uses to mark the widget, and mark widgets for execution errors until the next run. */
 export function markErrors() {
   watchOutcomes();
   const queue = api.queuePrompt;
-  api.queuePrompt = async function (...given) {
+  api.queuePrompt = async function (...args) {
     try {
-      const answer = await queue.apply(this, given);
+      const answer = await queue.apply(this, args);
       name(answer?.node_errors);
       return answer;
     } catch (error) {
@@ -38,7 +38,7 @@ export function markErrors() {
     }
   };
   api.addEventListener("execution_error", ({ detail }) => {
-    tell(detail);
+    showError(detail);
     markRun(detail);
   });
   api.addEventListener("execution_start", () => {
@@ -48,7 +48,7 @@ export function markErrors() {
   });
 }
 
-/** Of a prompt that was refused as a whole. */
+/** Handle the response for a prompt that was rejected as a whole. */
 function report(answer) {
   name(answer?.node_errors);
   const [first = answer?.error] = Object.values(answer?.node_errors ?? {}).flatMap(({ errors }) => errors);
@@ -60,7 +60,7 @@ function name(reports) {
     const node = nodeOf(id);
     if (!node || !report.class_type?.startsWith("XDiT")) continue;
     for (const error of report.errors) {
-      const given = error.extra_info?.input_name;              // where a check fails, that of the node it is connected to
+      const given = error.extra_info?.input_name;              // of the connected node, if a check of links failed
       const found = namesOf(node).includes(given) ? given : namedIn(error.details ?? "", namesOf(node));
       if (found) error.extra_info = { ...error.extra_info, input_name: found };
       error.details = translated(language(), error.details);
@@ -70,14 +70,14 @@ function name(reports) {
   }
 }
 
-/** The page says only that a node failed: what to do stands in the message, and in a note that stays for a while. */
-function tell({ node_id, node_type, exception_type, exception_message }) {
+/** Show the error as a toast: the page itself only reports that a node failed. */
+function showError({ node_id, node_type, exception_type, exception_message }) {
   if (!exception_type?.startsWith(OURS)) return;
-  const [words] = headOf(exception_message ?? "");
-  note({ severity: "error", summary: nodeOf(node_id)?.title || node_type, detail: words, life: SHOWN_MS });
+  const [summary] = headOf(exception_message ?? "");
+  note({ severity: "error", summary: nodeOf(node_id)?.title || node_type, detail: summary, life: SHOWN_MS });
 }
 
-let notes = [];                            // of errors, until a run begins
+let notes = [];                            // toasts of errors, until the next run starts
 
 function note(message) {
   notes.push(message);
@@ -90,7 +90,7 @@ function withdrawNotes() {
 }
 
 let marked = [];
-const refusedIds = new WeakMap();          // node of settings -> the id by which it was refused
+const refusedIds = new WeakMap();          // xDiT Parallel Config node -> execution id under which it was rejected
 
 function markRun({ node_id, node_type, exception_message }) {
   const node = node_type?.startsWith("XDiT") ? nodeOf(node_id) : null;
@@ -113,19 +113,19 @@ function unmark(wanted = () => true) {
   marked = marked.filter(([one]) => !wanted(one));
 }
 
-/** A widget of xDiT Parallel Config was set: its mark goes, and the button as soon as the settings fit. Called by xdit.js. */
+/** Update after a widget of xDiT Parallel Config has changed: remove its mark, and the button once the settings fit. */
 export async function recheck(node) {
   unmark((one) => one === node);
-  if (!buttonOf(node)) return forget(refusedIds.get(node));     // such as names of devices in the mode auto
+  if (!buttonOf(node)) return forget(refusedIds.get(node));     // e.g. wrong device names in auto mode
   if (valueOf(node, "mode") === "manual") {
-    const { settings } = await whatFits(node).then(({ answer, said }) => (answer.ok ? said : { settings: { unknown: true } }));
+    const { settings } = await whatFits(node).then(({ answer, body }) => (answer.ok ? body : { settings: { unknown: true } }));
     if (Object.keys(settings).length) return;
   }
   withdraw(node);
   forget(refusedIds.get(node));
 }
 
-/** The page's own mark of a node that was refused, which it keeps until the next prompt; it has no call of its own for this. */
+/** Remove the page's own mark of a rejected node, which otherwise remains until the next prompt; the page has no API for this. */
 function forget(id) {
   const store = document.querySelector("#vue-app")?.__vue_app__?.config.globalProperties.$pinia?._s.get("executionError");
   if (!store?.lastNodeErrors?.[id]) return;
@@ -133,20 +133,20 @@ function forget(id) {
   store.lastNodeErrors = Object.keys(rest).length ? rest : null;
 }
 
-/** A button on xDiT Parallel Config, until it is pressed or a run begins. It is no setting, and not saved. */
+/** Add a button to xDiT Parallel Config until it is pressed or a run starts. It is not a setting and not saved. */
 function offerWhatFits(node) {
   if (buttonOf(node)) return;
   const button = node.addWidget("button", "xdit_fit", null, async () => {
-    const { answer, said } = await whatFits(node);
-    if (!answer.ok) return app.extensionManager.toast.add({ severity: "error", summary: text("failed"), detail: translated(language(), said.error), life: SHOWN_MS });
-    for (const [key, value] of Object.entries(said.settings)) {
+    const { answer, body } = await whatFits(node);
+    if (!answer.ok) return app.extensionManager.toast.add({ severity: "error", summary: text("failed"), detail: translated(language(), body.error), life: SHOWN_MS });
+    for (const [key, value] of Object.entries(body.settings)) {
       const widget = node.widgets.find((one) => one.name === key);
       widget.value = value;
       widget.callback?.(value);
     }
     withdraw(node);
     forget(refusedIds.get(node));
-    const list = Object.entries(said.settings).map(([key, value]) => `${key} = ${value}`).join(", ");
+    const list = Object.entries(body.settings).map(([key, value]) => `${key} = ${value}`).join(", ");
     app.extensionManager.toast.add({ severity: "success", summary: text("fit_done"), detail: list, life: 12000 });
   });
   button.label = text("fit");
@@ -155,20 +155,20 @@ function offerWhatFits(node) {
   node.setDirtyCanvas(true, true);
 }
 
-/** The server's answer, and what it says of the settings that would fit. */
+/** Return the server's response and its body, {settings} that would fit or {error}. */
 async function whatFits(node) {
-  const given = node.widgets.filter(({ name }) => namesOf(node).includes(name));
+  const settings = node.widgets.filter(({ name }) => namesOf(node).includes(name));
   const answer = await api.fetchApi("/xdit/fit", {
     method: "POST", headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ settings: Object.fromEntries(given.map((widget) => [widget.name, widget.value])) }),
+    body: JSON.stringify({ settings: Object.fromEntries(settings.map((widget) => [widget.name, widget.value])) }),
   });
-  return { answer, said: await answer.json() };
+  return { answer, body: await answer.json() };
 }
 
 function withdraw(node) {
-  const place = node.widgets?.findIndex((widget) => widget.name === "xdit_fit") ?? -1;
-  if (place < 0) return;
-  node.widgets.splice(place, 1);
+  const index = node.widgets?.findIndex((widget) => widget.name === "xdit_fit") ?? -1;
+  if (index < 0) return;
+  node.widgets.splice(index, 1);
   node.setSize([node.size[0], node.computeSize()[1]]);
   node.setDirtyCanvas(true, true);
 }
@@ -179,7 +179,7 @@ const namesOf = (node) => (node.inputs ?? []).filter((slot) => slot.widget).map(
 const buttonOf = (node) => node.widgets?.find((widget) => widget.name === "xdit_fit");
 const valueOf = (node, key) => node.widgets.find((widget) => widget.name === key)?.value;
 
-/** Nodes of settings that this one's inputs come from, directly or through a model. */
+/** Return the xDiT Parallel Config nodes upstream of a node, directly or through models. */
 function configsOf(node, seen = new Set()) {
   const before = (node.inputs ?? []).map((slot, index) => (["XDIT_PARALLEL", "MODEL"].includes(slot.type) ? node.getInputNode(index) : null));
   return before.filter((one) => one && !seen.has(one) && seen.add(one)).flatMap((one) => (one.type === CONFIG ? [one] : configsOf(one, seen)));

@@ -1,8 +1,8 @@
-/** Of a message of ours: what a person reads first, and what is folded below it. Used by errors.js, panel.js and tests in Node. */
+/** Splitting of an error message into a summary and details. */
 
 const SENTENCES = 2;
 
-/** Two sentences of a message with lines of output in it, and those; a message of one line is read as a whole. Returns [words, rest]. */
+/** Return [summary, details]: the first two sentences of a message with several lines, and the rest; a one-line message has no details. */
 export function headOf(message) {
   const [first, ...lines] = message.trim().split("\n");
   if (!lines.length) return [first, ""];

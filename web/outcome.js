@@ -1,6 +1,6 @@
 /**
- * What became of the last prompt where that is not what the workers say: it was refused, failed before they sampled, or was cancelled. Told on the
- * nodes, in the place of what they said of the prompt before, and in the panel (panel.js). Used by errors.js.
+ * Outcome of the last prompt if the workers do not report it: rejected, failed before sampling, or cancelled. Shown on the nodes, in place of their
+ * texts from the previous prompt, and in the panel.
  */
 
 import { app } from "../../scripts/app.js";
@@ -9,26 +9,26 @@ import { headOf } from "./messages.js";
 import { say } from "./texts.js";
 import { translated } from "./translate.js";
 
-const PREVIEW = "$$node-text-preview";     // ComfyUI's widget for what a node says while it runs
+const PREVIEW = "$$node-text-preview";     // ComfyUI's widget for a node's progress text
 const SAMPLERS = ["KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced"];
-const OURS = "xDiT.";                      // what the classes of our errors are called after
+const OURS = "xDiT.";                      // prefix of the pack's exception types
 const CHANGED = "xdit.outcome";
 const language = () => app.extensionManager.setting.get("Comfy.Locale");
 const text = (key, values) => say(language(), key, values);
 
 let outcome = null;
-let reached = new Set();                   // ids of nodes that said something in this prompt, or whose result is kept
+let reached = new Set();                   // ids of nodes that reported progress in this prompt, or whose result is cached
 
-/** {state: "refused", "failed" or "cancelled", error, prompt} of the last prompt, or null. prompt: ComfyUI's id, undefined of one that was refused. */
+/** Return {state, error, prompt} of the last prompt, or null. state: "refused", "failed" or "cancelled". prompt: ComfyUI's id, undefined if refused. */
 export const lastOutcome = () => outcome;
 
-/** Call a function when the outcome changes. Returns how to end that. */
+/** Call a function when the outcome changes. Returns a function that unsubscribes. */
 export function onOutcome(listener) {
   api.addEventListener(CHANGED, listener);
   return () => api.removeEventListener(CHANGED, listener);
 }
 
-/** Called as an error comes in, before the page has ended the prompt: a node that runs still takes a text then. */
+/** Intercept events before the page handles them: while the prompt is still running, a node accepts a progress text. */
 export function watchOutcomes() {
   const dispatch = api.dispatchCustomEvent;
   api.dispatchCustomEvent = function (type, detail) {
@@ -47,21 +47,21 @@ export function watchOutcomes() {
   api.addEventListener("progress_text", ({ detail }) => reached.add(String(detail.nodeId)));
   api.addEventListener("execution_interrupted", ({ detail }) => {
     set({ state: "cancelled", error: "", prompt: detail.prompt_id });
-    retell(text("node_cancelled"), detail.executed);
+    replaceTexts(text("node_cancelled"), detail.executed);
   });
 }
 
-/** Nothing of the prompt ran. */
+/** Record that the prompt was rejected and nothing ran. */
 export function refused(message) {
   set({ state: "refused", error: message });
-  retell(text("node_refused"), [], true);
+  replaceTexts(text("node_refused"), [], true);
 }
 
 function failed({ node_id, prompt_id, executed, exception_message }) {
-  const [words] = headOf(exception_message ?? "");
-  if (isOurs(nodeOf(node_id))) api.dispatchCustomEvent("progress_text", { nodeId: node_id, text: text("node_failed", { text: words }) });
+  const [summary] = headOf(exception_message ?? "");
+  if (isOurs(nodeOf(node_id))) api.dispatchCustomEvent("progress_text", { nodeId: node_id, text: text("node_failed", { text: summary }) });
   set({ state: "failed", error: exception_message, prompt: prompt_id });
-  retell(text("node_not_run"), executed);
+  replaceTexts(text("node_not_run"), executed);
 }
 
 function set(value) {
@@ -69,13 +69,13 @@ function set(value) {
   api.dispatchCustomEvent(CHANGED, value);
 }
 
-/** What nodes of ours still say of an earlier prompt is of that one. executed: ids of nodes that have run in this one. */
-function retell(words, executed = [], all = false) {
-  const kept = new Set(all ? [] : [...reached, ...executed.map(String)]);
+/** Replace texts that nodes still show from an earlier prompt. executed: ids of the nodes that ran in this prompt. */
+function replaceTexts(message, executed = [], all = false) {
+  const current = new Set(all ? [] : [...reached, ...executed.map(String)]);
   for (const [id, node] of everyNode(app.rootGraph)) {
-    const shown = isOurs(node) && !kept.has(id) ? node.widgets?.find((widget) => widget.name === PREVIEW) : null;
+    const shown = isOurs(node) && !current.has(id) ? node.widgets?.find((widget) => widget.name === PREVIEW) : null;
     if (shown?.value) {
-      shown.value = words;
+      shown.value = message;
       node.setDirtyCanvas(true, true);
     }
   }
@@ -90,7 +90,7 @@ function* everyNode(graph, prefix = "") {
   }
 }
 
-/** The node of an execution id: "12", or "65:12" inside a subgraph's node. */
+/** Return the node of an execution id: "12", or "65:12" inside a subgraph node. */
 export function nodeOf(id) {
   let graph = app.rootGraph, node = null;
   for (const part of String(id).split(":")) {

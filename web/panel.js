@@ -1,4 +1,4 @@
-/** The panel in ComfyUI's sidebar: memory by owner, workers, the last run and its time. Registered by xdit.js. */
+/** The sidebar panel: memory by owner, workers, the last run and its timeline. */
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
@@ -6,7 +6,7 @@ import { element } from "./dom.js";
 import { headOf } from "./messages.js";
 import { lastOutcome, onOutcome } from "./outcome.js";
 import { say } from "./texts.js";
-import { TimePicture } from "./timeline.js";
+import { Timeline } from "./timeline.js";
 import { translated } from "./translate.js";
 
 const OWNERS = ["weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free"];
@@ -15,7 +15,7 @@ const EVENT = "xdit.state";
 const language = () => app.extensionManager.setting.get("Comfy.Locale");
 const text = (key, values) => say(language(), key, values);
 
-let open = null;                           // what stands in the sidebar while the tab is open
+let open = null;                           // the Panel in the sidebar while the tab is open
 
 export function registerPanel() {
   const style = element("link", { rel: "stylesheet", href: new URL("panel.css", import.meta.url).href });
@@ -23,7 +23,7 @@ export function registerPanel() {
   app.extensionManager.registerSidebarTab({
     id: "xdit", icon: "pi pi-server", title: "xDiT", tooltip: text("panel"), type: "custom",
     render(root) {
-      if (open?.root === root) return;     // the page calls this whenever it draws
+      if (open?.root === root) return;     // called whenever the page renders
       close();
       open = new Panel(root);
     },
@@ -44,8 +44,8 @@ class Panel {
     this.workers = element("section", { "aria-label": text("workers_title") });
     this.run = element("section", { "aria-label": text("run") });
     this.status = element("p", { role: "status", class: "xdit-status" });
-    this.picture = new TimePicture(text);
-    this.time = element("section", { "aria-label": text("time") }, element("h3", {}, text("time")), this.picture.root);
+    this.timeline = new Timeline(text);
+    this.time = element("section", { "aria-label": text("time") }, element("h3", {}, text("time")), this.timeline.root);
     this.time.hidden = true;
     const button = (key, action) => element("button", { type: "button", title: text(`${key}_hint`), "data-action": key, onclick: action }, text(key));
     root.replaceChildren(element("div", { class: "xdit-panel", role: "region", "aria-label": text("panel") },
@@ -65,29 +65,29 @@ class Panel {
     api.removeEventListener(EVENT, this.listener);
     this.forgetOutcome();
     this.watch(false);
-    this.picture.close();
+    this.timeline.close();
   }
 
-  /** Have the server send its state, or send it no more. */
+  /** Subscribe to the server's state, or unsubscribe. */
   async watch(isOpen) {
     const answer = await post("/xdit/watch", { client: api.clientId, open: isOpen });
     if (!answer.ok && isOpen) this.status.textContent = text("unknown_state", { text: answer.status });
   }
 
   async show(state) {
-    if (!this.root.isConnected) return close();                // another tab took its place
+    if (!this.root.isConnected) return close();                // replaced by another tab
     this.state = state;
     this.devices.replaceChildren(element("h3", {}, text("memory")), ...state.devices.map(deviceView));
     this.workers.replaceChildren(element("h3", {}, text("workers_title")), ...(state.groups.length ? state.groups.map(groupView)
       : [element("p", {}, text("no_workers"))]), ...phaseView(state.phase),
       element("p", { "data-residency": state.residency.how }, text(`residency_${state.residency.how}`, state.residency)));
-    const outcome = outcomeBeside(state.run);
+    const outcome = newerOutcome(state.run);
     this.run.replaceChildren(element("h3", {}, text("run")), ...(outcome ? outcomeView(outcome) : runView(state.run)));
-    const isOver = () => state.run && state.run.state !== "running" && !outcomeBeside(state.run);
+    const isOver = () => state.run && state.run.state !== "running" && !newerOutcome(state.run);
     const answer = isOver() ? await api.fetchApi("/xdit/timeline") : null;
-    if (this.state !== state) return;                           // a later state was shown while this one waited for its times
-    if (answer?.ok && open === this) this.picture.show(await answer.json());
-    this.time.hidden = !isOver() || !this.picture.isOf(state.run.number);
+    if (this.state !== state) return;                           // a later state was shown while this one was waiting for its timeline
+    if (answer?.ok && open === this) this.timeline.show(await answer.json());
+    this.time.hidden = !isOver() || !this.timeline.isOf(state.run.number);
   }
 
   async act(action) {
@@ -109,11 +109,11 @@ class Panel {
 
 function deviceView({ name, title, total, known, owners }) {
   const shown = OWNERS.filter((owner) => owners[owner] > 0);
-  const words = shown.map((owner) => `${text(`owner_${owner}`)} ${size(owners[owner])}`);
+  const labels = shown.map((owner) => `${text(`owner_${owner}`)} ${size(owners[owner])}`);
   return element("div", { class: "xdit-device", "data-device": name },
     element("div", { class: "xdit-line" }, element("strong", {}, name === "cpu" ? text("host_memory") : `${name} ${title}`), element("span", {}, size(total))),
-    known ? element("div", { class: "xdit-bar", role: "img", "aria-label": words.join(", ") }, ...shown.map((owner, index) =>
-      element("span", { "data-owner": owner, "data-bytes": owners[owner], title: words[index], style: `width: ${100 * owners[owner] / total}%` })))
+    known ? element("div", { class: "xdit-bar", role: "img", "aria-label": labels.join(", ") }, ...shown.map((owner, index) =>
+      element("span", { "data-owner": owner, "data-bytes": owners[owner], title: labels[index], style: `width: ${100 * owners[owner] / total}%` })))
       : element("p", {}, text("memory_unknown")),
     ...(known ? [element("ul", { class: "xdit-legend" }, ...shown.map((owner) => element("li", {},
       element("i", { "data-owner": owner }), `${text(`owner_${owner}`)} `, element("span", {}, size(owners[owner])))))] : []));
@@ -121,8 +121,8 @@ function deviceView({ name, title, total, known, owners }) {
 
 function groupView({ devices, state, models, vaes }) {
   const lines = models.map(({ name, weights, parked, offloaded }) => {
-    const held = sum(weights) - sum(parked);
-    return element("li", {}, `${name.replace(/-[0-9a-f]+$/, "")}: ${text("model_held", { size: size(held) })}`
+    const resident = sum(weights) - sum(parked);
+    return element("li", {}, `${name.replace(/-[0-9a-f]+$/, "")}: ${text("model_held", { size: size(resident) })}`
       + (sum(parked) ? `, ${text("model_parked", { size: size(sum(parked)) })}` : "")
       + (sum(offloaded) ? `, ${text("model_offloaded", { size: size(Math.max(...offloaded)) })}` : ""));
   });
@@ -138,8 +138,8 @@ function phaseView({ text: name, done, total, counts_bytes, rate }) {
   return [element("p", { class: "xdit-phase" }, `${translated(language(), name)} ${amounts}`)];
 }
 
-/** The outcome of the last prompt where the workers' last run is of an earlier one. */
-function outcomeBeside(run) {
+/** Return the outcome of the last prompt if it is newer than the workers' last run, else null. */
+function newerOutcome(run) {
   const outcome = lastOutcome();
   return outcome && run?.state !== "running" && (outcome.prompt === undefined || outcome.prompt !== run?.prompt) ? outcome : null;
 }
@@ -157,7 +157,7 @@ function runView(run) {
     ["run_how", translated(language(), run.how)], ["run_kernels", translated(language(), run.kernels)],
     ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
     ["run_a_step", run.a_step ? `${run.a_step.toFixed(run.a_step < 1 ? 3 : 2)} s` : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
-    ["run_link", run.come && run.a_step ? text("link_use", { size: size(run.come), rate: size(run.come / run.a_step) }) : ""],
+    ["run_link", run.streamed && run.a_step ? text("link_use", { size: size(run.streamed), rate: size(run.streamed / run.a_step) }) : ""],
     ...planFacts(run), ["run_error", run.error && errorView(run.error)],
   ].filter(([, value]) => value);
   const progress = run.state === "running" && run.steps
@@ -167,8 +167,8 @@ function runView(run) {
 }
 
 function errorView(message) {
-  const [words, rest] = headOf(translated(language(), message));
-  return rest ? element("div", {}, words, element("details", {}, element("summary", {}, text("more_words")), element("pre", {}, rest))) : words;
+  const [summary, details] = headOf(translated(language(), message));
+  return details ? element("div", {}, summary, element("details", {}, element("summary", {}, text("more_details")), element("pre", {}, details))) : summary;
 }
 
 function planFacts({ plan, how, why_no_plan: why }) {

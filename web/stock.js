@@ -1,6 +1,6 @@
 /**
- * Turns our nodes of a workflow that was never converted, such as our own templates, into ComfyUI's: a function from a workflow file to
- * another, called by the page's command (xdit.js) after convert.js's way back, and by tests.
+ * Conversion of the pack's nodes to ComfyUI's in workflows that convert.js did not make, such as the pack's templates: a pure function of
+ * workflow files.
  */
 
 import { LOADERS, SAME_INPUTS, WAS, called, everyNode, hasLinks, linkOf, read, removeLink, renameOutside, renamed, renumber } from "./convert.js";
@@ -10,8 +10,8 @@ const SETTINGS = "XDiTParallelConfig";
 const [UNET, GGUF, CHECKPOINT] = ["UNETLoader", "UnetLoaderGGUF", "CheckpointLoaderSimple"];
 
 /**
- * The workflow with ComfyUI's own nodes in the place of ours. files: {checkpoints, models}, the names that ComfyUI's two loaders list.
- * Returns {workflow, changed, left} as convert.js's functions do. xDiT Parallel Config has no counterpart and goes where nothing needs it.
+ * Replace the pack's nodes with ComfyUI's own. files: {checkpoints, models}, the names that ComfyUI's two loaders list.
+ * Returns {workflow, changed, left} as convert.js's functions do. xDiT Parallel Config has no equivalent and is removed if nothing uses it.
  */
 export function toStock(given, files = {}) {
   const workflow = structuredClone(given);
@@ -49,7 +49,7 @@ function whyNot(node) {
   return LOADERS[UNET].dtypes.includes(dtype) ? null : { reason: "dtype", dtype };
 }
 
-/** names: {our slot: ComfyUI's}. gone: slots that the other does not have. */
+/** Change a node's type. names: {slot of the pack's node: ComfyUI's slot}. gone: slots that the new type does not have. */
 function turn(book, { graph, node }, type, names = {}, gone = ["parallel"]) {
   for (const slot of node.inputs) if (gone.includes(slot.name) && slot.link != null) removeLink(book, graph, slot.link);
   for (const [from, to] of Object.entries(names)) renameOutside(book, graph, node, from, to);
@@ -71,7 +71,7 @@ function turnLoader(book, place, { checkpoints = [], models = [] }) {
   if (loader === CHECKPOINT) node.outputs = [...node.outputs, ...["CLIP", "VAE"].map((name) => ({ name, type: name, links: null }))];
 }
 
-/** Load CLIP and VAE, with the Load xDiT Model of the same file where there is one, is one loader of checkpoints. Returns how many went with it. */
+/** Merge Load CLIP and VAE and the Load xDiT Model of the same file, if any, into one checkpoint loader. Returns the number of nodes removed. */
 function turnPair(book, { graph, node }) {
   const [file] = node.widgets_values;
   const partner = graph.nodes.find((other) => other.type === "XDiTLoadModel" && !other.properties?.[WAS] && other.widgets_values[0] === file

@@ -1,15 +1,15 @@
-/** The picture of a run's time: a row for each rank; zoom by wheel, keys and buttons, pan by dragging and arrows. Used by panel.js. */
+/** The timeline of a run: one row per rank; zoom with wheel, keys and buttons, pan by dragging and with arrow keys. */
 
 import { element } from "./dom.js";
 
 const ROW = 34, BAR = 18, TOP = 14;                            // pixels
-const MIN_WIDTH = 0.2;                                         // of a span, below which its neighbours hide it
+const MIN_WIDTH = 0.2;                                         // of a span in pixels; smaller ones are merged
 const WORK = ["whole", "patch", "decode", "encode"];
 const WAITS = ["wait", "weights", "exchange"];
-const KINDS = ["whole", "patch", "decode", "encode", "measure", ...WAITS];    // as the legend lists them
+const KINDS = ["whole", "patch", "decode", "encode", "measure", ...WAITS];    // in the order of the legend
 
-/** Of a rank's spans: seconds of work without waits, of waits, and the share of the steps' time, from begin to end, in which it has no work. */
-export function shares(spans, begin, end) {
+/** Summarise a rank's spans: number of steps, seconds busy and waiting, and the idle fraction of the time from begin to end. */
+export function summarise(spans, begin, end) {
   const total = (kinds) => spans.filter(([kind]) => kinds.includes(kind)).reduce((all, [, start, end]) => all + end - start, 0);
   const steps = spans.filter(([kind]) => kind === "whole" || kind === "patch");
   const waits = total(WAITS);
@@ -18,21 +18,21 @@ export function shares(spans, begin, end) {
   return { steps: new Set(steps.map((span) => span[3])).size, busy: total(WORK) - waits, waits, idle: end > begin ? Math.max(0, 1 - busy / (end - begin)) : 0 };
 }
 
-/** Rectangles of spans between two moments: [{x, width, span}], without those that would be drawn over by their like. */
+/** Return the rectangles of the spans between two times, [{x, width, span}], without those hidden by others of the same kind. */
 export function rectangles(spans, from, to, width) {
-  const scale = width / (to - from), drawn = [], last = {};
+  const scale = width / (to - from), visible = [], last = {};
   for (const span of spans) {
     const [kind, start, end] = span;
     if (end < from || start > to) continue;
     const x = Math.max(0, (start - from) * scale), right = Math.min(width, (end - from) * scale);
     if (last[kind] !== undefined && right - last[kind] < MIN_WIDTH) continue;
     last[kind] = right;
-    drawn.push({ x, width: Math.max(MIN_WIDTH, right - x), span });
+    visible.push({ x, width: Math.max(MIN_WIDTH, right - x), span });
   }
-  return drawn;
+  return visible;
 }
 
-export class TimePicture {
+export class Timeline {
   constructor(text) {
     this.text = text;
     this.time = { ranks: [], seconds: 0, steps: 0, run: 0 };
@@ -42,12 +42,12 @@ export class TimePicture {
     this.legend = element("ul", { class: "xdit-legend" });
     const button = (key, act) => element("button", { type: "button", "aria-label": text(key), title: text(key), "data-zoom": key, onclick: act },
       { zoom_in: "+", zoom_out: "−", zoom_all: text("zoom_all") }[key]);
-    this.root = element("div", { class: "xdit-picture" },
+    this.root = element("div", { class: "xdit-timeline" },
       element("div", { class: "xdit-zoom" }, button("zoom_in", () => this.zoom(0.5)), button("zoom_out", () => this.zoom(2)),
         button("zoom_all", () => this.all())),
       this.svg,
       this.legend, this.table);
-    this.resized = new ResizeObserver(() => this.draw());       // the sidebar's width is the person's
+    this.resized = new ResizeObserver(() => this.draw());       // the user can resize the sidebar
     this.resized.observe(this.svg);
     this.svg.addEventListener("wheel", (event) => {
       event.preventDefault();
@@ -63,12 +63,12 @@ export class TimePicture {
     this.svg.replaceChildren();
   }
 
-  /** Is there something to see of the run of this number? */
+  /** Return whether this shows spans of the run with this number. */
   isOf(run) {
     return this.time.run === run && this.time.ranks.some(({ spans }) => spans.length);
   }
 
-  /** time: what GET /xdit/timeline gives. The same as before leaves the view as it is. */
+  /** Show a timeline as returned by GET /xdit/timeline. An unchanged one keeps the current view. */
   show(time) {
     const known = JSON.stringify(time.ranks);
     if (known === this.known && time.run === this.time.run) return;
@@ -81,11 +81,11 @@ export class TimePicture {
     const steps = time.ranks.flatMap(({ spans }) => spans.filter((span) => span[3]));
     const begin = Math.min(...steps.map((span) => span[1])), end = Math.max(...steps.map((span) => span[2]));
     const rows = time.ranks.map(({ name, spans }) => {
-      const { steps, busy, waits, idle } = shares(spans, begin, end);
+      const { steps, busy, waits, idle } = summarise(spans, begin, end);
       return element("tr", {}, element("th", { scope: "row" }, name), ...[steps, `${busy.toFixed(2)} s`, `${waits.toFixed(2)} s`,
         `${Math.round(100 * idle)} %`].map((value) => element("td", {}, String(value))));
     });
-    this.table.hidden = !steps.length;     // such as where measuring was cancelled
+    this.table.hidden = !steps.length;     // e.g. if measuring was cancelled
     this.table.replaceChildren(...(time.steps ? [element("caption", {}, this.text("time_caption", { steps: time.steps }))] : []), element("thead", {}, element("tr", {}, ...head)),
       element("tbody", {}, ...rows));
   }
@@ -106,7 +106,7 @@ export class TimePicture {
     this.draw();
   }
 
-  /** The moment under the pointer. */
+  /** Return the time under the pointer. */
   at(event) {
     const { left, width } = this.svg.getBoundingClientRect();
     return this.from + (this.to - this.from) * (event.clientX - left) / width;
@@ -127,7 +127,7 @@ export class TimePicture {
       ArrowRight: () => this.move(this.from + step), Home: () => this.all() }[event.key];
     if (!act) return;
     event.preventDefault();
-    event.stopPropagation();               // the page has keys of its own
+    event.stopPropagation();               // the page has its own key bindings
     act();
   }
 

@@ -1,14 +1,14 @@
-/** Words of the backend and of our templates in the page's language. Used by xdit.js, outcome.js, errors.js, panel.js, and by tests in Node. */
+/** Translation of the backend's messages and of the templates' notes and node titles. */
 
 import { ZH } from "./zh.js";
 import { ZH_NOTES, ZH_TITLES } from "./zh_notes.js";
 
 const TABLES = { zh: { ...ZH, ...ZH_NOTES } };
 const TITLES = { zh: ZH_TITLES };
-const MAX_DEPTH = 6;                       // of texts within texts
-const compiled = {};                       // language -> [[expression, translation]], first those that begin with words of their own, and have most
+const MAX_DEPTH = 6;                       // of messages nested in messages
+const compiled = {};                       // language -> [[expression, translation]], in order of specificity
 
-/** A message in a language: as a whole, else sentence by sentence; what has no translation stays as it is. */
+/** Translate a message as a whole, or else sentence by sentence; text without a translation is returned unchanged. */
 export function translated(language, message, depth = 0) {
   if (!(language in TABLES) || !message || depth > MAX_DEPTH) return message;
   const whole = byTable(language, message.trim(), depth);
@@ -17,14 +17,14 @@ export function translated(language, message, depth = 0) {
   return sentences.length < 2 ? message : sentences.map((one) => byTable(language, one.trim(), depth) ?? one).join(" ");
 }
 
-/** The note of a template of ours in a language; null of another note, or of one that someone has changed. */
+/** Translate the note of one of the pack's templates; null for any other note, including one that the user has edited. */
 export function translatedNote(language, note) {
   if (!(language in TABLES)) return null;
   const lines = note.split("\n").map((line) => (/^$|^\| [`-]/.test(line) ? line : byTable(language, line, 0)));
   return lines.includes(null) ? null : lines.join("\n");
 }
 
-/** The title of a node of our templates in a language; another's as it is. */
+/** Translate the title of a node in one of the pack's templates; other titles are returned unchanged. */
 export const translatedTitle = (language, title) => TITLES[language]?.[title] ?? title;
 
 function byTable(language, message, depth) {
@@ -36,9 +36,10 @@ function byTable(language, message, depth) {
   return null;
 }
 
+/** Compile a table to [[expression, translation]]: patterns that begin with literal text first, then those with the most literal text. */
 function compile(table) {
-  const words = (text) => text.replaceAll("{}", "").length;
+  const literalLength = (text) => text.replaceAll("{}", "").length;
   const isOpen = (text) => Number(text.startsWith("{}"));
-  return Object.entries(table).sort(([one], [other]) => isOpen(one) - isOpen(other) || words(other) - words(one)).map(([text, translation]) => [
+  return Object.entries(table).sort(([one], [other]) => isOpen(one) - isOpen(other) || literalLength(other) - literalLength(one)).map(([text, translation]) => [
     new RegExp(`^${text.trim().split("{}").map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("([\\s\\S]*?)")}$`), translation.trim()]);
 }

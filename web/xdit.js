@@ -1,6 +1,6 @@
 /**
- * The pack's part of ComfyUI's page: the commands that convert the open workflow (convert.js), the widgets of xDiT Parallel Config, the
- * panel in the sidebar (panel.js), and which widget an error is about (errors.js).
+ * The frontend extension: commands that convert the open workflow, visibility of xDiT Parallel Config's widgets, settings, the sidebar panel,
+ * error display and templates.
  */
 
 import { app } from "../../scripts/app.js";
@@ -20,7 +20,7 @@ const NOTHING = { all_done: "all_nothing", one_done: "one_nothing" };
 const MAX_LINES = 6;
 const SHOWN_MS = 12000;
 
-let isTemplate = false;                    // has the graph that is being loaded a note of ours?
+let isTemplate = false;                    // whether the graph being loaded has a note of the pack's templates
 
 const language = () => app.extensionManager.setting.get("Comfy.Locale");
 const text = (key, values) => say(language(), key, values);
@@ -47,21 +47,21 @@ async function runOnOneGpu() {
 
 const titleOf = (type) => LiteGraph.registered_node_types[type]?.title || type;
 
-/** A node that stays, in a person's words. */
+/** Return the display name of a node that is not converted. */
 function nameOf({ id, type, title, inside }) {
   const name = title || titleOf(type);
   return inside ? text("inside", { name, inside }) : `${name} (${id})`;
 }
 
-/** Files that a loader of ComfyUI's lists. */
+/** Return the files that one of ComfyUI's loaders lists. */
 function listed(type, widget) {
-  const given = LiteGraph.registered_node_types[type]?.nodeData?.input?.required?.[widget];
-  return (Array.isArray(given?.[0]) ? given[0] : given?.[1]?.options) ?? [];
+  const spec = LiteGraph.registered_node_types[type]?.nodeData?.input?.required?.[widget];
+  return (Array.isArray(spec?.[0]) ? spec[0] : spec?.[1]?.options) ?? [];
 }
 
 /**
- * Put a converted workflow where the open one is, as one step of its undo history, and say what stayed and why. done: a key of the texts, of what
- * has changed. notes: lines that follow it.
+ * Replace the open workflow with a converted one, as one step of its undo history, and list the nodes that were not converted, with reasons.
+ * done: text key of the message about what has changed. notes: lines after it.
  */
 async function replace({ workflow, changed, left, already, stay = [] }, done, notes = []) {
   const line = (node) => `${nameOf(node)}: ${text(node.reason, { ...node, by: node.by && titleOf(node.by), text: translated(language(), node.text) })}`;
@@ -71,16 +71,16 @@ async function replace({ workflow, changed, left, already, stay = [] }, done, no
     const open = app.extensionManager.workflow.activeWorkflow;
     const history = open.changeTracker;
     history.captureCanvasState();
-    history._restoringState = true;        // else loading forgets the history, as on opening a file
+    history._restoringState = true;        // otherwise loading clears the history, as when a file is opened
     try {
       await app.loadGraphData(workflow, false, false, open, { silentAssetErrors: true });
-      await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));     // slots of any type find theirs
+      await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));     // slots of type * resolve their types
     } finally {
       history._restoringState = false;
     }
     history.captureCanvasState();
   }
-  const cause = changed ? undefined : lines.shift();            // why nothing was done comes first
+  const cause = changed ? undefined : lines.shift();            // the reason that nothing was converted comes first
   const head = cause ?? (changed ? text(changed === 1 ? `${done}_1` : done, { count: changed }) : text(already ? "all_already" : NOTHING[done]));
   show(changed ? "success" : already && !cause ? "info" : "warn", head, [...(changed ? [text("undo"), ...notes] : []), ...(lines.length ? [text("left")] : []),
     ...lines.slice(0, MAX_LINES), ...(lines.length > MAX_LINES ? [text("more", { count: lines.length - MAX_LINES })] : [])]);
@@ -90,8 +90,8 @@ function show(severity, summary, lines) {
   app.extensionManager.toast.add({ severity, summary, detail: lines.join("\n"), life: SHOWN_MS });
 }
 
-/** Hide the widgets of xDiT Parallel Config that count for nothing, but for those that a link sets. Their values stay, in files too. */
-function showWhatCounts(node) {
+/** Hide the widgets of xDiT Parallel Config that have no effect, except linked ones. They keep their values, also in files. */
+function showRelevant(node) {
   const { required, optional } = node.constructor.nodeData.input;
   const defaults = Object.fromEntries(Object.entries({ ...required, ...optional }).map(([name, [type, options]]) => [name, options?.default]));
   const values = Object.fromEntries(node.widgets.map((widget) => [widget.name, widget.value]));
@@ -103,8 +103,8 @@ function showWhatCounts(node) {
   node.setDirtyCanvas(true, true);
 }
 
-function fitToWhatCounts(node) {
-  showWhatCounts(node);
+function fitToRelevant(node) {
+  showRelevant(node);
   node.setSize([node.size[0], node.computeSize()[1]]);
 }
 
@@ -118,16 +118,16 @@ app.registerExtension({
     { commandId: ALL, combo: { key: "g", alt: true, shift: true } },
     { commandId: ONE, combo: { key: "o", alt: true, shift: true } },
   ],
-  settings: [                              // nodes/bridge/workers/settings.py reads them; locales/ has their Chinese
+  settings: [                              // read by nodes/bridge/workers/settings.py; Chinese in locales/
     { id: "xdit.Residency", category: ["xDiT", "Workers", "Residency"], name: "Idle workers", type: "combo",
-      options: [{ text: "stay loaded", value: "keep" }, { text: "go to RAM", value: "park" }, { text: "end", value: "release" }],
+      options: [{ text: "stay loaded", value: "keep" }, { text: "move to system RAM", value: "park" }, { text: "exit", value: "release" }],
       defaultValue: "keep", sortOrder: 2,
-      tooltip: "Stay loaded: models stay on the devices. Go to RAM: weights go to host memory, and VAEs are dropped. End: all their memory is free." },
+      tooltip: "Stay loaded: models stay in VRAM. Move to system RAM: weights are offloaded to system RAM and VAEs are unloaded. Exit: all memory of the workers is freed." },
     { id: "xdit.IdleMinutes", category: ["xDiT", "Workers", "IdleMinutes"], name: "Idle after (minutes)", type: "number",
-      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, sortOrder: 1, tooltip: "Counts where idle workers go to RAM, or end." },
-    { id: "xdit.Address", category: ["xDiT", "Other machines", "Address"], name: "Address of this machine at which others may join",
+      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, sortOrder: 1, tooltip: "Time until idle workers move to system RAM or exit." },
+    { id: "xdit.Address", category: ["xDiT", "Other machines", "Address"], name: "Address of this machine for remote workers",
       type: "text", defaultValue: "",
-      tooltip: "Such as 192.168.1.10. Empty: nothing listens. Then name their devices in xDiT Parallel Config, such as cuda:0, other-pc/cuda:0. Only in a private network: docs/guide/several-machines.md." },
+      tooltip: "For example 192.168.1.10. Empty: remote workers are disabled. List their devices in xDiT Parallel Config, for example cuda:0,other-pc/cuda:0. Use in private networks only: see docs/guide/several-machines.md." },
   ],
   menuCommands: [{ path: ["Edit"], commands: [ALL, ONE] }],
   setup() {
@@ -141,18 +141,18 @@ app.registerExtension({
       const { callback } = widget;
       widget.callback = function (...values) {
         const result = callback?.apply(this, values);
-        fitToWhatCounts(node);
+        fitToRelevant(node);
         recheck(node);
         return result;
       };
     }
-    fitToWhatCounts(node);                 // a node of a file has the file's size after this
+    fitToRelevant(node);                   // a node loaded from a file gets the file's size afterwards
   },
   loadedGraphNode(node) {
-    if (node.comfyClass === "XDiTParallelConfig") showWhatCounts(node);
+    if (node.comfyClass === "XDiTParallelConfig") showRelevant(node);
     const [note] = node.type === "MarkdownNote" ? node.widgets ?? [] : [];
-    const words = note && translatedNote(language(), note.value);
-    if (words) [note.value, isTemplate] = [words, true];
+    const translation = note && translatedNote(language(), note.value);
+    if (translation) [note.value, isTemplate] = [translation, true];
   },
   afterConfigureGraph() {
     if (isTemplate) for (const node of app.rootGraph.nodes) node.title = translatedTitle(language(), node.title);

@@ -36,7 +36,7 @@ export const ZH = {
   "Use Load Diffusion Model for the node that reads weights of this MODEL (diffusion_model.{}) while no sampler runs it: xDiT's workers hold them.":
     "请为在没有采样器运行时读取此 MODEL 权重（diffusion_model.{0}）的节点使用“UNet加载器”：权重由 xDiT 的工作进程持有。",
   "Use the bf16, fp16, plain fp8 or GGUF file of the same model: {} has a scale for {}, which ComfyUI does not heed, so that what this file should draw is not clear.":
-    "请使用同一模型的 bf16、fp16、普通 fp8 或 GGUF 文件：{0} 有 {1} 的缩放系数，ComfyUI 不使用它，此文件应当画出什么并不明确。",
+    "请使用同一模型的 bf16、fp16、普通 fp8 或 GGUF 文件：{0} 有 {1} 的缩放系数，ComfyUI 不使用它，此文件应当生成什么并不明确。",
   "Use a LoRA, or another weight patch, that was made for this model: the one given does not fit {} ({}).":
     "请使用为此模型制作的 LoRA 或其他权重补丁：给出的补丁不适合 {0}（{1}）。",
   "Remove the LoRA or node that changes {}, or use Load Diffusion Model: the file of this MODEL does not have it.":
@@ -50,7 +50,7 @@ export const ZH = {
   "Remove HyperTile, or the other node that changes self-attention (another HyperTile, Perturbed-Attention or Self-Attention Guidance): each takes what the other makes.":
     "请移除 HyperTile，或另一个改变自注意力的节点（另一个 HyperTile、扰动注意力引导或自注意力引导）：它们互相使用对方的结果。",
   "Remove TomePatchModel, or use Load Diffusion Model: it draws lots in every layer for the tokens that others are merged into, and each device would draw its own.":
-    "请移除 TomePatchModel，或使用“UNet加载器”：它在每一层随机抽取其他令牌并入的令牌，而每台设备会各自抽取。",
+    "请移除 TomePatchModel，或使用“UNet加载器”：它在每一层随机抽取其他 token 并入的 token，而每台设备会各自抽取。",
   "Set swap_size of HyperTile to 2 or less: above that it draws lots for the size of tiles in every layer, and each device would draw its own.":
     "请把 HyperTile 的 swap_size 设为 2 或更小：更大时它在每一层随机选择小块的大小，而每个设备会各自抽取。",
   "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove FreeU: it filters the frequencies of whole pictures, and each device has some rows of them.":
@@ -110,7 +110,7 @@ export const ZH = {
   "Set displaced_degree to at most {}, or draw a higher picture: displaced_degree={} is too much for a latent of {} rows, which {} shares out by {}.":
     "请把 displaced_degree 设为最多 {0}，或增大图像高度：displaced_degree={1} 对 {2} 行的 latent 太大，{3} 按 {4} 行分配。",
   "Use a larger latent or lower degrees: it has {} tokens, too few for displaced_degree x ring_degree x ulysses_degree = {}.":
-    "请使用更大的 latent 或更小的并行度：latent 有 {0} 个令牌，对 displaced_degree x ring_degree x ulysses_degree = {1} 太少。",
+    "请使用更大的 latent 或更小的并行度：latent 有 {0} 个 token，对 displaced_degree x ring_degree x ulysses_degree = {1} 太少。",
   "Use KSampler: Parallel Sampler cannot run this workflow piece by piece, as its pieces ask the model for different prompts at the same step.":
     "请使用K采样器：并行采样器不能逐块运行此工作流：各块在同一步向模型提出不同的提示词。",
   "Use a sampler node, or the kind of model that the node is for: it calls this MODEL in a way of its own, and {} takes a latent, a timestep and conditioning.":
@@ -132,7 +132,7 @@ export const ZH = {
   "Move or enlarge an area that lies outside of the picture, or remove it: the latent, or the area of it that a prompt is for, is empty (its shape is {}).":
     "请移动或扩大位于图像之外的区域，或删除它：latent 或提示词所用的区域为空（形状为 {0}）。",
   "For an empty prompt use the text encoder's node with an empty text: the conditioning has a text of no tokens (its shape is {}), and {} takes one or more.":
-    "要使用空提示词，请在文本编码节点中输入空文本：条件中的文本没有令牌（形状为 {0}），而 {1} 至少需要一个。",
+    "要使用空提示词，请在文本编码节点中输入空文本：条件中的文本没有 token（形状为 {0}），而 {1} 至少需要一个。",
   "{}: {} has numbers that are not finite (NaN or infinite), and no picture can come of it.":
     "{0}：{1} 含有非有限数值（NaN 或无穷大），无法得到图像。",
   "Connect the output of a node that makes it: {} is {}, and needs {}.":
@@ -146,17 +146,17 @@ export const ZH = {
   "Give WanInfiniteTalkToVideo one picture as mask_1 and one as mask_2: it has {} of them for two speakers.":
     "请给 WanInfiniteTalkToVideo 的 mask_1 和 mask_2 各一张图：两位说话者现在有 {0} 张。",
   "Set width and height of WanInfiniteTalkToVideo to multiples of 16 and use the latent that it gives: its masks are of {} tokens of a frame, and this latent has {}.":
-    "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它给出的 latent：它的遮罩对应每帧 {0} 个令牌，而此 latent 每帧有 {1} 个。",
+    "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它给出的 latent：它的遮罩对应每帧 {0} 个 token，而此 latent 每帧有 {1} 个。",
   "Use the latent that WanInfiniteTalkToVideo gives: its sound is of {} frames of latents, and this latent has {}.":
-    "请使用 WanInfiniteTalkToVideo 给出的 latent：它的声音对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
+    "请使用 WanInfiniteTalkToVideo 给出的 latent：它的音频对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
   "Remove Bernini Conditioning, or InfiniteTalk: InfiniteTalk's audio is for frames of the video only, and references have none.":
     "请移除 Bernini Conditioning 或 InfiniteTalk：声音只属于视频的各帧，参考没有声音。",
   "Encode the reference picture with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model takes {} and {}. Models that take pictures otherwise (Fill, Canny, Depth) take none.":
     "请用属于此模型的 VAE 编码参考图像：条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型接受 {3} 和 {4}。以其他方式接受图像的模型（Fill、Canny、Depth）不接受参考。",
   "Use {}: the conditioning has {} of {} numbers a token, and this {} model takes {}. It was made by another text encoder.":
-    "请使用 {0}：条件中有每个令牌 {2} 个数的 {1}，而此 {3} 模型接受 {4} 个。它由其他文本编码器产生。",
+    "请使用 {0}：条件中有每个 token {2} 个数的 {1}，而此 {3} 模型接受 {4} 个。它由其他文本编码器产生。",
   "Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion model itself, without the places that ComfyUI gives {}'s tokens (rope_options).":
-    "请使用采样器节点，或“UNet加载器”：有节点自己调用此 MODEL 的扩散模型，没有 ComfyUI 给 {0} 的令牌的位置（rope_options）。",
+    "请使用采样器节点，或“UNet加载器”：有节点自己调用此 MODEL 的扩散模型，没有 ComfyUI 给 {0} 的 token 的位置（rope_options）。",
   "Change the node that adds {}, or use Load Diffusion Model: xDiT runs {} without it.":
     "请更改添加 {0} 的节点，或使用“UNet加载器”：xDiT 运行 {1} 时不支持它。",
   "Remove the node that adds {} to the conditioning, or use Load Diffusion Model: xDiT runs {} without it, and it would be dropped without notice.":
@@ -186,7 +186,7 @@ export const ZH = {
   "Set devices in xDiT Parallel Config, and run once: there is nothing to measure, as {} works alone.":
     "请在“xDiT 并行配置”中设置 devices，并运行一次：没有可测量的，{0} 单独工作。",
   "Set weight_dtype to default, use a file of that type, or close other programs: {} has no room on its devices for all weights, and those that come from host memory take {} GB there, of which {} GB are free. Weights that the file has as they are used take none.":
-    "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 在其设备上放不下全部权重，而从主机内存取来的权重在那里占 {1} GB，其中 {2} GB 空闲。文件中与使用时相同的权重不占内存。",
+    "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 在其设备上放不下全部权重，而卸载的权重在系统内存中占 {1} GB，其中 {2} GB 空闲。文件中与使用时相同的权重不占内存。",
   "Set attention to sdpa in xDiT Parallel Config: {} {}.":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} {1}。",
   "Set attention to sdpa in xDiT Parallel Config: {} on {} {}.":
@@ -210,7 +210,7 @@ export const ZH = {
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, what is outside of its blocks and two blocks at a time take so much of each device, and weights_memory=\"{}\" is less.":
     "请把 weights_memory 设为“auto”，或 {0} GB 及以上：{1} 中块之外的部分加上同时的两个块在每个设备上需要这么多，而 weights_memory=\"{2}\" 更少。",
   "Use Load Diffusion Model, or another version of ComfyUI: {} runs as ComfyUI's own module, and {} of ComfyUI {} {}, which its parallel methods rely on.":
-    "请使用“加载扩散模型”，或换一个版本的 ComfyUI：{0} 以 ComfyUI 自己的模块运行，而 ComfyUI {2} 的 {1} {3}，并行方法却依赖于此。",
+    "请使用“UNet加载器”，或换一个版本的 ComfyUI：{0} 以 ComfyUI 自己的模块运行，而 ComfyUI {2} 的 {1} {3}，并行方法却依赖于此。",
   "Install ComfyUI on this machine, and set XDIT_COMFYUI to its folder: this model runs as ComfyUI's own module, and no ComfyUI was found.":
     "请在这台机器上安装 ComfyUI，并把 XDIT_COMFYUI 设为其文件夹：此模型以 ComfyUI 自己的模块运行，而这里找不到 ComfyUI。",
   "Load a file of {} in ComfyUI's format: {} is a folder of it, and xDiT runs it as ComfyUI's own module, which takes files.":
@@ -259,22 +259,26 @@ export const ZH = {
     "请在 设置 > xDiT 中给出大于 0、不超过 {0} 的分钟数：ComfyUI 的设置中 {1} 为 {2}。",
   "Give an address of this machine as text, or nothing, in Settings > xDiT: {} is {} in ComfyUI's settings.":
     "请在 设置 > xDiT 中给出文本形式的本机地址，或留空：ComfyUI 的设置中 {0} 为 {1}。",
-  "Give a number from 0 to {}{}: the label {} is no class of this model.":
-    "请给出 0 到 {0} 的编号{1}：标签 {2} 不是此模型的类别。",
-  "Give one of the numbers {}: the label {} is the name of each of these classes.":
-    "请给出编号 {0} 之一：标签 {1} 是这些类别共同的名称。",
-  "Use the CLIP that belongs to this MODEL, or a folder of DiT in Load xDiT Model: this one does not draw classes.":
-    "请使用属于此 MODEL 的 CLIP，或在“加载 xDiT 模型”中使用 DiT 的文件夹：它不画类别。",
-  "Download {} again, or remove it and give numbers: it does not say what classes are called ({}).":
-    "请重新下载 {0}，或删除它并使用编号：它没有说明类别的名称（{1}）。",
-  "Load text encoder and VAE from files of their own, with Load CLIP and Load VAE: {} holds none.":
-    "请用“加载CLIP”和“加载VAE”从各自的文件加载文本编码器和 VAE：{0} 不含它们。",
-  "Connect Load xDiT Model, or use KSampler: Parallel Sampler needs a MODEL from there, and this one comes from another loader.":
-    "请连接“加载 xDiT 模型”，或使用K采样器：并行采样器需要来自“加载 xDiT 模型”的 MODEL，而这个来自其他加载器。",
-  "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half of the devices would do nothing.":
-    "请把 cfg 设为大于 1，或把 mode 设为 auto：cfg_degree=2 需要两个分支，而 cfg=1.0 只计算正向提示词，一半的设备会无事可做。",
-  "Remove the GLIGEN conditioning, or use KSampler with Load Diffusion Model: Parallel Sampler does not support it, and it would be dropped without notice.":
-    "请删除 GLIGEN 条件，或将K采样器与“UNet加载器”一起使用：并行采样器不支持它，它会在没有提示的情况下失效。",
+  "Use a number from 0 to {}{}: {} is not a class of this model.":
+    "请使用 0 到 {0} 的编号{1}：{2} 不是此模型的类别。",
+  ", or a name such as {}":
+    "，或名称，例如 {0}",
+  "(the model's folder has no class names)":
+    "（模型文件夹中没有类别名称）",
+  "Use one of the numbers {}: several classes have the name {}.":
+    "请使用编号 {0} 之一：有多个类别名为 {1}。",
+  "Use the CLIP that belongs to this MODEL, or load a DiT folder in Load xDiT Model: this model is not class-conditional.":
+    "请使用属于此 MODEL 的 CLIP，或在“加载 xDiT 模型”中加载 DiT 文件夹：此模型不是类别条件模型。",
+  "Download {} again, or remove it and use class numbers: its class names cannot be read ({}).":
+    "请重新下载 {0}，或删除它并使用类别编号：无法读取其中的类别名称（{1}）。",
+  "Load the text encoder and the VAE from separate files, with Load CLIP and Load VAE: {} contains neither.":
+    "请用“加载CLIP”和“加载VAE”从单独的文件加载文本编码器和 VAE：{0} 不含它们。",
+  "Connect Load xDiT Model, or use KSampler: Parallel Sampler needs a MODEL from Load xDiT Model, and this one is from another loader.":
+    "请连接“加载 xDiT 模型”，或使用K采样器：并行采样器需要来自“加载 xDiT 模型”的 MODEL，而此 MODEL 来自其他加载器。",
+  "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half of the devices would be idle.":
+    "请把 cfg 设为大于 1，或把 mode 设为 auto：cfg_degree=2 需要两个分支，而 cfg=1.0 只计算正向提示词，一半的设备会空闲。",
+  "Remove the GLIGEN conditioning, or use KSampler with Load Diffusion Model: Parallel Sampler does not support it and would ignore it.":
+    "请删除 GLIGEN 条件，或将K采样器与“UNet加载器”一起使用：并行采样器不支持它，会将其忽略。",
   "It lacks tensors that Cosmos-Predict1's VAE has; its {} tensors begin with {}.":
     "它缺少 Cosmos-Predict1 的 VAE 所有的张量；它的 {0} 个张量以 {1} 开头。",
   "It is {}'s, which needs diffusers {} or newer, and this is {}.":
@@ -314,7 +318,7 @@ export const ZH = {
   "Download {} again, it is cut short: its header promises {} bytes and the file has {}.":
     "请重新下载 {0}，它被截断：文件头说明有 {1} 字节，而文件只有 {2}。",
   "Use tensor_degree 1 with pipefusion_degree, cfg_degree, ulysses_degree or ring_degree, or the bf16, fp16, fp8, int8, mxfp8 or nvfp4 file of the same model: tensor_degree={} cannot share out {}, whose products round each token's inputs by the largest of them, and each device would have some of them only.":
-    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、int8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个令牌输入中的最大值舍入，而每个设备只有其中一部分。",
+    "请使用 tensor_degree 1 与 pipefusion_degree、cfg_degree、ulysses_degree 或 ring_degree，或同一模型的 bf16、fp16、fp8、int8、mxfp8 或 nvfp4 文件：tensor_degree={0} 不能拆分 {1}，它的乘积按每个 token 输入中的最大值舍入，而每个设备只有其中一部分。",
   "Use the bf16, fp8 or GGUF file of the same model: {} holds weights in mxfp8, for which PyTorch 2.7 or newer is needed, and this is {}.":
     "请使用同一模型的 bf16、fp8 或 GGUF 文件：{0} 含有 mxfp8 的权重，需要 PyTorch 2.7 或更新版本，而这里是 {1}。",
   "Install with: python -m pip install -U {} (with ComfyUI's Python), and restart ComfyUI; or choose another weight_dtype: {} needs the package {}, which this Python does not have, or not for its PyTorch.":
@@ -552,7 +556,7 @@ export const ZH = {
   "Use the latent that WanVaceToVideo returns: its control video has {} frames, rows and columns, and the latent has {}.":
     "请使用 WanVaceToVideo 给出的 latent：其控制视频有 {0} 帧、行和列，而 latent 有 {1}。",
   "Use cfg_degree, ulysses_degree or ring_degree instead: this model masks tokens of its image, which PipeFusion does not support yet.":
-    "请改用 cfg_degree、ulysses_degree 或 ring_degree：此模型遮盖图像的令牌，PipeFusion 尚不支持。",
+    "请改用 cfg_degree、ulysses_degree 或 ring_degree：此模型遮盖图像的 token，PipeFusion 尚不支持。",
   "{} for {} s. Queue the prompt again to start a new group. ({})":
     "{0}，已 {1} 秒。请再次排队以启动新的一组。（{2}）",
   "Use VAE Decode: {} cannot be split by rows, only {}.":
@@ -610,7 +614,7 @@ export const ZH = {
   "{} is {}. docs/reference/models.md lists what xDiT runs.":
     "{0} 是{1}。docs/reference/models.md 列出了 xDiT 能运行的模型。",
   "a model that finds things in pictures, and draws none":
-    "在图像中查找物体、不画图像的模型",
+    "在图像中查找物体、不生成图像的模型",
   "a U-Net of a kind that xDiT does not run":
     " xDiT 不运行的一种 U-Net",
   "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read":
@@ -666,7 +670,7 @@ export const ZH = {
   "what {} predicts at the first step":
     "{0} 在第一步的预测",
   "the latent":
-    "latent（潜空间图像）",
+    "Latent 图像",
   "at most {} of the {} images at once":
     "每次最多 {1} 张图像中的 {0} 张",
   "this run ({})":
@@ -682,9 +686,9 @@ export const ZH = {
   "running on {}: {}":
     "在 {0} 上运行：{1}",
   "{}. Memory: {} GB a card. Next best: {} in {}":
-    "{0}。内存：每张卡 {1} GB。次优：{2}，{3}",
+    "{0}。内存：每个 GPU {1} GB。次优：{2}，{3}",
   "{}. Memory: {} GB a card":
-    "{0}。内存：每张卡 {1} GB",
+    "{0}。内存：每个 GPU {1} GB",
   "{}, about {}: one device is as fast":
     "{0}，约 {1}：单个设备同样快",
   "{}, about {}: one device has too little memory":
@@ -700,25 +704,25 @@ export const ZH = {
   "one device":
     "单个设备",
   "{}, {} patches":
-    "{0}，{1} 块",
+    "{0}，{1} 个 patch",
   "{}, 1 patch":
-    "{0}，1 块",
+    "{0}，1 个 patch",
   "{} (the latent has too few rows for {})":
-    "{0}（latent 的行数不够 {1} 块）",
+    "{0}（latent 的行数不够 {1} 个 patch）",
   "{} for speed: a usual picture is forecast to take {} instead of {} by {}":
-    "{0}，为了速度：预计一张普通图像用 {1}，而 {3} 用 {2}",
+    "{0}，为了速度：估计一张典型图像用 {1}，而 {3} 用 {2}",
   "{}, for speed: near to one device's picture ({} dB in the demo model with 4 patches)":
-    "{0}，为了速度：图像接近单个设备的（演示模型用 4 块时 PSNR 为 {1} dB）",
+    "{0}，为了速度：图像接近单个设备的（演示模型用 4 个 patch 时 PSNR 为 {1} dB）",
   "{}, keys and values in fp8":
     "{0}，键和值以 fp8 传输",
   "{}, all in fp8":
     "{0}，全部以 fp8 传输",
   "{}, every step whole, because this workflow uses {}":
-    "{0}，每一步都以整图运行，因为此工作流使用{1}",
+    "{0}，每一步都同步运行，因为此工作流使用{1}",
   "{}, every step synchronous, because this workflow uses {}":
     "{0}，每一步都同步，因为此工作流使用{1}",
   "{}, one step after the other, because this workflow uses {}":
-    "{0}，一步接一步，因为此工作流使用{1}",
+    "{0}，各步依次运行，因为此工作流使用{1}",
   "{}, both prompts in one batch, which Normalized Attention Guidance compares":
     "{0}，两个提示词在同一批次中，由 Normalized Attention Guidance 比较",
   "{} ({} unused: {} is 1)":
@@ -771,7 +775,7 @@ export const ZH = {
   "sdpa ({}) {}": "PyTorch 自带（sdpa，{0}）{1}",
   "{} %, {}": "{0} % 与 {1}",
   "masks": "有掩码",
-  "no tokens": "没有令牌",
+  "no tokens": "没有 token",
   "this device": "设备不支持",
   "heads of {}": "头的大小为 {0}",
   "no flash": "没有 flash",
@@ -781,9 +785,9 @@ export const ZH = {
   "{}, attention by {}":
     "{0}，注意力由 {1} 计算",
   "{} ({}x as fast as one device) (forecast: {})":
-    "{0}，速度为单个设备的 {1} 倍（预测：{2}）",
+    "{0}，速度为单个设备的 {1} 倍（估计：{2}）",
   "{} (forecast: {})":
-    "{0}（预测：{1}）",
+    "{0}（估计：{1}）",
   "cancelled after {} of {} steps":
     "在 {1} 步中的第 {0} 步后取消",
   "failed after {} of {} steps":
@@ -801,9 +805,9 @@ export const ZH = {
   "encoded in {} s on {}":
     "编码用时 {0} 秒，使用 {1}",
   "{} of {} devices, by forecast as fast as all":
-    "{1} 个设备中的 {0} 个，预测与全部同样快",
+    "{1} 个设备中的 {0} 个，估计与全部同样快",
   "{}, the VAE's weights from host memory":
-    "{0}，VAE 的权重来自主机内存",
+    "{0}，VAE 的权重卸载到系统内存",
   "1 device":
     "1 个设备",
   "{} devices":
@@ -834,8 +838,8 @@ export const ZH = {
     "正在试用设备之间的连接",
   "joining the devices":
     "正在连接各设备",
-  "devices names {}: of these, this machine runs on {}":
-    "devices 中有 {0}：其中本机使用 {1}",
+  "using {}: this machine lacks the other devices of {}":
+    "使用 {0}：{1} 中的其他设备不在本机",
   "See docs/guide/troubleshooting.md in the folder of the xDiT nodes.":
     "请参阅 xDiT 节点文件夹中的 docs/guide/troubleshooting.md。",
   "Use {}. Worker rank {} ({}) failed with {}: out of memory: {}":

@@ -24,7 +24,7 @@ ELSEWHERE = re.compile(r"xdit_backend/(tools/bench|protocol|memory|worker/comman
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 NEW = 8                                    # messages that may be newer than their translation
 NAMES = ("ulysses_degree ring_degree mode auto cpu Ulysses PipeFusion CFG LoRA CLIP VAE GGUF ControlNet a.safetensors "
-         "GB/s diffusers models/diffusers config.json").split()          # the same in both languages
+         "GB/s diffusers models/diffusers config.json patch token latent GPU").split()   # the same in both
 WORDS = 12                                 # letters of a piece of text, from which on it is looked for in the sources
 
 

@@ -48,10 +48,12 @@ def test_counts_of_banned_words_only_fall(found):
     assert not messages, "\n".join(problems(stored(), found, changed_lines()))
 
 
-def test_finished_pages_have_no_banned_words(found):
-    assert not [each for each in found if each.place == "finished pages"]
-    assert set(stored()["finished pages"].values()) == {0}
-    assert all((ROOT / page).exists() for page in words.FINISHED)
+@pytest.mark.parametrize("place, patterns", [
+    ("finished pages", words.FINISHED), ("finished messages", (*words.FINISHED_MESSAGES, *words.UNFINISHED_MESSAGES))])
+def test_finished_places_have_no_banned_words(found, place, patterns):
+    assert not [each for each in found if each.place == place]
+    assert set(stored()[place].values()) == {0}
+    assert all(list(ROOT.glob(pattern)) for pattern in patterns)
 
 
 def test_stored_counts_are_sorted_and_complete():
@@ -63,8 +65,8 @@ def test_stored_counts_are_sorted_and_complete():
 
 
 @pytest.mark.parametrize("path, old, new, place, word, line", [
-    ("nodes/vae_decode.py", '"The image', '"The picture', "messages", "picture", 6),
-    ("nodes/vae_decode.py", "} rows", "} pictures", "messages", "picture", 7),
+    ("nodes/vae_decode.py", '"The image', '"The picture', "finished messages", "picture", 6),
+    ("nodes/vae_decode.py", "} rows", "} pictures", "finished messages", "picture", 7),
     ("nodes/vae_decode.py", "Decode an image", "Decode a picture", "docstrings and comments", "picture", 4),
     ("nodes/vae_decode.py", "Decode an image", "What decodes an image", "docstrings and comments", words.OPENING, 4),
     ("nodes/vae_decode.py", "# one GPU", "# one card", "docstrings and comments", "card", 5),
@@ -87,11 +89,17 @@ def test_a_new_banned_word_is_reported_with_its_line_and_the_fields_word(reposit
 
 @pytest.mark.parametrize("path, text, places", [
     ("web/panel.js", "/** The card's row. */\nconst label = \"1 picture\";  // beside it\nfind(`${name} forecast`);\n",
-     [("docstrings and comments", 1), ("messages", 2), ("docstrings and comments", 2), ("messages", 3)]),
-    ("locales/zh/nodeDefs.json", '{\n "tooltip": "The picture"\n}\n', [("messages", 2)]),
+     [("docstrings and comments", 1), ("finished messages", 2), ("docstrings and comments", 2),
+      ("finished messages", 3)]),
+    ("web/zh.js", "export const ZH = {\n  \"The picture\":\n", [("messages", 2)]),
+    ("nodes/bridge/vae.py", "text = 'The picture'\n", [("messages", 1)]),
+    ("locales/zh/nodeDefs.json", '{\n "tooltip": "The picture"\n}\n', [("finished messages", 2)]),
+    ("workflows/Video with sound.json", '{"nodes": [\n{"type": "MarkdownNote", "widgets_values": ["A\\npicture"]},\n'
+     '{"type": "Save", "title": "A card", "widgets_values": ["the sound of surf"]}]}',
+     [("finished messages", 1), ("finished messages", 2), ("finished messages", 3)]),
     ("docs/guide.md", "# Guide\n\nTwo cards.\n\n```\nstart.py pictures\n```\n`drawn` [page](room.md) alike\n",
      [("pages", 3), ("pages", 8)]),
-    ("web/docs/XDiTNode.md", "A picture.\n", [("pages", 1)]),
+    ("web/docs/XDiTNode.md", "A picture.\n", [("finished pages", 1)]),
     ("xdit_backend/vocabulary/__init__.py", "", [("names", 1)]),
     ("xdit_backend/links.py", "x = '# two cards'  # for\n# want of a GPU\n",
      [("docstrings and comments", 1), ("messages", 1)]),
@@ -116,6 +124,8 @@ def test_good_english_is_left_alone(repository, text):
 
 @pytest.mark.parametrize("text, word", [
     ("weights that come from host memory", "come"), ("its weights come once", "come"),
+    ("keys of the step before", "step before"), ("equal to one device's image", "one device's picture"),
+    ("stay in the computer's memory", "computer's memory"),
     ("shared out to ranks", "share"), ("a picture\nin parts", "picture"), ("a person's choice", "person"),
     ("they take\nturns", "take turns"), ("what it says of a layer", "said of"), ("devices are unlike", "unlike"),
     ("an error in words", "words"),

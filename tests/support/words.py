@@ -7,6 +7,7 @@ each word in each place. Counts may only fall.
 
 import argparse
 import ast
+import fnmatch
 import functools
 import json
 import re
@@ -17,10 +18,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTS = ROOT / "tests" / "support" / "word_counts.json"
-PLACES = ("finished pages", "pages", "module docstrings", "docstrings and comments", "messages", "names")
-# pages in which every count is 0
-FINISHED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md",
-            *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))))
+PLACES = ("finished pages", "pages", "module docstrings", "docstrings and comments", "finished messages", "messages",
+          "names")
+# patterns of pages, and of files with messages, in which every count is 0; zh.js has the messages of all Python files
+FINISHED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/*.md", "docs/*/*.md", "web/docs/*.md")
+FINISHED_MESSAGES = ("nodes/*.py", "web/*.js", "locales/*/*.json", "workflows/*.json")
+UNFINISHED_MESSAGES = ("web/zh.js",)
 OPENING = "relative clause as an opening"
 SHOWN = 20                                 # occurrences that a failure lists
 
@@ -99,6 +102,10 @@ WORDS = (
     Word("refused by name", "rejected", r"refus(?:e|es|ed|al) (?:by|with) (?:its |their |the |a )?(?:names?|reasons?)"),
     Word("mend", "fix", r"mend(?:s|ed|ing)?", r"_mend(?:s|ed)?_"),
     Word("foresee", "estimate, expect", r"fores(?:ee|ees|een|aw)"),
+    Word("step before", "previous step", r"(?:a|the) step before"),
+    Word("one device's picture", "a single-GPU run",
+         r"(?:one|a single|a) (?:device|gpu|card)'s (?:own )?(?:picture|image)s?"),
+    Word("computer's memory", "system RAM", r"computer's memory"),
     Word("for want of", "for lack of, without", r"for want of"),
     Word("but for", "except, apart from", r"but for(?! (?:speed|memory)\b)"),
     Word(OPENING, "a noun or a verb first"),
@@ -132,6 +139,8 @@ def find(root=ROOT, exceptions=EXCEPTIONS):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             for text in re.findall(r'"((?:[^"\\]|\\.)*)"', line):
                 found += _in_text(text, "messages", path, root, number) if " " in text else []
+    for path in sorted((root / "workflows").glob("*.json")):
+        found += _of_workflow(path, root)
     for path in [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md")),
                  *sorted((root / "web" / "docs").glob("*.md")), *sorted((root / "xdit_backend").rglob("*.md"))]:
         if path.name != "README.zh.md":
@@ -260,11 +269,26 @@ def _of_javascript(path, root):
     return found
 
 
+def _of_workflow(path, root):
+    """A template's title, which is its file name, its notes and the titles of its nodes; prompts are not read."""
+    source = path.read_text(encoding="utf-8")
+    found = _in_text(path.stem, "messages", path, root, 1)
+    for node in json.loads(source)["nodes"]:
+        for text in [node.get("title") or "", *(node["widgets_values"] if node["type"] == "MarkdownNote" else [])]:
+            line = 1 + source.partition(json.dumps(text))[0].count("\n")
+            found += [each._replace(line=line) for each in _in_text(text, "messages", path, root, line)]
+    return found
+
+
 def _of_page(path, root):
     """A page's prose, without code and the targets of links."""
     text = MARKUP.sub(lambda match: "\n" * match[0].count("\n") or "_", path.read_text(encoding="utf-8"))
-    name = path.relative_to(root).as_posix()
-    return _in_text(text, "finished pages" if name in FINISHED else "pages", path, root, 1)
+    return _in_text(text, "pages", path, root, 1)
+
+
+def _is_finished(place, name):
+    patterns = {"pages": FINISHED, "messages": () if name in UNFINISHED_MESSAGES else FINISHED_MESSAGES}.get(place, ())
+    return any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _in_text(text, place, path, root, line, lines=()):
@@ -318,7 +342,8 @@ def _defined(node):
 
 
 def _found(place, word, path, root, line):
-    return Found(place, word, path.relative_to(root).as_posix(), line)
+    name = path.relative_to(root).as_posix()
+    return Found(f"finished {place}" if _is_finished(place, name) else place, word, name, line)
 
 
 def _excepted(found, root, exceptions):

@@ -161,7 +161,7 @@ def test_weights_that_host_memory_has_no_room_for_are_said_to_come_from_the_disk
     comfyui.sample(model, "sd3", steps=1)
 
     panel = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.panel")
-    assert panel.state()["run"]["come"] == max(model.model.remote.memory.offloaded_bytes) > 0
+    assert panel.state()["run"]["streamed"] == max(model.model.remote.memory.offloaded_bytes) > 0
     streamed, rate, step_s = map(float, re.search(
         r"and (\S+) GB come from host memory in every step, more than it has room for: (\S+) GB/s from disk, (\S+) s a "
         r"step\. Faster would be more host memory, or weights of a smaller type", said[0]).groups())

@@ -363,7 +363,7 @@ def test_a_class_is_a_number_or_a_name(comfyui, folder_of):
                         ("golden retreiver", "such as golden retriever"), ("crane", "one of the numbers 134 and 517")):
         with pytest.raises(comfyui.errors.ConfigError, match=words):
             label.execute(model, text)
-    with pytest.raises(comfyui.errors.ConfigError, match="does not draw classes"):
+    with pytest.raises(comfyui.errors.ConfigError, match="is not class-conditional"):
         label.execute(comfyui.ours("sd3", comfyui.config()), "1")
 
 

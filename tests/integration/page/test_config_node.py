@@ -87,7 +87,7 @@ def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
     values = page.evaluate("""() => Object.fromEntries(app.graph.nodes.find(node => node.type === "XDiTParallelConfig")
         .widgets.map(widget => [widget.name, widget.value]))""")
 
-    assert marked == {"XDiTParallelConfig": "ring_degree"} and label == "Set what fits this machine"
+    assert marked == {"XDiTParallelConfig": "ring_degree"} and label == "Use settings that fit this machine"
     assert with_button == [node.get("widgets_values") for node in saved]       # it is not saved
     assert (values["devices"], values["mode"], values["ring_degree"],
             values["cfg_degree"]) == ("cpu,cpu", "manual", 2, 1)

@@ -128,7 +128,7 @@ def test_the_keys_convert_and_the_page_says_what_stays(page):
 
     page.keyboard.press("Alt+Shift+G")
     page.wait_for_function("title => document.querySelector('.p-toast')?.innerText.includes(title)",
-                           arg="what SAM3 Detect does")
+                           arg="how SAM3 Detect changes the model")
 
     assert page.evaluate(SERIALIZE) == before
     assert page.problems == []

@@ -173,8 +173,8 @@ def test_what_becomes_of_a_template(converted, name, types, stay):
      "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates one. One. Two. Three.",
      ""),
     ("Worker rank 1 (cpu) died (exit code -9, killed). Queue the prompt again to start a new group. See "
-     "docs/guide/troubleshooting.md in the folder of the xDiT nodes. Its last lines:\nRoot Cause (first observed failure):\n"
-     "[0]:\n",
+     "docs/guide/troubleshooting.md in the folder of the xDiT nodes. Its last lines:\nRoot Cause (first observed "
+     "failure):\n[0]:\n",
      "Worker rank 1 (cpu) died (exit code -9, killed). Queue the prompt again to start a new group.",
      "See docs/guide/troubleshooting.md in the folder of the xDiT nodes. Its last lines:\nRoot Cause (first observed "
      "failure):\n[0]:")])

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.support.comfyui_server import ROOT
+from xdit_backend.planner.descriptions import REASONS
 
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 ZH = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
@@ -54,6 +55,12 @@ def test_each_message_that_the_page_asks_for_is_there():
              for key in re.findall(r"\btext\(\"(\w+)\"", path.read_text(encoding="utf-8"))}
 
     assert len(requested) >= 20 and requested <= keys
+
+
+def test_each_bottleneck_of_an_estimate_has_a_text():
+    keys = {key for key, _ in entries_of_the_page()["en"]}
+
+    assert {f"limited_{cause.replace('-', '')}" for cause in REASONS} <= keys
 
 
 def entries_of_the_page():

@@ -301,7 +301,7 @@ def test_a_prompt_that_fails_before_it_samples_is_told_on_the_node_in_a_note_and
 
     for text in (told, note, dict(shown)["XDiTParallelSampler"].removeprefix("failed: ")):
         assert "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches" in text
-    assert dict(shown)["XDiTVAEDecode"] == "not run: the prompt failed before it" and not timeline
+    assert dict(shown)["XDiTVAEDecode"] == "not run: the prompt failed before this node" and not timeline
 
 
 SIZES = """([steps, size]) => {
@@ -367,8 +367,8 @@ def test_the_bubble_is_the_time_without_work(page, wait):
     work, and not as the bubble."""
     spans = [["whole", 0, 4, 1, 0], [wait, 1, 2, 1, 0], ["patch", 6, 10, 2, 0], ["decode", 12, 13, 0, 0]]
     whole, later, drawn = page.evaluate("""async spans => {
-        const { shares, rectangles } = await import("/extensions/xdit-comfyui/timeline.js");
-        return [shares(spans, 0, 10), shares(spans, 2, 10),
+        const { summarise, rectangles } = await import("/extensions/xdit-comfyui/timeline.js");
+        return [summarise(spans, 0, 10), summarise(spans, 2, 10),
                 rectangles(spans, 5, 15, 100).map(({ x, width, span }) => [span[0], x, width])];
     }""", spans)
 
@@ -382,14 +382,14 @@ def test_the_bubble_is_the_time_without_work(page, wait):
 def test_the_legend_lists_what_the_image_has(page):
     """Measuring the devices has a colour of its own; nothing is drawn of a run that did nothing."""
     of, kinds = page.evaluate("""async () => {
-        const { TimePicture } = await import("/extensions/xdit-comfyui/timeline.js");
-        const picture = new TimePicture(key => key);
-        const show = (run, spans) => picture.show({ run, seconds: 2, steps: 1, ranks: [{ name: "0: cpu", spans }] });
+        const { Timeline } = await import("/extensions/xdit-comfyui/timeline.js");
+        const timeline = new Timeline(key => key);
+        const show = (run, spans) => timeline.show({ run, seconds: 2, steps: 1, ranks: [{ name: "0: cpu", spans }] });
         show(1, []);
-        const empty = picture.isOf(1);
+        const empty = timeline.isOf(1);
         show(2, [["measure", 0, 1, 0, 0], ["whole", 1, 2, 1, 0], ["weights", 1, 1.5, 1, 0]]);
-        return [[empty, picture.isOf(1), picture.isOf(2)],
-            [...picture.legend.querySelectorAll("i")].map(one => one.dataset.kind)];
+        return [[empty, timeline.isOf(1), timeline.isOf(2)],
+            [...timeline.legend.querySelectorAll("i")].map(one => one.dataset.kind)];
     }""")
 
     assert of == [False, False, True] and kinds == ["whole", "measure", "weights", "idle"]
@@ -439,7 +439,7 @@ def test_the_rate_of_weights_that_come_is_what_came_in_a_step(page, host, after_
     assert before == 0 and shown.endswith("/s")
     assert come == pytest.approx(max(max(model["offloaded"]) for model in models), rel=0.05) and come > 0
     stay = sum(sum(model["weights"]) - sum(model["parked"]) for model in models if any(model["offloaded"]))
-    line, = (line for line in lines if "come from host memory" in line)
+    line, = (line for line in lines if "offloaded to system RAM" in line)
     held, streamed = (float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) ([KMG]?B)\b", line))
     assert held == pytest.approx(stay, rel=0.05) and streamed == pytest.approx(come, rel=0.01)
     rounded = 0.05e9 if rate >= 1e8 else 0.5e6

@@ -70,7 +70,7 @@ def test_waits_for_weights_are_in_the_timeline_in_the_step_that_waited(comfyui, 
     own, = (one for group in state["groups"] for one in group["models"]
             if one["name"] == model.model.remote.spec.name)
     assert own["offloaded"] == memory.offloaded_bytes and min(own["offloaded"]) > 0
-    assert own["weights"] == memory.weight_bytes and state["run"]["come"] == memory.streamed_bytes
+    assert own["weights"] == memory.weight_bytes and state["run"]["streamed"] == memory.streamed_bytes
 
 
 def test_a_group_that_took_no_part_has_no_row_in_the_timeline(comfyui, panel):

@@ -178,7 +178,7 @@ def test_the_page_of_start_py_opens_the_demo_the_first_time(chromium, host):
 def test_the_page_shows_titles_with_a_sentence_each(page):
     page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
     page.get_by_text(PACK).first.click()
-    page.get_by_text("Draws emoji at once").first.wait_for()
+    page.get_by_text("Generates emoji right away").first.wait_for()
     titles = [page.get_by_text(text, exact=True).count() for text in ("Demo", "Compare", "Flux.1 Kontext")]
     page.keyboard.press("Escape")
 
