@@ -11,7 +11,7 @@ import torch
 
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.specs import CachedReferences
-from ..compatibility.block_patches import keeps_references
+from ..compatibility.block_patches import caches_references
 
 METHOD = "ref_latents_method"
 
@@ -38,7 +38,7 @@ class RunReferences:
     def used_by(self, call, setup, transformer_options):
         """Return the call with its use of the cached keys and values: it fills the cache or reads it."""
         images = {name: tensor for name, tensor in call.conditioning.items() if name.startswith("ref_latents")}
-        if not keeps_references(setup.family, transformer_options) or not any(map(_is_image, images)):
+        if not caches_references(setup.family, transformer_options) or not any(map(_is_image, images)):
             return call
         if transformer_options.get("sample_sigmas") is None:
             raise UnsupportedError("Use a sampler node, or remove Flux KV Cache: a node calls this MODEL outside a "
