@@ -177,11 +177,6 @@ def _shown(layer, adapter, num_images):
 def _weight(layer, settings, linears):
     """Weight of an adapter in a layer: a number, a tensor with one for each image, or None."""
     weight, kind = settings["weight"], settings["weight_type"]
-
-
-def _weight(layer, given, linears):
-    """Of an adapter in a layer: a number, a tensor of one for each image, or None."""
-    weight, kind = given["weight"], given["weight_type"]
     if isinstance(weight, dict):
         return weight.get(layer.index)
     if kind in EASING:
