@@ -101,8 +101,8 @@ def is_shrink(kind, function):
 
 
 def is_free_u(function):
-    """Whether this function computes what xdit_backend/hooks/free_u.py does. Tested with two pixels and a skip of
-    one."""
+    """Whether this function computes what free_u of xdit_backend/hooks/unet_patches.py does. Tested with two pixels and
+    a skip of one."""
     channels, (strength, weakness) = next(iter(cell(function, "scale_dict").cell_contents.items()))
     hidden, skip = function(torch.tensor([0.0, 1.0]).expand(1, channels, 1, 2).clone(), torch.ones(1, 1, 1, 1), {})
     half = channels // 2

@@ -38,7 +38,6 @@ def under_comfyui_names(tensors, checkpoint):
             tensor = _concatenated(rows, tensors)
             found[name] = tensor.flatten() if num_dims == 1 else tensor        # one dim in ComfyUI, several here
             used |= sources.keys()
-            used |= parts.keys()
     if used != tensors.keys():
         # ComfyUI's own conversion covers other families
         found = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or {}

@@ -26,15 +26,15 @@ def lend_layers(guider):
     """
     for control in _controls(guider.conds.values()):
         if isinstance(control, comfy.controlnet.ControlLora):
-            net = control.control_model
-            _free_memory(guider, net, comfy.model_management.get_torch_device())
-            control.control_model = _readable(net, comfy.model_management.get_torch_device())
+            model = control.control_model
+            _free_memory(guider, model, comfy.model_management.get_torch_device())
+            control.control_model = _readable(model, comfy.model_management.get_torch_device())
         elif isinstance(control, comfy.controlnet.QwenFunControlNet):
-            net = copy.copy(control.extra_args["base_model"])
-            _free_memory(guider, torch.nn.ModuleList(map(net.get_submodule, OF_QWEN_FUN)), control.load_device)
-            net._modules = {name: _readable(module, control.load_device) if name in OF_QWEN_FUN else module
-                            for name, module in net._modules.items()}
-            control.set_extra_arg("base_model", net)
+            model = copy.copy(control.extra_args["base_model"])
+            _free_memory(guider, torch.nn.ModuleList(map(model.get_submodule, OF_QWEN_FUN)), control.load_device)
+            model._modules = {name: _readable(module, control.load_device) if name in OF_QWEN_FUN else module
+                            for name, module in model._modules.items()}
+            control.set_extra_arg("base_model", model)
 
 
 def _controls(conds):

@@ -34,7 +34,7 @@ class RemoteModel:
     """
 
     def __init__(self, computing_in, dtype, load_device):
-        # changes of the next run; Job that ComfyUI last asked the memory of
+        # changes of the next run; last Job for which ComfyUI requested memory
         self._computing_in, self._expected, self._job = computing_in, {}, None
         self._set_up(dtype)
         setup, self.load_device = self.setup, load_device

@@ -89,7 +89,7 @@ def _transformed(done, how, half, config, tensor, shape, scale):
         GROUPS.runs.vae(client.devices)
         result = how(half, tensor, shape, num_ranks=num_ranks, first_rank=first_rank)
     except BaseException as error:
-        show_text(GROUPS.runs.given_up(error))                 # replaces the progress
+        show_text(GROUPS.runs.describe_interruption(error))                 # replaces the progress
         raise
     _show_done(done, started_s, half, num_ranks)
     return result

@@ -31,7 +31,7 @@ from ....xdit_backend.autoencoders.vae_family import VaeFamily
 
 @dataclass(frozen=True)
 class Kind:
-    """How the workers run one class of ComfyUI's VAEs, and what is done to a latent outside the network."""
+    """Class of ComfyUI's VAEs: the family as which workers run it, and what is done to a latent outside the network."""
 
     family: VaeFamily
     recognises: Callable                   # (first_stage_model) -> bool

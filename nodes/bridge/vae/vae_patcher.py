@@ -59,10 +59,10 @@ class VaeHalf:
         sharing = self.client.devices[first:first + count].count(str(self._patcher.load_device))
         needed_bytes = self.client.autoencoders.estimate(self.name, shape, scale, count)
         comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes * sharing)
-        self._place_weights(needed_bytes, count, first)
+        self._update_offload(needed_bytes, count, first)
         return count, first
 
-    def _place_weights(self, needed_bytes, count, first):
+    def _update_offload(self, needed_bytes, count, first):
         """Offload the weights to system RAM if they leave these workers too little memory, else make them resident."""
         free_bytes = self.client.autoencoders.free_bytes(count, first)
         if self.from_host == (needed_bytes + self.from_host * self._num_bytes > free_bytes):

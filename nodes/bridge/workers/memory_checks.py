@@ -107,7 +107,7 @@ class MemoryCheck:
 
     def weights_memory_alongside(self, run_bytes, is_loaded):
         """Return ModelSpec.weights_memory for a run that takes so many bytes of a rank in addition to weights.
-        is_loaded: the workers have the model; its setting is then kept if it suits this run too."""
+        is_loaded: the workers have the model; its setting does not change if it suits this run too."""
         spec, configured = self._setup.spec, self._setup.config.weights_memory_bytes
         if configured is not None or not self._may_offload:
             return configured or 0

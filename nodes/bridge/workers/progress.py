@@ -138,7 +138,7 @@ class Runs:
             for rank in range(len(devices)) if run is not None else ():
                 run.spans.setdefault((tuple(devices), rank), []).append(Span("measure", began_s, time.perf_counter()))
 
-    def given_up(self, error):
+    def describe_interruption(self, error):
         """Return the node's text for a phase that this error interrupted."""
         phase, self.phase = self.phase, {}
         progress = (f", {phase['text']} {phase['done']} of {phase['total']}" if phase.get("total")
