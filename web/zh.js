@@ -253,8 +253,6 @@ export const ZH = {
     "请使用至少 64 像素的宽和高：Wan S2V 以该大小的方块读取之前的帧。",
   "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video and its reference cannot be parted.":
     "请编码与视频等长的声音：它有 {0} 帧，视频及其参考的 {1} 个令牌无法按帧分开。",
-  "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":
-    "请把 weights_memory 设为“auto”，或至少 {0} GB：{1} 的 {2} 在每个设备上占用这么多，而 weights_memory=\"{3}\" 更小。",
   "Choose one of {} in Settings > xDiT: {} is {} in ComfyUI's settings.":
     "请在 设置 > xDiT 中选择 {0} 之一：ComfyUI 的设置中 {1} 为 {2}。",
   "Set the idle minutes above 0 and at most {} in Settings > xDiT: {} is {} in ComfyUI's settings.":

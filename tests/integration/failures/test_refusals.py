@@ -134,12 +134,12 @@ def test_a_value_in_the_place_of_a_link_is_refused_by_name(comfyui, model, value
         for name in links:
             # the first: as not connected
             if (name, value) != ("parallel", None) and (name not in TEXTS or value != "abc"):
-                with pytest.raises(comfyui.errors.ConfigError, match=f": {name} is .* needs"):
+                with pytest.raises(comfyui.errors.ConfigError, match=f": {name} is .* must be"):
                     node.execute(**given | {name: value})
 
 
 def test_latent_of_another_model_is_refused(comfyui, model):
-    with pytest.raises(comfyui.errors.ConfigError, match="shape .1, 4, 16, 16., and SD3 works on .batch, 16 channels"):
+    with pytest.raises(comfyui.errors.ConfigError, match="shape .1, 4, 16, 16., and SD3 needs .batch, 16 channels"):
         comfyui.sample(model, "sd3", latent={"samples": torch.ones(1, 4, 16, 16)})
 
 
@@ -149,7 +149,7 @@ def test_latent_of_another_model_is_refused_in_any_sampler_node(comfyui, degrees
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees))
 
     with torch.inference_mode(), pytest.raises(comfyui.errors.ConfigError,
-                                               match="latent has the shape .*SD3 works on .batch, 16 chan"):
+                                               match="latent has the shape .*SD3 needs .batch, 16 chan"):
         comfyui.nodes.KSampler().sample(model, 7, 2, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1),
                                         comfyui.conditioning("sd3", 2), {"samples": torch.ones(shape)}, 1.0)
 
@@ -211,7 +211,7 @@ def test_more_sequence_ranks_than_tokens_are_refused_and_the_group_survives(comf
 
 
 @pytest.mark.parametrize("tokens, text, pooled, message", [
-    (20, 50, 64, r"has text of 50 channels, and this SD3 model needs 96"), (20, 200, 64, "text of 200 numbers"),
+    (20, 50, 64, r"has text of 50 channels, and this SD3 model needs 96"), (20, 200, 64, "text of 200 channels"),
     (20, 96, 30, r"has pooled text of 30 channels, and this SD3 model needs 64"),
     (0, 96, 64, r"has no text tokens \(its shape is \(1, 0, 96\)\), and SD3 needs at least one"),
 ], ids=["narrow", "wide", "pooled", "no tokens"])
