@@ -1,124 +1,134 @@
 /** Errors and what nodes say while they run, in Chinese. {} in the English stands for any text, which {0}, {1} ... have in the Chinese. Used by translate.js. */
 
 export const ZH = {
-  "Use the bf16, fp16 or plain fp8 file of this model for nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model): {} holds quantised weights or is a GGUF file. As the first model of a ModelMerge node, and with LoRA, it works.":
+  "Use the bf16, fp16 or plain fp8 file of this model for nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model): {} has quantised weights or is a GGUF file. As the first model of a ModelMerge node, and with LoRA, it works.":
     "写入或混合 MODEL 自身权重的节点（ModelSave、CheckpointSave、LoraSave，以及把它作为第二个模型的 ModelMerge 节点）请使用此模型的 bf16、fp16 或普通 fp8 文件：{0} 含有量化的权重，或者是 GGUF 文件。作为 ModelMerge 节点的第一个模型，以及与 LoRA 一起，它可以使用。",
-  "Use the publisher's whole file, or a text encoder that prepares this text: {} lacks weights of {} with which ComfyUI does.":
-    "请使用发布者的完整文件，或使用会准备文本的文本编码器：{0} 缺少 {1} 的权重，ComfyUI 用它们准备这段文本。",
-  "{} {} is a diffusers folder of a {} model, and ComfyUI's names are not known for all tensors of it.":
-    "{0} {1} 是 {2} 模型的 diffusers 文件夹，其中有些张量在 ComfyUI 中的名称未知。",
-  "{} {} is a model of {} with {} = {}, which ComfyUI could not tell from its tensors: it would take it for {}.":
-    "{0} {1} 是 {3} = {4} 的 {2} 模型，ComfyUI 无法从其张量看出这一点：它会当作 {5}。",
-  "Use another model: {} is sampled as its scheduler_config.json says ({}, {} = {}), and ComfyUI samples such models otherwise.":
-    "请使用其他模型：{0} 按其 scheduler_config.json 采样（{1}，{2} = {3}），而 ComfyUI 对这类模型采用别的方式。",
-  "Set devices in xDiT Parallel Config, which runs this MODEL on several GPUs itself, and remove the node that asks for it on {}.":
-    "请在“xDiT 并行配置”中设置设备，它自己就在多个 GPU 上运行此 MODEL，并删除要求把它放在 {0} 上的节点。",
+  "Use the publisher's full file, or a text encoder that prepares this text: {} lacks the weights {} that ComfyUI needs for it.":
+    "请使用发布者的完整文件，或使用会准备文本的文本编码器：{0} 缺少 ComfyUI 为此所需的权重 {1}。",
+  "{} {} is a diffusers folder of a {} model, and some of its tensors have no known name in ComfyUI's format.":
+    "{0} {1} 是 {2} 模型的 diffusers 文件夹，其中有些张量在 ComfyUI 格式中没有已知的名称。",
+  "{} {} is a {} model with {} = {}, which ComfyUI cannot detect from its tensors: it would use {}.":
+    "{0} {1} 是 {3} = {4} 的 {2} 模型，ComfyUI 无法从其张量检测到这一点：它会使用 {5}。",
+  "Use another model: {} needs the sampling of its scheduler_config.json ({}, {} = {}), which ComfyUI does not have for such models.":
+    "请使用其他模型：{0} 需要其 scheduler_config.json 的采样方式（{1}，{2} = {3}），而 ComfyUI 对这类模型没有这种方式。",
+  "Set devices in xDiT Parallel Config, which runs this MODEL on several GPUs itself, and remove the node that requests a copy on {}.":
+    "请在“xDiT 并行配置”中设置设备，它自己就在多个 GPU 上运行此 MODEL，并删除要求在 {0} 上建立副本的节点。",
   "Set weight_dtype to default for nodes that write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model): this one was quantised as it was loaded (weight_dtype {}). As the first model of a ModelMerge node, and with LoRA, it works.":
     "写入或混合 MODEL 自身权重的节点（ModelSave、CheckpointSave、LoraSave，以及把它作为第二个模型的 ModelMerge 节点）请把 weight_dtype 设为 default：此 MODEL 在加载时被量化（weight_dtype {0}）。作为 ModelMerge 节点的第一个模型，以及与 LoRA 一起，它可以使用。",
-  "Use Load Diffusion Model: {} is not in the file of this MODEL, so that a node cannot save it.":
+  "Use Load Diffusion Model: {} is not in the file of this MODEL, so a node cannot save it.":
     "请使用“UNet加载器”：{0} 不在此 MODEL 的文件中，节点无法保存它。",
-  "Use a LoRA that was made for {}: nothing of this one is for it. ComfyUI's log names its tensors.":
-    "请使用为 {0} 制作的 LoRA：此 LoRA 中没有任何内容适用于它。ComfyUI 的日志列出了它的张量。",
-  "Remove Create Hook Model as LoRA, or use Load Diffusion Model: xDiT does not support it, and it would be dropped without notice.":
-    "请删除 Create Hook Model as LoRA，或使用“UNet加载器”：xDiT 不支持它，它会在没有提示的情况下失效。",
-  "Use Load Diffusion Model for the node that asks for a second copy of this MODEL's weights: xDiT's workers hold one.":
-    "请为要求此 MODEL 权重第二份副本的节点使用“UNet加载器”：xDiT 的工作进程只持有一份。",
-  "Set weight_dtype to fp32, or to bf16 where the device has it: {} has numbers that {} cannot hold, and {} would compute in it.":
-    "请把 weight_dtype 设为 fp32，或在设备支持时设为 bf16：{0} 中有 {1} 无法容纳的数值，而 {2} 会用它计算。",
+  "Use a LoRA that was made for {}: no tensor of this one matches. ComfyUI's log lists its tensors.":
+    "请使用为 {0} 制作的 LoRA：此 LoRA 中没有匹配的张量。ComfyUI 的日志列出了它的张量。",
+  "Remove Create Hook Model as LoRA, or use Load Diffusion Model: xDiT does not support it and would silently ignore it.":
+    "请删除 Create Hook Model as LoRA，或使用“UNet加载器”：xDiT 不支持它，会在没有提示的情况下忽略它。",
+  "Use Load Diffusion Model for the node that needs a second copy of this MODEL's weights: xDiT's workers have one.":
+    "请为需要此 MODEL 权重第二份副本的节点使用“UNet加载器”：xDiT 的工作进程只有一份。",
+  "Set weight_dtype to fp32, or to bf16 if the device supports it: values of {} exceed the range of {}, in which {} would compute.":
+    "请把 weight_dtype 设为 fp32，或在设备支持时设为 bf16：{0} 的数值超出 {1} 的范围，而 {2} 会用它计算。",
   "Set weight_dtype to default, which leaves weights as they are, or use the bf16 or fp16 file of the same model: weight_dtype {} would quantise {} a second time, whose weights are {} already.":
     "请把 weight_dtype 设为 default，使其保持不变，或使用同一模型的 bf16 或 fp16 文件：weight_dtype {0} 会再次量化 {1}：它的权重已经是 {2}。",
+  "Use the all-in-one checkpoint of {} as published: {} lacks {}, with which ComfyUI encodes numbers for the model.":
+    "请使用所发布的 {0} 一体化检查点：{1} 缺少 {2}，ComfyUI 用它为模型编码数值。",
   "Use another file of this model: ComfyUI does not recognise {} as a {} model.":
     "请使用此模型的其他文件：ComfyUI 不能把 {0} 识别为 {1} 模型。",
-  "Use Load Diffusion Model: {} says in its metadata that it differs from other {} models, which xDiT would not heed.":
-    "请使用“UNet加载器”：{0} 的元数据说明它与其他 {1} 模型不同，而 xDiT 不会遵循。",
-  "Use another model: {} is a model of {} whose scheduler says {}, and ComfyUI samples such a model by {} only.":
-    "请使用其他模型：{0} 是调度器为 {2} 的 {1} 模型，而 ComfyUI 只用 {3} 对这类模型采样。",
-  "Use Load Diffusion Model for the node that reads weights of this MODEL (diffusion_model.{}) while no sampler runs it: xDiT's workers hold them.":
-    "请为在没有采样器运行时读取此 MODEL 权重（diffusion_model.{0}）的节点使用“UNet加载器”：权重由 xDiT 的工作进程持有。",
-  "Use the bf16, fp16, plain fp8 or GGUF file of the same model: {} has a scale for {}, which ComfyUI does not heed, so that what this file should draw is not clear.":
-    "请使用同一模型的 bf16、fp16、普通 fp8 或 GGUF 文件：{0} 有 {1} 的缩放系数，ComfyUI 不使用它，此文件应当生成什么并不明确。",
-  "Use a LoRA, or another weight patch, that was made for this model: the one given does not fit {} ({}).":
-    "请使用为此模型制作的 LoRA 或其他权重补丁：给出的补丁不适合 {0}（{1}）。",
+  "Use Load Diffusion Model: the metadata of {} describes a variant of {} that xDiT does not support.":
+    "请使用“UNet加载器”：{0} 的元数据描述了 xDiT 不支持的 {1} 变体。",
+  "Use another model: {} is a {} model whose scheduler has the prediction type {}, and ComfyUI supports only {} for it.":
+    "请使用其他模型：{0} 是 {1} 模型，其调度器的预测类型为 {2}，而 ComfyUI 对它只支持 {3}。",
+  "Use Load Diffusion Model for the node that reads weights of this MODEL (diffusion_model.{}) while no sampler runs it: they are on xDiT's workers.":
+    "请为在没有采样器运行时读取此 MODEL 权重（diffusion_model.{0}）的节点使用“UNet加载器”：权重在 xDiT 的工作进程中。",
+  "Use the bf16, fp16, plain fp8 or GGUF file of the same model: {} has a scale for {}, which ComfyUI ignores, so that the intended weights are not clear.":
+    "请使用同一模型的 bf16、fp16、普通 fp8 或 GGUF 文件：{0} 有 {1} 的缩放系数，ComfyUI 会忽略它，因此无法确定应有的权重。",
+  "Use a LoRA, or another weight patch, that was made for this model: this one does not fit {} ({}).":
+    "请使用为此模型制作的 LoRA 或其他权重补丁：此补丁不适合 {0}（{1}）。",
   "Remove the LoRA or node that changes {}, or use Load Diffusion Model: the file of this MODEL does not have it.":
     "请删除更改 {0} 的 LoRA 或节点，或使用“UNet加载器”：此 MODEL 的文件中没有它。",
-  "Remove Apply ControlNet: ComfyUI's {} takes no ControlNet conditioning, and would drop this workflow's without notice.":
-    "请删除“应用ControlNet”：ComfyUI 的 {0} 不接受 ControlNet 条件，此工作流中的会在没有提示的情况下失效。",
-  "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove HyperTile: it cuts whole pictures into tiles, and each device has some rows of them.":
+  "Remove Apply ControlNet: ComfyUI's {} supports no ControlNet and would silently ignore this workflow's.":
+    "请删除“应用ControlNet”：ComfyUI 的 {0} 不支持 ControlNet，会在没有提示的情况下忽略此工作流中的。",
+  "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove HyperTile: it cuts full images into tiles, and each device has only some of their rows.":
     "请在 xDiT 并行配置中把 displaced_degree 设为 1，并提高 cfg_degree 或 data_degree，或移除 HyperTile：它把整张图像切成小块，而每个设备只有其中几行。",
-  "Remove HyperTile: some of what it cuts in {} are no pixels of one picture.":
-    "请移除 HyperTile：它在 {0} 中切分的一部分内容不是同一张图像的像素。",
-  "Remove HyperTile, or the other node that changes self-attention (another HyperTile, Perturbed-Attention or Self-Attention Guidance): each takes what the other makes.":
-    "请移除 HyperTile，或另一个改变自注意力的节点（另一个 HyperTile、扰动注意力引导或自注意力引导）：它们互相使用对方的结果。",
-  "Remove TomePatchModel, or use Load Diffusion Model: it draws lots in every layer for the tokens that others are merged into, and each device would draw its own.":
-    "请移除 TomePatchModel，或使用“UNet加载器”：它在每一层随机抽取其他 token 并入的 token，而每台设备会各自抽取。",
-  "Set swap_size of HyperTile to 2 or less: above that it draws lots for the size of tiles in every layer, and each device would draw its own.":
-    "请把 HyperTile 的 swap_size 设为 2 或更小：更大时它在每一层随机选择小块的大小，而每个设备会各自抽取。",
-  "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove FreeU: it filters the frequencies of whole pictures, and each device has some rows of them.":
+  "Remove HyperTile: some tokens that it cuts into tiles in {} are not pixels of one image.":
+    "请移除 HyperTile：它在 {0} 中切成小块的一部分令牌不是同一张图像的像素。",
+  "Remove HyperTile, or the other node that changes self-attention (another HyperTile, Perturbed-Attention or Self-Attention Guidance): xDiT does not combine them.":
+    "请移除 HyperTile，或另一个改变自注意力的节点（另一个 HyperTile、扰动注意力引导或自注意力引导）：xDiT 不能组合它们。",
+  "Remove TomePatchModel, or use Load Diffusion Model: it selects the tokens to merge at random in every layer, and each device would select different ones.":
+    "请移除 TomePatchModel，或使用“UNet加载器”：它在每一层随机选择要合并的令牌，而每台设备会选出不同的令牌。",
+  "Set swap_size of HyperTile to 2 or less: above that it selects tile sizes at random in every layer, and each device would select different ones.":
+    "请把 HyperTile 的 swap_size 设为 2 或更小：更大时它在每一层随机选择小块的大小，而每个设备会选出不同的大小。",
+  "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove FreeU: it filters the frequencies of full images, and each device has only some of their rows.":
     "请在 xDiT 并行配置中把 displaced_degree 设为 1，并提高 cfg_degree 或 data_degree，或移除 FreeU：它要对整张图像的频率滤波，而每个设备只有其中几行。",
-  "Remove the node that adds model patches ({}): ComfyUI's {} does not heed them all, and they would be dropped without notice.":
-    "请移除添加模型补丁（{0}）的节点：ComfyUI 的 {1} 不会全部使用它们，否则会被悄悄丢弃。",
-  "Remove the node that adds model patches ({}): it is for other models than {}.":
-    "请移除添加模型补丁（{0}）的节点：它不适用于 {1}。",
-  "Use a model patch that was made for this model: the one given is for {} blocks of {} channels, and this {} model has {} of {}.":
-    "请使用为此模型制作的模型补丁：给定的补丁适用于 {0} 个 {1} 通道的块，而此 {2} 模型有 {3} 个 {4} 通道的块。",
-  "Use one picture, or as many as there are latents, for the model patch: its {} of {} tokens do not fit {} latents of {}.":
-    "模型补丁请使用一张图像，或与 latent 数量相同的图像：它的 {0} 张（各 {1} 个 token）与 {2} 个 latent（各 {3} 个 token）不符。",
-  "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove PatchModelAddDownscale: it makes whole pictures smaller, and each device has some rows of them.":
+  "Remove the node that adds model patches ({}): ComfyUI's {} does not support all of them and would silently ignore them.":
+    "请移除添加模型补丁（{0}）的节点：ComfyUI 的 {1} 不支持其中的全部，会在没有提示的情况下忽略它们。",
+  "Remove the node that adds model patches ({}): it does not support {}.":
+    "请移除添加模型补丁（{0}）的节点：它不支持 {1}。",
+  "Use a model patch that was made for this model: this one has {} blocks of {} channels, and this {} model has {} of {}.":
+    "请使用为此模型制作的模型补丁：此补丁有 {0} 个 {1} 通道的块，而此 {2} 模型有 {3} 个 {4} 通道的块。",
+  "Use one control image, or as many as latents, for the model patch: its {} of {} tokens do not fit {} latents of {}.":
+    "模型补丁请使用一张控制图像，或与 latent 数量相同的控制图像：它的 {0} 张（各 {1} 个 token）与 {2} 个 latent（各 {3} 个 token）不符。",
+  "Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree higher, or remove PatchModelAddDownscale: it downscales full images, and each device has only some of their rows.":
     "请在 xDiT 并行配置中把 displaced_degree 设为 1，并提高 cfg_degree 或 data_degree，或移除 PatchModelAddDownscale：它把整张图像缩小，而每个设备只有其中几行。",
-  "Use {} as it is: this MODEL has parts of several.":
-    "请原样使用 {0}：此 MODEL 带有多个该节点的部分。",
-  "Choose another method than {} in {}: the workers do not have it.":
-    "请在 {1} 中选择 {0} 以外的方法：工作进程没有它。",
-  "Remove {}, or {}: the first changes the size of images inside of the model, and the other is for the sizes that they have else.":
-    "请移除 {0} 或 {1}：前者改变模型内部图像的大小，而后者适用于原来的大小。",
-  "Remove {}: it is for pictures, and {} makes videos.":
+  "Use {} without changing its patches: this MODEL has {} of them that downscale and {} that upscale.":
+    "请使用 {0} 而不改动它的补丁：此 MODEL 有 {1} 个缩小的补丁和 {2} 个放大的补丁。",
+  "Choose another method than {} in {}: the workers do not support it.":
+    "请在 {1} 中选择 {0} 以外的方法：工作进程不支持它。",
+  "Remove {} or {}: the first resizes feature maps inside the model, and the second depends on their usual sizes.":
+    "请移除 {0} 或 {1}：前者改变模型内部特征图的大小，而后者依赖它们原来的大小。",
+  "Remove {}: it is for images, and {} generates videos.":
     "请移除 {0}：它用于图像，而 {1} 生成视频。",
-  "Remove {}: {} attends along frames too, for which it has no picture.":
-    "请移除 {0}：{1} 也沿帧计算注意力，而它没有用于帧的图像。",
-  "Use a sampler node, or Load Diffusion Model: a node calls this MODEL with {} without saying for which prompts (cond_or_uncond).":
-    "请使用采样器节点，或“UNet加载器”：有节点调用带 {0} 的此 MODEL，却没有说明用于哪些提示词（cond_or_uncond）。",
-  "Use as many negative pictures as pictures for {}, of the same kind: for the two prompts it has {} and {}, of {} and {} tokens.":
+  "Remove {}: {} also has attention along frames, which the node does not support.":
+    "请移除 {0}：{1} 也沿帧计算注意力，该节点不支持这一点。",
+  "Use a sampler node, or Load Diffusion Model: a node calls this MODEL with {} without naming the prompts (cond_or_uncond).":
+    "请使用采样器节点，或“UNet加载器”：有节点调用带 {0} 的此 MODEL，却没有指明提示词（cond_or_uncond）。",
+  "Use as many negative images as images of the same kind for {}: for the two prompts it has {} and {}, of {} and {} tokens.":
     "{0} 的负面图像请与图像数量和种类相同：两个提示词分别有 {1} 张和 {2} 张，各 {3} 个和 {4} 个 token。",
   "Use an adapter that was made for this model for {}: {} has {} channels, and the adapter's layer for it {}.":
     "{0} 请使用为此模型制作的适配器：{1} 有 {2} 个通道，而适配器对应的层有 {3} 个。",
-  "Use a latent that is less narrow, or pictures without a mask: for one of {} x {} the mask would have no rows.":
-    "请使用不那么窄的 latent，或不带遮罩的图像：对 {0} x {1} 的 latent，遮罩将没有行。",
-  "Use another version of {}, or Load Diffusion Model: this one's {} computes something else than xDiT knows of it.":
-    "请使用其他版本的 {0}，或“UNet加载器”：此版本的 {1} 的计算与 xDiT 所知的不同。",
-  "Use another hypernetwork, or Load Diffusion Model: this one has layers that xDiT does not run ({}).":
-    "请使用其他 hypernetwork 或 UNet加载器：此 hypernetwork 有 xDiT 不运行的层（{0}）。",
-  "Remove Self-Attention Guidance: {} attends along frames too where the node reads how a picture's pixels attend to each other.":
-    "请移除 Self-Attention Guidance：该节点读取图像像素间注意力的地方，{0} 也沿帧计算注意力。",
-  "Use a latent of one frame: an LLLite is for pictures, and this latent has {}.":
+  "Use a latent that is less narrow, or reference images without a mask: the mask has no rows left for a latent of {} x {}.":
+    "请使用不那么窄的 latent，或不带遮罩的参考图像：对 {0} x {1} 的 latent，遮罩没有剩下的行。",
+  "Use another version of {}, or Load Diffusion Model: {} of the installed one computes something else than xDiT expects.":
+    "请使用其他版本的 {0}，或“UNet加载器”：已安装版本的 {1} 的计算与 xDiT 所预期的不同。",
+  "Use another hypernetwork, or Load Diffusion Model: this one has layers that xDiT does not support ({}).":
+    "请使用其他 hypernetwork 或 UNet加载器：此 hypernetwork 有 xDiT 不支持的层（{0}）。",
+  "Remove Self-Attention Guidance: the node needs attention between the pixels of one image, and {} also attends along frames there.":
+    "请移除 Self-Attention Guidance：该节点需要同一张图像的像素之间的注意力，而 {0} 在那里也沿帧计算注意力。",
+  "Use a latent of one frame: LLLite is for images, and this latent has {} frames.":
     "请使用只有一帧的 latent：LLLite 用于图像，而此 latent 有 {0} 帧。",
-  "Use an LLLite that was made for this model: the one given is for {} channels, and this {} model has {}.":
-    "请使用为此模型制作的 LLLite：给定的 LLLite 适用于 {0} 个通道，而此 {1} 模型有 {2} 个。",
-  "Use one picture, or as many as there are latents, for the LLLite: {} do not fit {} latents.":
-    "LLLite 请使用一张图像，或与 latent 数量相同的图像：{0} 张与 {1} 个 latent 不符。",
-  "Remove the node that adds an LLLite: it is for other models than {}.":
-    "请移除添加 LLLite 的节点：它不适用于 {0}。",
-  "Use Apply Anima LLLite as it is: a node has changed some of its patches ({}).":
-    "请直接使用 Apply Anima LLLite：有节点改动了它的部分补丁（{0}）。",
+  "Use an LLLite that was made for this model: this one has {} channels, and this {} model has {}.":
+    "请使用为此模型制作的 LLLite：此 LLLite 有 {0} 个通道，而此 {1} 模型有 {2} 个。",
+  "Use one control image, or as many as latents, for the LLLite: {} do not fit {} latents.":
+    "LLLite 请使用一张控制图像，或与 latent 数量相同的控制图像：{0} 张与 {1} 个 latent 不符。",
+  "Remove the node that adds an LLLite: it does not support {}.":
+    "请移除添加 LLLite 的节点：它不支持 {0}。",
+  "Use Apply Anima LLLite without changing its patches: a node has changed some of them ({}).":
+    "请使用 Apply Anima LLLite 而不改动它的补丁：有节点改动了其中一部分（{0}）。",
+  "Use a ControlNet that was made for this model: this one has {} outputs for the {} skip connections of {}, which need one each.":
+    "请使用为此模型制作的 ControlNet：它为 {2} 的 {1} 个跳跃连接给出 {0} 个输出，而每个连接需要一个。",
+  "Use a ControlNet for {}: this one was made for another model, as it has outputs for {} blocks. Supported are {} only.":
+    "请使用适用于 {0} 的 ControlNet：此 ControlNet 有用于 {1} 块的输出，是为其他模型制作的。只支持 {2}。",
+  "Use {}: this ControlNet's output for {} of this {} model is {}, and it must be {} for this latent.":
+    "请使用 {0}：此 ControlNet 为此 {2} 模型的 {1} 输出 {3}，而对此 latent 必须是 {4}。",
+  "Set displaced_degree to at most {}, or use a taller latent: displaced_degree={} is too high for a latent of {} rows, which {} splits in multiples of {}.":
+    "请把 displaced_degree 设为最多 {0}，或使用更高的 latent：displaced_degree={1} 对 {2} 行的 latent 太大，{3} 按 {4} 行的倍数切分。",
   "Queue the prompt again: the model patch {} is not loaded.":
     "请再次排队：模型补丁 {0} 未加载。",
-  "Use a ControlNet that was made for this model: this one gives {} tensors for the {} skips of {}, and ComfyUI's takes one for each.":
-    "请使用为此模型制作的 ControlNet：它为 {2} 的 {1} 个跳跃连接给出 {0} 个张量，而 ComfyUI 的模型每个只接受一个。",
-  "Use a ControlNet for {}: this one was made for another model, as it gives something for {} blocks. Taken is {} only.":
-    "请使用适用于 {0} 的 ControlNet：此 ControlNet 为 {1} 块给出内容，是为其他模型制作的。只接受 {2}。",
-  "Use {}: the given ControlNet makes {} for {} of this {} model, and it takes {} with this latent.":
-    "请使用 {0}：给出的 ControlNet 为此 {3} 模型的 {2} 生成 {1}，而对此 latent 它接受 {4}。",
-  "Set displaced_degree to at most {}, or draw a higher picture: displaced_degree={} is too much for a latent of {} rows, which {} shares out by {}.":
-    "请把 displaced_degree 设为最多 {0}，或增大图像高度：displaced_degree={1} 对 {2} 行的 latent 太大，{3} 按 {4} 行分配。",
   "Use a larger latent or lower degrees: it has {} tokens, too few for displaced_degree x ring_degree x ulysses_degree = {}.":
     "请使用更大的 latent 或更小的并行度：latent 有 {0} 个 token，对 displaced_degree x ring_degree x ulysses_degree = {1} 太少。",
-  "Use KSampler: Parallel Sampler cannot run this workflow piece by piece, as its pieces ask the model for different prompts at the same step.":
-    "请使用K采样器：并行采样器不能逐块运行此工作流：各块在同一步向模型提出不同的提示词。",
-  "Use a sampler node, or the kind of model that the node is for: it calls this MODEL in a way of its own, and {} takes a latent, a timestep and conditioning.":
-    "请使用采样器节点，或该节点所适用的模型：有节点以自己的方式调用此 MODEL，而 {0} 接受 latent、时间步和条件。",
-  "Use the VAE or the empty latent node that belongs to this model{}: the latent has {}, and {} works on (batch, {}). It was made for another model.":
-    "请使用属于此模型的 VAE 或空 latent 节点{0}：latent 有 {1}，而 {2} 处理 (batch, {3})。它是为其他模型制作的。",
-  "Set dim to 0 in the context window node, and causal_window_fix to false: the conditioning is of {} frames and the latent has {} images, which of {} are the frames.":
+  "Use KSampler: Parallel Sampler cannot run this workflow patch by patch, as its patches request different prompts at the same step.":
+    "请使用K采样器：并行采样器不能逐块运行此工作流：各块在同一步请求不同的提示词。",
+  "Use a sampler node, or a model that the node supports: it calls this MODEL with other arguments than the latent, timestep and conditioning that {} takes.":
+    "请使用采样器节点，或该节点所支持的模型：有节点调用此 MODEL 时所用的参数不同于 {0} 所接受的 latent、时间步和条件。",
+  "Use the VAE or the empty latent node that belongs to this model{}: the latent has {}, and {} needs (batch, {}). It was made for another model.":
+    "请使用属于此模型的 VAE 或空 latent 节点{0}：latent 有 {1}，而 {2} 需要 (batch, {3})。它是为其他模型制作的。",
+  "Set dim to 0 in the context window node, and causal_window_fix to false: the conditioning is for {} frames, and the latent has {} images, which are the frames of {}.":
     "请在上下文窗口节点中把 dim 设为 0，并把 causal_window_fix 设为 false：条件属于 {0} 帧，而 latent 有 {1} 张图像，对 {2} 来说它们就是帧。",
+  "Move, enlarge or remove an area that lies outside the image: the latent, or the area of it that a prompt is for, is empty (its shape is {}).":
+    "请移动、扩大或删除位于图像之外的区域：latent 或提示词所用的区域为空（形状为 {0}）。",
+  "Encode an empty text with the text encoder's node for an empty prompt: the conditioning has no text tokens (its shape is {}), and {} needs at least one.":
+    "要使用空提示词，请用文本编码节点编码空文本：条件中没有文本令牌（形状为 {0}），而 {1} 至少需要一个。",
+  "{}: {} contains NaN or infinite values, so no image can be generated.":
+    "{0}：{1} 含有 NaN 或无穷大的数值，无法生成图像。",
+  "Connect the output of a suitable node: {} is {}, and must be {}.":
+    "请连接合适节点的输出：{0} 是 {1}，而必须是 {2}。",
   "Set shift_t of Scale ROPE to 0: xDiT recognises the tokens of Flux.2's reference images at timestep 0, which this workflow uses, by these positions.":
     "请把 Scale ROPE 的 shift_t 设为 0：xDiT 靠这些位置识别 Flux.2 参考图像的令牌，而此工作流让它们处于时间步 0。",
   "Connect Apply SeedVR2 Conditioning to the sampler: the conditioning has no video for SeedVR2 to restore.":
@@ -129,64 +139,58 @@ export const ZH = {
     "请用 TripoSplat Conditioning 生成它：latent 各部分的形状是 {0}，而 TripoSplat 处理最多 {1} 个 {2} 个数的令牌和形状为 (batch, 1, {3}) 的相机。",
   "Connect Flux.2's VAE to TripoSplat Conditioning: the image's latent has the shape {}, and this model takes {} channels.":
     "请把 Flux.2 的 VAE 接到 TripoSplat Conditioning：图像的 latent 的形状是 {0}，而此模型需要 {1} 个通道。",
-  "Move or enlarge an area that lies outside of the picture, or remove it: the latent, or the area of it that a prompt is for, is empty (its shape is {}).":
-    "请移动或扩大位于图像之外的区域，或删除它：latent 或提示词所用的区域为空（形状为 {0}）。",
-  "For an empty prompt use the text encoder's node with an empty text: the conditioning has a text of no tokens (its shape is {}), and {} takes one or more.":
-    "要使用空提示词，请在文本编码节点中输入空文本：条件中的文本没有 token（形状为 {0}），而 {1} 至少需要一个。",
-  "{}: {} has numbers that are not finite (NaN or infinite), and no picture can come of it.":
-    "{0}：{1} 含有非有限数值（NaN 或无穷大），无法得到图像。",
-  "Connect the output of a node that makes it: {} is {}, and needs {}.":
-    "请连接能产生它的节点的输出：{0} 是 {1}，而需要的是 {2}。",
   "Load a Bernini or Wan text-to-video model: the reference latents of Bernini Conditioning have {} channels, and this Wan model takes {}.":
     "请加载 Bernini 或 Wan 文生视频模型：Bernini Conditioning 的参考 latent 有 {0} 个通道，而此 Wan 接受 {1} 个。",
   "Remove the noise mask, or Bernini Conditioning: references have one timestep, and with a noise mask each frame of this Wan model has its own.":
     "请移除噪波遮罩或 Bernini Conditioning：参考只有一个时间步，而有噪波遮罩时此 Wan 模型的每一帧各有自己的时间步。",
   "Remove WanInfiniteTalkToVideo: it is for Wan, and this is {}.":
     "请移除 WanInfiniteTalkToVideo：它用于 Wan，而此模型是 {0}。",
-  "Give WanInfiniteTalkToVideo one picture as mask_1 and one as mask_2: it has {} of them for two speakers.":
-    "请给 WanInfiniteTalkToVideo 的 mask_1 和 mask_2 各一张图：两位说话者现在有 {0} 张。",
-  "Set width and height of WanInfiniteTalkToVideo to multiples of 16 and use the latent that it gives: its masks are of {} tokens of a frame, and this latent has {}.":
-    "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它给出的 latent：它的遮罩对应每帧 {0} 个 token，而此 latent 每帧有 {1} 个。",
-  "Use the latent that WanInfiniteTalkToVideo gives: its sound is of {} frames of latents, and this latent has {}.":
-    "请使用 WanInfiniteTalkToVideo 给出的 latent：它的音频对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
+  "Connect one image to mask_1 and one to mask_2 of WanInfiniteTalkToVideo: it has {} masks for two speakers.":
+    "请给 WanInfiniteTalkToVideo 的 mask_1 和 mask_2 各连接一张图像：两位说话者现在有 {0} 个遮罩。",
+  "Set width and height of WanInfiniteTalkToVideo to multiples of 16 and use the latent that it outputs: its masks have {} tokens for each frame, and this latent has {}.":
+    "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它输出的 latent：它的遮罩每帧有 {0} 个令牌，而此 latent 每帧有 {1} 个。",
+  "Use the latent that WanInfiniteTalkToVideo outputs: its audio is for {} latent frames, and this latent has {}.":
+    "请使用 WanInfiniteTalkToVideo 输出的 latent：它的音频对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
+  "Encode the reference image with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model needs {} and {}. Models with other image inputs (Fill, Canny, Depth) support no reference latents.":
+    "请用属于此模型的 VAE 编码参考图像：条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型需要 {3} 和 {4}。有其他图像输入的模型（Fill、Canny、Depth）不支持参考 latent。",
+  "Use {}: the conditioning has {} of {} channels, and this {} model needs {}. It was made by another text encoder.":
+    "请使用 {0}：条件中有 {2} 通道的 {1}，而此 {3} 模型需要 {4} 个通道。它由其他文本编码器产生。",
+  "Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion model directly, without the positions that ComfyUI sets for {}'s tokens (rope_options).":
+    "请使用采样器节点，或“UNet加载器”：有节点直接调用此 MODEL 的扩散模型，没有 ComfyUI 为 {0} 的令牌设置的位置（rope_options）。",
+  "Change the node that adds {}, or use Load Diffusion Model: xDiT does not support it for {}.":
+    "请更改添加 {0} 的节点，或使用“UNet加载器”：xDiT 不支持 {1} 使用它。",
+  "Remove the node that adds {} to the conditioning, or use Load Diffusion Model: xDiT does not support it for {} and would silently ignore it.":
+    "请删除向条件添加 {0} 的节点，或使用“UNet加载器”：xDiT 不支持 {1} 使用它，会在没有提示的情况下忽略它。",
+  "Remove the node that adds it, or use Load Diffusion Model: xDiT does not support {}{} on this MODEL and would silently ignore it.":
+    "请删除添加它的节点，或使用“UNet加载器”：xDiT 在此 MODEL 上不支持 {0}{1}，会在没有提示的情况下忽略它。",
+  "Use Load Diffusion Model for the node that reads the weights of this MODEL or computes with its layers itself ({}): they are on xDiT's workers.":
+    "请为读取此 MODEL 的权重或自己用其层计算的节点使用“UNet加载器”（{0}）：它们在 xDiT 的工作进程中。",
+  "Remove the node ({}): ComfyUI's {} does not support the patches that it adds to this workflow ({}) and would silently ignore them.":
+    "请删除该节点（{0}）：ComfyUI 的 {1} 不支持它添加到此工作流的补丁（{2}），会在没有提示的情况下忽略它们。",
+  "Remove the node that replaces attention in {}, or use Load Diffusion Model: for {} xDiT supports this in the middle block only.":
+    "请删除在 {0} 中替换注意力的节点，或使用“UNet加载器”：对 {1}，xDiT 只在中间块支持这一点。",
   "Remove Bernini Conditioning, or InfiniteTalk: InfiniteTalk's audio is for frames of the video only, and references have none.":
     "请移除 Bernini Conditioning 或 InfiniteTalk：声音只属于视频的各帧，参考没有声音。",
-  "Encode the reference picture with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model takes {} and {}. Models that take pictures otherwise (Fill, Canny, Depth) take none.":
-    "请用属于此模型的 VAE 编码参考图像：条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型接受 {3} 和 {4}。以其他方式接受图像的模型（Fill、Canny、Depth）不接受参考。",
-  "Use {}: the conditioning has {} of {} numbers a token, and this {} model takes {}. It was made by another text encoder.":
-    "请使用 {0}：条件中有每个 token {2} 个数的 {1}，而此 {3} 模型接受 {4} 个。它由其他文本编码器产生。",
-  "Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion model itself, without the places that ComfyUI gives {}'s tokens (rope_options).":
-    "请使用采样器节点，或“UNet加载器”：有节点自己调用此 MODEL 的扩散模型，没有 ComfyUI 给 {0} 的 token 的位置（rope_options）。",
-  "Change the node that adds {}, or use Load Diffusion Model: xDiT runs {} without it.":
-    "请更改添加 {0} 的节点，或使用“UNet加载器”：xDiT 运行 {1} 时不支持它。",
-  "Remove the node that adds {} to the conditioning, or use Load Diffusion Model: xDiT runs {} without it, and it would be dropped without notice.":
-    "请删除向条件添加 {0} 的节点，或使用“UNet加载器”：xDiT 运行 {1} 时不支持它，它会在没有提示的情况下失效。",
-  "Remove the node that adds it, or use Load Diffusion Model: xDiT does not support {}{} on this MODEL, and it would be dropped without notice.":
-    "请删除添加它的节点，或使用“UNet加载器”：xDiT 在此 MODEL 上不支持 {0}{1}，它会在没有提示的情况下失效。",
-  "Use Load Diffusion Model for the node that reads the weights of this MODEL or computes with its layers itself ({}): xDiT's workers hold them.":
-    "请为读取此 MODEL 的权重或自己用其层计算的节点使用“UNet加载器”（{0}）：它们由 xDiT 的工作进程持有。",
-  "Remove the node ({}): ComfyUI's {} does not heed what it replaces in this workflow ({}), which is for other models and would be dropped without notice.":
-    "请删除该节点（{0}）：ComfyUI 的 {1} 不使用它在此工作流中所替换的内容（{2}），它适用于其他模型，会在没有提示的情况下失效。",
-  "Remove the node that replaces attention in {}, or use Load Diffusion Model: of {} xDiT does so in the middle block only.":
-    "请删除在 {0} 中替换注意力的节点，或使用“UNet加载器”：对 {1}，xDiT 只在中间块这样做。",
   "Connect the VAE that belongs to the model: the latent has {} channels and {} dims, and this VAE decodes {} channels and {} dims.":
     "请连接属于此模型的 VAE：latent 有 {0} 个通道和 {1} 个维度，而此 VAE 解码 {2} 个通道和 {3} 个维度。",
-  "Use a picture of at least {} x {} pixels: the latent has {} x {} rows and columns, and this VAE decodes {} x {} or more.":
+  "Use an image of at least {} x {} pixels: the latent has {} x {} rows and columns, and this VAE decodes {} x {} or more.":
     "请使用至少 {0} x {1} 像素的图像：latent 有 {2} x {3} 行和列，而此 VAE 至少解码 {4} x {5}。",
-  "Use a picture of at least {} x {} pixels: this one is smaller than what this VAE encodes.":
-    "请使用至少 {0} x {1} 像素的图像：这张小于此 VAE 能编码的尺寸。",
-  "Use VAE {} for this VAE ({}): Distributed VAE {} does not support it yet. It works with the VAEs of {}.":
-    "请对此 VAE（{1}）使用 VAE {0}：分布式 VAE {2} 尚不支持它。它支持 {3} 的 VAE。",
+  "Use an image of at least {} x {} pixels, the minimum of this VAE: the image has {} x {}.":
+    "请使用至少 {0} x {1} 像素的图像，这是此 VAE 的最小尺寸：该图像为 {2} x {3}。",
+  "Use VAE {} for this VAE ({}): Distributed VAE {} does not support it. It supports the VAEs of {}.":
+    "请对此 VAE（{1}）使用 VAE {0}：分布式 VAE {2} 不支持它。它支持 {3} 的 VAE。",
   "Install {}, which this Python does not have: python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart ComfyUI.":
     "请安装此 Python 中没有的 {0}：python -m pip install -r requirements.txt（在 xDiT 节点的文件夹中，用 ComfyUI 的 Python），然后重新启动 ComfyUI。",
+  "Leave out {}, or set the address of this machine in Settings > xDiT > Other machines to one of {} after reading docs/guide/several-machines.md: devices=\"{}\" names other machines, and ComfyUI does not listen for any.":
+    "请去掉 {0}，或先阅读 docs/guide/several-machines.md，再在 设置 > xDiT > 其他机器 中把本机的地址设为 {1} 之一：devices=\"{2}\" 指定了其他机器，而 ComfyUI 没有监听任何机器。",
   "Leave out {}, or set the address of this machine in Settings > xDiT > Other machines, one of {}, and read docs/guide/several-machines.md before: devices=\"{}\", and ComfyUI does not listen for other machines.":
     "请去掉 {0}，或在 设置 > xDiT > 其他机器 中设置本机的地址，即 {1} 之一，并先阅读 docs/guide/several-machines.md：devices=\"{2}\"，而 ComfyUI 没有监听其他机器。",
   "Name one of {} in xDiT Parallel Config: {} has no device {}.":
     "请在“xDiT 并行配置”中写上 {0} 之一：{1} 没有设备 {2}。",
-  "Set devices in xDiT Parallel Config, and run once: there is nothing to measure, as {} works alone.":
-    "请在“xDiT 并行配置”中设置 devices，并运行一次：没有可测量的，{0} 单独工作。",
-  "Set weight_dtype to default, use a file of that type, or close other programs: {} has no room on its devices for all weights, and those that come from host memory take {} GB there, of which {} GB are free. Weights that the file has as they are used take none.":
-    "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 在其设备上放不下全部权重，而卸载的权重在系统内存中占 {1} GB，其中 {2} GB 空闲。文件中与使用时相同的权重不占内存。",
+  "Set several devices in xDiT Parallel Config and run once: there is nothing to measure, as only {} is used.":
+    "请在“xDiT 并行配置”中设置多个设备，并运行一次：没有可测量的，因为只使用 {0}。",
+  "Set weight_dtype to default, use a file of that type, or close other programs: the weights of {} do not fit in VRAM, and the offloaded ones need {} GB of system RAM, of which {} GB are free. Weights that are used as the file stores them need no RAM of their own.":
+    "请把 weight_dtype 设为 default，使用该类型的文件，或关闭其他程序：{0} 的权重在显存中放不下，卸载的权重需要 {1} GB 内存，其中 {2} GB 空闲。按文件中的形式直接使用的权重不另占内存。",
   "Set attention to sdpa in xDiT Parallel Config: {} {}.":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} {1}。",
   "Set attention to sdpa in xDiT Parallel Config: {} on {} {}.":
@@ -207,8 +211,8 @@ export const ZH = {
     "无法导入（{0}）：请为 PyTorch {2} 重新安装 {1}",
   "Set compile to off in xDiT Parallel Config, or remove TorchCompileModel: PyTorch cannot compile this model here ({}).":
     "请在 xDiT Parallel Config 中把 compile 设为 off，或移除 TorchCompileModel：PyTorch 无法在这里编译此模型（{0}）。",
-  "Set weights_memory to \"auto\", or to {} GB or more: of {}, what is outside of its blocks and two blocks at a time take so much of each device, and weights_memory=\"{}\" is less.":
-    "请把 weights_memory 设为“auto”，或 {0} GB 及以上：{1} 中块之外的部分加上同时的两个块在每个设备上需要这么多，而 weights_memory=\"{2}\" 更少。",
+  "Set weights_memory to \"auto\", or to {} GB or more: the weights of {} outside its blocks and those of two blocks need that much of each device, and weights_memory=\"{}\" is less.":
+    "请把 weights_memory 设为“auto”，或 {0} GB 及以上：{1} 中块之外的权重加上两个块的权重在每个设备上需要这么多，而 weights_memory=\"{2}\" 更少。",
   "Use Load Diffusion Model, or another version of ComfyUI: {} runs as ComfyUI's own module, and {} of ComfyUI {} {}, which its parallel methods rely on.":
     "请使用“UNet加载器”，或换一个版本的 ComfyUI：{0} 以 ComfyUI 自己的模块运行，而 ComfyUI {2} 的 {1} {3}，并行方法却依赖于此。",
   "Install ComfyUI on this machine, and set XDIT_COMFYUI to its folder: this model runs as ComfyUI's own module, and no ComfyUI was found.":
@@ -251,14 +255,12 @@ export const ZH = {
     "请使用至少 64 像素的宽和高：Wan S2V 以该大小的方块读取之前的帧。",
   "Encode audio of the video's length: it has {} frames, which do not divide the {} tokens of the video and its reference.":
     "请编码与视频等长的声音：它有 {0} 帧，视频及其参考的 {1} 个令牌无法按帧分开。",
-  "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":
-    "请把 weights_memory 设为“auto”，或至少 {0} GB：{1} 的 {2} 在每个设备上占用这么多，而 weights_memory=\"{3}\" 更小。",
   "Choose one of {} in Settings > xDiT: {} is {} in ComfyUI's settings.":
     "请在 设置 > xDiT 中选择 {0} 之一：ComfyUI 的设置中 {1} 为 {2}。",
-  "Give minutes above 0, at most {}, in Settings > xDiT: {} is {} in ComfyUI's settings.":
-    "请在 设置 > xDiT 中给出大于 0、不超过 {0} 的分钟数：ComfyUI 的设置中 {1} 为 {2}。",
-  "Give an address of this machine as text, or nothing, in Settings > xDiT: {} is {} in ComfyUI's settings.":
-    "请在 设置 > xDiT 中给出文本形式的本机地址，或留空：ComfyUI 的设置中 {0} 为 {1}。",
+  "Set the idle minutes above 0 and at most {} in Settings > xDiT: {} is {} in ComfyUI's settings.":
+    "请在 设置 > xDiT 中把空闲分钟数设为大于 0、不超过 {0}：ComfyUI 的设置中 {1} 为 {2}。",
+  "Enter an address of this machine, or nothing, in Settings > xDiT: {} is {} in ComfyUI's settings, which is not a text.":
+    "请在 设置 > xDiT 中输入本机地址，或留空：ComfyUI 的设置中 {0} 为 {1}，不是文本。",
   "Use a number from 0 to {}{}: {} is not a class of this model.":
     "请使用 0 到 {0} 的编号{1}：{2} 不是此模型的类别。",
   ", or a name such as {}":
@@ -637,7 +639,7 @@ export const ZH = {
     "它缺少 {0}",
   "its {} has the shape {}, {}":
     "其 {0} 的形状为 {1}，{2}",
-  "The VAE in {} ({}) is none of {}.":
+  "The VAE in {} ({}) is not one of {}.":
     "{0} 中的 VAE（{1}）不属于 {2}。",
   "Use the file of this model in ComfyUI's format.":
     "请使用此模型的 ComfyUI 格式文件。",
@@ -663,11 +665,11 @@ export const ZH = {
     "编码 {0} x {1} 像素、{2} 帧",
   "at most {} x {} pixels instead of {} x {}":
     "最多 {0} x {1} 像素，而不是 {2} x {3}",
-  "Look at what made it, another sampler, or an encode in half precision":
-    "请检查生成它的步骤：其他采样器，或半精度的编码",
-  "Try another weight_dtype in Load xDiT Model than {}, without LoRA":
+  "Check the node that made it, another sampler, or an encode in half precision":
+    "请检查生成它的节点：其他采样器，或半精度的编码",
+  "Try another weight_dtype than {} in Load xDiT Model, without LoRA":
     "请在“加载 xDiT 模型”中试用 {0} 以外的 weight_dtype，并去掉 LoRA",
-  "what {} predicts at the first step":
+  "the prediction of {} at the first step":
     "{0} 在第一步的预测",
   "the latent":
     "Latent 图像",
@@ -717,17 +719,15 @@ export const ZH = {
     "{0}，键和值以 fp8 传输",
   "{}, all in fp8":
     "{0}，全部以 fp8 传输",
-  "{}, every step whole, because this workflow uses {}":
-    "{0}，每一步都同步运行，因为此工作流使用{1}",
   "{}, every step synchronous, because this workflow uses {}":
     "{0}，每一步都同步，因为此工作流使用{1}",
-  "{}, one step after the other, because this workflow uses {}":
-    "{0}，各步依次运行，因为此工作流使用{1}",
+  "{}, steps not overlapped, because this workflow uses {}":
+    "{0}，各步不重叠，因为此工作流使用{1}",
   "{}, both prompts in one batch, which Normalized Attention Guidance compares":
     "{0}，两个提示词在同一批次中，由 Normalized Attention Guidance 比较",
   "{} ({} unused: {} is 1)":
     "{0}（{1} 未使用：{2} 为 1）",
-  "{} ({} of data_degree={} have no image: set batch_size to {} in the node of the empty latent, or use another degree)":
+  "{} ({} of data_degree={} have no image: set batch_size to {} in the empty latent's node, or use another degree)":
     "{0}（data_degree={2} 中有 {1} 份没有图像：请在空 latent 节点中把 batch_size 设为 {3}，或使用其他并行度）",
   "an area for a prompt":
     "提示词区域",
@@ -747,21 +747,21 @@ export const ZH = {
     "包装采样的节点（{0}）",
   "a node that wraps the model's calls":
     "包装模型调用的节点",
-  "a node that follows the sampling":
-    "跟踪采样的节点",
+  "a node with sampling callbacks":
+    "带有采样回调的节点",
   "a node that sets \"{}\" on the MODEL":
     "在 MODEL 上设置“{0}”的节点",
   "a node that replaces {} of the MODEL":
     "替换 MODEL 的 {0} 的节点",
-  "dpm_adaptive, which chooses its steps by an error over the whole latent":
+  "dpm_adaptive, which selects its steps by an error over the full latent":
     " dpm_adaptive，它按整个 latent 的误差选择步长",
-  "a ControlNet, which reads the whole picture":
+  "a ControlNet, which reads the full image":
     " ControlNet，它读取整张图像",
-  "a latent of several parts, which ComfyUI hands to the sampler as one row of numbers":
-    "由几部分组成的 latent，ComfyUI 把它作为一行数交给采样器",
-  "a sampler that is not known to work on each piece alone":
-    "不确定能否单独处理每一块的采样器",
-  "hooks on the model, or a compiled one":
+  "a latent of several components, which ComfyUI packs into one row for the sampler":
+    "由多个部分组成的 latent，ComfyUI 把它们打包成一行交给采样器",
+  "a sampler that is not known to work elementwise":
+    "不确定是否逐元素工作的采样器",
+  "hooks on the model, or a compiled model":
     "模型上的 hook，或编译过的模型",
   "step {} of {}, {} s a step, {} s left, {}":
     "第 {0} 步，共 {1} 步，每步 {2} 秒，剩余 {3} 秒，{4}",
@@ -784,9 +784,9 @@ export const ZH = {
   "no xformers": "没有 xformers",
   "{}, attention by {}":
     "{0}，注意力由 {1} 计算",
-  "{} ({}x as fast as one device) (forecast: {})":
+  "{} ({}x as fast as one device) (estimate: {})":
     "{0}，速度为单个设备的 {1} 倍（估计：{2}）",
-  "{} (forecast: {})":
+  "{} (estimate: {})":
     "{0}（估计：{1}）",
   "cancelled after {} of {} steps":
     "在 {1} 步中的第 {0} 步后取消",
@@ -804,10 +804,10 @@ export const ZH = {
     "解码用时 {0} 秒，使用 {1}",
   "encoded in {} s on {}":
     "编码用时 {0} 秒，使用 {1}",
-  "{} of {} devices, by forecast as fast as all":
+  "{} of {} devices, estimated to be as fast as all":
     "{1} 个设备中的 {0} 个，估计与全部同样快",
-  "{}, the VAE's weights from host memory":
-    "{0}，VAE 的权重卸载到系统内存",
+  "{}, VAE weights streamed from system RAM":
+    "{0}，VAE 的权重从内存流式传输",
   "1 device":
     "1 个设备",
   "{} devices":
@@ -934,24 +934,24 @@ export const ZH = {
     "正在测量连接",
   "Remove Flux KV Cache: it is for Flux models, and this is {}.":
     "请移除 Flux KV Cache：它用于 Flux 模型，而这是 {0}。",
-  "Use Flux KV Cache once, as it is: this MODEL has parts of several, or of none.":
-    "Flux KV Cache 只用一次，且不作改动：此 MODEL 上有其中几个的部分，或不完整。",
-  "Use a sampler node, or remove Flux KV Cache: a node calls this MODEL outside of a run, and what Flux KV Cache keeps is a run's.":
-    "请使用采样器节点，或移除 Flux KV Cache：有节点在运行之外调用此 MODEL，而 Flux KV Cache 保存的内容属于一次运行。",
-  "Give both prompts reference pictures of the same sizes, and texts of the same length, or remove Flux KV Cache: it keeps those of a run's first call for all, and those of this call are at other places.":
-    "请让两个提示词的参考图尺寸相同、文本长度相同，或移除 Flux KV Cache：它为所有调用保存一次运行中首次调用的参考图，而这次调用的参考图位置不同。",
-  "Set displaced_degree to 1, with ulysses_degree, ring_degree, tensor_degree, cfg_degree or data_degree instead, or remove Flux KV Cache: displaced patches keep keys and values of their own.":
-    "请把 displaced_degree 设为 1，改用 ulysses_degree、ring_degree、tensor_degree、cfg_degree 或 data_degree，或移除 Flux KV Cache：错位补丁保存自己的键和值。",
-  "Set cfg_degree and data_degree to 1, or remove Flux KV Cache: the calls of this run have unlike numbers of images, of which some need what other devices keep.":
-    "请把 cfg_degree 和 data_degree 设为 1，或移除 Flux KV Cache：这次运行的各次调用图像数量不同，其中一些需要其他设备保存的内容。",
+  "Use Flux KV Cache once, without changing its patches: this MODEL has patches of several such nodes, or only some patches of one.":
+    "Flux KV Cache 只用一次，且不改动它的补丁：此 MODEL 上有多个此节点的补丁，或只有一个节点的部分补丁。",
+  "Use a sampler node, or remove Flux KV Cache: a node calls this MODEL outside a run, and Flux KV Cache caches for the length of a run.":
+    "请使用采样器节点，或移除 Flux KV Cache：有节点在运行之外调用此 MODEL，而 Flux KV Cache 的缓存只在一次运行之内。",
+  "Use reference images of the same sizes and texts of the same length for both prompts, or remove Flux KV Cache: it caches the references of a run's first call for all calls, and those of this call are at other positions.":
+    "请让两个提示词的参考图像尺寸相同、文本长度相同，或移除 Flux KV Cache：它为所有调用缓存一次运行中首次调用的参考图像，而这次调用的参考图像位置不同。",
+  "Set displaced_degree to 1, with ulysses_degree, ring_degree, tensor_degree, cfg_degree or data_degree instead, or remove Flux KV Cache: displaced patches cache keys and values themselves.":
+    "请把 displaced_degree 设为 1，改用 ulysses_degree、ring_degree、tensor_degree、cfg_degree 或 data_degree，或移除 Flux KV Cache：错位补丁自己缓存键和值。",
+  "Set cfg_degree and data_degree to 1, or remove Flux KV Cache: the calls of this run have different numbers of images, and some need keys and values that other devices cache.":
+    "请把 cfg_degree 和 data_degree 设为 1，或移除 Flux KV Cache：这次运行的各次调用图像数量不同，其中一些需要其他设备缓存的键和值。",
+  "Use an image whose sides are multiples of {} pixels, the scale of this VAE: the image has {} x {}.":
+    "请使用边长为 {0} 像素整数倍的图像，这是此 VAE 的缩放倍数：该图像为 {1} x {2}。",
   "Encode the reference audio with LTX-2's audio VAE: its tokens have the shape {}, and this model needs (batch, length, {}).":
     "请用 LTX-2 的音频 VAE 编码参考声音：它的 token 形状为 {0}，而此模型的为 (batch, length, {1})。",
-  "Use a picture whose sides are multiples of {} pixels: this VAE makes a row of a latent of so many, and the picture has {} x {}.":
-    "请使用边长为 {0} 像素整数倍的图像：此 VAE 的 latent 每行对应这么多像素，而该图像为 {1} x {2}。",
   "Remove USO Style Reference: it is for Flux.1, and this is {}.":
     "请移除 USO Style Reference：它用于 Flux.1，而这是 {0}。",
-  "Use batch_size 1, cfg 1 and a USO model patch that was made for this model: the one given makes tokens of {} channels for one image, and this {} model has {} and is asked for {} images at once.":
-    "请使用 batch_size 1、cfg 1，以及为此模型制作的 USO 模型补丁：给出的补丁为一张图像生成 {0} 通道的 token，而此 {1} 模型为 {2} 通道，且一次要求 {3} 张图像。",
+  "Use batch_size 1, cfg 1 and a USO model patch that was made for this model: this one makes tokens of {} channels for one image, and this {} model needs {} channels and is called for {} images at once.":
+    "请使用 batch_size 1、cfg 1，以及为此模型制作的 USO 模型补丁：此补丁为一张图像生成 {0} 通道的 token，而此 {1} 模型需要 {2} 通道，且一次为 {3} 张图像调用。",
   "Encode the prompt with the CLIP of Stable Cascade: the conditioning has no pooled text, which the model needs.":
     "请用属于 Stable Cascade 的 CLIP 编码提示词：conditioning 中没有池化文本，而其模型要读取它。",
   "Connect the latent that stage C generated to StableCascade_StageB_Conditioning: the latent there has the shape {}, and stage B needs (images, {}, rows, columns).":

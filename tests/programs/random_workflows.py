@@ -444,7 +444,7 @@ class Runner:
                 result = self.run(self.ours(drawn), drawn)
         except self.comfyui.errors.XDiTError as error:
             refused = isinstance(error, (self.comfyui.errors.ConfigError, self.comfyui.errors.UnsupportedError))
-            if "not finite" in str(error) and torch.is_tensor(want) and torch.isfinite(want).all():
+            if "NaN or infinite" in str(error) and torch.is_tensor(want) and torch.isfinite(want).all():
                 return "wrong", f"finite with ComfyUI's own model: {error}"
             return "refused" if refused else "raw", f"{type(error).__name__}: {error}"
         except Exception as error:  # noqa: BLE001

@@ -1,2 +1,1 @@
-"""What a workflow may ask for: what it puts on a MODEL, a latent or a prompt is either honoured, or refused by its
-name."""
+"""Model patches, latents and conditioning of a workflow: each is run by the workers or rejected."""

@@ -1,9 +1,9 @@
-"""What a MODEL may carry: what ComfyUI carries out around the model is honoured, all else is refused by its name.
+"""Model options: checks everything that nodes put on a MODEL. What ComfyUI itself applies around the model is allowed,
+everything else is rejected.
 
-Nodes change a MODEL by what they write to its ModelPatcher, to the options of each call, and to the modules themselves.
-The workers know nothing of these changes, only the file. So whatever is found here and is not listed with a reason
-would be dropped silently; it is refused, also where nobody knows it. Called by model_patcher.py when a MODEL is loaded
-and when a run begins, and by remote_model.py for each call.
+Nodes change a MODEL through attributes of its ModelPatcher, options of each call, and the modules themselves. The
+workers know only the file, so that any change not listed here with a reason would be silently ignored; it is rejected
+even if it is unknown. MODELs are checked when they are loaded, when a run begins, and at each call.
 """
 
 import torch
@@ -18,74 +18,72 @@ from . import image_adapters
 from .attention_override import OVERRIDE, backend_of, override_backend
 from .block_patches import operation_of
 from .lora_bypass import refused_injections
-from .proxy_modules import FACES, changed_modules, is_module
+from .proxy_modules import PULID_FLUX, changed_modules, is_module
 
-OURS = "xdit"                                                  # what the names of our own options begin with
+OURS = "xdit"                                                  # prefix of our own options
 
-# Attributes of a ModelPatcher that change nothing of a prediction: how ComfyUI tells MODELs apart and keeps their
-# memory.
+# attributes of a ModelPatcher that do not affect a prediction: identity and memory management
 BOOKKEEPING = {
     "model", "parent", "size", "clone_base_uuid", "patches_uuid", "cached_patcher_init", "is_multigpu_base_clone",
-    # copies
+    # backups
     "backup", "backup_buffers", "object_patches_backup", "hook_backup", "hook_patches_backup", "cached_hook_patches",
     "pinned", "offload_device", "weight_inplace_update", "hook_mode", "current_hooks", "is_injected", "skip_injection",
-    "force_cast_weights",                  # of the compute dtype, which is looked at itself
-    "patches", "hook_patches",             # of weights: weight_patches.py brings them to the workers
+    "force_cast_weights",                  # about the compute dtype, which is checked itself
+    "patches", "hook_patches",             # of weights: weight_patches.py sends them to the workers
 }
-NOTES = {"lora_metadata"}                  # names of attachments that are for people
-# Attributes with contents of their own -> what a person knows those as.
+NOTES = {"lora_metadata"}                  # names of attachments that are only informative
+# rejected attributes if they are not empty -> their description for the user
 REFUSED = {
     "weight_wrapper_patches": "weight wrappers",
     "forced_hooks": "forced hooks", "attachments": "attachments", "additional_models": "additional models",
-    "load_device": "another device, such as Select Model Device's; its devices are those of xDiT Parallel Config",
+    "load_device": "another device, such as Select Model Device's; its devices are set in xDiT Parallel Config",
 }
-# Keys of model_options -> who looks at them, outside of the model.
+# keys of model_options -> what reads them outside the model
 MODEL_OPTIONS = {
-    "transformer_options": "looked at key by key",
+    "transformer_options": "checked key by key",
     "sampler_cfg_function": "ComfyUI's guidance", "sampler_pre_cfg_function": "ComfyUI's guidance",
     "sampler_post_cfg_function": "ComfyUI's guidance", "sampler_calc_cond_batch_function": "ComfyUI's guidance",
     "disable_cfg1_optimization": "ComfyUI's guidance", "denoise_mask_function": "ComfyUI's inpainting",
     "model_function_wrapper": "ComfyUI's call of the model", "context_handler": "ComfyUI's context windows",
-    "registered_hooks": "ComfyUI's hooks; what they add is among the other keys",
+    "registered_hooks": "ComfyUI's hooks; what they add is under the other keys",
     "to_load_options": "what hooks add, to move it",
-    "torch_compile_kwargs": "read by wrappers.py: the workers compile too",
+    "torch_compile_kwargs": "read by sampler_wrappers.py: the workers compile too",
 }
-# Keys of transformer_options -> the same.
+# the same for keys of transformer_options
 TRANSFORMER_OPTIONS = {
-    "wrappers": "looked at by type", "callbacks": "looked at by type",
-    "cond_or_uncond": "tells of the call", "uuids": "tells of the call", "sigmas": "tells of the call",
-    "sample_sigmas": "tells of the run", "context_window": "tells which piece of the latent ComfyUI has cut",
+    "wrappers": "checked by type", "callbacks": "checked by type",
+    "cond_or_uncond": "describes the call", "uuids": "describes the call", "sigmas": "describes the call",
+    "sample_sigmas": "describes the run", "context_window": "describes ComfyUI's cut of the latent",
     "prefetch_dynamic_vbars": "how ComfyUI would move weights",
     "ar_config": "read by the sampler for autoregressive video",
-    "audio_embeds": "sound of InfiniteTalk, read by run/networks.py",
-    "easycache": "read by the wrappers of EasyCache and LazyCache", OVERRIDE: "call_kernel, once a call",
+    "audio_embeds": "audio of InfiniteTalk, read by sampling/injected_networks.py",
+    "easycache": "read by the wrappers of EasyCache and LazyCache", OVERRIDE: "read by call_backend at each call",
 }
-# Keys that the models of ComfyUI read -> what a person knows them as.
+# keys that ComfyUI's models read -> their description for the user
 REFUSED_OPTIONS = {
     "patches": "model patches", "patches_replace": "model patches that replace parts of the model",
     "rope_options": "a changed rotary scale",
-    "ar_state": "the sampler ar_video (Sampler AR Video), which has the model keep what it saw of earlier frames,",
+    "ar_state": "the sampler ar_video (Sampler AR Video), which caches earlier frames in the model,",
 }
-# of a diffusion model: how it places references where a workflow does not say; remote_model.py reads it at each call
+# of a diffusion model: position method for references if a workflow sets none; remote_model.py reads it at each call
 DEFAULT_METHOD = "params.default_ref_method"
-SCALES = "rope_scales"                     # conditioning of families that take them
+SCALES = "rope_scales"                     # conditioning of families that support them
 WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
             WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model
-# Wrappers inside of the model, by key and function: those that know its latent and its prediction alone.
-# remote_model.py calls them.
+# wrappers inside the model that use only its latent and its prediction, by key and function; remote_model.py calls them
 INSIDE = {"easycache": "easycache_forward_wrapper", "hidream_o1_patch_seam_smoothing": "smoothing_wrapper"}
-# a prompt for ControlNets alone, which ComfyUI computes: controlnet.py
+# a prompt for ControlNets alone, which ComfyUI computes, see controlnet.py
 CONTROLNETS_TEXT = "crossattn_controlnet"
 CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
              if isinstance(value, str)}                        # ComfyUI calls all of them itself
-COMPUTED = "float32", "bfloat16", "float16"                    # names of types that workers compute in
-MAX_NAMED = 5                                                  # changes that a message names
+COMPUTED = "float32", "bfloat16", "float16"                    # names of dtypes that workers compute in
+MAX_NAMED = 5                                                  # changes that a message lists
 
 
 def refuse_patcher(patcher, runs=False):
-    """Raise UnsupportedError where a ProxyPatcher, its options or its modules carry what the workers would not honour.
-    runs: it is loaded, and a run begins."""
-    if not hasattr(patcher.model, "diffusion_model"):          # the half of a VAE, which no node can change
+    """Raise UnsupportedError if a ProxyPatcher, its options or its modules have changes that the workers do not
+    support. runs: it is loaded, and a run begins."""
+    if not hasattr(patcher.model, "diffusion_model"):          # part of a VAE, which no node can change
         return
     fresh = vars(comfy.model_patcher.ModelPatcher(patcher.model, patcher.remote.load_device, patcher.offload_device))
     found = []
@@ -110,45 +108,45 @@ def refuse_patcher(patcher, runs=False):
 
 
 def refuse_model_options(model_options, family):
-    """Raise UnsupportedError where the options of a run hold what the workers would not honour."""
+    """Raise UnsupportedError if the options of a run contain anything that the workers do not support."""
     _refuse(_model_options(model_options, family))
 
 
 def refuse_call(family, transformer_options, extra):
-    """Raise UnsupportedError where a call of the model asks for what the workers would not honour; but for its kernel
-    of attention, see call_backend.
+    """Raise UnsupportedError if a call of the model needs anything that the workers do not support, apart from its
+    attention backend, see call_backend.
 
-    extra: its arguments, unfolded, besides the latent, the timestep, ControlNet (controlnet.py) and
+    extra: its arguments, unfolded, except the latent, the timestep, ControlNet (see controlnet.py) and
     transformer_options.
     """
     own = "rope_options", family.rope_options(extra)
     if own[1] and not transformer_options.get("rope_options"):
         raise UnsupportedError("Use a sampler node, or Load Diffusion Model: a node calls this MODEL's diffusion "
-                               f"model itself, without the places that ComfyUI gives {family.name}'s tokens "
+                               f"model directly, without the positions that ComfyUI sets for {family.name}'s tokens "
                                "(rope_options).")
     _refuse(_transformer_options(dict(option for option in _without(family, transformer_options).items()
                                       if option != own)))
     reason = family.unsupported_arguments(extra)
     if reason is not None:
-        raise UnsupportedError(f"Change the node that adds {reason}, or use Load Diffusion Model: xDiT runs "
-                               f"{family.name} without it.")
+        raise UnsupportedError(f"Change the node that adds {reason}, or use Load Diffusion Model: xDiT does not "
+                               f"support it for {family.name}.")
     known = {"context", CONTROLNETS_TEXT, *family.conditioning, *family.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
     if unknown:
         raise UnsupportedError(f"Remove the node that adds {', '.join(unknown)} to the conditioning, or use Load "
-                               f"Diffusion Model: xDiT runs {family.name} without it, and it would be dropped "
-                               "without notice.")
+                               f"Diffusion Model: xDiT does not support it for {family.name} and would silently "
+                               "ignore it.")
 
 
 def call_backend(config, transformer_options):
-    """The BackendChoice of a call, for which a node's own function is tried once. Raises UnsupportedError for one that
-    is not known."""
+    """Return the BackendChoice of a call; a node's function is tested by one call. Raises UnsupportedError for an
+    unknown function."""
     return backend_of(config, _override(transformer_options))
 
 
-def refuse_changed_modules(net, modules):
-    """Raise UnsupportedError where modules of a shell have been changed since it was made."""
-    _refuse(changed_modules(net, modules))
+def refuse_changed_modules(module, modules):
+    """Raise UnsupportedError if modules of a proxy model have changed since it was created."""
+    _refuse(changed_modules(module, modules))
 
 
 def _refuse(found):
@@ -156,12 +154,11 @@ def _refuse(found):
     if found:
         more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
         raise UnsupportedError("Remove the node that adds it, or use Load Diffusion Model: xDiT does not support "
-                               f"{'; '.join(found[:MAX_NAMED])}{more} on this MODEL, and it would be dropped without "
-                               "notice.")
+                               f"{'; '.join(found[:MAX_NAMED])}{more} on this MODEL and would silently ignore it.")
 
 
 def _named(text, value):
-    """The text, and the names of what a dict holds."""
+    """Append the first keys to a description if the value is a dict."""
     names = [str(key) for key in value][:3] if isinstance(value, dict) else []
     return f"{text} ({', '.join(names)}{' ...' if len(value) > 3 else ''})" if names else text
 
@@ -173,14 +170,14 @@ def _model_options(options, family):
 
 
 def _without(family, options):
-    """The transformer_options but for those that the family's model reads, as ComfyUI's does."""
+    """The transformer_options without those that the family's model reads, as ComfyUI's does."""
     own = {*family.options, *(["rope_options"] if SCALES in family.conditioning else [])}
     return {key: value for key, value in options.items() if key not in own}
 
 
 def scales_of(family, transformer_options):
-    """{SCALES: what Scale ROPE does to places}: scale and shift of frames, rows and columns, (1, 6), the bits of
-    float64, which no type that is computed in rounds. {} where there is nothing of it, or the family has none."""
+    """Return {SCALES: scale and shift of frames, rows and columns by Scale ROPE}, (1, 6): the bits of float64 as int64,
+    which no cast to a compute dtype rounds. {} if there are none or the family does not support them."""
     options = transformer_options.get("rope_options")
     if not options or SCALES not in family.conditioning:
         return {}
@@ -193,7 +190,7 @@ def _transformer_options(options):
     found = []
     for key, value in options.items():
         if key == "patches_replace":
-            found += [FACES if any(map(image_adapters.is_of_flux, replaced.values())) else
+            found += [PULID_FLUX if any(map(image_adapters.is_of_flux, replaced.values())) else
                       _named(REFUSED_OPTIONS[key], {kind: replaced}) for kind, replaced in value.items()
                       if kind != image_adapters.KIND
                       and any(operation_of(kind, function) is None for function in replaced.values())]
@@ -203,7 +200,7 @@ def _transformer_options(options):
                        if not _is_empty(functions)
                        and any(operation_of(kind, function) is None for function in functions)}
             found += [_named(REFUSED_OPTIONS[key], unknown)] if unknown else []
-        elif key == "ar_state":                                # asks for another call, be it of a first frame
+        elif key == "ar_state":                                # even an empty one requires another kind of call
             found.append(REFUSED_OPTIONS[key])
         elif key in REFUSED_OPTIONS:
             found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
@@ -213,8 +210,8 @@ def _transformer_options(options):
 
 
 def _override(transformer_options):
-    """The kernel that a node's function means; None where there is none. Raises UnsupportedError for one that is not
-    known."""
+    """Return the attention backend that a node's function stands for, or None without one. Raises UnsupportedError for
+    an unknown function."""
     function = transformer_options.get(OVERRIDE)
     backend = None if function is None else override_backend(function)
     if function is not None and backend is None:
@@ -250,8 +247,8 @@ def _callbacks(callbacks):
 
 
 def _object_patches(patcher):
-    """Patches of ComfyUI's BaseModel (its sampling, its latent format) are honoured by ComfyUI itself; those of the
-    diffusion model are not."""
+    """Describe unsupported object patches. ComfyUI itself applies those of its BaseModel (sampling, latent format), but
+    not those of the diffusion model."""
     found = []
     for name, value in patcher.object_patches.items():
         top, _, rest = name.partition(".")
@@ -265,22 +262,22 @@ def _object_patches(patcher):
 
 
 def compute_dtype_of(patcher):
-    """The name of the dtype that a ProxyPatcher is to compute in: the loader's, or ModelComputeDtype's, whose default
-    is that of the weights."""
+    """Return the name of a ProxyPatcher's compute dtype: the loader's or ModelComputeDtype's, which defaults to that of
+    the weights."""
     wanted = patcher.object_patches.get("manual_cast_dtype", patcher.model.model_config.manual_cast_dtype)
     return patcher.remote.spec.storage_dtype if wanted is None else dtype_name(wanted)
 
 
 def _compute_dtype(patcher, runs):
-    """Dtypes that the workers do not compute in; and in a run, a dtype that was set in another way than by that
-    node."""
+    """Describe a compute dtype that the workers do not support, or, in a run, one that was set in another way than by
+    that node."""
     name, family, now = compute_dtype_of(patcher), patcher.remote.family, patcher.model.manual_cast_dtype
     if name in family.unsupported_dtypes:
-        return [f"the compute dtype {name}, which cannot hold {family.name}'s numbers,"]
+        return [f"the compute dtype {name}, whose range is too small for {family.name},"]
     if name not in COMPUTED:
-        return [f"the compute dtype {name}, which devices do not compute in ({', '.join(COMPUTED)} they do),"]
+        return [f"the compute dtype {name} (supported: {', '.join(COMPUTED)}),"]
     in_effect = patcher.remote.spec.storage_dtype if now is None else dtype_name(now)
-    return ([f"the compute dtype {in_effect} that the model itself was given (it computes in "
+    return ([f"the compute dtype {in_effect} that was set on the model itself (it computes in "
              f"{patcher.remote.spec.compute_dtype})"
             ] if runs and in_effect != patcher.remote.spec.compute_dtype else [])
 
@@ -290,9 +287,10 @@ def _is_empty(value):
         not _is_empty(part) for part in (value.values() if isinstance(value, dict) else value)))
 
 
-def wrappers_inside(net, family, transformer_options):
-    """Those of a call, where the forward of ComfyUI's class calls them; of a family that ComfyUI has not, all."""
-    forwards = [vars(class_)["forward"] for class_ in type(net).__mro__ if "forward" in vars(class_)]
+def wrappers_inside(module, family, transformer_options):
+    """Return the diffusion model's wrappers of a call if the forward of ComfyUI's class calls them; all of them for a
+    family that ComfyUI does not have."""
+    forwards = [vars(class_)["forward"] for class_ in type(module).__mro__ if "forward" in vars(class_)]
     calls_wrappers = (family.sampled
                       or any(WrapperExecutor.__name__ in forward.__code__.co_names for forward in forwards))
     return get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options) if calls_wrappers else []

@@ -1,19 +1,18 @@
-"""Why PipeFusion cannot run a workflow, or one sampler of it, by patches. Lists the nodes and samplers that are known
-to allow it; for all else it says why not.
+"""PipeFusion support: reasons for which a workflow, or a sampler of it, cannot be run patch by patch. Lists the nodes
+and samplers that are known to allow it; for anything else there is a reason.
 
-Called by sampler_wrappers.py before a run and at each step. The reasons travel in transformer_options to
-remote_model.py.
+The reasons are passed to remote_model.py in transformer_options.
 """
 
 from comfy.patcher_extension import WrappersMP
 
-from .block_patches import adds_to, compares_branches, has_cached_references, lllites_in, networks_in
+from .block_patches import compares_branches, has_cached_references, lllites_in, networks_in, residual_networks_in
 
-# What is known to leave the calls of the model as the workers take them. All else makes every step whole.
-# Of a prompt: ComfyUI takes a part of the latent for it, or only a part of its prediction.
-PARTS = {"area": "an area for a prompt", "mask": "a mask for a prompt", "gligen": "GLIGEN",
-         "hooks": "hooks on a prompt"}
-# Of model_options: functions outside of the model's calls, which may look at the whole latent
+# Known to leave the model's calls as the workers need them; anything else makes every step synchronous.
+# of a prompt: ComfyUI cuts the latent for it, or masks its prediction
+PROMPT_OPTIONS = {"area": "an area for a prompt", "mask": "a mask for a prompt", "gligen": "GLIGEN",
+                  "hooks": "hooks on a prompt"}
+# of model_options: functions outside the model's calls, which may read the full latent
 GUIDANCE = {"sampler_cfg_function": "a node that changes guidance",
             "sampler_post_cfg_function": "a node that changes guidance",
             "sampler_pre_cfg_function": "a node that changes guidance",
@@ -22,11 +21,10 @@ GUIDANCE = {"sampler_cfg_function": "a node that changes guidance",
 HARMLESS = {"transformer_options", "disable_cfg1_optimization", "to_load_options", "torch_compile_kwargs"}
 OPTIONS = {"model_function_wrapper": "a node that wraps the model's function", "context_handler": "context windows"}
 CACHE = "Flux KV Cache"
-# Of the MODEL: objects that may be replaced
-# the last: compiled, see proxy_modules.py
+# objects of the MODEL that may be replaced; diffusion_model by a compiled one, see proxy_modules.py
 OBJECTS = {"model_sampling", "latent_format", "diffusion_model",
            "diffusion_model.params.default_ref_method"}
-# Samplers whose steps are element by element in space, by the names of their functions
+# samplers that work elementwise in space, by the names of their functions
 ELEMENTWISE = {f"sample_{name}" for name in (
     "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0",
     "exp_heun_2_x0_sde",
@@ -36,24 +34,24 @@ ELEMENTWISE = {f"sample_{name}" for name in (
     "dpmpp_3m_sde_gpu", "ddpm", "lcm", "ipndm", "ipndm_v", "deis", "res_multistep", "res_multistep_cfg_pp",
     "res_multistep_ancestral", "res_multistep_ancestral_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp",
     "er_sde", "seeds_2", "seeds_3", "sa_solver", "sa_solver_pece", "unipc", "unipc_bh2")} | {"dpm_fast_function"}
-# of our wrappers, and of ComfyUI's that put the compiled model in place
+# keys of our wrappers, and of ComfyUI's that install the compiled model
 KEY, COMPILE_KEY = "xdit", "torch.compile"
-# in transformer_options, see sampler_wrappers.py; the last: the backend of torch.compile that a node has asked for
-PATCHWISE, WHOLE, DRAINED, COMPILE = "xdit_patchwise", "xdit_whole", "xdit_drained", "xdit_compile"
-BACKENDS = ("inductor",)                   # of torch.compile that the workers take
+# keys of transformer_options, see sampler_wrappers.py; COMPILE: a node's backend of torch.compile
+PATCHWISE, SYNCHRONOUS, DRAINED, COMPILE = "xdit_patchwise", "xdit_synchronous", "xdit_drained", "xdit_compile"
+BACKENDS = ("inductor",)                   # of torch.compile that the workers support
 
 
 def why_synchronous(conds, model_options):
-    """Why every step of this workflow has to be whole, for a person; None if it need not be."""
+    """Return the reason, for the user, for which every step of this workflow must be synchronous, or None."""
     options = model_options.get("transformer_options", {})
-    if options.get(WHOLE) is not None:
-        return options[WHOLE]
+    if options.get(SYNCHRONOUS) is not None:
+        return options[SYNCHRONOUS]
     if compares_branches(options):
         return "Normalized Attention Guidance"
     if has_cached_references(options):
         return CACHE
     for entry in (entry for cond in conds if cond for entry in cond):
-        for key, text in PARTS.items():
+        for key, text in PROMPT_OPTIONS.items():
             if entry.get(key) is not None:
                 return text
     for key, value in model_options.items():
@@ -68,35 +66,35 @@ def why_synchronous(conds, model_options):
 
 
 def why_synchronous_run(sampler, guider):
-    """The same for a whole run: of the sampler, and of the MODEL of ComfyUI's guider."""
+    """The same for a full run: from its sampler and the MODEL of ComfyUI's guider."""
     if getattr(getattr(sampler, "sampler_function", None), "__name__", "") == "dpm_adaptive_function":
-        return "dpm_adaptive, which chooses its steps by an error over the whole latent"
+        return "dpm_adaptive, which selects its steps by an error over the full latent"
     replaced = sorted(set(guider.model_patcher.object_patches) - OBJECTS)
     return f"a node that replaces {replaced[0]} of the MODEL" if replaced else None
 
 
 def why_drained(sampler, conds, base_model, model_options):
-    """Why a run with patches has to finish each step before the next, for a person; None if it need not."""
+    """Return the reason, for the user, for which a run with patches must finish each step before the next, or None."""
     if any(entry.get("control") is not None for cond in conds if cond for entry in cond):
-        return "a ControlNet, which reads the whole picture"
+        return "a ControlNet, which reads the full image"
     options = model_options.get("transformer_options", {})
-    if adds_to(options) or networks_in(options) or lllites_in(options):
-        return "model patches, which read the whole picture"
+    if residual_networks_in(options) or networks_in(options) or lllites_in(options):
+        return "model patches, which read the full image"
     for key, text in GUIDANCE.items():
         if model_options.get(key):
             return text
     if base_model.remote.family.components:
-        return "a latent of several parts, which ComfyUI hands to the sampler as one row of numbers"
+        return "a latent of several components, which ComfyUI packs into one row for the sampler"
     function = getattr(sampler, "sampler_function", None)
     if function is None or not function.__module__.startswith("comfy.") or function.__name__ not in ELEMENTWISE:
-        return "a sampler that is not known to work on each piece alone"
+        return "a sampler that is not known to work elementwise"
     return why_one_call(base_model, model_options)
 
 
 def why_one_call(base_model, model_options):
-    """What code of others runs around each call of the model, so that no other call may come in between; None if there
-    is none."""
-    net, options = base_model.diffusion_model, model_options["transformer_options"]
+    """Return a description of other code that runs around each call of the model, so that calls may not interleave, or
+    None."""
+    module, options = base_model.diffusion_model, model_options["transformer_options"]
     around = [options.get("wrappers", {}).get(kind, {})
               for kind in (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)]
     if compares_branches(options):
@@ -107,7 +105,7 @@ def why_one_call(base_model, model_options):
             or any(functions for by_key in around for functions in by_key.values())):
         return "a node that wraps the model's calls"
     if any(functions for kind in options.get("callbacks", {}).values() for functions in kind.values()):
-        return "a node that follows the sampling"
-    if net._forward_hooks or net._forward_pre_hooks or hasattr(net, "_orig_mod"):
-        return "hooks on the model, or a compiled one"
+        return "a node with sampling callbacks"
+    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_orig_mod"):
+        return "hooks on the model, or a compiled model"
     return None

@@ -1,2 +1,1 @@
-"""The MODEL of Load xDiT Model: a file or folder comes in, ComfyUI's own MODEL without weights goes out,
-and what nodes put on it."""
+"""MODEL of Load xDiT Model: from a checkpoint to ComfyUI's MODEL without weights, and its weight patches."""

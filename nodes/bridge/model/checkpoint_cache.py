@@ -1,5 +1,4 @@
-"""The checkpoints that ComfyUI's process has open: each file or folder is read once, until it changes on disk.
-Asked by proxy_model.py, and by the page before it converts a workflow."""
+"""Checkpoint cache of ComfyUI's process: each file or folder is read once, until it changes on disk."""
 
 import threading
 from collections import OrderedDict
@@ -7,23 +6,23 @@ from collections import OrderedDict
 from ....xdit_backend.checkpoints.checkpoint import open_checkpoint, state_of
 from ....xdit_backend.checkpoints.diffusers_folder import files_of
 
-MAX_OPEN = 4                               # headers take megabytes; a MODEL keeps its own Checkpoint in any case
+MAX_OPEN = 4                               # headers take megabytes; a MODEL holds its own Checkpoint in any case
 
 
 class Checkpoints:
-    """Checkpoints by path, those used last. Several threads may ask."""
+    """Most recently used checkpoints by path. Thread-safe."""
 
     def __init__(self):
-        self._open = OrderedDict()                             # path -> (state of its files, Checkpoint)
+        self._open = OrderedDict()                             # path -> (fingerprint, Checkpoint)
         self._lock = threading.Lock()
 
     def open(self, path):
-        """The Checkpoint of a file or folder. Raises as open_checkpoint."""
+        """Return the Checkpoint of a file or folder. Raises the errors of open_checkpoint."""
         path = str(path)
         try:
             state = fingerprint(path)
         except OSError:
-            state = None                                       # open_checkpoint says what is wrong
+            state = None                                       # open_checkpoint raises the error
         with self._lock:
             known, checkpoint = self._open.pop(path, (None, None))
             if state is None or known != state:
@@ -35,7 +34,7 @@ class Checkpoints:
 
 
 def fingerprint(path):
-    """What changes where other files take the place of a file's, or of a diffusers folder's."""
+    """Return a value that changes when a file, or a file of a diffusers folder, is replaced."""
     files = files_of(path)
     return state_of(files)
 

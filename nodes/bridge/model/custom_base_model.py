@@ -1,5 +1,4 @@
-"""A plain BaseModel of ComfyUI's for a family that it has no model of, as the family's file describes it.
-Made by detection.py."""
+"""Custom BaseModel for a family that ComfyUI has no model of, as the family's file describes it."""
 
 import torch
 
@@ -13,7 +12,7 @@ from ....xdit_backend.checkpoints.build_transformer import build
 
 
 class OwnModel(comfy.model_base.HiDream):
-    """A BaseModel, and a HiDream in name alone: ComfyUI's LoRA loader then takes what diffusers calls the tensors
+    """BaseModel that is a HiDream by class only, so that ComfyUI's LoRA loader accepts diffusers' tensor names
     ("transformer."...)."""
 
     encode_adm = comfy.model_base.BaseModel.encode_adm
@@ -21,17 +20,17 @@ class OwnModel(comfy.model_base.HiDream):
     def __init__(self, *arguments):
         comfy.model_base.BaseModel.__init__(self, *arguments)
 
-    def extra_conds(self, **given):
-        """As a BaseModel's, and which of a text's tokens are real,
-        where its text encoder says so and the family asks."""
-        made, mask = comfy.model_base.BaseModel.extra_conds(self, **given), given.get("attention_mask")
+    def extra_conds(self, **inputs):
+        """BaseModel's extra_conds, with the text's attention mask if its text encoder provides one and the family
+        reads it."""
+        made, mask = comfy.model_base.BaseModel.extra_conds(self, **inputs), inputs.get("attention_mask")
         if mask is not None and "attention_mask" in self.remote.family.conditioning:
             made["attention_mask"] = comfy.conds.CONDRegular(mask)
         return made
 
 
 class OwnConfig(BASE):
-    """What ComfyUI's detection gives of the families that it knows.
+    """Counterpart of the config that ComfyUI's detection returns for the families that it knows.
     transformer_config: arguments of the diffusers class."""
 
     def __init__(self, family, transformer_config):
@@ -42,11 +41,11 @@ class OwnConfig(BASE):
         super().__init__({"image_model": family.name, "disable_unet_model_creation": True})
 
     def get_model(self, state_dict, prefix="", device=None):
-        """The BaseModel, whose diffusion model is diffusers' own, without weights."""
+        """Return the BaseModel with diffusers' model as its diffusion model, without weights."""
         base_model = OwnModel(self, comfy.model_base.ModelType[self._family.sampled.prediction], device)
         with torch.device("meta"):
             module = build(self._family, self._transformer_config)
-        torch.nn.Module.to(module, self.unet_config["dtype"])  # diffusers' own warns
+        torch.nn.Module.to(module, self.unet_config["dtype"])  # diffusers' own method logs a warning
         base_model.diffusion_model = module.requires_grad_(False).eval()
         comfy.model_management.archive_model_dtypes(module)
         return base_model

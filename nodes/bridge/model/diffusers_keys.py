@@ -1,7 +1,7 @@
-"""Tensors of a diffusers folder under ComfyUI's names. Used by detection.py and state_dict.py.
+"""Tensors of a diffusers folder under ComfyUI's names.
 
-This inverts a family's conversion: ComfyUI's class says which names there are, and running the conversion on row
-numbers shows which tensor and row each comes from.
+Inverts a family's conversion: the names are those of ComfyUI's class, and running the conversion on row numbers shows
+the tensor and row that each row comes from.
 """
 
 import importlib
@@ -19,84 +19,82 @@ INSTEAD = "Use the file of this model in ComfyUI's format."
 
 
 def under_comfyui_names(tensors, checkpoint):
-    """{ComfyUI's name: tensor} of all tensors of a folder, on any device. One may be put together from several, along
-    dim 0.
+    """Return {ComfyUI's name: tensor} for all tensors of a folder, on any device. Some are concatenated along dim 0.
 
-    Raises CheckpointError where not all have a name there.
+    Raises CheckpointError if some have no ComfyUI name.
     """
     family, config = checkpoint.family, checkpoint.config
-    if family.sampled:                                         # ComfyUI has no model of it; ours has diffusers' names
+    if family.sampled:                                         # no model of ComfyUI's; ours has diffusers' names
         return tensors
     tensors = family.with_split_linears(tensors)
-    # they have those names
+    # these already have ComfyUI's names
     found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.text_prefixes)}
     used = set(found)
     for name, num_dims in _names(family, config).items():
-        parts = _converted(family, config, name, 0)
-        if parts and parts.keys() <= tensors.keys():
+        sources = _converted(family, config, name, 0)
+        if sources and sources.keys() <= tensors.keys():
             rows = _converted(family, config, name,
-                              sum(len(tensors[part]) if tensors[part].ndim else 1 for part in parts))
-            whole = _together(rows, tensors)
-            found[name] = whole.flatten() if num_dims == 1 else whole          # one row there, several here
-            used |= parts.keys()
+                              sum(len(tensors[source]) if tensors[source].ndim else 1 for source in sources))
+            tensor = _concatenated(rows, tensors)
+            found[name] = tensor.flatten() if num_dims == 1 else tensor        # one dim in ComfyUI, several here
+            used |= sources.keys()
     if used != tensors.keys():
-        # which takes some for other families
+        # ComfyUI's own conversion covers other families
         found = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or {}
         if sum(tensor.numel() for tensor in found.values()) != sum(tensor.numel() for tensor in tensors.values()):
             raise CheckpointError(f"{INSTEAD} {checkpoint.name} is a diffusers folder of a {family.name} model, and "
-                                  "ComfyUI's names are not known for all tensors of it.")
+                                  "some of its tensors have no known name in ComfyUI's format.")
     return found
 
 
 def marker_tensors_of(checkpoint):
-    """{ComfyUI's name: tensor} of the tensors whose presence tells ComfyUI what config.json says, or whose length does
-    where that is a number."""
+    """Return {ComfyUI's name: tensor} of tensors whose presence, or length for a number, stands for a setting of
+    config.json in ComfyUI's detection."""
     found = {name: checkpoint.folder_config.get(key) for key, name in checkpoint.family.marker_tensors.items()}
     return {name: torch.zeros(0 if value is True else value) for name, value in found.items() if value}
 
 
 def refuse_undetectable(tensors, checkpoint):
-    """Raise CheckpointError where ComfyUI could not tell from a folder's tensors, under its names,
-    what the folder's config.json says."""
+    """Raise CheckpointError if ComfyUI cannot detect settings of the folder's config.json from its tensors under
+    ComfyUI's names."""
     family, config, name = checkpoint.family, checkpoint.config, checkpoint.name
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     scales = {name.removesuffix("weight") + "scale": shape for name, shape in shapes.items()
               if name.endswith("_norm.weight")}
-    # files of Flux.1 say scale where ComfyUI's module says weight
-    seen = family.config(shapes | scales)
-    for key, value in seen.items():
+    # files of Flux.1 name scale what ComfyUI's module names weight
+    detected = family.config(shapes | scales)
+    for key, value in detected.items():
         if (key not in family.config_from_tensors and config.get(key) is not None
                 and _plain(value) != _plain(config[key])):
-            raise CheckpointError(f"{INSTEAD} {name} is a model of {family.name} with {key} = {config[key]!r}, which "
-                                  f"ComfyUI could not tell from its tensors: it would take it for {value!r}.")
+            raise CheckpointError(f"{INSTEAD} {name} is a {family.name} model with {key} = {config[key]!r}, which "
+                                  f"ComfyUI cannot detect from its tensors: it would use {value!r}.")
 
 
 def _plain(value):
     return list(value) if isinstance(value, (tuple, list)) else value
 
 
-def _together(rows, tensors):
-    rows = {part: where.flatten() for part, where in rows.items()}
-    part, where = next(iter(rows.items()))
+def _concatenated(rows, tensors):
+    rows = {source: where.flatten() for source, where in rows.items()}
+    source, where = next(iter(rows.items()))
     if len(rows) == 1 and torch.equal(where, torch.arange(len(where))):
-        return tensors[part]
-    whole = tensors[part].new_empty(sum(map(len, rows.values())), *tensors[part].shape[1:])
-    for part, where in rows.items():
-        whole[where.to(whole.device)] = tensors[part]
-    return whole
+        return tensors[source]
+    tensor = tensors[source].new_empty(sum(map(len, rows.values())), *tensors[source].shape[1:])
+    for source, where in rows.items():
+        tensor[where.to(tensor.device)] = tensors[source]
+    return tensor
 
 
 def _converted(family, config, name, num_rows):
-    """{diffusers' name: the rows that it has} of a tensor of so many rows;
-    {} where its name is nothing to the conversion."""
+    """{diffusers' name: its rows} in a tensor of num_rows; {} if the conversion does not know its name."""
     try:
         return family.convert({name: torch.arange(num_rows)}, config)
-    except (KeyError, RuntimeError, IndexError, ValueError):   # one that takes several tensors at a time
+    except (KeyError, RuntimeError, IndexError, ValueError):   # raised by conversions that need several tensors
         return {}
 
 
 def _names(family, config):
-    """{ComfyUI's name of each tensor of such a model, and of some that it may lack: how many dims it has}."""
+    """{ComfyUI's name of each tensor that such a model has or may have: its number of dims}"""
     names = {name: tensor.ndim
              for name, tensor in (_template(family.test_config) | _template(family.test_config,
                                                                             family.test_config.more)).items()}
@@ -108,7 +106,7 @@ def _names(family, config):
     return names
 
 
-def _template(tiny, more={}):
-    module, _, name = tiny.native.partition(":")
-    place = {"device": "meta", "dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
-    return getattr(importlib.import_module(module), name)(**tiny.arguments | more, **place).state_dict()
+def _template(test_config, more={}):
+    module, _, name = test_config.native.partition(":")
+    options = {"device": "meta", "dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
+    return getattr(importlib.import_module(module), name)(**test_config.arguments | more, **options).state_dict()

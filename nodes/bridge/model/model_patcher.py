@@ -1,4 +1,4 @@
-"""ComfyUI's ModelPatcher of a shell: what its patching nodes ask goes to the worker group, or is refused."""
+"""ComfyUI's ModelPatcher of a proxy model: patches of nodes are sent to the worker group or rejected."""
 
 import uuid
 
@@ -15,19 +15,18 @@ from .weight_patches import PREFIX, changes_of, computed_patches, effective_patc
 
 
 class ProxyPatcher(RemotePatcher):
-    """A RemotePatcher that refuses, when it is loaded and when a run begins,
-    what it carries that the workers would not honour."""
+    """RemotePatcher that rejects unsupported changes when it is loaded and when a run begins."""
 
     def patch_model(self, *args, **kwargs):
         refuse_patcher(self)
-        if hasattr(self.model, "diffusion_model"):             # not the half of a VAE
+        if hasattr(self.model, "diffusion_model"):             # not part of a VAE
             self.remote.expect(changes_of(self))
             self.remote.compute_in(compute_dtype_of(self), self.model)
         return super().patch_model(*args, **kwargs)
 
     def pre_run(self):
         super().pre_run()
-        refuse_patcher(self, runs=True)                        # ComfyUI's callbacks have been called by now
+        refuse_patcher(self, runs=True)                        # again, after ComfyUI's callbacks
 
     def load(self, *args, **kwargs):
         self.remote.use_changes(changes_of(self), self.patches_uuid)
@@ -37,7 +36,8 @@ class ProxyPatcher(RemotePatcher):
         self.remote.free_memory_elsewhere()
         return super().partially_load(*args, **kwargs)
 
-    # LoRA in bypass mode is none of these modules', which compute nothing: lora_bypass.py; all else is refused
+    # Injections are not run, since these modules compute nothing. LoRA in bypass mode: see lora_bypass.py; all others
+    # are rejected.
 
     def inject_model(self):
         pass
@@ -47,14 +47,14 @@ class ProxyPatcher(RemotePatcher):
 
     def set_injections(self, key, injections):
         super().set_injections(key, injections)
-        self.patches_uuid = uuid.uuid4()                       # the workers' weights are others then
+        self.patches_uuid = uuid.uuid4()                       # the workers' weights change
 
     def remove_injections(self, key):
         super().remove_injections(key)
         self.patches_uuid = uuid.uuid4()
 
     def model_patches_models(self):
-        """As ComfyUI's: what it is to load for the nodes' networks, but for those that the workers run."""
+        """ComfyUI's models of the nodes' networks to load, except those that the workers run."""
         theirs = [id(model) for functions in networks_in(self.model_options["transformer_options"]).values()
                   for function in functions if hasattr(function, "models") for model in function.models()]
         return [model for model in super().model_patches_models() if id(model) not in theirs]
@@ -63,16 +63,16 @@ class ProxyPatcher(RemotePatcher):
     def is_ready(self):
         return super().is_ready and self.remote.changes_uuid == self.patches_uuid
 
-    # --- weights: read from the file, with the patches that ComfyUI's nodes have added ---
+    # --- weights: from the file, with the patches of ComfyUI's nodes ---
 
     def model_state_dict(self, filter_prefix=None):
-        """As ComfyUI's. What no node has patched are the file's own tensors; the rest, which ComfyUI's has patched in
-        place, says where it is when its numbers are asked for."""
+        """As ComfyUI's. Weights without patches are the file's own tensors; the others, which ComfyUI patches in place,
+        raise an error when their data is read."""
         patched = {name: tensor for name, tensor in self.model.state_dict().items() if name in self.patches}
         return {name: patched.get(name, tensor) for name, tensor in self._file_state(filter_prefix).items()}
 
     def _file_state(self, filter_prefix=None):
-        """{name: tensor} of the BaseModel, those of the diffusion model as the file has them."""
+        """{name: tensor} of the BaseModel, with the diffusion model's weights from the file."""
         if self.remote.spec.quantisation:
             raise UnsupportedError("Set weight_dtype to default for nodes that write or mix a MODEL's own weights "
                                    "(ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their "
@@ -88,10 +88,10 @@ class ProxyPatcher(RemotePatcher):
         state, patches = self._file_state(prefix), effective_patches(self)
         lost = [name for name, tensor in state.items() if tensor.is_meta]
         if lost:
-            raise UnsupportedError(f"Use Load Diffusion Model: {lost[0]} is not in the file of this MODEL, so that a "
-                                   "node cannot save it.")
-        held = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
-        return {name.removeprefix(prefix): self._patched(name, tensor, patches).to(held[name])
+            raise UnsupportedError(f"Use Load Diffusion Model: {lost[0]} is not in the file of this MODEL, so a node "
+                                   "cannot save it.")
+        dtypes = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
+        return {name.removeprefix(prefix): self._patched(name, tensor, patches).to(dtypes[name])
                 for name, tensor in state.items()}
 
     def get_key_patches(self, filter_prefix=None):
@@ -103,7 +103,7 @@ class ProxyPatcher(RemotePatcher):
         return self._patched(key, self._file_state()[key], self.patches).to(device_to or "cpu")
 
     def weight(self, name):
-        """One weight of the diffusion model, for who asks a WorkerParameter; of a quantised file too."""
+        """Return one weight of the diffusion model, for WorkerParameter.read; dequantised if the file is quantised."""
         checkpoint, found, weight_of = file_of(self)
         quantised = {name} if any(source in checkpoint.quantised for source, _ in found[name]) else ()
         weight = self.patched_weights({name: weight_of(name)}, quantised)[name]
@@ -113,16 +113,16 @@ class ProxyPatcher(RemotePatcher):
         return patched(PREFIX + name, hooked, weight, weight.dtype, self.load_device, torch.float32)
 
     def patched_weights(self, weights, quantised):
-        """Weights of the diffusion model with what nodes have patched them with, in the types that they are held in.
+        """Return weights of the diffusion model with the patches of nodes, in their storage dtypes.
 
-        weights: {name: tensor of the file}. quantised: names of those that are quantised there: they are as computed
-        with; so is what else is of linear layers, where ComfyUI's own are quantised (comfy.ops.mixed_precision_ops).
+        weights: {name: tensor of the file}. quantised: names of quantised ones, which are in the compute dtype; so are
+        other tensors of linear layers if ComfyUI's are quantised (comfy.ops.mixed_precision_ops).
         """
         patches, computed = computed_patches(self), getattr(torch, self.remote.spec.compute_dtype)
-        net, is_mixed = self.model.diffusion_model, bool(self.remote.checkpoint.layers)
+        module, is_mixed = self.model.diffusion_model, bool(self.remote.checkpoint.layers)
 
         def dtype_of(name):
-            is_linear = is_mixed and isinstance(comfy.utils.get_attr(net, name.rpartition(".")[0]), torch.nn.Linear)
+            is_linear = is_mixed and isinstance(comfy.utils.get_attr(module, name.rpartition(".")[0]), torch.nn.Linear)
             return computed if is_linear or name in quantised else None
         return {name: self._patched(PREFIX + name, weight, patches, dtype_of(name))
                 for name, weight in weights.items()}
@@ -137,16 +137,16 @@ class ProxyPatcher(RemotePatcher):
 
     def _check_fits(self, patches):
         if not patches:
-            raise UnsupportedError(f"Use a LoRA that was made for {self.remote.family.name}: nothing of this one is "
-                                   "for it. ComfyUI's log names its tensors.")
+            raise UnsupportedError(f"Use a LoRA that was made for {self.remote.family.name}: no tensor of this one "
+                                   "matches. ComfyUI's log lists its tensors.")
 
-    # --- hooks: LoRA of a prompt, or of a range of steps. ComfyUI says which are in effect before each call ---
+    # --- hooks: LoRA for a prompt or a range of steps; ComfyUI sets the active ones before each call ---
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         self._check_fits(patches)
         if any(isinstance(what, tuple) and what[0] == "model_as_lora" for what in patches.values()):
             raise UnsupportedError("Remove Create Hook Model as LoRA, or use Load Diffusion Model: xDiT does not "
-                                   "support it, and it would be dropped without notice.")
+                                   "support it and would silently ignore it.")
         return super().add_hook_patches(hook, patches, strength_patch, strength_model)
 
     def patch_hooks(self, hooks):
@@ -162,10 +162,10 @@ class ProxyPatcher(RemotePatcher):
 
     def clone(self, disable_dynamic=False, model_override=None, force_deepcopy=False):
         if force_deepcopy:
-            raise UnsupportedError("Use Load Diffusion Model for the node that asks for a second copy of this "
-                                   "MODEL's weights: xDiT's workers hold one.")
+            raise UnsupportedError("Use Load Diffusion Model for the node that needs a second copy of this MODEL's "
+                                   "weights: xDiT's workers have one.")
         return super().clone(model_override=model_override)
 
     def deepclone_multigpu(self, new_load_device=None, models_cache=None):
         raise UnsupportedError("Set devices in xDiT Parallel Config, which runs this MODEL on several GPUs itself, "
-                               f"and remove the node that asks for it on {new_load_device}.")
+                               f"and remove the node that requests a copy on {new_load_device}.")

@@ -1,5 +1,4 @@
-"""Which file a MODEL is of, on which devices it runs, and by which methods. Made by proxy_model.py, read by what runs
-the model."""
+"""Setup of a MODEL: its file, its devices and the parallel methods that it is run by."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ class Setup:
     latent_format: Any                     # ComfyUI's
     config: ParallelConfig
     devices: tuple
-    dims: ModelDims | None                        # what forecasts compute with; None of a U-Net
+    dims: ModelDims | None                 # for estimates; None for a U-Net
     device_bytes: list                     # memory of each rank's device
 
     @property
@@ -36,27 +35,27 @@ class Setup:
 
     @property
     def num_classes(self):
-        """How many classes a prompt may name; None where it is a text."""
+        """Number of classes of a class-conditional model; None if the prompt is a text."""
         sampled = self.family.sampled
         return self.transformer_config[sampled.labels] if sampled and sampled.labels else None
 
     @property
     def num_channels(self):
-        """Of the latent that it predicts."""
+        """Channels of the predicted latent."""
         return self.family.num_channels(self.transformer_config)
 
     @property
     def shards_tokens(self):
-        """Can several ranks compute one picture, each a part of its tokens?"""
+        """Whether several ranks can generate one image, with a shard of its tokens each."""
         return "ulysses" not in self.family.refused
 
     @property
     def has_stages_for_speed(self):
-        """Is it spread over stages though it fits on each device?"""
+        """Whether the model is split into stages although it fits on each device."""
         return self.spec.stages is not None and has_stages_for_speed(self.config, self.dims, min(self.device_bytes))
 
     def layout(self, num_branches):
-        """The Layout of a run without a forecast."""
+        """Return the Layout of a run without an estimate."""
         heads, key_heads = (count(self.transformer_config)
                             for count in (self.family.num_heads, self.family.num_key_heads))
         return choose_layout(self.config, len(self.devices), num_branches,
@@ -65,6 +64,6 @@ class Setup:
                              devices_per_machine(self.devices))
 
     def job(self, latent_shape, conditioning, num_steps, num_branches):
-        """The Job of a run on latents of this shape, one branch's; None of a U-Net.
-        conditioning: {name: tensor}, as workers get it."""
+        """Return the Job of a run on latents of this shape, of one branch; None for a U-Net.
+        conditioning: {name: tensor}, as sent to the workers."""
         return self.dims and job_of(self.family, self.dims, latent_shape, conditioning, num_steps, num_branches)

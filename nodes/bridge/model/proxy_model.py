@@ -1,6 +1,6 @@
-"""The shell MODEL: ComfyUI's own BaseModel on the meta device, whose diffusion model asks the workers.
+"""Proxy MODEL: ComfyUI's own BaseModel on the meta device, whose diffusion model calls the workers.
 
-Sigmas, samplers, masks, regional prompts, previews and cancel stay ComfyUI's own. Made by Load xDiT Model.
+Sigmas, samplers, masks, regional prompts, previews and cancellation remain ComfyUI's.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ from .weight_placement import placement_of
 
 
 def load_proxy(path, weight_dtype, config):
-    """Return a ModelPatcher for a file or diffusers folder, run by the devices of `config`. Reads headers only.
+    """Return a ModelPatcher for a file or diffusers folder that runs on the devices of `config`. Reads headers only.
 
-    Raises CheckpointError for files that are no supported model, ConfigError for degrees that cannot work, and for a
-    weight_dtype whose package is missing, or that would quantise what is quantised.
+    Raises CheckpointError for files that are no supported model, ConfigError for degrees that cannot work, for a
+    weight_dtype whose package is missing, and for one that would quantise quantised weights.
     """
     check_packages()
     devices = devices_of(config)
@@ -65,10 +65,10 @@ def load_proxy(path, weight_dtype, config):
     latent_format = base_model.latent_format
     packed_sizes = functools.cache(functools.partial(_packed_sizes, checkpoint, model, quantisation))
 
-    # of a name of a type and ModelSpec.weights_memory: (Setup, MemoryCheck). No circle: it knows no base_model
+    # of a compute dtype and ModelSpec.weights_memory; holds no reference to base_model, which would be a cycle
     def computing_in(dtype, weights_memory):
-        given = config.weights_memory_bytes or 0 if weights_memory is None else weights_memory
-        spec = with_host_bytes(spec_of(dtype, *placement, weights_memory=given), checkpoint, model)
+        budget_bytes = config.weights_memory_bytes or 0 if weights_memory is None else weights_memory
+        spec = with_host_bytes(spec_of(dtype, *placement, weights_memory=budget_bytes), checkpoint, model)
         own = dims and dataclasses.replace(dims, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
         of_unet = functools.partial(unet_run_memory, family, model) if family.is_unet else None
@@ -86,7 +86,7 @@ def load_proxy(path, weight_dtype, config):
 
 def _patcher_of(base_model, remote, load_device):
     patcher = ProxyPatcher(base_model, load_device, comfy.model_management.unet_offload_device(),
-                           size=remote.memory.model_bytes)     # what ComfyUI is to make room for
+                           size=remote.memory.model_bytes)     # memory that ComfyUI should free
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, sampler_wrappers.calc_cond_batch),
                           (WrappersMP.SAMPLER_SAMPLE, sampler_wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)
@@ -94,18 +94,18 @@ def _patcher_of(base_model, remote, load_device):
 
 
 def _make_remote(base_model, remote, sources):
-    """Have ComfyUI's BaseModel ask the workers. No circle: it ends with its MODEL. sources: see weight_sources."""
+    """Connect ComfyUI's BaseModel to the workers, without a reference cycle. sources: see weight_sources."""
     module, itself, family = base_model.diffusion_model, weakref.proxy(base_model), remote.family
     use_worker_parameters(module, functools.partial(_weight_of, itself))
     for name, tensor in read_values(remote.checkpoint, family.read_by_nodes).items():
         module.register_buffer(name, tensor.to(getattr(module, name).dtype))
-    if hasattr(module, "preprocess_text_embeds"):              # without prefixes, the workers do it
+    if hasattr(module, "preprocess_text_embeds"):              # done by the workers if there are no prefixes
         module.preprocess_text_embeds = (
             functools.partial(prepare_text, itself, remote.checkpoint, family.text_prefixes) if family.text_prefixes
             else lambda context: context)
-    # nodes compile the model; there is nothing to trace in a call to workers
+    # nodes may compile the model; a call to workers cannot be traced
     module.forward = torch.compiler.disable(remote.forward)
-    module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
+    module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise an error
     remote.attach(remember_modules(module), sources, Additions(maker_of(base_model)))
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)
@@ -115,8 +115,8 @@ def _make_remote(base_model, remote, sources):
 
 
 def _lighter_bytes(checkpoint, spec, dtypes_of):
-    """{weight_dtype: bytes that a rank with all blocks would hold}: of fp8, and of the types that the file can be
-    quantised to with the packages that are installed; of none where its layers are quantised in ComfyUI's way."""
+    """Return {weight_dtype: bytes of a rank with all blocks} for fp8, and for the dtypes that the file can be quantised
+    to with the installed packages; none if its layers are quantised in ComfyUI's format."""
     family, found = checkpoint.family, {}
     choices = (*["fp8_e4m3fn"] * (not checkpoint.layers), *TYPES)
     for name in choices:
@@ -132,29 +132,30 @@ def _lighter_bytes(checkpoint, spec, dtypes_of):
 
 
 def _packed_sizes(checkpoint, model, quantisation):
-    """{tensor of the file that is held packed: (rows and columns, in all, of the layers with rows of it, bytes)}"""
+    """{tensor of the file that is stored packed: (rows plus columns, summed over the layers that have rows of it,
+    bytes)}"""
     found: dict = {}
     for name, how in packed_weights(checkpoint, model, quantisation).items():
         sides, num_bytes = found.get(how.source, (0, 0))
-        held = model.get_submodule(name.removesuffix(".weight")).weight
-        found[how.source] = sides + how.num_rows + checkpoint.shapes[how.source][1], num_bytes + held.nbytes
+        packed = model.get_submodule(name.removesuffix(".weight")).weight
+        found[how.source] = sides + how.num_rows + checkpoint.shapes[how.source][1], num_bytes + packed.nbytes
     return found
 
 
 def _weight_of(base_model, name):
-    """A weight with the patches of the MODEL that runs: clones have others."""
+    """Return a weight with the patches of the running MODEL; clones have other patches."""
     if base_model.current_patcher is None:
         raise UnsupportedError("Use Load Diffusion Model for the node that reads weights of this MODEL "
-                               f"(diffusion_model.{name}) while no sampler runs it: xDiT's workers hold them.")
+                               f"(diffusion_model.{name}) while no sampler runs it: they are on xDiT's workers.")
     return base_model.current_patcher.weight(name)
 
 
-def _extra_conds(of_comfyui, family, **given):
-    """A BaseModel's own extra_conds. ComfyUI's Anima prepares the text with weights when it is in inference mode, which
-    only the workers have; outside of that mode it hands the tokens on to its model."""
-    check_text(family, given.get("cross_attn"))
+def _extra_conds(of_comfyui, family, **inputs):
+    """BaseModel's own extra_conds. In inference mode, ComfyUI's Anima prepares the text with weights, which only the
+    workers have; outside it, Anima passes the tokens on to its model."""
+    check_text(family, inputs.get("cross_attn"))
     with torch.inference_mode(torch.is_inference_mode_enabled()
                               and "t5xxl_ids" not in family.conditioning), torch.no_grad():
-        return of_comfyui(**given)
+        return of_comfyui(**inputs)
 
 

@@ -1,5 +1,4 @@
-"""How a model's weights are spread over devices: by a person's degrees, or as forecasts say. Asked by
-proxy_model.py."""
+"""Weight placement of a model on its devices: by the user's degrees, or by estimates."""
 
 from ....xdit_backend.checkpoints.tensor_sharding import possible_splits
 from ....xdit_backend.config import refuse_methods, validate_layout, validate_stages
@@ -11,12 +10,12 @@ from ..workers.worker_groups import GROUPS, show_text
 
 
 def placement_of(config, devices, device_bytes, checkpoint, dims, model, compute_dtype):
-    """The Spread. Raises ConfigError for degrees of manual mode that cannot work for this model.
+    """Return the WeightPlacement. Raises ConfigError for degrees of manual mode that cannot work for this model.
 
-    device_bytes: memory of each device. net: None of a U-Net. model: diffusers', on the meta device. GROUPS.machine
-    also has the workers divide work by how fast each device is, where that was measured; in auto mode with several
-    machines, where the picture may differ for speed, and where weights may have to come from host memory, it is
-    measured now. Of speed the node says what that gains.
+    device_bytes: memory of each device. dims: None for a U-Net. model: diffusers', on the meta device. With the
+    measured Machine, workers also split work by the speed of each device. In auto mode it is measured now if there are
+    several machines, if the image may differ for speed, or if weights may have to be offloaded. Stages chosen for speed
+    are shown on the node, with their gain.
     """
     family = checkpoint.family
     if config.mode == "manual":

@@ -1,2 +1,1 @@
-"""A run of a MODEL: ComfyUI's calls of its diffusion model come in, and go to the workers whole,
-by branches or by patches."""
+"""Sampling: ComfyUI's calls of its diffusion model are run by the workers, per batch, per CFG branch or per patch."""

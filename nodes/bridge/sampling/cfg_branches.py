@@ -1,8 +1,7 @@
-"""CFG branches as coroutines: cond and uncond ask for their predictions at the same time, however ComfyUI calls the
-model.
+"""CFG branches as coroutines, which request their predictions together however ComfyUI calls the model.
 
-ComfyUI evaluates its branches one after the other when they cannot be batched. Here each branch runs ComfyUI's own code
-in a greenlet of its own; when all wait for the model, their calls go to the workers as one prediction.
+ComfyUI evaluates branches one after the other if it cannot batch them. Here each branch runs ComfyUI's code in its own
+greenlet; when all of them wait for the model, their calls go to the workers as one prediction.
 """
 
 import contextvars
@@ -17,56 +16,56 @@ import comfy.samplers
 
 from ....xdit_backend.host.calls import Call
 
-MAX_BRANCHES = 2                           # what one prediction takes
+MAX_BRANCHES = 2                           # of one prediction
 
 
 @dataclass(frozen=True, eq=False)
 class ModelCall:
-    """A call of a diffusion model by ComfyUI."""
+    """ComfyUI's call of a diffusion model."""
 
-    remote: object                         # the RemoteModel that was called
+    remote: object                         # the called RemoteModel
     call: Call
-    schedule: torch.Tensor | None          # the sigmas of the run; None outside of a sampler
-    sigmas: torch.Tensor                   # of the call
-    num_branches: int = 1                  # that ComfyUI has put into its batch, one after the other
-    # with PipeFusion: what reasons.why_synchronous and why_drained have said
+    schedule: torch.Tensor | None          # sigmas of the run; None outside a sampler
+    sigmas: torch.Tensor                   # of this call
+    num_branches: int = 1                  # that ComfyUI concatenated along the batch
+    # with PipeFusion: results of pipefusion_support.why_synchronous and why_drained
     synchronous_reason: str | None = None
     drained_reason: str | None = None
 
     @property
     def step(self):
-        """Which step of a run it belongs to, for a person; "" outside of a sampler."""
+        """Step of the run as text for the user; "" outside a sampler."""
         if self.schedule is None or len(self.schedule) < 2:
             return ""
         steps = self.schedule[:-1]
-        # samplers also call between two steps
+        # samplers also call the model between two steps
         nearest = (steps.to(self.sigmas) - self.sigmas.max()).abs().argmin()
         return f"step {int(nearest) + 1} of {len(steps)}"
 
-    def halves(self):
-        """The call as two, of one branch each."""
+    def split_branches(self):
+        """Return the two branches of a batched call as one call each."""
         call = self.call
         batch = call.latent.shape[0]
-        parts = [slice(0, batch // 2), slice(batch // 2, batch)]
+        slices = [slice(0, batch // 2), slice(batch // 2, batch)]
 
-        def half(part):
-            cut = lambda tensor: tensor[part] if tensor.shape[0] == batch else tensor  # noqa: E731
-            conditioning, call_conditioning = ({name: cut(tensor) for name, tensor in given.items()}
-                                    for given in (call.conditioning, call.call_conditioning))
-            return replace(call, latent=call.latent[part], timestep=call.timestep[part], conditioning=conditioning,
+        def branch(rows):
+            cut = lambda tensor: tensor[rows] if tensor.shape[0] == batch else tensor  # noqa: E731
+            conditioning, call_conditioning = ({name: cut(tensor) for name, tensor in tensors.items()}
+                                               for tensors in (call.conditioning, call.call_conditioning))
+            return replace(call, latent=call.latent[rows], timestep=call.timestep[rows], conditioning=conditioning,
                            name="", control=call.control_by(cut),
-                           scores=None if call.scores is None else call.scores[:, part],
-                           cached=call.cached and replace(call.cached, rows=call.cached.rows[part]),
-                           networks=tuple((replace(use, rows=use.rows[part]), network)
+                           scores=None if call.scores is None else call.scores[:, rows],
+                           cached=call.cached and replace(call.cached, rows=call.cached.rows[rows]),
+                           networks=tuple((replace(use, rows=use.rows[rows]), network)
                                           for use, network in call.networks),
                            left_out={name: cut(tensor) for name, tensor in call.left_out.items()},
                            call_conditioning=call_conditioning,
-                           parts={name: tensor[part] for name, tensor in call.parts.items()})
-        return [half(part) for part in parts]
+                           parts={name: tensor[rows] for name, tensor in call.parts.items()})
+        return [branch(rows) for rows in slices]
 
 
 class Task(greenlet):
-    """A coroutine with context variables of its own, as ComfyUI's code expects of a thread of work."""
+    """Greenlet with its own context variables, as ComfyUI's code expects of a thread."""
 
     def __init__(self, run):
         super().__init__(run)
@@ -74,18 +73,18 @@ class Task(greenlet):
 
 
 def end_tasks(tasks):
-    """End those that have begun and not come to their end."""
+    """End tasks that have started and not finished."""
     for task in tasks:
         if task and not task.dead:
             task.throw()
 
 
 class BranchTask(Task):
-    """A coroutine that evaluates one branch. It hands its parent the calls that it makes of the model."""
+    """Task that evaluates one branch and switches to its parent with each ModelCall."""
 
 
 def ask(model_call):
-    """The prediction for one call: at once, or together with the other branches' calls."""
+    """Return the prediction for one call, batched with the other branches' calls inside a BranchTask."""
     current = getcurrent()
     if isinstance(current, BranchTask):
         return current.parent.switch(model_call)
@@ -93,11 +92,11 @@ def ask(model_call):
 
 
 def answer(model_calls):
-    """The predictions for calls of one model, at most MAX_BRANCHES of them."""
+    """Return the predictions for at most MAX_BRANCHES calls of one model."""
     first = model_calls[0]
     together = first.num_branches != MAX_BRANCHES or first.call.guided
     if len(model_calls) == 1 and not together and first.remote.runs_branches_separately():
-        return [torch.cat(first.remote.predict(first, first.halves()))]
+        return [torch.cat(first.remote.predict(first, first.split_branches()))]
     return first.remote.predict(first, [model_call.call for model_call in model_calls])
 
 
@@ -105,24 +104,24 @@ TEXT = "c_crossattn"
 
 
 def as_in_one_batch(conds, x, timestep):
-    """ComfyUI's conds with their texts as long as ComfyUI makes them in one batch.
+    """Repeat the text of ComfyUI's conds to the lengths that ComfyUI would give them in one batch.
 
-    In a batch it repeats the shorter texts of some families, which changes the prediction where text and image are one
-    sequence (CogVideoX).
+    ComfyUI repeats shorter texts of some families when it batches them, which changes the prediction if text and image
+    form one sequence (CogVideoX).
     """
     texts = [entry["model_conds"].get(TEXT) for cond in conds if cond for entry in cond]
     if (not all(isinstance(text, comfy.conds.CONDCrossAttn) for text in texts)
             or len({text.cond.shape[1] for text in texts}) < 2):
         return conds
     entries = [entry for cond in conds if cond for entry in cond if "default" not in entry]
-    waiting = [(entry, part) for entry in entries
-               if (part := comfy.samplers.get_area_and_mult(entry, x, timestep)) is not None]
+    waiting = [(entry, area) for entry in entries
+               if (area := comfy.samplers.get_area_and_mult(entry, x, timestep)) is not None]
     lengths = {}                                               # id of an entry -> tokens
     while waiting:
-        batch = [entry for entry, part in waiting if comfy.samplers.can_concat_cond(part, waiting[0][1])]
+        batch = [entry for entry, area in waiting if comfy.samplers.can_concat_cond(area, waiting[0][1])]
         lengths |= dict.fromkeys(map(id, batch),
                                  math.lcm(*(entry["model_conds"][TEXT].cond.shape[1] for entry in batch)))
-        waiting = [(entry, part) for entry, part in waiting if id(entry) not in lengths]
+        waiting = [(entry, area) for entry, area in waiting if id(entry) not in lengths]
 
     def lengthened(entry):
         text = entry["model_conds"][TEXT]
@@ -134,16 +133,16 @@ def as_in_one_batch(conds, x, timestep):
 
 
 def run_branches(calc_cond_batch, model, conds, x, timestep, model_options):
-    """ComfyUI's calc_cond_batch with one coroutine for each branch that has conditioning."""
+    """Run ComfyUI's calc_cond_batch in one coroutine for each branch with conditioning."""
     conds = as_in_one_batch(conds, x, timestep)
-    live = [index for index, cond in enumerate(conds) if cond]
+    indices = [index for index, cond in enumerate(conds) if cond]
     outputs = [None] * len(conds)
 
     def run_branch(index):
         only = [cond if position == index else None for position, cond in enumerate(conds)]
         outputs[index] = calc_cond_batch(model, only, x, timestep, model_options)[index]
 
-    tasks = {index: BranchTask(run_branch) for index in live}
+    tasks = {index: BranchTask(run_branch) for index in indices}
     waiting = {}
 
     def resume(index, value):
@@ -152,7 +151,7 @@ def run_branches(calc_cond_batch, model, conds, x, timestep, model_options):
             waiting[index] = model_call
 
     try:
-        for index in live:
+        for index in indices:
             resume(index, index)
         while waiting:
             requested = next(iter(waiting.values())).remote

@@ -1,8 +1,6 @@
-"""Displaced patches (DistriFusion) of one run: which calls of the model are synchronous, and how they reach the
-workers.
+"""Displaced patches (DistriFusion) of one run: which calls of the model are synchronous, and their way to the workers.
 
-A RemoteModel makes one for each run with displaced_degree above 1. Every call is for the whole latent, so any sampler
-node works.
+Every call is for the full latent, so any sampler node works.
 """
 
 import dataclasses
@@ -17,10 +15,10 @@ from .warmup import Staleness
 
 
 class DisplacedRun:
-    """One run, and the conditioning for which the workers keep what they sent each other.
+    """One run, and the conditioning for which the workers cache what they exchanged.
 
-    setup: a model_setup.Setup. schedule: its sigmas. shape: of its whole latent. Raises ConfigError where that has too
-    few rows for the ranks.
+    setup: a model_setup.Setup. schedule: sigmas of the run. shape: of its full latent. Raises ConfigError if that has
+    too few rows for the ranks.
     """
 
     def __init__(self, client, setup, layout, schedule, shape):
@@ -34,35 +32,35 @@ class DisplacedRun:
             self._mode, self._because = chosen_for(rows)
 
     def end(self):
-        """Have the workers forget what they keep for this run."""
+        """Have the workers drop their caches for this run."""
         self._client.end_run(self)
 
     def describe(self, synchronous_reason):
-        """How the run is split, for a person. synchronous_reason: of pipefusion_support.why_synchronous."""
+        """Describe the split of the run for the user. synchronous_reason: of pipefusion_support.why_synchronous."""
         text = describe_layout(self._layout) + self._config.idle
         if synchronous_reason is not None:
             return f"{text}, every step synchronous, because this workflow uses {synchronous_reason}"
         return f"{text}, {self._mode} ({self._because})" if self._because else text
 
     def predict(self, calls, sigma, synchronous_reason=None):
-        """Predictions for one or two calls, which are all calls of this step at this time."""
-        if any(isinstance(given, Shrink) for call in calls for given in call.free_u):
+        """Return the predictions for one or two calls, which are all calls of this step at this time."""
+        if any(isinstance(setting, Shrink) for call in calls for setting in call.free_u):
             raise UnsupportedError("Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree "
-                                   "higher, or remove PatchModelAddDownscale: it makes whole pictures smaller, and "
-                                   "each device has some rows of them.")
+                                   "higher, or remove PatchModelAddDownscale: it downscales full images, and each "
+                                   "device has only some of their rows.")
         if any(call.free_u for call in calls):
             raise UnsupportedError("Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree "
-                                   "higher, or remove FreeU: it filters the frequencies of whole pictures, and each "
-                                   "device has some rows of them.")
+                                   "higher, or remove FreeU: it filters the frequencies of full images, and each "
+                                   "device has only some of their rows.")
         if any(call.tiles for call in calls):
             raise UnsupportedError("Set displaced_degree to 1 in xDiT Parallel Config, and cfg_degree or data_degree "
-                                   "higher, or remove HyperTile: it cuts whole pictures into tiles, and each device "
-                                   "has some rows of them.")
+                                   "higher, or remove HyperTile: it cuts full images into tiles, and each device has "
+                                   "only some of their rows.")
         requests = [dataclasses.replace(call, name=self._client.name_conditioning(call.conditioning, run=self))
                     for call in calls]
-        # Ranks of each CFG branch keep their own.
+        # the ranks of each CFG branch have caches of their own
         names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
-        # Nodes may call the model for a piece of the latent, or for another one.
+        # nodes may call the model for a tile of the latent, or for another one
         keep = (synchronous_reason is None and MODES[self._mode].is_stale and self._staleness.ends
                 and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
@@ -76,7 +74,7 @@ class DisplacedRun:
 
 
 def _rows_at_last_level(family, config, degree, shape):
-    """Of a U-Net's smallest images, the fewest rows that a rank has if all are equally fast; None of a transformer."""
+    """Fewest rows of a rank in a U-Net's smallest feature maps, for equally fast ranks; None for a transformer."""
     if not family.is_unet:
         return None
     halvings = family.plan.num_levels(config) - 1
@@ -96,6 +94,6 @@ def _check_size(family, config, layout, shape):
     multiple = 2 ** (family.plan.num_levels(config) - 1)
     if cut_bands(shape[2], degree, multiple) is None:
         most = -(-shape[2] // multiple)
-        raise ConfigError(f"Set displaced_degree to at most {most}, or draw a higher picture: "
-                          f"displaced_degree={degree} is too much for a latent of {shape[2]} rows, which "
-                          f"{family.name} shares out by {multiple}.")
+        raise ConfigError(f"Set displaced_degree to at most {most}, or use a taller latent: "
+                          f"displaced_degree={degree} is too high for a latent of {shape[2]} rows, which "
+                          f"{family.name} splits in multiples of {multiple}.")

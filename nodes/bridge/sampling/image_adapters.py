@@ -1,12 +1,12 @@
-"""IP-Adapter (Ye et al. 2023, arXiv 2308.06721), InstantID and PuLID in a call of a U-Net: keys and values of pictures
-for each attention to the text, which the adapter's own layers make of them once a run. Used by injected_networks.py;
-the workers attend to them (xdit_backend/hooks/injected_networks.py).
+"""IP-Adapter (Ye et al. 2023, arXiv 2308.06721), InstantID and PuLID in a call of a U-Net: keys and values of reference
+images for each text cross-attention, which the adapter's own layers compute once a run. The workers attend to them
+(xdit_backend/hooks/injected_networks.py).
 
-What the packs do with their settings: what attention to a picture gives is multiplied by a weight, which is as if the
-values were; or the keys are too; in some layers it is another picture, or none; PuLID takes a part of it out. Each
-layer is tried with the pack's own code when a run begins.
+Effect of the packs' settings: the attention output for an image is scaled by a weight, which is the same as scaling the
+values, or the keys are scaled too; some layers use another image, or none; PuLID removes a component of the output. At
+the start of a run, each layer is compared with the pack's own code.
 
-# B batch, M images of a prompt, P pictures, T tokens, C channels
+# B batch, M images of a prompt, P reference images, T tokens, C channels
 """
 
 import functools
@@ -25,53 +25,53 @@ from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from ..compatibility.image_adapters import COMPOSITION, EASING, KIND, STYLE, WEAK, adapters_at
 
 ATTENTION = re.compile(r"((input|middle|output)_blocks?(?:\.(\d+))?\.\d+)\.transformer_blocks\.(\d+)\.attn2")
-BEFORE_ALL = 999999999.9                   # the noise level of a call that does not say it
+BEFORE_ALL = 999999999.9                   # sigma of a call without one
 LAYERS_SDXL, LAYERS = 11, 16               # of the U-Nets that adapters were made for
-OF_SDXL = "101_to_k_ip"                    # a layer that only adapters of SDXL have
-WEAKER, LEAST = 0.2, 0.05                  # of a weight, where its kind is weak; where easing ends
+OF_SDXL = "101_to_k_ip"                    # a layer that only SDXL's adapters have
+WEAKER, LEAST = 0.2, 0.05                  # factors of a weight: of a weak type; at the end of easing
 PENALTY_CHANNELS = 1280
-FIRST = 5                                  # tokens of PuLID's picture that say how faithful to it the image is
-TRIAL = (1, 4, 2, 3)                       # shape of a latent that what an adapter does is tried with
-TOLERANCE, IN_HALF = 1e-3, 0.05            # relative
+FIRST = 5                                  # PuLID's image tokens whose attention weight measures fidelity
+TRIAL = (1, 4, 2, 3)                       # shape of the latent for the comparison with the pack's code
+TOLERANCE, IN_HALF = 1e-3, 0.05            # relative, in float32 and in half precision
 
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention to the text, and the adapters in it."""
+    """Text cross-attention and its adapters."""
 
-    place: str                             # "input.4.0"
-    block: tuple                           # as ComfyUI calls it: ("input", 4)
-    index: int                             # among the U-Net's transformers, which ComfyUI counts from 0
+    name: str                              # "input.4.0"
+    block: tuple                           # ComfyUI's id: ("input", 4)
+    index: int                             # among the U-Net's transformers, counted from 0 as by ComfyUI
     module: Any                            # ComfyUI's
     replaced: Any                          # the pack's object
-    adapters: tuple                        # the Adapters that act now
+    adapters: tuple                        # Adapters active at this sigma
 
     @property
     def nodes(self):
-        """What their nodes are for, and their packs."""
+        """Names of the adapters' nodes, and names of their packs."""
         return tuple(" / ".join(dict.fromkeys(names)) for names in zip(*((each.node, each.pack)
                                                                          for each in self.adapters)))
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What an adapter shows to an attention."""
+    """Keys and values that an adapter adds to an attention."""
 
     keys: Any                              # (positive and negative prompt, M or 1, T, C)
     values: Any
     mask: Any                              # (M or 1, rows, columns), or None
-    first: int | None                      # of xdit_backend/hooks/pulid.py
+    first: int | None                      # see xdit_backend/hooks/pulid.py
 
 
 def adapters_of(family, config, transformer_options, x, modules):
-    """((specs.NetworkUse, Network),) of the adapters that act in a call, () where none does. x: its latent. modules: of
+    """Return ((specs.NetworkUse, Network),) of the adapters active in a call, or (). x: its latent. modules: of
     remember_modules.
 
-    Raises UnsupportedError where ComfyUI's model has other attentions than these, or they do otherwise than is known;
-    ConfigError for an adapter of another model.
+    Raises UnsupportedError if ComfyUI's model has other attentions, or the adapters compute something else than
+    expected; ConfigError for an adapter of another model.
     """
     replaced = transformer_options.get("patches_replace", {}).get(KIND) if family.is_unet else None
-    parts = transformer_options.get("cond_or_uncond", ())
+    prompts = transformer_options.get("cond_or_uncond", ())
     if not replaced:
         return ()
     sigma = _sigma(transformer_options)
@@ -80,21 +80,22 @@ def adapters_of(family, config, transformer_options, x, modules):
         return ()
     node, _ = layers[0].nodes
     if family.has_frames_as_batch:
-        raise UnsupportedError(f"Remove {node}: {family.name} attends along frames too, for which it has no picture.")
-    if not parts or len(x) % len(parts) or not {*parts} <= ({0, 1, 2} if len(parts) == 3 else {0, 1}):
+        raise UnsupportedError(f"Remove {node}: {family.name} also has attention along frames, which the node does not "
+                               "support.")
+    if not prompts or len(x) % len(prompts) or not {*prompts} <= ({0, 1, 2} if len(prompts) == 3 else {0, 1}):
         raise UnsupportedError("Use a sampler node, or Load Diffusion Model: a node calls this MODEL with "
-                               f"{node} without saying for which prompts (cond_or_uncond).")
-    images = len(x) // len(parts)
-    told = [(layer.place, *(id(adapter.given) for adapter in layer.adapters)) for layer in layers]
-    name = hashlib.sha256(repr((told, images, *x.shape[2:])).encode()).hexdigest()
-    network = Network(f"adapters-{name}", functools.partial(_weights, layers, images, tuple(x.shape), sigma,
+                               f"{node} without naming the prompts (cond_or_uncond).")
+    num_images = len(x) // len(prompts)
+    ids = [(layer.name, *(id(adapter.arguments) for adapter in layer.adapters)) for layer in layers]
+    name = hashlib.sha256(repr((ids, num_images, *x.shape[2:])).encode()).hexdigest()
+    network = Network(f"adapters-{name}", functools.partial(_weights, layers, num_images, tuple(x.shape), sigma,
                                                             _tokens(family, config, x.shape)))
-    rows = tuple((part % 2, image) for part in parts for image in range(images))
+    rows = tuple((prompt % 2, image) for prompt in prompts for image in range(num_images))
     return (specs.NetworkUse(network.name, "text", 1.0, rows=rows), network),
 
 
 def _tokens(family, config, shape):
-    """{ComfyUI's block: tokens of its image}"""
+    """{ComfyUI's block: its number of image tokens}"""
     skips = [math.prod(size) for name, (_, *size) in family.control_shapes(config, shape).items()
              if name.startswith("input.")]
     return {("middle", 0): skips[-1], **{("input", number): count for number, count in enumerate(skips)},
@@ -107,7 +108,7 @@ def _sigma(transformer_options):
 
 
 def _layers(modules, replaced, sigma):
-    """The Layers of ComfyUI's U-Net in which something is replaced; it passes over all else."""
+    """Yield the Layers of ComfyUI's U-Net in which something is replaced."""
     transformers = list(dict.fromkeys(name.partition(".transformer_blocks.")[0] for name in modules
                                       if ".transformer_blocks." in name))
     for name, (module, _) in modules.items():
@@ -122,15 +123,16 @@ def _layers(modules, replaced, sigma):
                         adapters_at(function, sigma))
 
 
-def _weights(layers, images, shape, sigma, tokens):
+def _weights(layers, num_images, shape, sigma, tokens):
     """{name: tensor} of the Network, float32 on the CPU."""
     found = {}
     with torch.no_grad():
         for layer in layers:
-            all_shown = [shown for adapter in layer.adapters if (shown := _shown(layer, adapter, images)) is not None]
-            _check(layer, all_shown, images, sigma)
+            all_shown = [shown for adapter in layer.adapters
+                         if (shown := _shown(layer, adapter, num_images)) is not None]
+            _check(layer, all_shown, num_images, sigma)
             for number, shown in enumerate(all_shown):
-                name = f"{layer.place}.{number}"
+                name = f"{layer.name}.{number}"
                 found |= {f"{name}.keys": shown.keys.cpu(), f"{name}.values": shown.values.cpu()}
                 if shown.mask is not None:
                     found[f"{name}.mask"] = _on_tokens(shown.mask, shape, tokens[layer.block]).cpu()
@@ -139,96 +141,95 @@ def _weights(layers, images, shape, sigma, tokens):
     return found
 
 
-def _shown(layer, adapter, images):
-    """The Shown of an adapter in a layer; None where it adds nothing there."""
-    given = adapter.settings
-    linears = given["ipadapter"].ip_layers.to_kvs
-    weight, pictures = _weight(layer, given, linears), _pictures(layer, given, linears)
+def _shown(layer, adapter, num_images):
+    """Shown of an adapter in a layer; None if it adds nothing there."""
+    settings = adapter.settings
+    linears = settings["ipadapter"].ip_layers.to_kvs
+    weight, references = _weight(layer, settings, linears), _references(layer, settings, linears)
     if torch.is_tensor(weight):
-        weight = _as_many(weight, images).float().view(-1, 1, 1, 1)
+        weight = _as_many(weight, num_images).float().view(-1, 1, 1, 1)
     if weight is None or not (weight.any() if torch.is_tensor(weight) else weight):
         return None
-    if given["unfold_batch"]:                                  # a picture for each image
-        pictures = [_as_many(tokens, images) for tokens in pictures]
-    if pictures[0].shape != pictures[1].shape:
-        numbers, tokens = zip(*(each.shape[:2] for each in pictures))
-        raise UnsupportedError(f"Use as many negative pictures as pictures for {adapter.node}, of the same kind: for "
-                               f"the two prompts it has {numbers[0]} and {numbers[1]}, of {tokens[0]} and {tokens[1]} "
+    if settings["unfold_batch"]:                               # one reference for each image
+        references = [_as_many(tokens, num_images) for tokens in references]
+    if references[0].shape != references[1].shape:
+        numbers, tokens = zip(*(each.shape[:2] for each in references))
+        raise UnsupportedError(f"Use as many negative images as images of the same kind for {adapter.node}: for the "
+                               f"two prompts it has {numbers[0]} and {numbers[1]}, of {tokens[0]} and {tokens[1]} "
                                "tokens.")
-    width, key = layer.module.to_q.weight.shape[0], f"{given['module_key']}_to_k_ip"
+    width, key = layer.module.to_q.weight.shape[0], f"{settings['module_key']}_to_k_ip"
     # PTC -> prompts, M or 1, P, T, C
-    keys, values = (torch.stack([linears[name](tokens).float().unsqueeze(1 if given["unfold_batch"] else 0)
-                                 for tokens in pictures]) if name in linears else torch.empty(0)
+    keys, values = (torch.stack([linears[name](tokens).float().unsqueeze(1 if settings["unfold_batch"] else 0)
+                                 for tokens in references]) if name in linears else torch.empty(0)
                     for name in (key, key.replace("_k_", "_v_")))
     if keys.shape[-1] != width:
-        raise ConfigError(f"Use an adapter that was made for this model for {adapter.node}: {layer.place} has {width} "
+        raise ConfigError(f"Use an adapter that was made for this model for {adapter.node}: {layer.name} has {width} "
                           f"channels, and the adapter's layer for it {keys.shape[-1]}.")
-    if given["embeds_scaling"].endswith("penalty"):
+    if settings["embeds_scaling"].endswith("penalty"):
         weight = weight * (width / PENALTY_CHANNELS)
-    if given["embeds_scaling"].startswith("K+"):
+    if settings["embeds_scaling"].startswith("K+"):
         keys = keys * weight
-    cached = values - values.mean(3, keepdim=True) if "mean" in given["embeds_scaling"] else 0
-    first = 0 if given.get("ortho") else FIRST if given.get("ortho_v2") else None
-    return Shown(keys.flatten(2, 3), (cached + (values - cached) * weight).flatten(2, 3), given["mask"], first)
+    unscaled = values - values.mean(3, keepdim=True) if "mean" in settings["embeds_scaling"] else 0
+    first = 0 if settings.get("ortho") else FIRST if settings.get("ortho_v2") else None
+    return Shown(keys.flatten(2, 3), (unscaled + (values - unscaled) * weight).flatten(2, 3), settings["mask"], first)
 
 
-def _weight(layer, given, linears):
-    """Of an adapter in a layer: a number, a tensor of one for each image, or None."""
-    weight, kind = given["weight"], given["weight_type"]
+def _weight(layer, settings, linears):
+    """Weight of an adapter in a layer: a number, a tensor with one for each image, or None."""
+    weight, kind = settings["weight"], settings["weight_type"]
     if isinstance(weight, dict):
         return weight.get(layer.index)
     if kind in EASING:
-        share = layer.index / (LAYERS_SDXL if OF_SDXL in linears else LAYERS)
-        return weight * (LEAST + (1 - LEAST) * EASING[kind](share))
+        depth = layer.index / (LAYERS_SDXL if OF_SDXL in linears else LAYERS)
+        return weight * (LEAST + (1 - LEAST) * EASING[kind](depth))
     return weight * WEAKER if layer.block[0] in WEAK.get(kind, ()) else weight
 
 
-def _pictures(layer, given, linears):
-    """[for the positive prompt, for the negative one] (P, T, C)"""
-    pictures = [given["cond"], given["uncond"]]
-    if not isinstance(given["weight"], dict):
-        return pictures
+def _references(layer, settings, linears):
+    """[for the positive prompt, for the negative prompt] (P, T, C)"""
+    references = [settings["cond"], settings["uncond"]]
+    if not isinstance(settings["weight"], dict):
+        return references
     is_composed = layer.index in ({3} if OF_SDXL in linears else {4, 5})
-    if given["weight_type"] == (STYLE if is_composed else COMPOSITION):
-        pictures = [torch.zeros_like(given["cond"]), given["cond"]]
-    if layer.index in (given["cond_alt"] or ()):
-        pictures[0] = given["cond_alt"][layer.index]
-    return pictures
+    if settings["weight_type"] == (STYLE if is_composed else COMPOSITION):
+        references = [torch.zeros_like(settings["cond"]), settings["cond"]]
+    if layer.index in (settings["cond_alt"] or ()):
+        references[0] = settings["cond_alt"][layer.index]
+    return references
 
 
 def _as_many(tensor, count):
-    """The first of them, or the last one more often."""
+    """The first `count` rows; the last row is repeated if there are fewer."""
     return tensor[[min(number, len(tensor) - 1) for number in range(count)]]
 
 
 def _on_tokens(mask, shape, tokens):
-    """A mask (M, rows, columns) for so many tokens of a latent of this shape: (1, M, T). Where rows and columns that
-    fit its sides make fewer, there is nothing at both ends."""
+    """Resize masks (M, rows, columns) to (1, M, T) for T tokens of a latent of this shape. If rows and columns in the
+    latent's aspect ratio give fewer tokens, both ends are zero."""
     rows, columns = shape[-2:]
     height = int(rows / math.sqrt(rows * columns / tokens))
     if not height:
-        raise ConfigError(f"Use a latent that is less narrow, or pictures without a mask: for one of {rows} x "
-                          f"{columns} the mask would have no rows.")
+        raise ConfigError(f"Use a latent that is less narrow, or reference images without a mask: the mask has no rows "
+                          f"left for a latent of {rows} x {columns}.")
     height += tokens % height != 0
     fitting = F.interpolate(mask[:, None], size=(height, tokens // height), mode="bilinear").flatten(1)
     lacking = tokens - fitting.shape[1]
     return F.pad(fitting, (lacking // 2, lacking - lacking // 2)).float()[None]
 
 
-def _check(layer, all_shown, images, sigma):
-    """Raise UnsupportedError where the pack's object does not what is known of it, with what it was given: tried on a
-    latent of six pixels."""
-    shape = (2 * images, *TRIAL[1:])
+def _check(layer, all_shown, num_images, sigma):
+    """Raise UnsupportedError if the pack's object computes something else than expected on a latent of six pixels."""
+    shape = (2 * num_images, *TRIAL[1:])
     tokens = math.prod(TRIAL[2:])
-    tensor, heads = layer.adapters[0].given["cond"], layer.module.heads
-    drawn = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(shape[0], count, layer.module.to_q.weight.shape[0], generator=drawn).to(tensor)
+    tensor, heads = layer.adapters[0].arguments["cond"], layer.module.heads
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(shape[0], count, layer.module.to_q.weight.shape[0], generator=generator).to(tensor)
                          for count in (tokens, 5, 5))
     options = {"cond_or_uncond": [1, 0], "sigmas": torch.tensor([sigma], dtype=torch.float64), "block": layer.block,
                "transformer_index": layer.index, "n_heads": heads, "original_shape": list(shape)}
     try:
         tried = layer.replaced(query, key, value, options).float()
-    except Exception as error:                                 # another's code, given what it does not expect
+    except Exception as error:                                 # raised by the pack's code for unexpected arguments
         raise _other(layer) from error
 
     def attend(*tensors):
@@ -236,7 +237,7 @@ def _check(layer, all_shown, images, sigma):
         return F.scaled_dot_product_attention(*each).transpose(1, 2).flatten(2)
 
     def of_batch(tensor):                                      # negative prompt first
-        return torch.cat([each.expand(images, -1, -1) for each in tensor.flip(0)])
+        return torch.cat([each.expand(num_images, -1, -1) for each in tensor.flip(0)])
     expected = attend(query, key, value)
     for shown in all_shown:
         keys, values = of_batch(shown.keys), of_batch(shown.values)
@@ -245,7 +246,7 @@ def _check(layer, all_shown, images, sigma):
             added = _across(added, expected, query.float(), keys, shown.first)
         if shown.mask is not None:
             covered = _on_tokens(shown.mask, shape, tokens)[0]
-            added = added * _as_many(covered, images).repeat(2, 1)[..., None]
+            added = added * _as_many(covered, num_images).repeat(2, 1)[..., None]
         expected = expected + added
     tolerance = TOLERANCE if tensor.dtype == torch.float32 else IN_HALF
     if not (tried - expected).abs().max() <= tolerance * expected.abs().max():
@@ -253,13 +254,13 @@ def _check(layer, all_shown, images, sigma):
 
 
 def _across(found, before, query, keys, first):
-    """As across of xdit_backend/hooks/pulid.py, (B, T, C)."""
-    cached = (query @ keys.transpose(1, 2)).softmax(-1)[..., :first].sum(-1).mean(1).view(-1, 1, 1)
+    """`across` of xdit_backend/hooks/pulid.py, (B, T, C)."""
+    fidelity = (query @ keys.transpose(1, 2)).softmax(-1)[..., :first].sum(-1).mean(1).view(-1, 1, 1)
     along = (found * before).sum(1, keepdim=True) / before.square().sum(1, keepdim=True) * before
-    return found - (1 - cached) * along
+    return found - (1 - fidelity) * along
 
 
 def _other(layer):
     node, pack = layer.nodes
-    return UnsupportedError(f"Use another version of {pack}, or Load Diffusion Model: this one's {node} computes "
-                            "something else than xDiT knows of it.")
+    return UnsupportedError(f"Use another version of {pack}, or Load Diffusion Model: {node} of the installed one "
+                            "computes something else than xDiT expects.")

@@ -1,4 +1,4 @@
-"""Which layout a run of a MODEL takes, what it is forecast to take, and what it took. Used by remote_model.py."""
+"""Layout selection for a run of a MODEL: its estimate, and the comparison with the measured time."""
 
 import dataclasses
 import logging
@@ -17,38 +17,38 @@ from ..workers.worker_groups import GROUPS
 
 log = logging.getLogger(__name__)
 
-MAX_DEVIATION = 0.25                       # by how much a run's time may differ from its forecast and not be logged
+MAX_DEVIATION = 0.25                       # relative error of an estimate above which it is logged
 
 
 class Estimates:
-    """The forecasts of one MODEL's runs, one run at a time. memory: its MemoryCheck, which knows of a LoRA."""
+    """Estimates for one MODEL's runs, one run at a time. memory: its MemoryCheck, which accounts for a LoRA."""
 
     def __init__(self, setup, memory):
         self._setup, self._memory = setup, memory
-        # the Plan of this run, if it has one; what its calls took
+        # Plan of this run, if it has one; times of its calls
         self.plan = self.timed = None
-        self.coming = None                                     # the Plan of a run without one, if weights come for it
-        # {(Job, MemoryCheck.changed): Plan or None}; names of the devices
+        self.streaming_plan = None                             # Plan of a run without one, if weights are streamed
+        # {(Job, MemoryCheck.changed): Plan or None}; GPU names
         self._plans, self._gpus = {}, ()
         self._pages = None                                     # system_memory.pages_of the file
         self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
 
     def begin(self, job, is_planned):
-        """The Plan of the run that this call belongs to. A call with another plan belongs to another run."""
+        """Return the Plan of the run that this call belongs to. A call with another plan begins another run."""
         plan = self.look(job, may_measure=True) if is_planned else None
-        self.coming = self._coming(job) if is_planned else None
+        self.streaming_plan = self._plan_streaming(job) if is_planned else None
         if self.timed is None or plan is not self.plan:
             self.plan, self.timed = plan, StepTimes(job)
         return plan
 
     def end(self):
-        self.plan = self.timed = self.coming = None
+        self.plan = self.timed = self.streaming_plan = None
         self._plans.clear()
 
     def look(self, job, may_measure):
-        """The Plan of a run. None where nothing can be forecast, as why_none says.
+        """Return the Plan of a run, or None if nothing can be estimated, see why_none.
 
-        Devices are measured once, before the first run that is long enough to be worth it.
+        Devices are measured once, before the first run that is long enough to justify it.
         """
         setup = self._setup
         if self.why_none != "unmeasured":
@@ -63,9 +63,9 @@ class Estimates:
         return self._plans[key]
 
     def with_copies(self, calls):
-        """These calls, with how their weights come from host memory: as the devices were measured and this run is
-        planned."""
-        setup, plan = self._setup, self.plan or self.coming
+        """Set on these calls how offloaded weights are copied to the devices, by the measurements and this run's
+        Plan."""
+        setup, plan = self._setup, self.plan or self.streaming_plan
         machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, False) if setup.spec.weights_memory else None
         if machine is None:
             return calls
@@ -74,14 +74,14 @@ class Estimates:
         return [dataclasses.replace(call, copies=copies) for call in calls]
 
     def num_patches(self, job):
-        """Of a run by stages whose weights come from host memory, as is forecast to be fastest; 0: none come, or the
-        devices are not measured."""
-        self.coming = None if self._setup.spec.stages is None else self._coming(job)
-        return 0 if self.coming is None else self.coming.chosen.degrees.num_patches
+        """Estimated fastest number of patches of a PipeFusion run with offloaded weights; 0 without offloaded weights
+        or measurements."""
+        self.streaming_plan = None if self._setup.spec.stages is None else self._plan_streaming(job)
+        return 0 if self.streaming_plan is None else self.streaming_plan.chosen.degrees.num_patches
 
-    def _coming(self, job):
-        """The Plan of a run that has none to choose a layout by: of degrees set by hand, stages or one device. None
-        where no weights come from host memory, and where nothing can be forecast."""
+    def _plan_streaming(self, job):
+        """Plan of a run whose layout is fixed: manual degrees, stages or one device. None if no weights are offloaded
+        or nothing can be estimated."""
         setup, spec = self._setup, self._setup.spec
         if self.why_none not in ("manual", "one", "stages") or not spec.weights_memory or setup.dims is None:
             return None
@@ -94,7 +94,7 @@ class Estimates:
         return plan if plan and plan.chosen.memory.streamed else None
 
     def _machine(self, may_measure):
-        """The devices as this MODEL finds them; None where they are not measured."""
+        """Measured devices as this MODEL uses them; None if they are not measured."""
         setup, spec = self._setup, self._setup.spec
         machine = GROUPS.machine(setup.devices, spec.compute_dtype, may_measure)
         if machine is None:
@@ -107,15 +107,15 @@ class Estimates:
 
     @property
     def why_none(self):
-        """The case in which a run of this MODEL has no Plan: "manual" degrees, "one" device, "stages", a "unet" (or
-        another whose devices share no tokens), or devices that are "unmeasured" so far."""
+        """Reason for which a run of this MODEL has no Plan: "manual" degrees, "one" device, "stages", a "unet" (or
+        another model whose tokens are not split), or devices that are "unmeasured" so far."""
         setup = self._setup
         cases = {"manual": setup.config.mode == "manual", "one": len(setup.devices) < 2,
                  "stages": setup.spec.stages is not None, "unet": setup.dims is None or not setup.shards_tokens}
         return next((case for case, applies in cases.items() if applies), "unmeasured")
 
-    def words(self):
-        """What this run is forecast to take, and why it has its layout, for a person; "" without a plan."""
+    def describe(self):
+        """Describe the estimate and the reason for the layout, for the user; "" without a plan."""
         if self.plan is None:
             return ""
         plan, known = self.plan, (self._setup.family.name, self._gpus[0]) in GROUPS.calibrations()
@@ -123,14 +123,13 @@ class Estimates:
                                  self._measured_s(plan), KNOWN if known else NEW)
 
     def _measured_s(self, plan):
-        """Seconds of the last such run by this Plan's layout, and on one device; None where there was none."""
+        """Seconds of the last such run with this Plan's layout, and on one device; each may be None."""
         return tuple(self._measured.get((self.timed.job, one.degrees)) for one in (plan.chosen, plan.one))
 
     def compare(self, how, elapsed_s):
-        """What a run took beside its forecast, for a person; "" without a forecast. A forecast that missed by far is
-        logged.
+        """Compare a run's time with its estimate, for the user; "" without an estimate. Logs large deviations.
 
-        how: it was split. Runs in which no device waited for another calibrate the forecast.
+        how: description of the split. Runs in which no device waits for another calibrate the estimates.
         """
         if self.plan is None:
             return ""
@@ -139,25 +138,25 @@ class Estimates:
         if timed.seconds:
             self._measured[timed.job, chosen.degrees] = timed.seconds
         if abs(measured_s / estimated_s - 1) > MAX_DEVIATION:
-            log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", how, estimated_s, ", ".join(
+            log.info("estimated %.1f s for %s (%s), measured %.1f s (%s)", estimated_s, how, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
         if timed.seconds and chosen.is_independent and len(set(self._gpus)) == 1:
             known = GROUPS.calibrations().get((family, self._gpus[0]), Calibration())
             GROUPS.record_run(family, self._gpus[0], known.factor * measured_s / estimated_s)
         measured = describe_measurements(*self._measured_s(self.plan)) if timed.seconds and chosen.working > 1 else ""
-        return f"{measured} (forecast: {describe_seconds(estimated_s)})"
+        return f"{measured} (estimate: {describe_seconds(estimated_s)})"
 
 
 def describe_spare(data_degree, num_images):
-    """What a person is told where some devices get no image; "" where all have one."""
+    """Describe devices that have no image to generate, for the user; "" if all have one."""
     if num_images >= data_degree:
         return ""
     return (f" ({data_degree - num_images} of data_degree={data_degree} have no image: set batch_size to {data_degree}"
-            f" in the node of the empty latent, or use another degree)")
+            f" in the empty latent's node, or use another degree)")
 
 
 class StepTimes:
-    """How long the calls of a run's model took."""
+    """Times of the calls of a run's model."""
 
     def __init__(self, job):
         self.job, self._calls_s, self._client, self._before = job, [], None, {}
@@ -172,12 +171,12 @@ class StepTimes:
 
     @property
     def seconds(self):
-        """Seconds of a run with one call a step; None before there are enough calls. The first call is left out, since
-        much is prepared in it."""
+        """Seconds of a run with one call per step, or None with too few calls. The first call is left out, since it
+        includes preparation."""
         return statistics.median(self._calls_s[1:]) * self.job.steps if len(self._calls_s) > 2 else None
 
     def split(self):
-        """What the workers did in that time, for a person."""
+        """Describe what the workers did in that time, for the log."""
         if not (self._client and self._client.running):
             return "the workers have ended"
         after = self._client.totals()

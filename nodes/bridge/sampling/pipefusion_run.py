@@ -1,7 +1,7 @@
-"""PipeFusion of one run: which calls of the model run whole and which as patches, and how they reach the workers.
+"""PipeFusion of one run: which calls of the model are synchronous, which run as patches, and their way to the workers.
 
-A RemoteModel makes one for each run of a model that is spread over stages. Any sampler node gets its patches run inside
-each call; the patchwise sampler hands in single patches and keeps the stages full from call to call.
+With any sampler node, patches are run inside each call. The patchwise sampler submits single patches and keeps the
+stages busy from call to call.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from .warmup import Staleness
 
 
 class PipelineRun:
-    """The patches of one run, and the conditioning whose keys and values the workers cache.
+    """Patches of one run, and the conditioning whose keys and values the workers cache.
 
-    A call of the model is whole where warmup.py says that it is synchronous; the others run as patches with stale
-    keys and values. warmup_steps = 0 is a cold start: in the first step, a patch sees only the patches before it.
+    Calls that warmup.py makes synchronous are evaluated for the full latent; the others run as patches with stale keys
+    and values. With warmup_steps = 0 (cold start), a patch of the first step attends only to the patches before it.
     """
 
     def __init__(self, client, setup, layout, schedule, shape, requested_patches):
@@ -34,49 +34,49 @@ class PipelineRun:
         self.shape = tuple(shape)
         self.patches = cut_patches(shape, self._patch_size, num_patches)
         self.dim = self.patches[0][0].dim
-        # rows that the model adds to have whole tokens
+        # rows that the model adds to complete a token
         self._padding = (-shape[self.dim] % self._patch_size[self.dim - 2] if setup.family.latent.wraps else 0)
-        self._padded = set()                                   # handles of patches with these rows
+        self._padded = set()                                   # handles of patches padded with these rows
         self._staleness = Staleness(schedule, config.warmup_steps, is_cold=True)
 
     def end(self):
-        """Have the workers forget what they keep for this run."""
+        """Have the workers drop their caches for this run."""
         self._client.end_run(self)
 
     def describe(self, synchronous_reason, drained_reason):
-        """How the run is split, for a person. The arguments: see pipefusion_support.py."""
+        """Describe the split of the run for the user. For the arguments see pipefusion_support.py."""
         text, num_patches = describe_layout(self._layout), len(self.patches)
         text += describe_exchange(self._config.exchange, self._layout)
         if synchronous_reason is not None:
-            return f"{text}, every step whole, because this workflow uses {synchronous_reason}"
+            return f"{text}, every step synchronous, because this workflow uses {synchronous_reason}"
         text += f", {num_patches} patch{'es' if num_patches > 1 else ''}"
         if self._is_for_speed and num_patches > 1:
             text += f", {describe_quality(self._config)}"
         if num_patches < self._config.requested_patches:
             text += f" (the latent has too few rows for {self._config.requested_patches})"
         if drained_reason is not None and num_patches > 1:
-            text += f", one step after the other, because this workflow uses {drained_reason}"
+            text += f", steps not overlapped, because this workflow uses {drained_reason}"
         return text
 
     def name(self, requests):
-        """Give the conditioning of these requests the name by which the workers know it."""
+        """Set the name under which the workers know the conditioning of each request."""
         return [dataclasses.replace(request, name=self._client.name_conditioning(request.conditioning, run=self))
                 for request in requests]
 
     def is_replicated(self, requests, sigma):
-        """Must these named requests be evaluated for the whole latent?"""
+        """Whether these named requests must be evaluated for the full latent."""
         return len(self.patches) == 1 or self._staleness.is_synchronous(self._keepers(requests), sigma)
 
     def _keepers(self, requests):
-        """{(conditioning, CFG rank)}: which ranks keep the keys and values of these requests."""
+        """{(conditioning, CFG rank)}: the ranks that cache keys and values of these requests."""
         return {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
 
     def predict_synchronously(self, requests, patches_follow=True):
-        """Evaluate named requests for whole latents. Keys and values are cached where patches of this latent follow."""
+        """Evaluate named requests for full latents. Keys and values are cached if patches of this latent follow."""
         keep = patches_follow and len(self.patches) > 1 and self._staleness.ends and self._is_of_this_run(requests)
         layout = warmup_layout(self._layout, self._spec.stages)
         if num_tokens(requests[0].latent.shape[2:], self._patch_size) < layout.ring_degree * layout.ulysses_degree:
-            layout = self._layout                              # too few to share: one stage after the other
+            layout = self._layout                              # too few tokens to split: one stage after the other
         guided = any(request.guided for request in requests)
         if guided:
             layout = branches_together(layout)
@@ -93,17 +93,17 @@ class PipelineRun:
         return predictions
 
     def _is_of_this_run(self, requests):
-        """Is it the run's latent? Nodes may call the model for a piece of it, or for another one."""
+        """Whether the requests are for the run's latent; nodes may call the model for a tile or another latent."""
         return all(tuple(request.latent.shape[2:]) == self.shape[2:] for request in requests)
 
     def first_rows(self, requests):
-        """The first rows of each latent, or of its first patch: models pad the end of a latent with them, since they
-        wrap around."""
+        """Copy the first rows of each latent, or of its first patch. Models that wrap around pad a latent's end with
+        them."""
         return [request.latent.narrow(self.dim, 0, self._padding).clone() for request in requests]
 
     def submit_patch(self, requests, index, first_rows):
-        """Send named requests for patch `index`; returns a handle for `wait`.
-        first_rows: of the whole latents of these requests."""
+        """Send named requests for patch `index` and return a handle for `wait`.
+        first_rows: of the full latents of these requests."""
         is_last = index == len(self.patches) - 1
         if is_last:
             self._staleness.hold(self._keepers(requests))
@@ -118,7 +118,7 @@ class PipelineRun:
         return handle
 
     def wait(self, handles):
-        """The first of these handles to be ready, and its predictions."""
+        """Wait for the first of these handles and return it with its predictions."""
         handle, predictions = self._client.wait(handles)
         if handle in self._padded:
             self._padded.remove(handle)
@@ -126,25 +126,25 @@ class PipelineRun:
         return handle, predictions
 
     def predict(self, requests, sigma, synchronous_reason=None):
-        """Evaluate requests for whole latents, whole or patch by patch. The stages are empty when it returns."""
+        """Evaluate requests for full latents, synchronously or patch by patch. The stages are empty on return."""
         requests = self.name(requests)
-        # of others' keys and values
+        # may not use or update the run's keys and values
         apart = synchronous_reason is not None or any(request.is_changed for request in requests)
         if apart or not self._is_of_this_run(requests) or self.is_replicated(requests, sigma):
             return self.predict_synchronously(requests, patches_follow=not apart)
         first_rows = self.first_rows(requests)
         handles = [self.submit_patch([self._rows_of(request, patch, rows) for request in requests], index, first_rows)
                    for index, (patch, rows) in enumerate(self.patches)]
-        pieces = {}
-        while len(pieces) < len(handles):
-            handle, predictions = self.wait([handle for handle in handles if handle not in pieces])
-            pieces[handle] = predictions
-        return [torch.cat([pieces[handle][index] for handle in handles], self.dim) for index in range(len(requests))]
+        outputs = {}
+        while len(outputs) < len(handles):
+            handle, predictions = self.wait([handle for handle in handles if handle not in outputs])
+            outputs[handle] = predictions
+        return [torch.cat([outputs[handle][index] for handle in handles], self.dim) for index in range(len(requests))]
 
     def _rows_of(self, request, patch, rows):
-        """A request for a whole latent as one for a patch."""
+        """Cut a request for a full latent to one patch."""
         size = self._patch_size[self.dim - 2]
-        num_rows = -(-self.shape[self.dim] // size)            # of tokens
+        num_rows = -(-self.shape[self.dim] // size)            # rows of tokens
 
         def cut(added_BTC):
             a_row = added_BTC.shape[1] // num_rows

@@ -1,5 +1,4 @@
-"""What a shell's diffusion model does instead of computing: it asks the workers. Made by proxy_model.py, one a
-MODEL."""
+"""Remote model: answers ComfyUI's calls of a proxy model's diffusion model with the workers' predictions."""
 
 import dataclasses
 
@@ -15,44 +14,47 @@ from ..compatibility.block_patches import free_u_of, guided_of, operations_of, s
 from ..compatibility.comfyui_variants import variant_of
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
 from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of, wrappers_inside
-from ..compatibility.pipefusion_support import COMPILE, DRAINED, WHOLE
+from ..compatibility.pipefusion_support import COMPILE, DRAINED, SYNCHRONOUS
 from ..workers.vram_accounting import ask_for_memory
 from ..workers.worker_groups import GROUPS, parking_bytes, show_text
-from .controlnet import places_of
+from .controlnet import control_residuals
 from .displaced_run import DisplacedRun
 from .injected_networks import networks_of, style_of
 from .layout_selection import Estimates, describe_spare
 from .pipefusion_run import PipelineRun
 from .reference_kv_cache import RunReferences, default_method, num_cached, with_default_method
 
-MEMORY_TIMEOUT_S = 0.5                     # to wait for the workers' memory when a run ends
+MEMORY_TIMEOUT_S = 0.5                     # for the workers' memory reports at the end of a run
 
 
 class RemoteModel:
-    """What a shell's diffusion model does instead of computing: it asks the workers.
+    """Implementation of a proxy model's diffusion model by calls to the workers. One for each MODEL.
 
-    computing_in(dtype, ModelSpec.weights_memory) -> (model_setup.Setup, memory_checks.MemoryCheck) for another type to
-    compute in, or other memory for weights; None: what the config says. load_device: of the shell as it was made.
+    computing_in(dtype, ModelSpec.weights_memory) -> (model_setup.Setup, memory_checks.MemoryCheck) for another compute
+    dtype or memory budget for weights; None: the config's. load_device: the proxy model's when it was created.
     """
 
     def __init__(self, computing_in, dtype, load_device):
-        self._computing_in, self._expected, self._job = computing_in, {}, None # the last: of what ComfyUI asks about
+        # changes of the next run; last Job for which ComfyUI requested memory
+        self._computing_in, self._expected, self._job = computing_in, {}, None
         self._set_up(dtype)
         setup, self.load_device = self.setup, load_device
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
         self.modules, self.weight_sources, self.additions = {}, None, None     # see attach
-        self._checked_sigmas = set()                           # noise levels of this run at which modules were compared
+        self._checked_sigmas = set()                           # sigmas of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
-        self._run_bytes = 0                                    # that a rank needs for a run, as reported to ComfyUI
-        self._most_run_bytes = 0.0                             # forecast of the most it asked about since a run
-        self.how = self._pipeline = self._schedule = None      # the first: of this run's split, in a person's words
-        self.changes, self.changes_uuid, self._references = {}, None, RunReferences()  # the first: see use_changes
+        self._run_bytes = 0                                    # per rank for a run, as reported to ComfyUI
+        self._most_run_bytes = 0.0                             # maximum of the estimates since the last run
+        # `how`: description of this run's split for the user
+        self.how = self._pipeline = self._schedule = None
+        # `changes`: see use_changes
+        self.changes, self.changes_uuid, self._references = {}, None, RunReferences()
 
     def attach(self, modules, weight_sources, additions):
-        """The shell's diffusion model is made. modules: as it was made, of proxy_modules.remember_modules, to compare
-        with. weight_sources(): where its weights are in the file, see state_dict.py; found once, which takes half a
-        second for Flux. additions: host_residuals.Additions."""
+        """Connect the proxy model's diffusion model. modules: of proxy_modules.remember_modules, for comparison.
+        weight_sources(): locations of its weights in the file, see state_dict.py; found once, which takes half a second
+        for Flux. additions: host_residuals.Additions."""
         self.modules, self.weight_sources, self.additions = modules, weight_sources, additions
         self._default_method = default_method(modules[""][0])
 
@@ -64,8 +66,8 @@ class RemoteModel:
             self.memory.run_patches = self.estimates.num_patches(self._job)
 
     def compute_in(self, dtype, base_model):
-        """From now on, compute in this type (its name), with weights where the run that is next leaves room for them.
-        The workers hold the weights for one type alone, as ComfyUI does."""
+        """Set the compute dtype (its name), and a memory budget for weights that suits the next run. Workers have the
+        weights for one dtype at a time, as ComfyUI does."""
         before = self.spec
         if dtype != before.compute_dtype:
             self._set_up(dtype, before.weights_memory)
@@ -77,19 +79,19 @@ class RemoteModel:
             GROUPS.release(self.devices, before.name, base_model)
 
     def expect(self, changes):
-        """Count what these changes of the file's weights, which are next, take of the devices."""
+        """Set the changes of the file's weights that the next run will have, for memory estimates."""
         self._expected = changes
         self.memory.expect(changes)
 
     def use_changes(self, changes, uuid=None):
-        """From the next call on, the workers have these changes of the file's weights, see Models.load.
+        """Set the changes of the file's weights from the next call on, see Models.load.
 
-        uuid: of the patches that they are; None: hooks change those of the MODEL for a while.
+        uuid: of the patches that they stand for; None: hooks change those of the MODEL temporarily.
         """
         self.expect(changes)
         self.changes, self.changes_uuid = changes, uuid or self.changes_uuid
 
-    # --- what vram_accounting.py asks ---
+    # --- called by vram_accounting.py ---
 
     def load(self, base_model):
         if not self.is_loaded:
@@ -114,26 +116,27 @@ class RemoteModel:
             parked for parked, name in zip(model_memory.parked_bytes, self.devices) if name == str(device))
 
     def memory_required(self, of_one_device, input_shape, cond_shapes={}):
-        """The answer to ComfyUI's BaseModel.memory_required: bytes that a run takes beside weights, on load_device.
+        """Implement ComfyUI's BaseModel.memory_required: bytes that a run takes in addition to weights, on load_device.
 
-        of_one_device: ComfyUI's own answer, for the whole model on one device.
+        of_one_device: ComfyUI's own function, for the full model on one device.
         """
-        branches, whole, one = 2 - input_shape[0] % 2, input_shape, of_one_device(input_shape, cond_shapes=cond_shapes)
-        if len(whole) == 3:                                    # of several parts, packed into one row of numbers
-            whole = (whole[0], self._taken_channels, 1, 1, -(-whole[2] // self._taken_channels))
-        tokens = self.family.latent.num_tokens(whole) * self.family.latent.sequences(whole)
+        branches, shape, one = 2 - input_shape[0] % 2, input_shape, of_one_device(input_shape, cond_shapes=cond_shapes)
+        if len(shape) == 3:                                    # several latents, packed into one row of numbers
+            shape = (shape[0], self._taken_channels, 1, 1, -(-shape[2] // self._taken_channels))
+        tokens = self.family.latent.num_tokens(shape) * self.family.latent.sequences(shape)
         images = max(1, input_shape[0] // branches)
         job = dataclasses.replace(USUAL_JOB, tokens=tokens, branches=branches, images=images)
         if self._pipeline is None:
             self._job, self.memory.run_patches = job, self.estimates.num_patches(job)
         plan = self.estimates.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
-        self._run_bytes = self.memory.of_run(job, layout, one, tuple(whole[2:]))
+        self._run_bytes = self.memory.of_run(job, layout, one, tuple(shape[2:]))
         self._most_run_bytes = max(self._most_run_bytes, self.memory.estimate_of_run(job, layout, self._run_bytes))
         return self._run_bytes * self.devices.count(str(self.load_device))
 
     def free_memory_elsewhere(self):
-        """Have ComfyUI's models free what workers need on other devices than load_device, for which it asks itself."""
+        """Have ComfyUI's models free the memory that workers need on devices other than load_device, which ComfyUI
+        frees itself."""
         for name in set(self.devices) - {str(self.load_device)}:
             ask_for_memory(name, self.bytes_on(name) - self.loaded_on(name) + self._run_bytes
                            * self.devices.count(name))
@@ -142,10 +145,10 @@ class RemoteModel:
         client = GROUPS.client_if(self.devices)
         if client is None:
             return 0
-        given_bytes = client.give_back().get(str(device), 0)   # what runs have left, before weights
-        if given_bytes >= num_bytes:
-            return given_bytes
-        return given_bytes + client.models.park(self.spec.name, parking_bytes(), str(device), num_bytes - given_bytes)
+        freed_bytes = client.give_back().get(str(device), 0)   # caches left by runs are freed before weights
+        if freed_bytes >= num_bytes:
+            return freed_bytes
+        return freed_bytes + client.models.park(self.spec.name, parking_bytes(), str(device), num_bytes - freed_bytes)
 
     def unload(self):
         client = GROUPS.client_if(self.devices)
@@ -157,7 +160,7 @@ class RemoteModel:
         return None if client is None else client.models.memory(self.spec.name)
 
     def _client(self):
-        """The Client whose workers hold this MODEL. Another MODEL of the same file may have changed its weights."""
+        """Return the Client with this MODEL loaded. Another MODEL of the same file may have changed its weights."""
         client = GROUPS.client(self.devices)
         client.models.load(self.spec, self.changes)
         return client
@@ -170,12 +173,12 @@ class RemoteModel:
         for end in (self.estimates.end, self.additions.end, self.memory.end_run):
             end()
         client = self._forget_conditioning()
-        if client is not None:                                 # ComfyUI is to see the memory that they give back now
+        if client is not None:                                 # ComfyUI should see the memory that this frees at once
             GROUPS.runs.collect(client, lambda since_s: client.catch_up(MEMORY_TIMEOUT_S, since_s))
 
     def forward(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
-        """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32. Of a latent
-        of several parts, a list of them, and a timestep for each.
+        """Answer ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32. For
+        a model with several latents, x and timestep are lists.
 
         Wrappers of the diffusion model are called where ComfyUI's own model of the family calls them.
         """
@@ -195,56 +198,58 @@ class RemoteModel:
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
         from . import cfg_branches as branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
-        call_conditioning, parts = self.family.per_call_inputs(timestep, transformer_options), {}
+        call_conditioning, components = self.family.per_call_inputs(timestep, transformer_options), {}
         if self.family.components and isinstance(x, list):
-            parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.components, x[1:])}
+            components = {name: torch.zeros(latent.shape) for name, latent in zip(self.family.components, x[1:])}
             x, timestep, call_conditioning = self.family.split_components(x, timestep, self.setup.transformer_config,
-                                                                     transformer_options)
+                                                                          transformer_options)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
         self._refuse_changed_modules(schedule, sigma)
         check_latent(self.setup, x, self._taken_channels)
-        # whatever is not finite is so from a run's first noise level on
+        # numbers that are not finite are so from a run's first sigma on
         begins = self._checked_sigmas == {sigma}
         if begins:
             check_finite((x, *call_conditioning.values()), "the latent",
-                         "Look at what made it, another sampler, or an encode in half precision")
+                         "Check the node that made it, another sampler, or an encode in half precision")
         requested = self.family, self.setup.transformer_config, transformer_options
         scores = scores_of(*requested, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
-        added = self.additions.places(self, (x, timestep, context), transformer_options, extra)
-        networks, pictures = networks_of(*requested, x, self.modules)
+        residuals = self.additions.residuals(self, (x, timestep, context), transformer_options, extra)
+        networks, images = networks_of(*requested, x, self.modules)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra, **style_of(*requested, x)}),
-                    control=places_of(*requested[:2], control, x.shape) | added | pictures, networks=networks,
+                    control=control_residuals(*requested[:2], control, x.shape) | residuals | images,
+                    networks=networks,
                     free_u=free_u_of(self.family, transformer_options, control), tiles=tiles_of(*requested, x.shape),
-                    operations=operations_of(*requested), scores=scores and scores.buffer, parts=parts,
+                    operations=operations_of(*requested), scores=scores and scores.buffer, parts=components,
                     guided=guided_of(self.family, transformer_options), call_conditioning=call_conditioning,
                     exchange=self.config.exchange, backend=call_backend(self.config, transformer_options),
                     compile_backend=transformer_options.get(COMPILE, self.config.compile_backend))
         check_conditioning(self.setup, call.conditioning, x)
         call = self._references.used_by(call, self.setup, transformer_options)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
-        prediction = branches.ask(branches.ModelCall(self, call, schedule, sigmas, num_branches,
-                                                    transformer_options.get(WHOLE), transformer_options.get(DRAINED)))
+        prediction = branches.ask(branches.ModelCall(
+            self, call, schedule, sigmas, num_branches, transformer_options.get(SYNCHRONOUS),
+            transformer_options.get(DRAINED)))
         if begins:
-            check_finite((prediction, *parts.values()), f"what {self.family.name} predicts at the first step",
-                         f"Try another weight_dtype in Load xDiT Model than {self.spec.compute_dtype}, without LoRA")
+            check_finite((prediction, *components.values()), f"the prediction of {self.family.name} at the first step",
+                         f"Try another weight_dtype than {self.spec.compute_dtype} in Load xDiT Model, without LoRA")
         if scores is not None:
             scores.write(x.device)
-        whole, *beside = (part.to(x.device) for part in (prediction, *parts.values()))
-        return [self.family.first_component(whole), *beside] if parts else whole
+        first, *others = (latent.to(x.device) for latent in (prediction, *components.values()))
+        return [self.family.first_component(first), *others] if components else first
 
     def runs_branches_separately(self):
-        """Are two branches two calls for the workers, and not one of twice the batch?"""
+        """Whether two branches are two calls for the workers rather than one with twice the batch."""
         return self.uses_cache or self.family.branches_apart or self.setup.layout(2).cfg_degree > 1
 
     @property
     def uses_cache(self):
-        """Do calls of a run use what earlier ones have cached on the workers?"""
+        """Whether calls of a run use what earlier calls have cached on the workers."""
         return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 
     def begin_run(self, schedule, shape, synchronous_reason=None, drained_reason=None):
-        """A run with PipeFusion or displaced patches begins. schedule: its sigmas. shape: of its whole latent. The
-        reasons: see pipefusion_support.py."""
+        """Begin a run with PipeFusion or displaced patches. schedule: its sigmas. shape: of its full latent. For the
+        reasons see pipefusion_support.py."""
         self._end_pipeline()
         self._schedule = schedule
         client, patches = self._client(), self.memory.requested_patches
@@ -253,47 +258,47 @@ class RemoteModel:
         return self._pipeline
 
     def predict(self, model_call, calls):
-        """The predictions for one or two calls of this model, which are all calls of this step at this time."""
+        """Return the predictions for one or two calls of this model, which are all calls of this step at this time."""
         GROUPS.client(self.devices).begin_step(model_call.step)
         try:
             with self.memory.explaining():
                 return self._predict(model_call, calls)
         finally:
-            if model_call.schedule is None:                    # called outside of a sampler: no run will end
+            if model_call.schedule is None:                    # called outside a sampler: no run will end
                 self._forget_conditioning()
 
     def _predict(self, model_call, calls):
         if self.spec.stages is not None:
             return self._predict_in_stages(model_call, self.estimates.with_copies(calls))
-        latent, conditioning, are_whole = calls[0].latent, calls[0].given, "data" in self.family.refused
+        latent, conditioning, is_one_batch = calls[0].latent, calls[0].given, "data" in self.family.refused
         num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
         plan = self.estimates.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
         calls = self.estimates.with_copies(calls)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
-        if together or are_whole:
+        if together or is_one_batch:
             layout = branches_together(layout)
         self._check_run(model_call, calls, layout)
         if layout.displaced_degree > 1:
             return self._predict_displaced(model_call, calls, layout)
         client = self._client()
-        how = describe_layout(layout, len(calls) * are_whole) if plan is None else layout_description(plan.chosen)
+        how = describe_layout(layout, len(calls) * is_one_batch) if plan is None else layout_description(plan.chosen)
         if together:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
                    f"Normalized Attention Guidance compares")
         spare = "" if self.config.mode == "auto" else describe_spare(layout.data_degree, latent.shape[0])
         self._show(how + describe_exchange(self.config.exchange, layout) + spare + self.config.idle,
-                   self.estimates.words)
+                   self.estimates.describe)
         return self.estimates.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
     def _check_run(self, model_call, calls, layout):
-        """Refuse a run that cannot fit, before its first call, and calls that cannot have what is kept. A call for a
-        patch is checked as one for the whole latent."""
+        """Raise an error for a run that cannot fit, before its first call, and for calls that cannot use the cached
+        references. A call for a patch is checked like one for the full latent."""
         self._references.check_placement(calls, layout)
         latent = calls[0].latent
-        together = max(1, model_call.num_branches // len(calls))               # branches in one batch of ComfyUI's
+        together = max(1, model_call.num_branches // len(calls))               # branches that ComfyUI has batched
         self.memory.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].given,
                               max(1, latent.shape[0] // together), len(calls) * together, layout,
                               num_cached(calls, self.family))
@@ -306,7 +311,7 @@ class RemoteModel:
         if predictions is not None:
             return predictions
         schedule = model_call.schedule
-        if schedule is None:                                   # called outside of a sampler: no step can be stale
+        if schedule is None:                                   # called outside a sampler: no step can be stale
             schedule = torch.tensor([sigma])
         if self._pipeline is None or schedule is not self._schedule:
             self.begin_run(schedule, calls[0].latent.shape, model_call.synchronous_reason, model_call.drained_reason)
@@ -318,21 +323,21 @@ class RemoteModel:
         if self._pipeline is None or model_call.schedule is not self._schedule:
             self._end_pipeline()
             self._schedule = model_call.schedule
-            # Called outside of a sampler, no step can be stale.
+            # called outside a sampler, no step can be stale
             schedule = torch.tensor([sigma]) if self._schedule is None else self._schedule
             self._pipeline = DisplacedRun(client, self.setup, layout, schedule, calls[0].latent.shape)
             self._show(self._pipeline.describe(model_call.synchronous_reason))
         return self._pipeline.predict(calls, sigma, model_call.synchronous_reason)
 
     def _refuse_changed_modules(self, schedule, sigma):
-        """Refuse modules that nodes have changed for the time of a call. Checked once for each noise level of a run."""
+        """Raise UnsupportedError for modules that nodes have changed during a call. Checked once for each sigma of a
+        run."""
         if schedule is None or sigma not in self._checked_sigmas:
             refuse_changed_modules(self.modules[""][0], self.modules)
             self._checked_sigmas.add(sigma)
 
     def _forget_conditioning(self):
-        """Have the workers drop the conditioning of the run, and what they cache with it. Returns the Client, if there
-        is one."""
+        """Have the workers drop the run's conditioning and the caches that belong to it. Returns the Client, if any."""
         self._end_pipeline()
         self._references = RunReferences()
         client = GROUPS.client_if(self.devices)
@@ -345,9 +350,9 @@ class RemoteModel:
             self._pipeline.end()
         self._pipeline = self._schedule = None
 
-    def _show(self, how, extrapolation=str):
-        """Say on the node how the run is split. forecast: () -> what follows."""
+    def _show(self, how, describe_estimate=str):
+        """Show the split of the run on the node. describe_estimate(): text that follows."""
         if how != self.how:
-            show_text(f"running on {', '.join(self.devices)}: {how}{extrapolation()}"
-                      f"{self.memory.words(self.estimates)}")
+            show_text(f"running on {', '.join(self.devices)}: {how}{describe_estimate()}"
+                      f"{self.memory.describe_placement(self.estimates)}")
             self.how = how

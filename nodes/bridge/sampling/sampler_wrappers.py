@@ -1,5 +1,4 @@
-"""Wrappers that a shell's MODEL puts around ComfyUI's own functions. Added by proxy_model.py, under a key that tells
-them from the wrappers of others."""
+"""Wrappers that a proxy model's MODEL puts around ComfyUI's functions, under a key of their own."""
 
 import collections
 import functools
@@ -15,7 +14,7 @@ from ..compatibility.pipefusion_support import (
     COMPILE,
     DRAINED,
     PATCHWISE,
-    WHOLE,
+    SYNCHRONOUS,
     why_drained,
     why_one_call,
     why_synchronous,
@@ -27,30 +26,30 @@ from .controlnet import lend_layers
 
 
 def calc_cond_batch(executor, *arguments):
-    """Wraps ComfyUI's function of that name, inside of all other wrappers, so that those see all branches at once."""
+    """Wraps ComfyUI's calc_cond_batch inside all other wrappers, so that those see all branches at once."""
     others = executor.wrappers[executor.idx + 1:]
     return WrapperExecutor.new_executor(functools.partial(_calc_cond_batch, executor.original), others).execute(
         *arguments)
 
 
 def _calc_cond_batch(original, model, conds, x, timestep, model_options):
-    """Run branches as coroutines where each goes to the workers on its own.
+    """Run branches as coroutines if each goes to the workers separately.
 
-    model: ComfyUI's BaseModel. A guider with several MODELs may call it with another one's.
+    model: ComfyUI's BaseModel; a guider with several MODELs may pass another one's.
     """
-    from . import cfg_branches  # here and below: the nodes load where greenlet is missing
+    from . import cfg_branches  # here and below: nodes must load without greenlet
     remote = getattr(model, "remote", None)
     if remote is None:
         return original(model, conds, x, timestep, model_options)
     refuse_model_options(model_options, remote.family)
-    if remote.uses_cache:                                      # the reason travels with the calls
+    if remote.uses_cache:                                      # the reason is passed along with the calls
         from . import patchwise_sampler
         conds = patchwise_sampler.cut_conditioning(remote, conds)
-        model_options = _with_option(model_options, WHOLE, why_synchronous(conds, model_options))
+        model_options = _with_option(model_options, SYNCHRONOUS, why_synchronous(conds, model_options))
     backend = (model_options.get("torch_compile_kwargs") or {}).get("backend")
-    if backend in BACKENDS:                                    # as TorchCompileModel says; others are for one device
+    if backend in BACKENDS:                                    # set by TorchCompileModel; others are for one device
         model_options = _with_option(model_options, COMPILE, backend)
-    # each call with weights of its own
+    # hooks give each call weights of its own
     hooked = any(entry.get("hooks") is not None for cond in conds if cond for entry in cond)
     if (sum(bool(cond) for cond in conds) < 2 or hooked or not remote.runs_branches_separately()
             or why_one_call(model, model_options)):
@@ -63,10 +62,10 @@ def _with_option(model_options, name, value):
 
 
 def sample(executor, guider, sigmas, extra_args, *arguments, **options):
-    """Wraps ComfyUI's Sampler.sample: decides how PipeFusion or displaced patches run it, and reports its time at the
+    """Wraps ComfyUI's Sampler.sample: selects how PipeFusion or displaced patches run it, and shows its time at the
     end."""
     remote = getattr(guider.inner_model, "remote", None)
-    if remote is None:                                         # another loader's, of a guider with several
+    if remote is None:                                         # another loader's model, of a guider with several
         return executor(guider, sigmas, extra_args, *arguments, **options)
     lend_layers(guider)
     started_s, num_steps, before = time.perf_counter(), len(sigmas) - 1, _backend_counts(remote)
@@ -79,7 +78,7 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
             result = executor(guider, sigmas, extra_args, *arguments, **options)
             run.backends = describe_backends(_backend_counts(remote) - before)
     except BaseException:
-        show_text(GROUPS.runs.last.describe_end)                # in place of the seconds that are left
+        show_text(GROUPS.runs.last.describe_end)                # replaces the estimated time left
         raise
     elapsed_s = time.perf_counter() - started_s
     if num_steps > 0 and remote.how is not None:
@@ -91,18 +90,18 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
 
 
 def _backend_counts(remote):
-    """A Counter of the attentions that a RemoteModel's workers have computed so far, by the kernel."""
+    """Counter of the attention calls that a RemoteModel's workers have computed so far, by backend."""
     client = GROUPS.client_if(remote.devices)
     return collections.Counter() if client is None else client.backend_counts
 
 
 def _sampler_context(remote, sampler, guider, model_options):
-    """The contexts that the sampler runs in: with stages the patchwise sampler, where Parallel Sampler asks for it."""
+    """Context for the sampler: the patchwise sampler, if the model has stages and Parallel Sampler requests it."""
     from . import patchwise_sampler
     options = model_options["transformer_options"]
-    whole = why_synchronous_run(sampler, guider)
-    if whole is not None:
-        options[WHOLE] = whole
+    synchronous = why_synchronous_run(sampler, guider)
+    if synchronous is not None:
+        options[SYNCHRONOUS] = synchronous
     patchwise = remote.spec.stages is not None and options.get(PATCHWISE)
     if not patchwise or any(why_synchronous([conds], model_options) for conds in guider.conds.values()):
         return nullcontext()

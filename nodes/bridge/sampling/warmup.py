@@ -1,42 +1,40 @@
-"""When a call of the model may use what earlier calls have left on the workers: one rule for PipeFusion and for
-displaced patches."""
+"""Warm-up and staleness rule of PipeFusion and displaced patches: which calls may use what earlier calls cached."""
 
 import math
 
-# some samplers come to a step's noise level by differences and logarithms
+# some samplers compute a step's sigma by differences and logarithms
 ROUNDING = 1 + 1e-3
 
 
 class Staleness:
-    """Which calls of one run are synchronous, where everything is fresh.
+    """Decides which calls of one run are synchronous, that is, use nothing stale.
 
-    Warm-up is counted in noise levels, staleness in calls: a call is synchronous while its sigma is above
-    sigmas[warmup_steps], by more than rounding (some samplers ask twice at one level), and where the workers hold
-    nothing of its conditioning yet. Any other uses what the last call with the same conditioning left, whichever part
-    of a sampler's step that was, and leaves its own. is_cold: with warmup_steps = 0 the first step is none of the
-    synchronous ones.
+    Warm-up is counted in sigmas, staleness in calls. A call is synchronous if its sigma is above sigmas[warmup_steps]
+    by more than rounding (some samplers call twice at one sigma), or if the workers have cached nothing for its
+    conditioning yet. Any other call uses the cache of the last call with the same conditioning, whichever stage of a
+    sampler's step that was, and updates it. is_cold: with warmup_steps = 0, no call of the first step is synchronous.
     """
 
     def __init__(self, schedule, warmup_steps, is_cold=False):
         sigmas = [sigma * ROUNDING for sigma in schedule.tolist()]
         self._warm_sigma = sigmas[warmup_steps] if warmup_steps < len(sigmas) - 1 else -math.inf
         self._cold_sigma = sigmas[1] if is_cold and warmup_steps == 0 and len(sigmas) > 1 else None
-        self._held = set()
+        self._cached = set()
 
     @property
     def ends(self):
-        """Will calls follow that are not synchronous?"""
+        """Whether calls that are not synchronous follow."""
         return self._warm_sigma > -math.inf
 
     def hold(self, names):
-        """Note that the workers hold what a call with each of these has left. names: of conditionings, each with the
-        CFG rank that runs it."""
-        self._held.update(names)
+        """Record that the workers have cached a call with each of these. names: of conditionings, each with the CFG
+        rank that runs it."""
+        self._cached.update(names)
 
     def is_synchronous(self, names, sigma):
-        """Must this call be synchronous? names: as hold's, of the call's conditionings."""
+        """Whether this call must be synchronous. names: of the call's conditionings, as for `hold`."""
         if sigma > self._warm_sigma:
             return True
         if self._cold_sigma is not None and sigma > self._cold_sigma:
             return False
-        return not self._held.issuperset(names)
+        return not self._cached.issuperset(names)

@@ -1,1 +1,1 @@
-"""The page: its requests come in, plain values for JSON go out."""
+"""HTTP routes and state of the panel, as plain values for JSON."""

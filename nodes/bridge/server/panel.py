@@ -1,5 +1,4 @@
-"""What the page's panel shows: memory by owner, groups, the last run and its time.
-Plain values for JSON; routes.py sends them."""
+"""State of the panel: memory by owner, worker groups, the last run and its timeline, as plain values for JSON."""
 
 import os
 
@@ -14,17 +13,17 @@ from ..workers.settings import Idle, chosen_idle
 from ..workers.worker_groups import GROUPS, devices_of, memory_of
 
 OWNERS = ("weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free")
-SHORT_S = 1e-3                             # an exchange, or a wait for weights, that a picture of a run does not show
+SHORT_S = 1e-3                             # shorter transfers and waits for weights are left out of the timeline
 
 
 def state():
-    """All that the panel shows, but for the picture of time.
+    """Return the state of the panel without the timeline.
 
-    devices: [{"name", "title", "total", "owners": {one of OWNERS: bytes}}], whose owners add up to the total. groups,
-    run, phase: below.
-    residency: {"how": one of settings.IDLE_WAYS, "minutes"}, what becomes of memory when workers have nothing to do.
+    devices: [{"name", "title", "total", "owners": {one of OWNERS: bytes}}]; the owners of each sum to the total.
+    groups, run, phase: below. residency: {"how": one of settings.IDLE_WAYS, "minutes"}, the policy for the memory of
+    idle workers.
     """
-    # else heartbeats tell, and nothing comes between two steps
+    # during a run, heartbeats report memory, so that no message delays a step
     if not GROUPS.runs.is_running:
         for client in GROUPS.clients:
             if client.workers.state == "idle":
@@ -34,10 +33,10 @@ def state():
 
 
 def timeline():
-    """The last run's spans: {"run": its number, "seconds", "steps", "ranks": [{"name", "spans": [...]}]}.
+    """Return the last run's spans: {"run": its number, "seconds", "steps", "ranks": [{"name", "spans": [...]}]}.
 
-    A span is [kind, start, end, step, first row]: seconds since the run began; steps count from 1 in the order of their
-    noise, 0 is none.
+    A span is [kind, start, end, step, first row], in seconds since the run began; steps are numbered from 1 by
+    descending sigma, 0 is none.
     """
     run = GROUPS.runs.last
     if run is None:
@@ -55,8 +54,8 @@ def timeline():
 
 
 def trace():
-    """The same for Perfetto and chrome://tracing: the Trace Event Format, with complete events in microseconds,
-    a thread a rank."""
+    """Return the timeline in the Trace Event Format of Perfetto and chrome://tracing: complete events in microseconds,
+    one thread for each rank."""
     events = []
     for number, rank in enumerate(timeline()["ranks"]):
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": number,
@@ -68,7 +67,7 @@ def trace():
 
 
 def measure_again():
-    """Measure the devices that were used last; see Groups.measure_again."""
+    """Measure the most recently used devices again, see Groups.measure_again."""
     run = GROUPS.runs.last
     GROUPS.measure_again((run and run.dtype) or "bfloat16")
 
@@ -79,8 +78,7 @@ ACTIONS = {"give_back": GROUPS.give_back, "stop": GROUPS.stop, "measure": measur
 # --- memory ---
 
 def add_up(total, owners):
-    """The owners with what is free, so that they add up to the total.
-    More than there is (a peak that would not fit now) is cut."""
+    """Add the free memory, so that owners sum to the total. Owners that exceed it (past peaks) are cut."""
     left, result = int(total), {}
     for name in OWNERS[:-1]:
         result[name] = min(left, max(0, int(owners.get(name, 0))))
@@ -93,14 +91,14 @@ def _devices():
     if not names:
         try:
             names = dict.fromkeys(devices_of(ParallelConfig()))
-        except ConfigError:                                    # nothing here can run: the node says why
+        except ConfigError:                                    # no usable device; the node shows the error
             names = {}
-    cuda = sorted(name for name in names if name.startswith("cuda"))           # those of this machine
+    cuda = sorted(name for name in names if name.startswith("cuda"))           # of this machine
     return [*map(_cuda_device, cuda), _host()]
 
 
 def _ranks(device):
-    """What the ranks on a device last said of their memory."""
+    """Last memory reports of the ranks on a device."""
     return [client.memory[rank] for client in GROUPS.clients for rank, name in enumerate(client.devices)
             if name == device and rank in client.memory]
 
@@ -109,7 +107,7 @@ def _cuda_device(name):
     ranks, own, weights = _ranks(name), 0, 0
     for client in GROUPS.clients:
         for model_memory in filter(None, map(client.models.memory, client.models.names)):
-            weights += sum(held - parked for device, held, parked in zip(
+            weights += sum(num_bytes - parked for device, num_bytes, parked in zip(
                 client.devices, model_memory.weight_bytes, model_memory.parked_bytes) if device == name)
     if torch.cuda.is_initialized():
         own = torch.cuda.memory_reserved(torch.device(name))
@@ -127,30 +125,31 @@ def _cuda_device(name):
 
 
 def _host():
-    """This machine's memory: what CPU workers hold, and what others have parked in it.
-    Pages of files that are mapped count once."""
+    """System RAM of this machine: of CPU workers, and of weights that other workers have parked or offloaded. Pages of
+    memory-mapped files count once."""
     (available, limit), ranks = available_memory(), _ranks("cpu")
     mapped = unmapped = parked = 0
     for client in GROUPS.clients:
         for model_memory in filter(None, map(client.models.memory, client.models.names)):
-            for part in model_memory.parts:                    # ranks that hold the same weights
-                held, most = model_memory.weight_bytes[part[0]], max(model_memory.parked_bytes[rank] for rank in part)
+            for part in model_memory.parts:                    # ranks with the same weights
+                num_bytes, most = model_memory.weight_bytes[part[0]], max(model_memory.parked_bytes[rank]
+                                                                          for rank in part)
                 parked += most + model_memory.offloaded_bytes[part[0]]
                 if "cpu" in client.devices:
                     own = model_memory.unmapped_bytes[part[0]]
-                    mapped += (held - own) * (held - most) // max(1, held)
-                    unmapped += own * len(part) * (held - most) // max(1, held)
-    kept = _sum(ranks, "most_kept_bytes")
-    activations = max(0, _sum(ranks, "activation_bytes") - kept)
+                    mapped += (num_bytes - own) * (num_bytes - most) // max(1, num_bytes)
+                    unmapped += own * len(part) * (num_bytes - most) // max(1, num_bytes)
+    cached = _sum(ranks, "most_kept_bytes")
+    activations = max(0, _sum(ranks, "activation_bytes") - cached)
     vae = max([rank.get("vae_bytes", 0) for rank in ranks], default=0)
     processes = _sum(ranks, "reserved_bytes") + sum(_sum(_ranks(name), "host_bytes") for client in GROUPS.clients
                                                     for name in set(client.devices) if name.startswith("cuda"))
     own = psutil.Process().memory_info()
     comfyui = own.rss - getattr(own, "shared", 0)
     other = limit - available - processes - comfyui
-    known = {"weights": mapped + unmapped, "keys_values": kept, "activations": activations, "vae": vae,
+    known = {"weights": mapped + unmapped, "keys_values": cached, "activations": activations, "vae": vae,
              "parked": parked,
-             "workers": max(0, processes - unmapped - kept - activations - vae), "comfyui": comfyui, "other": other}
+             "workers": max(0, processes - unmapped - cached - activations - vae), "comfyui": comfyui, "other": other}
     return {"name": "cpu", "title": f"{os.cpu_count()} cores", "total": limit, "known": True,
             "owners": add_up(limit, known)}
 
@@ -172,7 +171,7 @@ def _group(client):
 def _residency():
     try:
         return chosen_idle()
-    except ConfigError:                                        # the log says why: weights stay
+    except ConfigError:                                        # logged by the idle timeout; weights stay in VRAM
         return Idle()
 
 
@@ -186,7 +185,7 @@ def _run(run):
             "state": run.state, "error": run.error, "how": run.how, "kernels": run.backends,
             "why_no_plan": run.why_no_plan,
             "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
-            "a_step": round(run.seconds_per_step, 4), "streamed": run.streamed_bytes, "plan": plan}
+            "a_step": round(run.seconds_per_step, 4), "come": run.streamed_bytes, "plan": plan}
 
 
 def _estimate(one):

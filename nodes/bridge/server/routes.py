@@ -1,7 +1,7 @@
-"""What the page asks: which files the workers cannot have, before it converts a workflow, and what its panel shows.
-Used by __init__.py.
+"""HTTP routes of the page: files that would be rejected, before it converts a workflow, and the panel's state and
+actions.
 
-Each route takes requests of ComfyUI's own page only (same_origin.py), besides ComfyUI's own checks.
+Each route accepts requests of ComfyUI's own page only (same_origin.py), in addition to ComfyUI's own checks.
 """
 
 import asyncio
@@ -29,23 +29,21 @@ log = logging.getLogger(__name__)
 
 MAX_FILES, MAX_NAME = 200, 100
 MAX_BODY_BYTES, MAX_BODY_VALUES = 2 ** 18, 2 ** 12
-MAX_SETTING = 4096                         # characters of a setting: devices of a hundred machines
-WATCHED_S = 1.0                            # from one state to the next that an open panel is sent
-PIXELS = "pixel_space"                     # what ComfyUI's Load VAE lists though it is no file
+MAX_SETTING = 4096                         # characters of a setting: device names of a hundred machines
+WATCHED_S = 1.0                            # interval of updates to an open panel
+PIXELS = "pixel_space"                     # an entry of ComfyUI's Load VAE that is not a file
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 
 
 def add_routes(server):
-    """All that the page can ask of this pack. A body of another form is answered with 400.
+    """Add this pack's routes. An invalid body is answered with status 400.
 
-    POST /xdit/refusals {"models": [file], "vaes": [file]} -> {"models": {file: why not}, "vaes": {file: why not}};
-        files that are not here, or of which nothing can be said, are in neither.
-    GET /xdit/state, /xdit/timeline, /xdit/trace -> what panel.py's functions of these names return.
-    POST /xdit/watch {"client": its id of ComfyUI's socket, "open": bool}: the state goes there as "xdit.state" when it
-    changes, while open.
-    POST /xdit/fit {"settings": {a field of ParallelConfig: value}} -> {"settings": those that differ of the nearest
-    that can work here}.
-    POST /xdit/do {"action": one of panel.ACTIONS} -> {}; 409 while a prompt runs, or where it cannot be done.
+    POST /xdit/refusals {"models": [file], "vaes": [file]} -> {"models": {file: reason}, "vaes": {file: reason}}; files
+    that do not exist, or are not rejected, are in neither. GET /xdit/state, /xdit/timeline, /xdit/trace -> results of
+    panel.py's functions of these names. POST /xdit/watch {"client": its id of ComfyUI's socket, "open": bool}: while
+    open, changes of the state are sent to that socket as "xdit.state". POST /xdit/fit {"settings": {field of
+    ParallelConfig: value}} -> {"settings": those that differ in the closest config that can run here}. POST /xdit/do
+    {"action": one of panel.ACTIONS} -> {}; status 409 while a prompt runs, or if the action fails.
     """
     own = web.RouteTableDef()
     _add_questions(own)
@@ -54,7 +52,7 @@ def add_routes(server):
 
 
 def _add_questions(routes):
-    """Which files are refused, and which settings would fit."""
+    """Add the routes for rejected files and for settings that can run here."""
     @routes.post("/xdit/refusals")
     async def answer_refusals(request):
         body = await _body(request)
@@ -76,7 +74,7 @@ def _add_questions(routes):
 
 
 def _add_panel(routes, server):
-    """What the panel shows and does."""
+    """Add the routes of the panel's state and actions."""
     watch = PanelUpdates(server)
 
     @routes.get("/xdit/state")
@@ -109,7 +107,7 @@ def _add_panel(routes, server):
         if not isinstance(body, dict) or body.keys() != {"action"} or body["action"] not in list(panel.ACTIONS):
             return _refuse(f'Send {{"action": one of {", ".join(panel.ACTIONS)}}}.')
         if server.prompt_queue.currently_running:
-            return _refuse("A prompt is running. Cancel it, or wait until it is done.", 409)
+            return _refuse("Cancel the running prompt, or wait until it has finished.", 409)
         try:
             await asyncio.to_thread(panel.ACTIONS[body["action"]])
         except XDiTError as error:
@@ -118,10 +116,10 @@ def _add_panel(routes, server):
 
 
 class PanelUpdates:
-    """Sends the panel's state, when it changes, to the pages whose panel is open, and does nothing where none is."""
+    """Sends changes of the panel's state to pages with an open panel; idle without one."""
 
     def __init__(self, server):
-        self._server, self._sent, self._task = server, {}, None            # _sent: socket's id -> the state it has
+        self._server, self._sent, self._task = server, {}, None            # _sent: socket's id -> last sent state
 
     def set(self, client, is_open):
         if not is_open:
@@ -135,8 +133,8 @@ class PanelUpdates:
         while self._sent:
             try:
                 state = await asyncio.to_thread(panel.state)
-            except Exception:                                  # a panel that shows nothing new costs no prompt
-                log.exception("the panel's state could not be told")
+            except Exception:                                  # an error in the panel must not affect a prompt
+                log.exception("could not read the panel's state")
                 state = None
             for client in list(self._sent):
                 if client not in self._server.sockets:         # the page is gone
@@ -148,16 +146,16 @@ class PanelUpdates:
 
 
 def refusals(models, vaes):
-    """{"models": {name: words}, "vaes": {name: words}} of the files that Load xDiT Model and the distributed VAE nodes
-    would refuse."""
-    in_memory = {name: f"{name} has nothing to share out: its latents are the picture's pixels."
+    """Return {"models": {name: reason}, "vaes": {name: reason}} for the files that Load xDiT Model and the distributed
+    VAE nodes would reject."""
+    in_memory = {name: f"{name} has no layers to run on the workers: its latents are the image's pixels."
                  for name in vaes if name == PIXELS}
     return {"models": _refused(models, ("diffusion_models", "checkpoints", "unet_gguf"), refused_model),
             "vaes": _refused(vaes, ("vae", "checkpoints"), refused_vae) | in_memory}
 
 
 def refused_model(path):
-    """Why Load xDiT Model would refuse this file, or None."""
+    """Reason for which Load xDiT Model would reject this file, or None."""
     try:
         _ = CHECKPOINTS.open(path).family
     except CheckpointError as error:
@@ -165,8 +163,8 @@ def refused_model(path):
 
 
 def refused_vae(path):
-    """Why Distributed VAE Decode would refuse the VAE of this file, or None.
-    ComfyUI's own VAE is made of the shapes alone."""
+    """Reason for which Distributed VAE Decode would reject the VAE of this file, or None. ComfyUI's VAE is created from
+    the shapes alone."""
     if not path.endswith((".safetensors", ".sft")):
         return None
     try:
@@ -179,13 +177,13 @@ def refused_vae(path):
     try:
         with torch.device("meta"):
             vae = comfy.sd.VAE(sd={key: torch.empty(shape) for key, shape in shapes.items()}, metadata=header.metadata)
-    # of shapes that no VAE has: ComfyUI's loader will say more
+    # raised for shapes of no VAE; ComfyUI's loader reports the details
     except (RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
         return None
     model = vae.first_stage_model
     if model is None or kind_of(model) is not None:
         return None
-    return f"The VAE in {os.path.basename(path)} ({name_of(model)}) is none of {supported()}."
+    return f"The VAE in {os.path.basename(path)} ({name_of(model)}) is not one of {supported()}."
 
 
 def _refused(names, folders, reason_of):
@@ -207,7 +205,7 @@ def _are_settings(settings):
 
 
 async def _body(request):
-    """The JSON of a request; None for what is none, or is larger than the page sends."""
+    """Return the JSON of a request, or None if it is invalid or larger than what the page sends."""
     raw = bytearray()
     async for part in request.content.iter_chunked(2 ** 16):
         raw += part
@@ -219,8 +217,8 @@ async def _body(request):
         return None
 
 
-def _refuse(words, status=400):
-    return web.json_response({"error": words}, status=status)
+def _refuse(text, status=400):
+    return web.json_response({"error": text}, status=status)
 
 
 def _names_files(body):

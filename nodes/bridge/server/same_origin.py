@@ -1,8 +1,8 @@
-"""Requests to this pack's routes are taken from ComfyUI's own page, and not from pages of other sites.
+"""Same-origin check: this pack's routes accept requests from ComfyUI's own page, not from pages of other sites.
 
-ComfyUI compares Origin and Host only where it is reached by a loopback address. A browser lets every page send
-text/plain or a form anywhere, but application/json to another origin only after the server has agreed, which this one
-does not. Programs, which send neither header, are let in as by ComfyUI.
+ComfyUI compares Origin and Host only if it is reached by a loopback address. A browser lets any page send text/plain or
+a form anywhere, but application/json to another origin only with the server's consent, which this one does not give.
+Other programs, which send neither header, are accepted, as by ComfyUI.
 """
 
 import functools
@@ -12,8 +12,8 @@ from aiohttp import web
 
 
 def add_checked(routes, own):
-    """Add the routes of the RouteTableDef `own` to ComfyUI's, each with these checks. They answer with 403 to another
-    site's page, and with 415 to a POST without a body of application/json."""
+    """Add the routes of the RouteTableDef `own` to ComfyUI's, with these checks. Other sites' pages get status 403, a
+    POST without a body of application/json gets 415."""
     for route in own:
         routes.route(route.method, route.path)(_checked(route.handler))
 
@@ -22,19 +22,19 @@ def _checked(handler):
     @functools.wraps(handler)
     async def answer(request):
         if not is_same_origin(request.headers):
-            return _refuse("Open ComfyUI's own page: this request comes from a page of another site. Behind a reverse "
-                           "proxy, have it pass the Host header on.", 403)
+            return _refuse("Open ComfyUI's own page: this request is from a page of another site. Configure a reverse "
+                           "proxy to pass on the Host header.", 403)
         if request.method == "POST" and request.content_type != "application/json":
-            return _refuse(f"Send Content-Type: application/json: {request.content_type} was given.", 415)
+            return _refuse(f"Send Content-Type: application/json instead of {request.content_type}.", 415)
         return await handler(request)
     return answer
 
 
 def is_same_origin(headers):
-    """Does a request come from a page of this server, from the address bar, or from no browser?
+    """Whether a request is from a page of this server, from the address bar, or from no browser.
 
-    Sec-Fetch-Site decides where a browser sends it, as over HTTPS: no page can set it, and a reverse proxy may change
-    Host. Elsewhere Origin has to name the Host.
+    Sec-Fetch-Site is decisive if the browser sends it, as over HTTPS: no page can set it, and a reverse proxy may
+    change Host. Otherwise Origin must match Host.
     """
     site = headers.get("Sec-Fetch-Site")
     if site is not None:
@@ -43,5 +43,5 @@ def is_same_origin(headers):
     return origin is None or urlsplit(origin).netloc.lower() == headers.get("Host", "").lower()
 
 
-def _refuse(words, status):
-    return web.json_response({"error": words}, status=status)
+def _refuse(text, status):
+    return web.json_response({"error": text}, status=status)

@@ -1,1 +1,1 @@
-"""Decode and encode: ComfyUI's VAE and a latent or a picture come in, the workers' result goes out."""
+"""VAE decode and encode on the workers."""

@@ -1,5 +1,4 @@
-"""Decode and encode with ComfyUI's ordinary VAE on the worker group.
-Called by the nodes Distributed VAE Decode and Encode."""
+"""Distributed VAE: decode and encode with ComfyUI's VAE object on the worker group."""
 
 import functools
 import time
@@ -17,11 +16,11 @@ from .vae_patcher import half_of
 def decode(vae, latent, config):
     """Decode a LATENT's samples with a VAE object; returns (B, H * scale, W * scale, 3) in [0, 1].
 
-    latent: (B, C, H, W), or (B, C, F, H, W) for a video VAE, whose frames come one after the other in B.
-    Raises UnsupportedError for VAEs that the workers cannot run, and for latents that do not fit.
+    latent: (B, C, H, W), or (B, C, F, H, W) for a video VAE, whose frames are concatenated along B.
+    Raises UnsupportedError for VAEs that the workers do not support, and for latents that do not fit the VAE.
     """
     kind = _kind_of(vae, "Decode")
-    if latent.is_nested:                                       # of video and sound: the video, as VAE Decode takes it
+    if latent.is_nested:                                       # video and audio: decode the video, as VAE Decode does
         latent = latent.unbind()[0]
     if latent.ndim == 5 and vae.latent_dim == 2:               # (B, C, F, H, W): an image VAE decodes the first frame
         latent = latent[:, :, 0]
@@ -31,13 +30,13 @@ def decode(vae, latent, config):
                                f"channels and {vae.latent_dim + 2} dims.")
     least = kind.least_side(vae.first_stage_model)
     scale = vae.spacial_compression_decode() if kind.side is None else kind.side(vae)
-    if min(latent.shape[-2:]) < least:                         # ComfyUI's own node ends in an error of torch's
+    if min(latent.shape[-2:]) < least:                         # ComfyUI's own node fails with an error of torch
         rows, columns = latent.shape[-2:]
-        raise UnsupportedError(f"Use a picture of at least {least * scale} x {least * scale} pixels: the latent has "
+        raise UnsupportedError(f"Use an image of at least {least * scale} x {least * scale} pixels: the latent has "
                                f"{rows} x {columns} rows and columns, and this VAE decodes {least} x {least} or more.")
     frames = [kind.decoded_frames(vae, latent.shape[2])] if latent.ndim == 5 else []
     shape = (latent.shape[0], *frames, latent.shape[-2] * scale, latent.shape[-1] * scale,
-             # of Wan's that upscales: pixels of a finer picture
+             # Wan's upscaling VAE outputs the pixels of a larger image as channels
              getattr(vae, "conv_out_channels", vae.output_channels))
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.decoder, kind.settings(vae.first_stage_model), client)
@@ -52,18 +51,18 @@ def encode(vae, pixels, config):
     """Encode an IMAGE (B, H, W, C) in [0, 1] with a VAE object; returns a LATENT's samples, the means, as VAE Encode
     does.
 
-    A video VAE takes the batch as frames. Pixels beyond a multiple of the VAE's scale are cut off at both sides.
+    A video VAE encodes the batch as frames. Pixels beyond a multiple of the VAE's scale are cropped on both sides.
     """
     kind = _kind_of(vae, "Encode")
     pixels = vae.vae_encode_crop_pixels(pixels)
     scale = vae.spacial_compression_encode() if kind.side is None else kind.side(vae)
     if any(side % scale for side in pixels.shape[1:3]):
-        raise UnsupportedError(f"Use a picture whose sides are multiples of {scale} pixels: this VAE makes a row of a "
-                               f"latent of so many, and the picture has {pixels.shape[1]} x {pixels.shape[2]}.")
+        raise UnsupportedError(f"Use an image whose sides are multiples of {scale} pixels, the scale of this VAE: the "
+                               f"image has {pixels.shape[1]} x {pixels.shape[2]}.")
     least = kind.least_encoded * scale
     if min(pixels.shape[1:3]) < least or 0 in pixels.shape:
-        raise UnsupportedError(f"Use a picture of at least {least} x {least} pixels: this one is smaller than what "
-                               "this VAE encodes.")
+        raise UnsupportedError(f"Use an image of at least {least} x {least} pixels, the minimum of this VAE: the image "
+                               f"has {pixels.shape[1]} x {pixels.shape[2]}.")
     pixels = pixels.movedim(-1, 1)
     if vae.latent_dim == 3:
         pixels = pixels.movedim(1, 0).unsqueeze(0)             # the batch is a video: (1, C, F, H, W)
@@ -80,25 +79,25 @@ def encode(vae, pixels, config):
     return kind.after_encode(vae.first_stage_model, latent).to(vae.output_device)
 
 
-def _transformed(done, how, half, config, given, shape, scale):
-    """What the workers make of a tensor, of this shape. done: what to say of it. how: the client's method.
-    scale: make_ready's."""
+def _transformed(done, how, half, config, tensor, shape, scale):
+    """Return the workers' result of this shape for a tensor. done: the verb to show. how: the client's method.
+    scale: see make_ready."""
     client = half.client
     try:
-        num_ranks, first_rank = half.make_ready(given.shape, scale, functools.partial(_machine, client, half, config))
+        num_ranks, first_rank = half.make_ready(tensor.shape, scale, functools.partial(_machine, client, half, config))
         started_s = time.perf_counter()
         GROUPS.runs.vae(client.devices)
-        result = how(half, given, shape, num_ranks=num_ranks, first_rank=first_rank)
+        result = how(half, tensor, shape, num_ranks=num_ranks, first_rank=first_rank)
     except BaseException as error:
-        show_text(GROUPS.runs.given_up(error))                 # in place of how far it is
+        show_text(GROUPS.runs.describe_interruption(error))                 # replaces the progress
         raise
     _show_done(done, started_s, half, num_ranks)
     return result
 
 
 def _machine(client, half, config, work):
-    """What was measured of a group's devices, by which auto chooses which of them share a picture; None: all do. They
-    are measured, once, before the first work that is long enough to be worth it."""
+    """Return the measured Machine of a group, for the number of devices to use in auto mode; None: use all. Devices are
+    measured once, before the first work that is long enough to justify it."""
     if config.mode != "auto":
         return None
     return GROUPS.machine(client.devices, half.dtype,
@@ -110,10 +109,10 @@ def _show_done(done, started_s, half, num_ranks):
     count = len(client.devices)
     devices = "1 device" if count == 1 else f"{count} devices"
     if num_ranks < count:
-        devices = f"{num_ranks} of {devices}, by forecast as fast as all"
+        devices = f"{num_ranks} of {devices}, estimated to be as fast as all"
     GROUPS.runs.collect(client, client.report_if_idle)
     if half.from_host:
-        devices = f"{devices}, the VAE's weights from host memory"
+        devices = f"{devices}, VAE weights streamed from system RAM"
     show_text(f"{done} in {time.perf_counter() - started_s:.1f} s on {devices}")
 
 
@@ -123,5 +122,5 @@ def _kind_of(vae, what):
     kind = kind_of(vae.first_stage_model)
     if kind is None:
         raise UnsupportedError(f"Use VAE {what} for this VAE ({name_of(vae.first_stage_model)}): Distributed "
-                               f"VAE {what} does not support it yet. It works with the VAEs of {supported()}.")
+                               f"VAE {what} does not support it. It supports the VAEs of {supported()}.")
     return kind

@@ -1,7 +1,7 @@
-"""ComfyUI's VAEs: how each class is recognised, of which family it is, and what happens to a latent outside the
+"""VAE detection: how each of ComfyUI's VAE classes is recognised, its family, and what is done to a latent outside the
 network.
 
-Used by distributed_vae.py. A family that ComfyUI gains is one entry here beside its file in xdit_backend/autoencoders.
+To add a family that ComfyUI supports, add an entry here and a file in xdit_backend/autoencoders.
 """
 
 from collections.abc import Callable
@@ -31,21 +31,21 @@ from ....xdit_backend.autoencoders.vae_family import VaeFamily
 
 @dataclass(frozen=True)
 class Kind:
-    """How the workers run one class of ComfyUI's VAEs, and what is done to a latent outside of the network."""
+    """Class of ComfyUI's VAEs: the family as which workers run it, and what is done to a latent outside the network."""
 
     family: VaeFamily
-    recognises: Callable                   # of a first_stage_model
+    recognises: Callable                   # (first_stage_model) -> bool
     before_decode: Callable = lambda vae, latent: latent
     after_encode: Callable = lambda model, latent: latent
     before_encode: Callable = lambda model, pixels: pixels
     decoded_frames: Callable = lambda vae, frames: vae.upscale_ratio[0](frames)
     encoded_frames: Callable = lambda vae, frames: vae.downscale_ratio[0](frames)
-    settings: Callable = lambda model: {}  # what the tensors do not tell
-    least_side: Callable = lambda model: 1         # rows and columns of a latent that it decodes
-    least_encoded: int = 1                 # that it encodes to
-    side: Callable | None = None           # (VAE) -> rows of a picture to one of a latent; None: as ComfyUI's VAE says
-    latent_patch: int = 1                  # rows of the network's latent to a row of ComfyUI's
-    batch_is_video: bool = False           # are the images of a batch frames that the decoder looks along?
+    settings: Callable = lambda model: {}  # settings that the tensors do not show
+    least_side: Callable = lambda model: 1         # minimum rows and columns of a latent to decode
+    least_encoded: int = 1                 # minimum rows and columns of an encoded latent
+    side: Callable | None = None           # (VAE) -> rows of an image per row of a latent; None: as in ComfyUI's VAE
+    latent_patch: int = 1                  # rows of the network's latent per row of ComfyUI's
+    batch_is_video: bool = False           # whether a batch's images are frames that the decoder convolves along
 
 
 def _is_ldm(model):
@@ -61,7 +61,7 @@ def _is_hunyuan(model):
 
 
 def _unnormalised_flux2(vae, latent):
-    """(B, 4 C, H, W), normalised -> (B, C, 2 H, 2 W), as ComfyUI's AutoencoderKL does it."""
+    """(B, 4 C, H, W), normalised -> (B, C, 2 H, 2 W), as in ComfyUI's AutoencoderKL."""
     model = vae.first_stage_model
     mean, variance = (tensor.view(1, -1, 1, 1).to(latent) for tensor in (model.bn.running_mean, model.bn.running_var))
     latent = latent * torch.sqrt(variance + model.bn_eps) + mean
@@ -75,7 +75,7 @@ def _normalised_flux2(model, latent):
 
 
 def _is_ltx(model):
-    """Of the structures that VideoVAE's config can say, those of LTX-Video's files."""
+    """Whether a VideoVAE's config describes the structure of LTX-Video's files."""
     return (isinstance(model, ltx.VideoVAE) and model.config["norm_layer"] == "pixel_norm"
             and model.config["latent_log_var"] == "uniform"
             and all(block.residual == (block.out_channels_reduction_factor > 1) for block in model.decoder.up_blocks
@@ -84,7 +84,7 @@ def _is_ltx(model):
 
 def _noised_ltx(vae, latent):
     model = vae.first_stage_model
-    # its decoder takes a little noise off, drawn where and as ComfyUI draws it
+    # the decoder denoises a little; the noise is generated on the same device and in the same dtype as by ComfyUI
     if model.timestep_conditioning:
         noise = torch.randn_like(latent, device=vae.device, dtype=vae.vae_dtype).to(latent)
         latent = noise * model.decode_noise_scale + (1 - model.decode_noise_scale) * latent
@@ -92,15 +92,15 @@ def _noised_ltx(vae, latent):
 
 
 def _ltx_settings(model):
-    """As VideoVAE itself reads its config."""
+    """Settings as VideoVAE reads them from its config."""
     return {"causal_decoder": str(model.decoder.causal), "decode_timestep": str(model.decode_timestep),
             "encoder_padding": model.config.get("spatial_padding_mode", "zeros"),
             "decoder_padding": model.config.get("spatial_padding_mode", "reflect")}
 
 
 def _cosmos_moments(model, latent):
-    """(mean, deviation) of each channel of the latent's frames,
-    of which ComfyUI's model knows some and then counts anew."""
+    """(mean, deviation) of each channel and frame of the latent. ComfyUI's model has them for some frames and repeats
+    them."""
     def of_frames(moment):
         each = moment.view(latent.shape[1], -1)
         times = -(-latent.shape[2] // each.shape[1])
@@ -126,12 +126,12 @@ def _of_flux2(model):
     return isinstance(model.taesd_decoder, comfy.taesd.taesd.DecoderFlux2)
 
 
-def _scaled_tiny(vae, latent):
+def _scaled_taesd(vae, latent):
     model = vae.first_stage_model
     return (latent - model.vae_shift.to(latent)) * model.vae_scale.to(latent)
 
 
-def _unscaled_tiny(model, latent):
+def _unscaled_taesd(model, latent):
     return latent / model.vae_scale.to(latent) + model.vae_shift.to(latent)
 
 
@@ -151,22 +151,22 @@ def _encoded_taehv(vae, frames):
 
 
 def _encoded_minimax(vae, frames):
-    """The last frame is repeated until the last piece is full, and some of the latent's frames are dropped then."""
+    """The last frame is repeated to fill the last clip, and some of the latent's frames are then dropped."""
     model = vae.first_stage_model
     return 1 if frames == 1 else -(-frames // model.clip_length) * model.tokens_chunk_size - model.token_drop
 
 
 def name_of(model):
-    """What a person knows a first_stage_model as."""
+    """Return the name of a first_stage_model for the user."""
     return NAMES.get(type(model).__name__, type(model).__name__)
 
 
 def kind_of(model):
-    """The Kind of a first_stage_model, or None."""
+    """Return the Kind of a first_stage_model, or None."""
     return next((kind for kind in KINDS if kind.recognises(model)), None)
 
 
-# of ComfyUI's classes of other VAEs
+# ComfyUI's classes of unsupported VAEs
 NAMES = {"VideoAutoencoderKLWrapper": "SeedVR2's"}
 KINDS = (
     Kind(FAMILIES["kl"], lambda model: _is_image_kl(model) and getattr(model, "bn", None) is not None,
@@ -174,7 +174,7 @@ KINDS = (
     Kind(FAMILIES["kl"], _is_image_kl),
     Kind(FAMILIES["wan"], lambda model: isinstance(model, (comfy.ldm.wan.vae.WanVAE, comfy.ldm.wan.vae2_2.WanVAE))),
     Kind(FAMILIES["ltx"], _is_ltx, _noised_ltx, lambda model, latent: model.per_channel_statistics.normalize(latent),
-         # Eight frames are one of the latent's, after the first; what is left over is cut off.
+         # Eight frames become one latent frame, after the first; remaining frames are cut off.
          lambda model, pixels: pixels[:, :, :1 + (pixels.shape[2] - 1) // 8 * 8], settings=_ltx_settings,
          least_side=lambda model: 2 if _ltx_settings(model)["decoder_padding"] == "reflect" else 1),
     Kind(FAMILIES["hunyuan_video"], _is_hunyuan),
@@ -187,22 +187,22 @@ KINDS = (
          batch_is_video=True),
     Kind(FAMILIES["mochi"], lambda model: isinstance(model, comfy.ldm.genmo.vae.model.VideoVAE)),
     Kind(FAMILIES["cogvideox"], lambda model: isinstance(model, comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX),
-         # The first frame is not repeated where their number is odd.
+         # With an odd number of frames, the first one is not repeated.
          decoded_frames=lambda vae, frames: 4 * frames - 3 * (frames % 2)),
     Kind(FAMILIES["cosmos"], lambda model: isinstance(model, comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer),
          _unnormalised_cosmos, _normalised_cosmos,
-         # The first frame four times, then four make one, then two, the first again before them.
+         # The first frame is repeated four times, then groups of four and of two become one, the first again alone.
          encoded_frames=lambda vae, frames: (-(-(frames + 3) // 4) + 1) // 2),
-    Kind(FAMILIES["tiny_flux2"], lambda model: _is_taesd(model) and _of_flux2(model), _scaled_tiny, _unscaled_tiny,
+    Kind(FAMILIES["tiny_flux2"], lambda model: _is_taesd(model) and _of_flux2(model), _scaled_taesd, _unscaled_taesd,
          side=lambda vae: 16),
-    Kind(FAMILIES["tiny"], lambda model: _is_taesd(model) and not _of_flux2(model), _scaled_tiny, _unscaled_tiny),
+    Kind(FAMILIES["tiny"], lambda model: _is_taesd(model) and not _of_flux2(model), _scaled_taesd, _unscaled_taesd),
     Kind(FAMILIES["taehv"], lambda model: isinstance(model, comfy.taesd.taehv.TAEHV),
          lambda vae, latent: vae.first_stage_model.process_in(latent),
          lambda model, latent: model.process_out(latent),
          decoded_frames=_decoded_taehv, encoded_frames=_encoded_taehv,
          side=lambda vae: 8 * vae.first_stage_model.patch_size),
     Kind(FAMILIES["minimax_h3"], lambda model: isinstance(model, comfy.ldm.minimax.vae.MiniMaxH3VideoVAE),
-         # so many as frames to fill a piece with would become, were they all
+         # as many frames as ComfyUI pads a clip with, counted for all frames
          decoded_frames=lambda vae, frames: vae.first_stage_model._decode_temporal_pad_frames(frames, frames),
          encoded_frames=_encoded_minimax, settings=minimax_h3.settings_of,
          least_encoded=2),                                     # which reflection needs

@@ -1,6 +1,6 @@
-"""The encoder or decoder of a VAE on the workers, as ComfyUI's memory manager sees it: its size, loading and unloading.
+"""VAE patcher: presents the encoder or decoder of a VAE on the workers to ComfyUI's memory manager.
 
-Used by distributed_vae.py. The weights themselves stay in the VAE object, and are sent when the workers lack them.
+The weights stay in the VAE object, and are sent when the workers lack them.
 """
 
 import dataclasses
@@ -16,26 +16,26 @@ from ....xdit_backend.protocol.shared_memory import dtype_name
 from ..workers.vram_accounting import RemotePatcher, load_device_of
 from ..workers.worker_groups import GROUPS
 
-HALVES = weakref.WeakKeyDictionary()       # first-stage model -> {(prefixes of the tensors' names, devices): VaeHalf}
+CACHE = weakref.WeakKeyDictionary()        # first-stage model -> {(prefixes of its tensors' names, devices): VaeHalf}
 
 
 def half_of(vae, prefixes, settings, client):
-    """The VaeHalf with the tensors whose names have these prefixes, on a group's workers; made when it is first needed.
+    """Return the cached VaeHalf with the tensors whose names have these prefixes, on a group's workers.
     settings: see AutoencoderSpec."""
-    halves = HALVES.setdefault(vae.first_stage_model, {})
-    half = halves.get((prefixes, client.devices))
+    cached = CACHE.setdefault(vae.first_stage_model, {})
+    half = cached.get((prefixes, client.devices))
     if half is None or half.client is not client:
-        half = halves[prefixes, client.devices] = VaeHalf(vae, prefixes, settings, client)
+        half = cached[prefixes, client.devices] = VaeHalf(vae, prefixes, settings, client)
     return half
 
 
 class VaeHalf:
-    """The decoder or encoder of a VAE on the workers of a group. RemotePatcher asks it for what it tells ComfyUI."""
+    """Decoder or encoder of a VAE on the workers of a group. Implements what RemotePatcher calls."""
 
     def __init__(self, vae, prefixes, settings, client):
         self.name = f"vae-{uuid.uuid4().hex[:8]}"
         self.dtype, self.settings, self.client = dtype_name(vae.vae_dtype), settings, client
-        self.from_host = False                                 # do weights come from host memory, as each layer runs?
+        self.from_host = False                                 # whether weights are streamed from system RAM by layer
         self._model, self._prefixes = weakref.ref(vae.first_stage_model), prefixes
         meta_vae = MetaTensors(self, vae.vae_dtype)
         self._num_bytes = sum(tensor.nbytes for tensor in meta_vae.buffers())
@@ -43,27 +43,27 @@ class VaeHalf:
                                       comfy.model_management.unet_offload_device())
 
     def weights(self):
-        """The tensors, where the VAE object has them."""
+        """Return the tensors on the VAE object's device."""
         return {key: tensor for key, tensor in self._model().state_dict().items() if key.startswith(self._prefixes)}
 
     def make_ready(self, shape, scale, machine_for=lambda work: None):
-        """Have the workers hold this half, and ComfyUI free memory for it and for the least that its work needs.
-        Returns how many workers are to share the work, and the first of them.
+        """Load this half on the workers, and have ComfyUI free memory for it and for the minimum of its activations.
+        Returns the number of workers to split the work across, and the first of them.
 
-        shape: of the tensor to decode (scale 1) or encode. The workers count the memory on a model without weights, so
-        they must hold the half first. machine_for(Work of all items): the Machine by whose forecast fewer workers than
-        all may share the work, where they have room; None: all do.
+        shape: of the tensor to decode (scale 1) or encode. The workers estimate memory with a model without weights, so
+        the half must be loaded first. machine_for(Work of all items): Machine for estimating whether fewer workers, if
+        they have the memory, are as fast as all; None: use all.
         """
         comfy.model_management.load_models_gpu([self._patcher])
         count, first = self._choose_ranks(shape, scale, machine_for)
         sharing = self.client.devices[first:first + count].count(str(self._patcher.load_device))
         needed_bytes = self.client.autoencoders.estimate(self.name, shape, scale, count)
         comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes * sharing)
-        self._place(needed_bytes, count, first)
+        self._update_offload(needed_bytes, count, first)
         return count, first
 
-    def _place(self, needed_bytes, count, first):
-        """Have weights come from host memory where they leave too little room to these workers, and else not."""
+    def _update_offload(self, needed_bytes, count, first):
+        """Offload the weights to system RAM if they leave these workers too little memory, else make them resident."""
         free_bytes = self.client.autoencoders.free_bytes(count, first)
         if self.from_host == (needed_bytes + self.from_host * self._num_bytes > free_bytes):
             return
@@ -87,7 +87,7 @@ class VaeHalf:
     def _num_workers(self, device):
         return self.client.devices.count(str(device))
 
-    # --- what vram_accounting.py asks ---
+    # --- called by vram_accounting.py ---
 
     def load(self, meta_vae):
         GROUPS.hold(self.client, self.name, self._model())
@@ -106,7 +106,7 @@ class VaeHalf:
 
     def free(self, device, num_bytes):
         freed = self.loaded_on(device)
-        self.unload()                                          # the VAE object has the weights in host memory
+        self.unload()                                          # the VAE object has the weights in system RAM
         return freed
 
     def unload(self):
@@ -117,14 +117,14 @@ class VaeHalf:
 
 
 class MetaTensors(torch.nn.Module):
-    """Tensors without bytes, from which the memory manager sees how large a half is."""
+    """Tensors without data that show the memory manager a half's size."""
 
     def __init__(self, half, dtype):
         super().__init__()
-        # which ends with its VAE, and so does what ComfyUI lists of it
+        # weak, so that the half and ComfyUI's entry for it end with the VAE
         self.remote = weakref.proxy(half)
         for index, tensor in enumerate(half.weights().values()):
             self.register_buffer(f"tensor{index}", torch.empty(tensor.shape, dtype=dtype, device="meta"))
 
     def _apply(self, function, recurse=True):
-        return self                                            # .to(device) of tensors without bytes would raise
+        return self                                            # .to(device) of meta tensors would raise an error

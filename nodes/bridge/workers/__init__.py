@@ -1,2 +1,1 @@
-"""The worker groups in use, and the memory they take, as ComfyUI's memory manager and a person's settings ask for
-it."""
+"""Worker groups in use, the memory they occupy, and the user's settings for them."""

@@ -1,5 +1,4 @@
-"""Frees the memory of workers that have been idle for a while, as ComfyUI's settings say. Started by
-worker_groups.py."""
+"""Idle timeout: frees the memory of idle workers, as set in ComfyUI's settings."""
 
 import logging
 import threading
@@ -15,19 +14,19 @@ TICK_S = 5.0
 
 
 def apply_idle_setting(groups, residency):
-    """Park or end the workers that have been idle for long enough. Not while a prompt runs."""
+    """Park the weights of, or end, workers that have been idle long enough. Must not be called while a prompt runs."""
     for client in groups.clients if residency.how != "keep" else ():
         if client.workers.idle_s < 60 * residency.minutes:
             continue
         if residency.how == "release":
-            log.info("workers on %s end: nothing to do for %.0f minutes", ",".join(client.devices), residency.minutes)
+            log.info("ending the workers on %s: idle for %.0f minutes", ",".join(client.devices), residency.minutes)
             groups.end_idle(client)
         else:
             groups.give_back([client])
 
 
 def watch(groups):
-    """Apply the setting now and then, as long as the groups exist."""
+    """Start a thread that applies the setting every TICK_S seconds for the lifetime of the groups."""
     threading.Thread(target=_watch, args=(weakref.ref(groups),), daemon=True).start()
 
 
@@ -42,7 +41,7 @@ def _watch(reference):
             if any(client.running for client in groups.clients) and not _is_prompt_running():
                 apply_idle_setting(groups, chosen_idle())
         except XDiTError as error:
-            # of a setting: logged once; of workers: whoever needs them next gets the error
+            # an invalid setting is logged once; a worker's error is raised again where the workers are next used
             if str(error) != logged:
                 log.warning("%s", error)
             logged = str(error)

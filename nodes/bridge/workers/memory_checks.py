@@ -1,5 +1,4 @@
-"""Does a MODEL fit on its devices? Its weights are checked before they are read, a run before its first call. Made by
-proxy_model.py, asked by remote_model.py."""
+"""Memory checks of a MODEL: weights are checked before they are read, a run before its first call."""
 
 import dataclasses
 import functools
@@ -33,57 +32,60 @@ from ....xdit_backend.protocol.errors import ConfigError, WorkerOutOfMemoryError
 
 
 class MemoryCheck:
-    """What each rank of a MODEL takes of its device's memory.
+    """Estimate of the memory that each rank of a MODEL takes on its device.
 
-    plan_of(bytes of a device that weights may take, blocks): the OffloadPlan of a rank with these blocks; None: all.
-    unet_memory: of a U-Net, model_dims.unet_run_memory of its model. lighter_bytes(): {another weight_dtype: bytes of
-    weights of a rank with all blocks}. packed_sizes(): {tensor of the file that is held packed: (rows and columns, in
-    all, of the layers that have rows of it, bytes)}.
+    plan_of(bytes of a device available for weights, blocks): OffloadPlan of a rank with these blocks, or with all if
+    None. unet_memory: for a U-Net, unet_run_memory of its ModelDims. lighter_bytes(): {another weight_dtype: bytes of
+    weights of a rank with all blocks}. packed_sizes(): {tensor that the file stores packed: (rows plus columns, summed
+    over the layers that hold rows of it, bytes)}.
     """
 
     def __init__(self, setup, plan_of, unet_memory, lighter_bytes, packed_sizes):
         self._setup, self._unet_memory, self._lighter_bytes = setup, unet_memory, lighter_bytes
         self._plan_of = functools.lru_cache(maxsize=32)(plan_of)
-        # of each rank on its device, and what comes from host memory, until the workers have told theirs
-        self.weight_bytes, self.offloaded_bytes = self._held(setup.spec.weights_memory or math.inf)
-        # of a rank with all blocks
-        self.model_bytes = self._plan_of(math.inf, None).device_bytes if self._has_parts else max(self.weight_bytes)
-        self._checked = set()                                  # what of this run has been found to fit
-        self._run = None                                       # (Latents, Hints, Job, Degrees) that were checked last
-        # of a run by stages whose weights come, as was forecast; 0: as many as stages
+        # per rank: bytes in VRAM and offloaded bytes; estimates until the workers have reported theirs
+        self.weight_bytes, self.offloaded_bytes = self._resident(setup.spec.weights_memory or math.inf)
+        # weights of a rank with all blocks
+        self.model_bytes = (self._plan_of(math.inf, None).device_bytes if self._has_stage_blocks
+                            else max(self.weight_bytes))
+        self._checked = set()                                  # calls of this run that were found to fit
+        self._run = None                                       # (Latents, Hints, Job, Degrees) of the last check
+        # estimated number of patches of a PipeFusion run with offloaded weights; 0: one for each stage
         self.run_patches = 0
-        self._disk_bytes_s = 0.0                               # at which the file is read; 0: not measured
+        self._disk_bytes_s = 0.0                               # read speed of the file; 0: not measured
         self._packed_sizes, self.added_bytes, self._has_lora = packed_sizes, 0, False           # see expect
 
     def update(self, loaded):
-        """The workers have loaded the model. loaded: host.weight_residency.ModelMemory."""
+        """Take the sizes from a loaded model. loaded: host.weight_residency.ModelMemory."""
         self.weight_bytes, self.offloaded_bytes = loaded.weight_bytes, loaded.offloaded_bytes
 
     def expect(self, changes):
-        """A run has these changes next: {tensor of the file: host.weight_updates.Change}. added_bytes, of a rank: what
-        is packed stays so, with a LoRA's factors in float32 beside it; other changes have it there in plain numbers.
+        """Set the weight changes of the next run: {tensor of the file: host.weight_updates.Change}.
+
+        added_bytes, per rank: packed weights stay packed and get a LoRA's factors in float32 in addition; any other
+        change unpacks them.
         """
         setup, sizes = self._setup, self._packed_sizes() if changes else {}
         packed = [(change, *sizes[name]) for name, change in changes.items() if name in sizes]
-        total = sum(4 * change.rank * sides if change.rank else change.num_bytes - held
-                    for change, sides, held in packed)
-        self.added_bytes = total // setup.spec.stages.pipefusion_degree if self._has_parts else total
+        total = sum(4 * change.rank * sides if change.rank else change.num_bytes - packed_bytes
+                    for change, sides, packed_bytes in packed)
+        self.added_bytes = total // setup.spec.stages.pipefusion_degree if self._has_stage_blocks else total
         self._has_lora = any(change.rank for change, *_ in packed)
 
     @property
     def changed(self):
-        """Of what a run has next, as planner.memory_settings takes it."""
+        """(has LoRA, added bytes) of the next run, as planner.memory_settings takes them."""
         return self._has_lora, self.added_bytes
 
     def weights_on(self, device):
-        """Bytes of weights that ranks on this device hold."""
+        """Bytes of weights of the ranks on this device."""
         return sum(size for size, name in zip(self.weight_bytes, self._setup.devices) if name == str(device))
 
     def end_run(self):
         self._checked.clear()
 
     def of_run(self, job, layout, of_one_device, sizes):
-        """Bytes that a rank takes beside weights. of_one_device: of activations where nothing is divided. sizes: of the
+        """Bytes that a rank takes in addition to weights. of_one_device: activations without parallelism. sizes: of the
         latent, without batch and channels."""
         setup, degrees = self._setup, self._degrees(layout)
         activations = of_one_device * working_fraction(job, degrees, branches_apart=True)
@@ -91,65 +93,63 @@ class MemoryCheck:
                               if setup.dims is None else self._of_rank(job, degrees, setup.config)).keys_values
 
     def _of_unet(self, images, branches, sizes, degrees, config, **text):
-        """Memory of a rank of a U-Net beside weights. text: num_tokens, where it is known."""
+        """Memory of a rank of a U-Net in addition to weights. text: num_tokens, if known."""
         return self._unet_memory(sizes, (images, branches), degrees, getattr(torch, self._setup.spec.compute_dtype),
                                  cached_steps=config.cached_steps, **text)
 
     def estimate_of_run(self, job, layout, estimate=0.0):
-        """The same by the forecast, which ComfyUI's estimate may be several times of; of a U-Net that estimate."""
+        """Cost model's estimate for `of_run`; ComfyUI's may be several times that. For a U-Net, returns `estimate`."""
         setup = self._setup
         if setup.dims is None:
             return estimate
         needed = self._of_rank(job, self._degrees(layout), setup.config)
         return needed.activations + needed.keys_values
 
-    def weights_memory_alongside(self, run_bytes, is_held):
-        """What ModelSpec.weights_memory is to be for a run that takes so many bytes of a rank beside weights. is_held:
-        do the workers hold the model? Then what suits this run too stays as it is."""
-        spec, given = self._setup.spec, self._setup.config.weights_memory_bytes
-        if given is not None or not self._may_offload:
-            return given or 0
+    def weights_memory_alongside(self, run_bytes, is_loaded):
+        """Return ModelSpec.weights_memory for a run that takes so many bytes of a rank in addition to weights.
+        is_loaded: the workers have the model; its setting does not change if it suits this run too."""
+        spec, configured = self._setup.spec, self._setup.config.weights_memory_bytes
+        if configured is not None or not self._may_offload:
+            return configured or 0
         free_bytes = self._free_bytes - run_bytes - self.added_bytes
-        if is_held and self._most_held(spec.weights_memory or math.inf) <= free_bytes:
+        if is_loaded and self._most_resident(spec.weights_memory or math.inf) <= free_bytes:
             return spec.weights_memory
-        return weights_memory_in(free_bytes, self._most_held)
-
+        return weights_memory_in(free_bytes, self._most_resident)
     def check_host(self):
-        """Refuse weights that come from host memory and take a place there of their own, where there is none. Where
-        the file's pages have none, measure how fast it is read, while nobody has them."""
+        """Raise ConfigError if offloaded weights that need system RAM of their own do not fit there. If the file does
+        not fit in the page cache, measure its read speed, while no worker has it mapped."""
         spec, available = self._setup.spec, available_memory()[0]
         needed = spec.host_bytes * len(ranks_by_part(len(self._setup.devices), spec))
         if needed > available:
-            raise ConfigError("Set weight_dtype to default, use a file of that type, or close other programs: "
-                              f"{self._setup.family.title} has no room on its devices for all weights, and those "
-                              f"that come from host memory take {needed / 1e9:.3g} GB there, of which "
-                              f"{available / 1e9:.3g} GB are free. Weights that the file has as they are used take "
-                              "none.")
+            raise ConfigError("Set weight_dtype to default, use a file of that type, or close other programs: the "
+                              f"weights of {self._setup.family.title} do not fit in VRAM, and the offloaded ones need "
+                              f"{needed / 1e9:.3g} GB of system RAM, of which {available / 1e9:.3g} GB are free. "
+                              "Weights that are used as the file stores them need no RAM of their own.")
         if self._disk_bytes > 0:
             self._disk_bytes_s = disk_bytes_s(self._largest_file)
 
-    def words(self, estimates):
-        """Where the weights are, for a person; "" where all are on the devices. forecasts:
-        sampling.layout_selection.Estimates."""
-        plan, run = estimates.plan or estimates.coming, estimates.timed
+    def describe_placement(self, estimates):
+        """Return the text on offloaded weights for the user, or "" if all are resident in VRAM.
+        estimates: layout_selection.Estimates."""
+        plan, run = estimates.plan or estimates.streaming_plan, estimates.timed
         chosen, num_steps = (None, 1) if plan is None else (plan.chosen, run.job.steps if run else USUAL_JOB.steps)
-        streamed, stay = max(self.offloaded_bytes), max(self.weight_bytes)
+        streamed, resident = max(self.offloaded_bytes), max(self.weight_bytes)
         num_patches = 1 if self._setup.spec.stages is None else self.requested_patches
         if not streamed:
             return ""
         if self._disk_bytes <= 0:
-            return f". {describe_weights(stay, streamed, chosen, num_steps, num_patches)}"
+            return f". {describe_weights(resident, streamed, chosen, num_steps, num_patches)}"
         self._disk_bytes_s = self._disk_bytes_s or disk_bytes_s(self._largest_file)
         from_disk = describe_disk(self._disk_bytes_s, num_patches * self._disk_bytes)
-        return f". {describe_weights(stay, streamed, None, 1, num_patches)}, {from_disk}"
+        return f". {describe_weights(resident, streamed, None, 1, num_patches)}, {from_disk}"
 
     @property
     def _disk_bytes(self):
-        """Bytes of the file that are read from the disk in every step, or for every patch: all that come from its pages
-        once memory lacks room for some, since those are forgotten first that are needed next. 0: there is room."""
+        """Bytes read from disk in each step, or for each patch. If the offloaded weights exceed the page cache, all of
+        them are read each time, since pages are evicted in the order of their use. 0 if they fit."""
         setup = self._setup
-        num_parts = len(ranks_by_part(len(setup.devices), setup.spec))
-        of_file = (max(self.offloaded_bytes) - setup.spec.host_bytes) * num_parts
+        num_shards = len(ranks_by_part(len(setup.devices), setup.spec))
+        of_file = (max(self.offloaded_bytes) - setup.spec.host_bytes) * num_shards
         return of_file if of_file > available_memory()[0] else 0
 
     @property
@@ -158,13 +158,13 @@ class MemoryCheck:
 
     @property
     def streamed_bytes(self):
-        """Of weights, that come to the fullest device in a step by patches, or whole."""
+        """Bytes of weights copied to the fullest device in each step, once or for each patch."""
         return max(self.offloaded_bytes) * (1 if self._setup.spec.stages is None else max(1, self.requested_patches))
 
     @property
     def requested_patches(self):
-        """Of PipeFusion, as planner.choose_num_patches has it: as many as stages where these have weights come, for
-        each patch anew, or one."""
+        """PipeFusion's number of patches, as in planner.choose_num_patches. If stages have offloaded weights, which are
+        streamed for each patch, it is the number of stages or 1."""
         stages, requested = self._setup.spec.stages, self._setup.config.requested_patches
         if requested or not any(self.offloaded_bytes):
             return requested
@@ -178,21 +178,21 @@ class MemoryCheck:
 
     @property
     def _may_offload(self):
-        """Does the mode "auto" of weights_memory have weights come from host memory?"""
+        """Whether weights_memory "auto" may offload weights to system RAM."""
         return all(map(has_own_memory, self._setup.devices))
 
     @property
-    def _has_parts(self):
-        """Has a rank the blocks of its stage alone?"""
+    def _has_stage_blocks(self):
+        """Whether a rank has only the blocks of its stage."""
         return has_parts(self._setup.dims, self._setup.spec.stages)
 
-    def _held(self, budget_bytes):
-        """([bytes of each rank's weights on its device], [of those that come]), where those may be so many."""
+    def _resident(self, budget_bytes):
+        """([bytes of each rank's weights in VRAM], [offloaded bytes]) within this budget for a device."""
         setup = self._setup
         return ranks_hold(self._plan_of, setup.dims, setup.spec.stages, setup.device_bytes, budget_bytes)
 
-    def _most_held(self, budget_bytes):
-        return max(self._held(budget_bytes)[0])
+    def _most_resident(self, budget_bytes):
+        return max(self._resident(budget_bytes)[0])
 
     @property
     def _free_bytes(self):
@@ -200,30 +200,31 @@ class MemoryCheck:
 
     @property
     def _least_bytes(self):
-        """What weights take of a device at least."""
-        return self._most_held(1)
+        """Least bytes that weights take on a device."""
+        return self._most_resident(1)
 
     def check_weights(self):
-        """Refuse weights that do not fit on a device, before they are read."""
-        setup, given = self._setup, self._setup.config.weights_memory_bytes
-        if given and self._least_bytes > given:
+        """Raise ConfigError if the weights do not fit on a device. Called before they are read."""
+        setup, configured = self._setup, self._setup.config.weights_memory_bytes
+        if configured and self._least_bytes > configured:
             raise ConfigError(f'Set weights_memory to "auto", or to {math.ceil(self._least_bytes / 1e7) / 100} GB or '
-                              f"more: of {setup.family.title}, what is outside of its blocks and two blocks at a time "
-                              f'take so much of each device, and weights_memory="{setup.config.weights_memory}" is '
-                              f"less.")
-        held = self._held(1)[0] if given is None and self._may_offload else self.weight_bytes
+                              f"more: the weights of {setup.family.title} outside its blocks and those of two blocks "
+                              f"need that much of each device, and "
+                              f'weights_memory="{setup.config.weights_memory}" is less.')
+        resident = self._resident(1)[0] if configured is None and self._may_offload else self.weight_bytes
         hints = self._placement(Job(1, 0, 1))
-        if given == 0 and self._may_offload and self._least_bytes <= self._free_bytes:
-            hints.insert(0, 'weights_memory "auto", with which weights come from host memory')
+        if configured == 0 and self._may_offload and self._least_bytes <= self._free_bytes:
+            hints.insert(0, 'weights_memory "auto", which offloads weights to system RAM')
         check_memory(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
-                     DeviceMemory(setup.devices, setup.device_bytes, self._added(held)),
+                     DeviceMemory(setup.devices, setup.device_bytes, self._added(resident)),
                      Hints(hints, self._lighter))
 
     def check_run(self, shape, conditioning, num_images, branches, layout, cached_tokens=0):
-        """Refuse a run that cannot fit, once for all its calls. cached_tokens: of references, see cost_model.Job.
+        """Raise ConfigError if a run cannot fit. A run's identical calls are checked once. cached_tokens: of reference
+        images, see cost_model.Job.
 
-        shape: of the whole latent of a branch. conditioning: {name: tensor}. branches: of guidance, that are calls of
-        their own or not.
+        shape: of the full latent of a CFG branch. conditioning: {name: tensor}. branches: number of CFG branches,
+        batched or not.
         """
         key = tuple(shape), num_images, branches, layout
         if key in self._checked:
@@ -255,8 +256,8 @@ class MemoryCheck:
 
     @contextmanager
     def explaining(self):
-        """Under this, the error of a worker whose memory runs out says what would fit by the estimates, scaled to what
-        that worker had taken."""
+        """Context manager: extend a worker's out-of-memory error with settings that would fit, by the estimates scaled
+        to the memory that the worker had taken."""
         try:
             yield
         except WorkerOutOfMemoryError as error:
@@ -267,34 +268,35 @@ class MemoryCheck:
             raise WorkerOutOfMemoryError(text, error.rank, error.device, error.numbers, error.command) from error
 
     def _after(self, error):
-        """[text] of what would fit after a worker's memory ran out."""
+        """[text] of settings that would fit after a worker ran out of memory."""
         setup, numbers, rank = self._setup, error.numbers, error.rank
-        (taken, available), held = run_bytes(numbers), numbers.get("weight_bytes", 0) + numbers.get("cast_bytes", 0)
+        taken, available = run_bytes(numbers)
+        resident = numbers.get("weight_bytes", 0) + numbers.get("cast_bytes", 0)
         if error.command in OF_WEIGHTS:
-            has, weights = held + available, self.weight_bytes[rank]
+            has, weights = resident + available, self.weight_bytes[rank]
             ranks = DeviceMemory([error.device], [has], [weights])
             placement = placement_that_fits(setup.config, setup.dims, setup.family.refused, Job(1, 0, 1), has)
             return [*self._streamed(has, weights), *settings_that_fit(ranks, Hints(placement, self._lighter_on(rank)))]
-        if self._run is None or taken <= available:            # nothing is known that would be less
+        if self._run is None or taken <= available:            # nothing smaller can be estimated
             return []
         latents, hints, job, degrees = self._run
-        measured = Measured(error.device, held, taken, held + available)
+        measured = Measured(error.device, resident, taken, resident + available)
         layouts = [] if setup.dims is None else layouts_that_fit(
             measured, setup.dims, job, Method(degrees, tuple(setup.family.refused), setup.config.may_differ),
             memory_settings(setup.config, setup.spec.stages, *self.changed), not any(self.offloaded_bytes))
         placement = placement_that_fits(setup.config, setup.dims, setup.family.refused, job,
                                   measured.total / measured.factor(latents.memory()))
         hints = dataclasses.replace(hints, placement=layouts or placement, lighter=self._lighter_on(rank))
-        return [*self._streamed(measured.total - taken, held), *sizes_that_fit(measured, latents, hints)]
+        return [*self._streamed(measured.total - taken, resident), *sizes_that_fit(measured, latents, hints)]
 
     def _lighter_on(self, rank):
-        """As `_lighter`, of one rank."""
+        """`_lighter` for one rank."""
         return lambda: {name: [sizes[rank]] for name, sizes in self._lighter().items()}
 
     def _streamed(self, free_bytes, resident_bytes):
-        """[text]: with which weights_memory weights would take no more of a device than this, and less than they do."""
-        setting = weights_memory_in(max(0.0, free_bytes), self._most_held) if self._may_offload else 0
-        if not setting or not self._most_held(setting) <= min(free_bytes, resident_bytes):
+        """[text] of the weights_memory with which weights take at most free_bytes, and less than resident_bytes."""
+        setting = weights_memory_in(max(0.0, free_bytes), self._most_resident) if self._may_offload else 0
+        if not setting or not self._most_resident(setting) <= min(free_bytes, resident_bytes):
             return []
         return [f'weights_memory "{math.floor(setting / 1e7) / 100:g}", with which the other weights are streamed from '
                 "system RAM"]
@@ -308,24 +310,24 @@ class MemoryCheck:
                            memory_settings(config, self._setup.spec.stages, *self.changed))
 
     def _lighter(self):
-        """{weight_dtype in which a rank holds less: what each rank then adds to the weights on its device}"""
+        """{weight_dtype with smaller weights: bytes that each rank then adds to its device}"""
         ranks = {name: self._of_ranks(size) for name, size in self._lighter_bytes().items()}
         return {name: self._added(sizes) for name, sizes in ranks.items() if sizes[0] < max(self.weight_bytes)}
 
     def _added(self, weight_bytes):
-        """What each rank adds to the weights on its device. CPU ranks that hold the same weights map one file."""
+        """Bytes that each rank adds to its device. CPU ranks with the same weights map the same file."""
         devices = self._setup.devices
         first = {ranks[0] for ranks in ranks_by_part(len(devices), self._setup.spec)}
         return [size if device != "cpu" or rank in first else 0
                 for rank, (device, size) in enumerate(zip(devices, weight_bytes))]
 
     def _placement(self, job):
-        """On how many devices the model would fit, for a person: [text]; exactly, where only exact methods are
-        allowed."""
+        """[text] of numbers of devices on which the model would fit; with exact methods only, if the config allows no
+        others."""
         setup = self._setup
         return placement_that_fits(setup.config, setup.dims, setup.family.refused, job, min(setup.device_bytes))
 
 
 def has_own_memory(device):
-    """Has a device memory of its own, beside the host's?"""
+    """Whether a device has memory separate from system RAM."""
     return own_name(device).startswith("cuda")

@@ -1,7 +1,4 @@
-"""The last run: how far it is, and what its workers did when. Kept for the panel, and shown on the node.
-
-Updated by sampler_wrappers.py, remote_model.py and autoencoder.py; read by server/routes.py through panel.py.
-"""
+"""Progress of the last run, and what its workers did when, for the panel and the node."""
 
 import os
 import threading
@@ -13,37 +10,37 @@ from comfy_execution.utils import get_executing_context
 
 from ....xdit_backend.protocol.messages import Span
 
-SHOWN_S = 1.0                              # from one line on the node to the next
-NUM_SPANS = 20_000                         # of a rank, that are kept
+SHOWN_S = 1.0                              # minimum between two updates of the node's text
+NUM_SPANS = 20_000                         # maximum stored for each rank
 GB, MB = 1e9, 1e6
-SLOW = GB / 20                             # bytes a second, below which a rate says nothing yet
+SLOW = GB / 20                             # bytes/s; a lower rate is not shown
 
 
 @dataclass
 class Run:
-    """One sampling, and the decodes and encodes after it. Times are those of time.perf_counter."""
+    """One sampling run and the decodes and encodes after it. Times are time.perf_counter's."""
 
     number: int
     file: str
     devices: tuple
     num_steps: int
     began_s: float
-    remote: object = None                  # the RemoteModel; None of a decode alone
+    remote: object = None                  # the RemoteModel; None for a decode alone and after the end
     state: str = "running"                 # "done", "cancelled" or "failed"
     error: str = ""
-    step: int = 0                          # steps that are done
+    step: int = 0                          # completed steps
     ended_s: float = 0.0
     stepped_s: list = field(default_factory=list)      # when the last steps ended
     shown_s: float = 0.0
     how: str = ""
-    backends: str = ""                      # by which its attentions were computed, see describe_backends
-    streamed_bytes: int = 0                    # of weights, from host memory to a device in every step
+    backends: str = ""                     # attention backends, see describe_backends
+    streamed_bytes: int = 0                # of weights, from system RAM to a device in each step
     dtype: str = ""
-    why_no_plan: str = ""                  # as Forecasts.why_none says
-    prompt: str = ""                       # ComfyUI's id of the prompt that it is of
+    why_no_plan: str = ""                  # see Estimates.why_none
+    prompt: str = ""                       # id of ComfyUI's prompt
     plan: object = None
-    spans: dict[tuple, list[Span]] = field(default_factory=dict)       # (devices, rank) -> what it did
-    requested_s: dict[tuple, float] = field(default_factory=dict)          # devices -> until when that was asked for
+    spans: dict[tuple, list[Span]] = field(default_factory=dict)       # (devices, rank) -> its spans
+    requested_s: dict[tuple, float] = field(default_factory=dict)      # devices -> time of the last request for spans
 
     @property
     def elapsed_s(self):
@@ -51,11 +48,11 @@ class Run:
 
     @property
     def seconds_per_step(self):
-        """Seconds of a step, from the first to the last of those counted; 0 before there are two."""
+        """Mean seconds per step over the counted steps; 0 with fewer than two."""
         return (self.stepped_s[-1] - self.stepped_s[0]) / (len(self.stepped_s) - 1) if len(self.stepped_s) > 1 else 0.0
 
     def count(self, step):
-        """So many steps are done. Returns what the node is to show; "" too soon after the last time."""
+        """Record the number of completed steps. Returns the node's text, or "" within SHOWN_S of the last one."""
         now = time.perf_counter()
         if step > self.step:
             self.step = step
@@ -68,7 +65,7 @@ class Run:
                 f"{(self.num_steps - self.step) * self.seconds_per_step:.0f} s left, {self.how}")
 
     def end(self, error=None):
-        """It is over. error: what has ended it before its last step."""
+        """Mark the run as ended. error: the exception that ended it early."""
         self.state = "done" if error is None else _state_after(error)
         self.error = str(error) if self.state == "failed" else ""
         self.update_from_remote()
@@ -76,25 +73,25 @@ class Run:
 
     @property
     def describe_end(self):
-        """What the node shows in place of the progress of a run that was cancelled or failed."""
+        """The node's text for a run that was cancelled or failed."""
         return f"{self.state} after {self.step} of {self.num_steps} steps"
 
     def update_from_remote(self):
-        """Take over how the run is split, and its Plan, as far as the RemoteModel has chosen by now."""
+        """Copy the description of the split and the Plan once the RemoteModel has chosen them."""
         if self.remote is not None and self.remote.how is not None:
             self.how, self.plan = self.remote.how, self.remote.estimates.plan
             self.streamed_bytes = self.remote.memory.streamed_bytes
 
 
 class Runs:
-    """The last run, and what the workers are doing before it."""
+    """The last run, and the current phase of the workers before its first step."""
 
     def __init__(self):
         self.last = None
-        # text, done, total, counts_bytes, and rate (bytes a second): of the slowest rank
+        # text, done, total, counts_bytes and rate (bytes/s) of the slowest rank
         self.phase = {}
         self._number, self._phases, self._phase_began_s = 0, {}, 0.0
-        self._collecting = threading.Lock()                    # the panel asks too
+        self._collecting = threading.Lock()                    # the panel collects from another thread
 
     @property
     def is_running(self):
@@ -102,7 +99,7 @@ class Runs:
 
     @contextmanager
     def sampling(self, remote, num_steps):
-        """In this context a run of a RemoteModel is going on."""
+        """Context manager: track a run of a RemoteModel."""
         self._number += 1
         context = get_executing_context()
         self.last = run = Run(self._number, os.path.basename(remote.spec.path), tuple(remote.devices), num_steps,
@@ -120,12 +117,12 @@ class Runs:
             self.phase = {}
 
     def count(self, run, step):
-        """So many steps of a run are done. Returns what the node is to show, see Run.count."""
-        self.phase = {}                                        # what came before the steps is over
+        """Record the number of completed steps of a run. Returns the node's text, see Run.count."""
+        self.phase = {}                                        # the phases before the first step are over
         return run.count(step)
 
     def vae(self, devices):
-        """A decode or encode begins. It belongs to the run before it; where there is none, it is one itself."""
+        """Begin a decode or encode. It belongs to the last run; if there is none, it becomes a run itself."""
         if self.last is None:
             self._number += 1
             now = time.perf_counter()
@@ -133,7 +130,7 @@ class Runs:
 
     @contextmanager
     def measuring(self, devices):
-        """In this context the devices are measured. Where a run waits for that, its picture of the time shows it."""
+        """Context manager: record that the devices are measured, as a span of the current run if there is one."""
         run, began_s = self.last if self.is_running else None, time.perf_counter()
         try:
             yield
@@ -141,15 +138,15 @@ class Runs:
             for rank in range(len(devices)) if run is not None else ():
                 run.spans.setdefault((tuple(devices), rank), []).append(Span("measure", began_s, time.perf_counter()))
 
-    def given_up(self, error):
-        """What the node shows in place of the phase that this error has ended."""
+    def describe_interruption(self, error):
+        """Return the node's text for a phase that this error interrupted."""
         phase, self.phase = self.phase, {}
-        far = (f", {phase['text']} {phase['done']} of {phase['total']}" if phase.get("total")
-               and not phase["counts_bytes"] else "")
-        return _state_after(error) + far
+        progress = (f", {phase['text']} {phase['done']} of {phase['total']}" if phase.get("total")
+                    and not phase["counts_bytes"] else "")
+        return _state_after(error) + progress
 
     def collect(self, client, ask):
-        """Fetch what the ranks of a Client did since the last time. ask(since_s): {rank: Done}, or nothing."""
+        """Fetch the spans of a Client's ranks since the last call. ask(since_s) returns {rank: Done}, or nothing."""
         with self._collecting:
             run, now, self.phase = self.last, time.perf_counter(), {}
             done = ask(-1.0 if run is None else run.requested_s.get(client.devices, run.began_s))
@@ -157,13 +154,13 @@ class Runs:
                 return
             run.requested_s[client.devices] = now
             for rank, reply in done.items():
-                if not reply.spans:                            # of a group that took no part in this run
+                if not reply.spans:                            # this group took no part in the run
                     continue
                 spans = run.spans.setdefault((client.devices, rank), [])
                 spans += reply.spans[:NUM_SPANS - len(spans)]
 
     def describe_phase(self, phase):
-        """What the node shows of a Phase. Of ranks that do the same, the slowest one counts."""
+        """Return the node's text for a Phase. Of several ranks in the same phase, the slowest is shown."""
         now = time.perf_counter()
         if phase.text != self.phase.get("text"):
             self._phases, self._phase_began_s = {}, now
@@ -178,13 +175,13 @@ class Runs:
         if not slowest.counts_bytes:
             return f"{phase.text} {done} of {total}"
         unit, digits, name = (GB, 1, "GB") if total >= GB else (MB, 0, "MB")
-        words = f"{phase.text} {done / unit:.{digits}f} of {total / unit:.{digits}f} {name}"
-        return f"{words}, {rate / GB:.1f} GB/s" if rate > SLOW else words
+        text = f"{phase.text} {done / unit:.{digits}f} of {total / unit:.{digits}f} {name}"
+        return f"{text}, {rate / GB:.1f} GB/s" if rate > SLOW else text
 
 
 def describe_backends(counts):
-    """By which kernels a run's attentions were computed, most first, and which share by which where there are several.
-    counts: of Client.backend_counts."""
+    """Return the attention backends of a run, most used first, with percentages if there are several.
+    counts: see Client.backend_counts."""
     total = sum(counts.values())
     return ", ".join(f"{name} {100 * count / total:.0f} %" if count < total else name
                      for name, count in counts.most_common())

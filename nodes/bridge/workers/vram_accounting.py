@@ -1,9 +1,9 @@
-"""How ComfyUI's memory manager sees models that the workers hold, and what the workers do when it asks for memory.
+"""VRAM accounting: presents the workers' models to ComfyUI's memory manager, and frees their memory on its request.
 
-ComfyUI knows one device of a model, its load_device: for one on several GPUs, its own GPU where a worker is there.
-Sizes are those of the workers there. When ComfyUI needs some of that memory, only those workers move weights to host
-memory, and only as much as it asks for; when it unloads the model, all do. Like a model of ComfyUI's own, an unloaded
-one stays in host memory until nothing refers to its MODEL. It is dropped where host memory has no room for it.
+ComfyUI knows one device of a model, its load_device. For a model on several GPUs that is ComfyUI's own GPU if a worker
+is there, and sizes are those of the workers on it. When ComfyUI needs some of that memory, only those workers offload
+weights to system RAM, and only as much as requested; when it unloads the model, all workers do. Like ComfyUI's own
+models, an unloaded model stays in system RAM until nothing refers to its MODEL; it is dropped if it does not fit there.
 """
 
 import torch
@@ -16,10 +16,10 @@ from ....xdit_backend.protocol.devices import machine_of
 
 
 class RemotePatcher(comfy.model_patcher.ModelPatcher):
-    """ComfyUI's ModelPatcher of a model whose weights are the workers'.
+    """ComfyUI's ModelPatcher for a model whose weights are on the workers.
 
-    `model.remote` is asked: load(model), is_loaded, bytes_on(device) of weights in all, loaded_on(device), free(device,
-    num_bytes) -> bytes freed, unload(), end_run().
+    `model.remote` has: load(model), is_loaded, bytes_on(device) of all weights, loaded_on(device), free(device,
+    num_bytes) -> freed bytes, unload(), end_run().
     """
 
     @property
@@ -28,7 +28,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
 
     @property
     def is_ready(self):
-        """Do the workers hold the model as this patcher has it, all of it on their devices?"""
+        """Whether the workers have this patcher's model entirely on their devices."""
         return self.remote.is_loaded
 
     def model_size(self):
@@ -38,7 +38,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         return self.remote.loaded_on(self.load_device)
 
     def current_loaded_device(self):
-        return self.load_device                                # what is not there now is what has to come there
+        return self.load_device                                # weights that are not there still have to be loaded
 
     def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
         self.remote.load(self.model)
@@ -48,9 +48,8 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             callback(self, device_to, lowvram_model_memory, force_patch_weights, full_load)
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """Have the workers hold what they lack. However little memory is free, nothing is unloaded:
-        the weights are in use."""
-        # what torch keeps in this process is of no use to the workers
+        """Load what the workers lack. Nothing is unloaded when memory is short, since the weights are in use."""
+        # memory cached by torch in this process is not available to the workers
         comfy.model_management.soft_empty_cache()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             before = self.loaded_size()
@@ -78,9 +77,9 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
 
 
 def ask_for_memory(device, num_bytes):
-    """Have ComfyUI's own models free memory on a device. Where there are none, the device is not touched, so no CUDA
-    context is made."""
-    if machine_of(device):                                     # where no ComfyUI is
+    """Free memory of ComfyUI's own models on a device. A device without any is not touched, so that no CUDA context is
+    created."""
+    if machine_of(device):                                     # on another machine, without ComfyUI
         return
     management, device = comfy.model_management, torch.device(device)
     if device.type != "cpu" and any(loaded.device == device for loaded in management.current_loaded_models):
@@ -88,19 +87,18 @@ def ask_for_memory(device, num_bytes):
 
 
 def load_device_of(devices):
-    """The device that ComfyUI sees a MODEL on these devices as being on: its own, where one of the workers is there,
-    else the first.
+    """Return the load_device of a MODEL on these devices: ComfyUI's own device if a worker is there, else the first.
 
-    ComfyUI frees memory there, and samples there, so that a sampler draws the same noise as for a model on that device.
+    ComfyUI frees memory and samples there, so a sampler generates the same noise as for a model on that device.
     """
     default = comfy.model_management.get_torch_device()
-    places = [torch.device(name) for name in devices if not machine_of(name)]
-    return default if default in places else places[0]
+    local_devices = [torch.device(name) for name in devices if not machine_of(name)]
+    return default if default in local_devices else local_devices[0]
 
 
 def _claim_no_pinned_memory(loaded_model):
-    """Make ComfyUI's LoadedModel (a class) count no page-locked host memory for a model of the workers. ComfyUI would
-    count the model's whole size, and have other models release theirs for it."""
+    """Make ComfyUI's LoadedModel class count no pinned system RAM for the workers' models. It would count their full
+    size and unpin other models for it."""
     size = loaded_model.model_memory
     loaded_model.model_memory = lambda self: 0 if isinstance(self.model, RemotePatcher) else size(self)
 

@@ -1,5 +1,4 @@
-"""Which worker groups run: one for each set of devices that is in use, shared by all nodes,
-living as long as ComfyUI."""
+"""Worker groups: one for each set of devices in use, shared by all nodes for the lifetime of ComfyUI's process."""
 
 import importlib.util
 import logging
@@ -32,13 +31,13 @@ from .settings import chosen_address
 log = logging.getLogger(__name__)
 
 WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet", "pydantic")
-KEPT_FREE_BYTES = 2 ** 31
-# groups with a worker on the same device; a third ends the one that was not used for longest
+RESERVED_BYTES = 2 ** 31                   # of system RAM, not used for parked weights
+# groups that may have a worker on the same device; one more ends the least recently used group
 MAX_SHARING = 2
 
 
 def check_packages():
-    """Refuse to go on when a package that the workers need is missing."""
+    """Raise ConfigError if a package that the workers need is missing."""
     missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"Install {', '.join(missing)}, which this Python does not have: python -m pip install -r "
@@ -47,27 +46,27 @@ def check_packages():
 
 
 def devices_of(config):
-    """The devices a config means on this machine. Raises ConfigError when it cannot work here."""
+    """Return the names of the devices that a config selects. Raises ConfigError if it cannot run on them."""
     devices = resolve_devices(config.devices, num_cuda_devices(), config.mode)
     if machines_of(devices) and not chosen_address():
         raise ConfigError(f'Leave out {", ".join(machines_of(devices))}, or set the address of this machine in '
-                          f'Settings > xDiT > Other machines, one of {", ".join(own_addresses())}, and read '
-                          f'docs/guide/several-machines.md before: devices="{config.devices}", and ComfyUI does not '
-                          "listen for other machines.")
+                          f'Settings > xDiT > Other machines to one of {", ".join(own_addresses())} after reading '
+                          f'docs/guide/several-machines.md: devices="{config.devices}" names other machines, and ComfyUI does not '
+                          "listen for any.")
     validate(config, len(devices))
     return devices
 
 
 def fitting_here(config):
-    """The ParallelConfig nearest to this one that can work on this machine."""
+    """Return the closest ParallelConfig that can run on this machine."""
     return fitting(config, num_cuda_devices())
 
 
 def memory_of(device):
-    """Bytes of memory that a device has in all. Makes no CUDA context there, which would take up to half a gigabyte.
+    """Return a device's total memory in bytes. Creates no CUDA context, which would take up to half a gigabyte.
 
-    Of another machine's device: waits until that machine has joined. Raises WorkerStartError where it does not,
-    ConfigError where it lacks the device.
+    For a device of another machine, waits until that machine has joined. Raises WorkerStartError if it does not join,
+    ConfigError if it does not have the device.
     """
     if machine_of(device):
         return GROUPS.gpu_of(device)[1]
@@ -78,35 +77,35 @@ def memory_of(device):
 
 
 def parking_bytes():
-    """Bytes of host memory that parked weights may take: what is free, in a container within its limit, less what
-    ComfyUI too leaves free."""
-    return available_memory()[0] - KEPT_FREE_BYTES
+    """Return the bytes of system RAM available for parked weights: free memory (within a container's limit) less a
+    reserve, as ComfyUI keeps one too."""
+    return available_memory()[0] - RESERVED_BYTES
 
 
 class Groups:
-    """The worker groups and the models in use on them.
+    """Worker groups and the models loaded on them.
 
-    Groups on different devices live side by side. Groups that share one do too, as far as MAX_SHARING allows: what a
-    group holds there is parked or dropped when room is needed.
+    Groups on disjoint devices coexist, and up to MAX_SHARING groups may share a device: their weights are parked and
+    their VAEs dropped when another group needs the memory.
     """
 
     def __init__(self):
-        self._clients = {}                                     # devices -> Client, the one not used for longest first
-        # (devices, name of a model or VAE) -> a token for each that needs it
+        self._clients = {}                                     # devices -> Client, least recently used first
+        # (devices, name of a model or VAE) -> a token for each object that needs it
         self._holders = {}
-        # what needs models or VAEs -> {(devices, name): ends its need}
-        self._held = weakref.WeakKeyDictionary()
+        # object that needs models or VAEs -> {(devices, name): its finalizer}
+        self._finalizers = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()                          # of _holders
-        self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
-        self._calibrations = None                              # what earlier runs taught, once it is read
-        self._speeds = {}                                      # devices -> how fast each is, where they are not alike
-        self._listener = None                                  # where other machines join, once it is needed
+        self._machines = {}                                    # (devices, dtype) -> measured Machine
+        self._calibrations = None                              # from earlier runs; None until the file is read
+        self._speeds = {}                                      # devices -> relative speeds, if heterogeneous
+        self._listener = None                                  # for other machines; None until it is needed
         self._supervisor = Forkserver()
-        self._is_watched = False                               # are groups that have nothing to do seen to?
+        self._is_watched = False                               # whether the idle-timeout thread runs
         self.runs = Runs()
 
     def client(self, devices):
-        """The Client for these devices; its workers start when they are first needed."""
+        """Return the Client for these devices. Its workers start on first use."""
         devices = tuple(devices)
         client = self._clients.pop(devices, None)
         if client is None:
@@ -121,12 +120,12 @@ class Groups:
         return client
 
     def prepare(self, devices):
-        """Start loading the libraries of workers on these devices, while other nodes run. Waits for nothing."""
+        """Start loading the workers' libraries in the background, while other nodes run. Does not block."""
         if sys.platform != "win32":
             self._supervisor.prepare(environment_of(devices))
 
     def listener(self):
-        """Where other machines join. Raises ConfigError where no address is set for that, or it cannot listen there."""
+        """Return the Listener for other machines. Raises ConfigError if no address is set or it cannot listen there."""
         address = read_address(chosen_address())
         if self._listener is not None and self._listener.wanted != address:
             self._listener.close()
@@ -136,7 +135,7 @@ class Groups:
         return self._listener
 
     def gpu_of(self, device):
-        """(what it is, bytes of memory) of a device. Of another machine's: waits until that has joined."""
+        """Return (GPU name, total bytes) of a device. For another machine's device, waits until that has joined."""
         if not machine_of(device):
             return machine_profiles.gpu_of(device)
         gpus = self.listener().gpus(machine_of(device), show_text,
@@ -148,18 +147,18 @@ class Groups:
 
     @property
     def clients(self):
-        """All clients that have been used and whose groups were not ended for others, the least recently used first."""
+        """All used clients whose groups were not ended in favour of others, least recently used first."""
         return list(self._clients.values())
 
     def client_if(self, devices):
-        """The Client for these devices if there is one; nothing is started."""
+        """Return the Client for these devices, or None. Starts nothing."""
         return self._clients.get(tuple(devices))
 
     def machine(self, devices, dtype, may_measure):
-        """The Machine of several devices: as it was measured before, or measured now where may_measure says so; else
-        None.
+        """Return the measured Machine for these devices, or None. If may_measure, measures devices without a stored
+        measurement.
 
-        dtype: that models compute in.
+        dtype: compute dtype.
         """
         key = tuple(devices), dtype
         if key not in self._machines:
@@ -170,17 +169,17 @@ class Groups:
                 try:
                     machine = self._measure(devices, dtype)
                 except (WorkerFailedError, WorkerDiedError) as error:
-                    # the split is chosen without: the picture is the same
+                    # the layout is then chosen without measurements, which does not change the image
                     log.warning("the devices could not be measured: %s", error)
             self._know(devices, dtype, machine)
         return self._machines[key]
 
     def measure_again(self, dtype):
-        """Measure again the devices that were used last, or those of a default ParallelConfig. Returns their names."""
+        """Measure the most recently used devices again, or those of a default ParallelConfig. Returns their names."""
         devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
         if len(devices) < 2:
-            raise ConfigError("Set devices in xDiT Parallel Config, and run once: there is nothing to measure, as "
-                              f"{devices[0]} works alone.")
+            raise ConfigError("Set several devices in xDiT Parallel Config and run once: there is nothing to measure, "
+                              f"as only {devices[0]} is used.")
         self._know(devices, dtype, self._measure(devices, dtype))
         return devices
 
@@ -192,8 +191,8 @@ class Groups:
         return machine
 
     def give_back(self, clients=None):
-        """Move all weights to host memory, and drop VAEs, on every device of these groups, or of all. The next use
-        brings them back."""
+        """Offload all weights to system RAM and drop VAEs on every device of these groups, or of all. The next use
+        loads them again."""
         for client in self.clients if clients is None else clients:
             for name in client.models.names:
                 client.models.park(name, parking_bytes())
@@ -202,30 +201,30 @@ class Groups:
             client.give_back()
 
     def stop(self):
-        """End the workers of every group, and the forkserver. The next use starts others."""
+        """End the workers of every group, and the forkserver. The next use starts new ones."""
         for client in self.clients:
             client.close()
         self._supervisor.close()
 
     def end_idle(self, client):
-        """End the workers of an idle group, and the forkserver where no other group runs."""
+        """End the workers of an idle group, and the forkserver if no other group runs."""
         client.close()
         if not any(other.running for other in self.clients):
             self._supervisor.close()
 
     def calibrations(self):
-        """{(family, card): Calibration} of earlier runs of one device."""
+        """{(family, GPU): Calibration} from earlier runs on one device."""
         if self._calibrations is None:
             self._calibrations = machine_profiles.calibrations(_measured_folder())
         return self._calibrations
 
     def record_run(self, family, gpu, ratio):
-        """Record that a run of this family on this card took `ratio` times what the probe's numbers alone forecast."""
+        """Record that a run of this family on this GPU took `ratio` times the uncalibrated estimate."""
         self.calibrations()[family, gpu] = machine_profiles.record_run(_measured_folder(), family, gpu, ratio)
 
     def _know(self, devices, dtype, machine):
-        """From now on the workers divide tokens, heads, images and rows by how fast each device is. machine: None: all
-        alike."""
+        """Split tokens, heads, images and rows by the measured speed of each device from now on. machine: None for an
+        even split."""
         devices = tuple(devices)
         self._machines[devices, dtype] = machine
         self._speeds[devices] = () if machine is None else speeds_of(machine.devices)
@@ -233,7 +232,7 @@ class Groups:
             self._clients[devices].workers.divide_by(self._speeds[devices])
 
     def client_for_decode(self, config):
-        """The running group that was used last, or where none runs one for the config's devices."""
+        """Return the most recently used running group, or, if none runs, the client for the config's devices."""
         if config.devices == "auto":
             for client in reversed(self._clients.values()):
                 if client.running:
@@ -241,30 +240,30 @@ class Groups:
         return self.client(devices_of(config))
 
     def load_model(self, client, spec, proxy, missing, changes):
-        """Load a model for a shell, which then holds it. missing: {device: bytes that its workers there lack}. changes:
-        see Models.load."""
+        """Load a model for a proxy model, which then holds it. missing: {device: bytes that its workers there lack}.
+        changes: see Models.load."""
         self.hold(client, spec.name, proxy)
         for device, num_bytes in missing.items():
             self._free_memory(client, device, num_bytes)
         client.models.load(spec, changes)
 
     def hold(self, client, name, holder):
-        """Have the workers drop a model or VAE when nothing refers to any of its holders any more."""
+        """Register a holder of a model or VAE. The workers drop it once all its holders are garbage-collected."""
         key, token = (client.devices, name), object()
         with self._lock:
-            held = self._held.setdefault(holder, {})
-            if key not in held:
+            finalizers = self._finalizers.setdefault(holder, {})
+            if key not in finalizers:
                 self._holders.setdefault(key, set()).add(token)
-                held[key] = weakref.finalize(holder, self._forget_soon, key, token)
-                held[key].atexit = False
+                finalizers[key] = weakref.finalize(holder, self._forget_soon, key, token)
+                finalizers[key].atexit = False
 
     def release(self, devices, name, holder):
-        """A holder needs a model no more: the workers drop it, unless another holder needs it."""
+        """Unregister a holder of a model. The workers drop the model if it was the last one."""
         with self._lock:
-            need = self._held.get(holder, {}).pop((devices, name), None)
-        need = need and need.detach()
-        if need is not None:
-            self._forget(*need[2])
+            finalizer = self._finalizers.get(holder, {}).pop((devices, name), None)
+        finalizer = finalizer and finalizer.detach()
+        if finalizer is not None:
+            self._forget(*finalizer[2])
 
     def close(self):
         for client in self._clients.values():
@@ -281,8 +280,7 @@ class Groups:
                 self._clients.pop(other).close()
 
     def _free_memory(self, client, device, num_bytes):
-        """Park what other groups have on a device, as far as this one needs the memory. ComfyUI's own models are
-        ComfyUI's to move."""
+        """Park weights of other groups on a device until num_bytes fit. ComfyUI manages its own models itself."""
         others = [other for other in self._clients.values() if other is not client and device in other.devices
                   and other.running]
         if not num_bytes or not others:
@@ -298,12 +296,11 @@ class Groups:
                     lacking -= other.models.park(name, parking_bytes(), device, lacking)
 
     def counting(self, run, callback):
-        """A sampler's callback that also counts the steps of a Run, and shows on the node now and then how long the
-        rest will take."""
+        """Wrap a sampler's callback so that it also counts the steps of a Run and shows progress on the node."""
         def counted(step, denoised, x, total):
-            words = self.runs.count(run, step + 1)
-            if words:
-                show_text(words)
+            text = self.runs.count(run, step + 1)
+            if text:
+                show_text(text)
             if callback is not None:
                 callback(step, denoised, x, total)
         return counted
@@ -311,12 +308,12 @@ class Groups:
     def _show_phase(self, phase):
         show_text(self.runs.describe_phase(phase))
 
-    def _forget_soon(self, *which):
-        # Anything may be collected at any moment, also while this thread is sending a command.
-        threading.Thread(target=self._forget, args=which, daemon=True).start()
+    def _forget_soon(self, *arguments):
+        # garbage collection may run at any moment, even while this thread is sending a command
+        threading.Thread(target=self._forget, args=arguments, daemon=True).start()
 
     def _forget(self, key, token):
-        """Drop a model if this was the last that needed it."""
+        """Drop a model if this was its last holder."""
         devices, name = key
         with self._lock:
             self._holders[key].discard(token)
@@ -326,7 +323,7 @@ class Groups:
 
 
 def show_text(text):
-    """Write a line on the node that runs."""
+    """Show a line of text on the node that is executing."""
     from server import PromptServer
     context = get_executing_context()
     server = getattr(PromptServer, "instance", None)

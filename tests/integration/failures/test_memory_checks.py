@@ -66,17 +66,17 @@ def test_keys_and_values_that_host_memory_has_no_room_for_are_refused(comfyui, m
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", pipefusion=2, offload_keys_values=True,
                                                forecast_keys_values=0.0))
 
-    free_bytes = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
+    checks = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
 
     def sample():
         return comfyui.sample(model, "sd3", steps=2, cfg=1.0, latent=comfyui.latent("sd3", size=(16, 16)))
 
-    monkeypatch.setattr(free_bytes, "available_memory", lambda: (1000, 10 ** 12))
+    monkeypatch.setattr(checks, "available_memory", lambda: (1000, 10 ** 12))
     with pytest.raises(comfyui.errors.ConfigError, match=r"needs about (\S+) GB on this machine's host memory "
                        r"\(\1 GB of keys and values\), and that has 1e-06 GB\.") as refused:
         sample()
     needed = float(re.search(r"needs about (\S+) GB", str(refused.value))[1]) * 1e9
-    monkeypatch.setattr(free_bytes, "available_memory", lambda: (1.01 * needed, 10 ** 12))
+    monkeypatch.setattr(checks, "available_memory", lambda: (1.01 * needed, 10 ** 12))
 
     assert torch.isfinite(sample()).all()
 
@@ -250,7 +250,8 @@ def test_bench_size_has_as_many_weights_come_as_the_node(comfyui, monkeypatch, l
     check._setup.spec = dataclasses.replace(check._setup.spec, weights_memory=weights_memory)
     coming = type(check)(check._setup, check._plan_of, None, dict, dict)
     assert fit.hold == (coming.weight_bytes, coming.offloaded_bytes)
-    assert fit.answer().endswith(coming.words(types.SimpleNamespace(plan=None, coming=None, timed=None)))
+    estimates = types.SimpleNamespace(plan=None, streaming_plan=None, timed=None)
+    assert fit.answer().endswith(coming.describe_placement(estimates))
 
 
 def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_patches_as_can_be(comfyui, monkeypatch):
@@ -268,7 +269,7 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
                     [12e9 * FULL] * 2)
 
     assert before == 0 and coming.requested_patches == 2 and 0 < budget < 12e9
-    said = coming.words(types.SimpleNamespace(plan=None, coming=None, timed=None))
+    said = coming.describe_placement(types.SimpleNamespace(plan=None, streaming_plan=None, timed=None))
     stay, once, a_step = map(float, re.search(r"Weights: (\S+) GB of each device, and (\S+) GB come from host memory "
                                               r"for each of 2 patches, (\S+) GB in every step$", said).groups())
     assert counted.weight_bytes == coming.weight_bytes[0] <= budget and counted.weight_bytes / 1e9 <= 1.01 * stay
@@ -372,7 +373,7 @@ def test_flux2_in_fp8_on_two_gpus_is_answered_alike(comfyui, monkeypatch, tmp_pa
     assert fit.weights_memory == remote.memory.weights_memory_alongside(remote._most_run_bytes, False)
     remote.compute_in("bfloat16", base_model)
     assert fit.hold == (remote.memory.weight_bytes, remote.memory.offloaded_bytes)
-    said = remote.memory.words(types.SimpleNamespace(plan=None, coming=None, timed=None))
+    said = remote.memory.describe_placement(types.SimpleNamespace(plan=None, streaming_plan=None, timed=None))
     assert fit.answer().startswith("fits: ") and fit.answer().endswith(said)
     assert said.startswith(". Weights: ") and "come from host memory in every step" in said
 
@@ -386,9 +387,9 @@ def test_a_worker_that_runs_out_of_memory_has_the_nodes_estimates_say_what_would
     conditioning = {name: torch.empty(shape, device="meta") for name, shape in run.conditioning.items()}
     check.check_run(run.shape, conditioning, 1, 2, fit.layout)
     weights, facts = check.weight_bytes[1], "Worker rank 1 (cuda:1) failed with OutOfMemoryError."
-    numbers = {"weight_bytes": weights, "activation_bytes": 3e9, "asked_bytes": 2e9, "free_bytes": 0.5e9}
+    numbers = {"weight_bytes": weights, "activation_bytes": 3e9, "requested_bytes": 2e9, "free_bytes": 0.5e9}
     if command == "LoadModel":
-        numbers = {"activation_bytes": 12e9, "asked_bytes": 2e9, "free_bytes": 0.5e9}
+        numbers = {"activation_bytes": 12e9, "requested_bytes": 2e9, "free_bytes": 0.5e9}
 
     with pytest.raises(errors.WorkerOutOfMemoryError) as raised, check.explaining():
         raise errors.WorkerOutOfMemoryError("Use less. " + facts, 1, "cuda:1", numbers, command, facts)
@@ -397,7 +398,7 @@ def test_a_worker_that_runs_out_of_memory_has_the_nodes_estimates_say_what_would
     assert words.endswith(facts) and words.startswith('Use weights_memory "') and "Use less" not in words
     cached = float(re.search(r'weights_memory "([\d.]+)"', words)[1]) * 1e9
     has = sum(numbers.get(name, 0) for name in ("weight_bytes", "activation_bytes", "free_bytes"))
-    assert check._most_held(cached) <= has - (5e9 if command == "Predict" else 0)
+    assert check._most_resident(cached) <= has - (5e9 if command == "Predict" else 0)
     if command == "Predict":
         width = int(re.search(r"at most (\d+) x \d+ pixels instead of", words)[1])
         assert 0 < width < 1024 and re.search(r"(ulysses|tensor)_degree=2 on the same devices \(about", words)
@@ -411,7 +412,7 @@ def test_a_worker_that_runs_out_of_memory_has_the_nodes_estimates_say_what_would
 @pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"pipefusion": 2}], ids=str)
 def test_the_error_of_a_node_begins_with_what_would_fit_by_the_estimates(comfyui, monkeypatch, degrees):
     model, client = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees)), comfyui.groups.client(("cpu", "cpu"))
-    numbers = {"activation_bytes": 3e9, "asked_bytes": 2e9, "free_bytes": 0.5e9}
+    numbers = {"activation_bytes": 3e9, "requested_bytes": 2e9, "free_bytes": 0.5e9}
     error = comfyui.errors.WorkerOutOfMemoryError
 
     def run_out(*args, **kwargs):

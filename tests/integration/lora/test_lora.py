@@ -512,9 +512,9 @@ def test_a_lora_in_bypass_mode_equals_native(comfyui, loras, kind, adapter, degr
 
 def test_a_lora_in_bypass_mode_that_is_for_weights_alone_is_refused_by_name(comfyui, loras):
     node = model_nodes(comfyui)["LoraLoaderBypassModelOnly"]
-    for adapter, weight_dtype, words in (("dora", "fp32", "with layers of DoRA and the like .LoRAAdapter"),
-                                         ("oft", "fp32", "with layers of DoRA and the like .OFTAdapter"),
-                                         ("lora", "fp8_e4m3fn", "on weights of float8_e4m3fn, which Load LoRA takes")):
+    for adapter, weight_dtype, words in (("dora", "fp32", "with layers of DoRA or similar types .LoRAAdapter"),
+                                         ("oft", "fp32", "with layers of DoRA or similar types .OFTAdapter"),
+                                         ("lora", "fp8_e4m3fn", "on weights of float8_e4m3fn, which Load LoRA ")):
         model = comfyui.ours("sd3", comfyui.config(), weight_dtype)
         model = node().load_lora_model_only(model, loras.file("sd3", adapter=adapter), 1.0)[0]
         with pytest.raises(comfyui.errors.UnsupportedError, match=words):

@@ -155,7 +155,7 @@ def test_what_comfyuis_model_does_not_heed_is_refused(comfyui, node, given):
                 if len(option) > 1 and "default" in option[1]}
     model = run_node(nodes[node], {**defaults, "model": comfyui.ours(KINDS[0], comfyui.config()), **given})[0]
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="Cascade C does not heed"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Cascade C does not support"):
         comfyui.sample(model, KINDS[0], latent=comfyui.latent(KINDS[0], 1, (8, 8)))
 
 

@@ -18,7 +18,7 @@ from xdit_backend.checkpoints.tensor_reader import read_file
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 # nobody publishes one
-REFUSED = {"sd35-text": "has tensors of shapes|has tensors that a SD3 model does not|names are not known for all"}
+REFUSED = {"sd35-text": "has tensors of shapes|has tensors that a SD3 model does not|have no known name"}
 # which no conversion keeps: it is for training
 DROPPED, OF_DROPPED = ("y_embedder.y_embedding",), "model_max_length"
 MARK, MADE = "__index_timestep_zero__", "rope.inv_freq"        # the second diffusers' class makes

@@ -98,11 +98,11 @@ def test_what_is_not_run_is_refused_by_name(comfyui, talk, masks):
     model = comfyui.ours(KIND, comfyui.config("cpu"))
     longer = comfyui.latent("wan", size=(7, 9))                # of 3 frames, and the sound is of 2
 
-    with pytest.raises(comfyui.errors.ConfigError, match="masks are of 12 tokens of a frame, and this latent has 20"):
+    with pytest.raises(comfyui.errors.ConfigError, match="masks have 12 tokens for each frame, and this latent has 20"):
         sample(comfyui, talk(model, masks))
-    with pytest.raises(comfyui.errors.ConfigError, match="it has 3 of them for two speakers"):
+    with pytest.raises(comfyui.errors.ConfigError, match="it has 3 masks for two speakers"):
         sample(comfyui, talk(model, torch.cat([masks, masks[:1]]), **OF_TWO))
-    with pytest.raises(comfyui.errors.ConfigError, match="of 2 frames of latents, and this latent has 3"):
+    with pytest.raises(comfyui.errors.ConfigError, match="for 2 latent frames, and this latent has 3"):
         comfyui.sample(talk(comfyui.ours("wan", comfyui.config("cpu")), length=5)[0], "wan", latent=longer)
     with pytest.raises(comfyui.errors.UnsupportedError, match="it is for Wan, and this is Wan VACE"):
         comfyui.sample(talk(comfyui.ours("wan-vace", comfyui.config("cpu")), width=144, height=128)[0], "wan-vace")

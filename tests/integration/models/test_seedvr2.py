@@ -118,7 +118,7 @@ def test_its_vae_is_refused_by_name(comfyui, what, tmp_path):
         name: tuple(tensor.shape) for name, tensor in vae.first_stage_model.state_dict().items()})
     routes = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.routes")
     assert routes.refused_vae(str(tmp_path / "vae.safetensors")).startswith(
-        "The VAE in vae.safetensors (SeedVR2's) is none of ")
+        "The VAE in vae.safetensors (SeedVR2's) is not one of ")
 
 
 def test_odd_sides_are_refused(comfyui):

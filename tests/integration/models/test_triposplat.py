@@ -108,7 +108,7 @@ def _without_vae(load):
 
 
 @pytest.mark.parametrize("samples, words", [
-    (lambda: torch.zeros(1, 16, 8, 8), "several parts|TripoSplat"),
+    (lambda: torch.zeros(1, 16, 8, 8), "several components|TripoSplat"),
     (lambda: in_parts(torch.zeros(1, 67, 12), torch.zeros(1, 1, 5)), "^Make the latent with TripoSplat Conditioning"),
     (lambda: in_parts(torch.zeros(1, 67, 16), torch.zeros(1, 1, 4)), "^Make the latent with TripoSplat Conditioning"),
     (lambda: in_parts(torch.zeros(1, 8193, 16), torch.zeros(1, 1, 5)), "up to 8192 tokens")])

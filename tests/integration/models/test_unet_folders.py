@@ -173,7 +173,7 @@ def test_other_schedulers_are_heeded_or_refused(comfyui, folder_of, tmp_path, ki
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
     if expected is None:
         with pytest.raises(comfyui.errors.CheckpointError,
-                           match="other is (sampled as its scheduler_config|a model of SDXL whose scheduler)"):
+                           match="other (needs the sampling of its scheduler_config|is a SDXL model whose scheduler)"):
             comfyui.proxy.load_proxy(str(folder), "fp32", comfyui.config())
         return
 

@@ -180,7 +180,7 @@ def test_what_reaches_inside_is_refused_by_name(comfyui):
     other = model.clone()
     other.set_model_attn1_patch(lambda query, key, value, options: (query, key, value))
 
-    for patched, words in ((merging, "^Remove TomePatchModel, .* draws lots in every layer"), (other, "model patches")):
+    for patched, words in ((merging, "^Remove TomePatchModel, .* at random in every layer"), (other, "model patches")):
         with pytest.raises(comfyui.errors.UnsupportedError, match=words):
             comfyui.sample(patched, "sd15")
 

@@ -177,7 +177,7 @@ def test_an_error_of_a_run_marks_the_widget_of_the_settings(page):
     ("Set mode to auto, or for example ulysses_degree 2: the degrees (ring_degree=3) multiply to 3, and there are 2 "
      "devices.", "ring_degree"),
     ("Set mode to auto: the degrees (all 1) multiply to 1, and there are 2 devices.", "mode"),
-    ('devices="gpu0": "gpu0" is not a device.', "devices"), ("nothing of this", None), ("my_devices=3", None)])
+    ('devices="gpu0": "gpu0" is not a device.', "devices"), ("no tensor of this", None), ("my_devices=3", None)])
 def test_which_widget_a_message_is_about(page, message, expected):
     found = page.evaluate("""async message => (await import("/extensions/xdit-comfyui/errors.js"))
         .namedIn(message, ["mode", "devices", "ring_degree"])""", message)

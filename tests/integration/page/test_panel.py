@@ -184,7 +184,7 @@ def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
 
     assert sum(during["cpu"].values()) == total and during["cpu"]["weights"] > 0
     assert phases == 0                                         # loading is over
-    assert busy == (409, {"error": "A prompt is running. Cancel it, or wait until it is done."})
+    assert busy == (409, {"error": "Cancel the running prompt, or wait until it has finished."})
     ranks = page.evaluate("""() => [...document.querySelectorAll(".xdit-time g[data-rank]")].map(row =>
         [row.querySelector("title").textContent,
          [...row.querySelectorAll("rect[data-kind=whole]")].map(one => Number(one.dataset.step))])""")

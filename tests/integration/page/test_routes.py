@@ -45,7 +45,7 @@ def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
             and "not a safetensors file" in found["models"]["text.safetensors"])
     assert set(found["vaes"]) == {"stage_a.safetensors", "pixel_space"}
     assert "StageA" in found["vaes"]["stage_a.safetensors"]
-    assert "nothing to share out" in found["vaes"]["pixel_space"]
+    assert "no layers to run" in found["vaes"]["pixel_space"]
 
 
 def test_types_that_the_page_takes_over_are_known_to_both_loaders(comfyui):

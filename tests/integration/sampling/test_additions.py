@@ -103,7 +103,7 @@ def test_two_lllites_of_which_one_ends_early_equal_native_ksampler(comfyui, netw
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, frames, words", [
-    ("anima", 3, "Use a latent of one frame"), ("wan", 1, "Remove the node that adds an LLLite: it is for other")])
+    ("anima", 3, "Use a latent of one frame"), ("wan", 1, "Remove the node that adds an LLLite: it does not")])
 def test_an_lllite_for_another_latent_or_model_is_refused(comfyui, networks, kind, frames, words):
     latent = {"samples": comfyui.latent(kind)["samples"][:, :, :frames]}
     model = run_node(networks.nodes["AnimaLLLiteApply"], {
@@ -242,7 +242,7 @@ def test_hypernetworks_equal_native_ksampler(comfyui, name, layout):
 
 def test_a_hypernetwork_that_draws_at_random_or_is_for_other_models_is_refused_by_name(comfyui):
     for kind, name, words in (("sd15", "dropout", "has layers that xDiT does not run .Dropout"),
-                              ("sd3", "plain", "it is for other models than SD3")):
+                              ("sd3", "plain", "it does not support SD3")):
         model = with_hypernetwork(comfyui, comfyui.ours(kind, comfyui.config()), name)
         with pytest.raises(comfyui.errors.UnsupportedError, match=words):
             comfyui.sample(model, kind, steps=1)
@@ -252,9 +252,9 @@ def test_what_is_added_elsewhere_draws_something_else(comfyui, networks, monkeyp
     """A mutant: each token gets what is for the one before it."""
     import sys
     additions = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.sampling.host_residuals"].Additions
-    places = additions.places
-    monkeypatch.setattr(additions, "places", lambda *given: {place: added.roll(1, 1)
-                                                             for place, added in places(*given).items()})
+    residuals = additions.residuals
+    monkeypatch.setattr(additions, "residuals", lambda *given: {name: added.roll(1, 1)
+                                                                for name, added in residuals(*given).items()})
     result, reference = (comfyui.sample(networks.apply("wan", model), "wan", steps=1)
                          for model in (comfyui.ours("wan", comfyui.config()), comfyui.native("wan")))
 
@@ -265,11 +265,11 @@ def test_stale_patches_go_one_step_after_the_other_and_say_why(comfyui, networks
     model = networks.apply("wan", comfyui.ours("wan", comfyui.config("cpu,cpu", pipefusion=2, warmup_steps=1)))
 
     assert comfyui.sample(model, "wan").isfinite().all()
-    assert any("one step after the other, because this workflow uses model patches" in text for text in said)
+    assert any("steps not overlapped, because this workflow uses model patches" in text for text in said)
 
 
 def test_a_network_of_another_model_is_refused_by_name(comfyui, networks):
     model = networks.apply("z-image", comfyui.ours("wan", comfyui.config()))
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="Wan does not heed them all"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Wan does not support all of them"):
         comfyui.sample(model, "wan", steps=1)

@@ -48,7 +48,7 @@ def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, 
     words = expected.split("|")
     assert any(said[0].startswith(f"running on cpu, cpu: {word}. Plan: {word}, about ") for word in words), said
     assert ("one device is as fast" in said[0]) == (expected == "one device") and " GB a card" in said[0]
-    assert "(forecast: " in said[-1] and "and the run took" in caplog.text and "the workers were busy" in caplog.text
+    assert "(estimate: " in said[-1] and "), measured " in caplog.text and "the workers were busy" in caplog.text
     assert " a step, " in said[-1] and "measured" not in said[-1]
     taught = machine_profiles.calibrations(user)
     assert set(taught) == ({("SD3", "a slow card")} if expected in ("CFG 2", "one device") else set())

@@ -189,7 +189,7 @@ def test_stale_patches_equal_the_oracle(comfyui, controls, said):
             hook.remove()
 
     close(comfyui.sample(staged(comfyui, "sd3"), "sd3", **arguments), reference, TOLERANCE)
-    assert any("one step after the other, because this workflow uses a ControlNet" in text for text in said)
+    assert any("steps not overlapped, because this workflow uses a ControlNet" in text for text in said)
 
 
 OF_THE_MODEL = {"sdxl-lora": "input_blocks.0.0.weight", "qwen-fun": "img_in.weight"}
@@ -236,12 +236,12 @@ def test_controlnets_compute_with_layers_of_quantised_files(comfyui, controls, n
 
 def test_a_controlnet_of_another_model_is_refused_by_name_and_the_group_survives(comfyui, controls):
     sd3, sd15, hydit = (comfyui.ours(kind, comfyui.config("cpu,cpu")) for kind in ("sd3", "sd15", "hunyuandit"))
-    for model, kind, other, message in ((sd3, "sd3", "sd15", "something for input blocks. Taken is output only"),
+    for model, kind, other, message in ((sd3, "sd3", "sd15", "outputs for input blocks. Supported are output only"),
                                         (sd15, "sd15", "sdxl",
-                                         r"makes .128, 4, 5. for input block 5 of this SD 1.5 model, and it takes"),
+                                         r"input block 5 of this SD 1.5 model is .128, 4, 5., and it must be"),
                                         (comfyui.ours("pixart", comfyui.config("cpu,cpu")), "pixart", "sd3",
-                                         "PixArt-Sigma takes no Con"),
-                                        (hydit, "hunyuandit", "hunyuandit", "1 tensors for the 2 skips")):
+                                         "PixArt-Sigma supports no Con"),
+                                        (hydit, "hunyuandit", "hunyuandit", "1 outputs for the 2 skip connections")):
         positive, negative = controls.prompts(kind)
         control = with_residuals(comfyui, other, (positive, negative))[0][0][1]["control"]
         positive[0][1]["control"] = control

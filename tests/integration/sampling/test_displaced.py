@@ -247,7 +247,7 @@ def test_the_same_run_again_is_the_same_and_nothing_is_left(comfyui):
 
 def test_what_cannot_be_displaced_is_refused_in_words(comfyui):
     with pytest.raises(comfyui.errors.ConfigError,
-                       match="^Set displaced_degree to at most 1, .* too much for a latent of 7 rows, "):
+                       match="^Set displaced_degree to at most 1, .* too high for a latent of 7 rows, "):
         comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2)), "sd15",
                        latent=comfyui.latent("sd15", size=(7, 16)))
     with pytest.raises(comfyui.errors.ConfigError, match="displaced_degree=2 and pipefusion_degree=2"):

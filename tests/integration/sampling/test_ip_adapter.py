@@ -230,12 +230,12 @@ def test_what_is_not_known_is_refused_by_name(comfyui, pack, tmp_path):
             comfyui.sample(model, kind, steps=1)
 
     ours = comfyui.ours("sd15", comfyui.config())
-    for settings, words in (({"noise": 3}, "what IP-Adapter is given here .noise."),
+    for settings, words in (({"noise": 3}, "IP-Adapter with unknown arguments .noise."),
                             ({"weight_type": "louder"}, "weight_type louder of IP-Adapter"),
                             ({"embeds_scaling": "K"}, "embeds_scaling K of IP-Adapter"),
                             ({"weight": {1: 1.0}, "weight_type": "ease in"}, "together with a weight for each layer"),
                             ({"uncond": None}, "IP-Adapter without uncond"),
-                            ({"uncond": given["uncond"][:, :2]}, "^Use as many negative pictures as pictures"),
+                            ({"uncond": given["uncond"][:, :2]}, "^Use as many negative images as images"),
                             ({"mask": masks(1, 4, 4), "cond": torch.cat([given["cond"]] * 2)}, "as many negative")):
         refused(words, applied.apply(ours, (given, settings)))
     windows = applied.apply(ours, (given, {"unfold_batch": True}))
@@ -247,9 +247,9 @@ def test_what_is_not_known_is_refused_by_name(comfyui, pack, tmp_path):
     replaced["input", 1] = others.pack.CrossAttentionPatch()
     refused("an IP-Adapter of an old ComfyUI_IPAdapter_plus", changed)
     replaced["input", 1] = lambda q, k, v, extra_options: q
-    refused("what replaces attention to the text .*lambda", changed)
+    refused("a replaced text cross-attention .*lambda", changed)
     replaced["input", 1] = pack.Attn2Replace(pack.attention)
-    refused("what replaces attention to the text .attention.", changed)
+    refused("a replaced text cross-attention .attention.", changed)
 
 
 def test_an_adapter_that_computes_otherwise_or_is_for_other_models_is_refused_by_name(comfyui, pack, tmp_path):
@@ -273,7 +273,7 @@ def test_an_adapter_that_computes_otherwise_or_is_for_other_models_is_refused_by
     applied = Applied(comfyui, pack, "sd15")
     for kind, error, words in (("sdxl", comfyui.errors.ConfigError, "^Use an adapter that was made for this model"),
                                ("svd", comfyui.errors.UnsupportedError, "^Remove IP-Adapter: Stable Video"),
-                               ("pixart", comfyui.errors.UnsupportedError, "does not heed what it replaces .*attn2")):
+                               ("pixart", comfyui.errors.UnsupportedError, "does not support the patches .*attn2")):
         model = comfyui.ours(kind, comfyui.config())
         changed = applied.apply(model, (applied.adapter(), {}))
         replaced = changed.model_options["transformer_options"]["patches_replace"]["attn2"]

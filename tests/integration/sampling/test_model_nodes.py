@@ -72,14 +72,14 @@ CHANGES = {
     "another-model-inside": (lambda model: model.add_object_patch("diffusion_model", torch.nn.Linear(1, 1)),
                              "a replaced diffusion_model"),
     "compute-dtype": (lambda model: model.set_model_compute_dtype(torch.float8_e4m3fn),
-                      "the compute dtype float8_e4m3fn, which devices do not compute in"),
+                      "the compute dtype float8_e4m3fn .supported: "),
     "compute-dtype-of-the-model": (lambda model: setattr(model.model, "manual_cast_dtype", torch.float16),
-                                   "the compute dtype float16 that the model itself was given \\(it computes in "
+                                   "the compute dtype float16 that was set on the model itself \\(it computes in "
                                    "float32\\)"),
     "compute-dtype-of-a-callback": (
         lambda model: model.add_callback("on_pre_run",
                                          lambda patcher: setattr(patcher.model, "manual_cast_dtype", torch.bfloat16)),
-        "the compute dtype bfloat16 that the model itself was given"),
+        "the compute dtype bfloat16 that was set on the model itself"),
     "device": (lambda model: setattr(model, "load_device", torch.device("cpu", 0)),
                "another device, such as Select Model Device's"),
     "attachment": (lambda model: model.set_attachments("a_pack", object()), "attachments \\(a_pack\\)"),
@@ -251,7 +251,7 @@ def test_a_compute_dtype_that_a_familys_numbers_do_not_fit_in_is_refused(comfyui
     model = computing_in(comfyui.ours("cosmos-predict2", comfyui.config()), "fp16")
 
     with pytest.raises(comfyui.errors.UnsupportedError,
-                       match="the compute dtype float16, which cannot hold Cosmos-Predict2's numbers"):
+                       match="the compute dtype float16, whose range is too small for Cosmos-Predict2"):
         comfyui.sample(model, "cosmos-predict2", steps=1)
 
 
@@ -389,7 +389,7 @@ def test_a_controlnet_that_is_a_difference_gets_the_models_own_weights(comfyui, 
     lambda net: torch.empty(net.x_embedder.proj.weight.shape).copy_(net.x_embedder.proj.weight),
 ], ids=["move", "compute", "in place", "state_dict", "own forward", "data", "copy", "copy of one"])
 def test_who_reads_the_weights_is_told_where_they_are(comfyui, model, use):
-    with pytest.raises(comfyui.errors.UnsupportedError, match="^Use Load Diffusion Model for the node .* workers hold"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="^Use Load Diffusion Model for the node .* on xDiT"):
         use(model.model.diffusion_model)
 
 
@@ -413,7 +413,7 @@ def test_the_models_forward_before_there_is_a_group_starts_one(comfyui, model):
 @pytest.mark.parametrize("arguments", [(), (torch.ones(1),), ((8, 8), torch.zeros(1, 20, 96))],
                          ids=["latent", "no text", "no timestep"])
 def test_a_call_that_is_not_a_samplers_is_told_what_it_lacks(comfyui, model, arguments):
-    with pytest.raises(comfyui.errors.ConfigError, match="SD3 takes a latent, a timestep and conditioning"):
+    with pytest.raises(comfyui.errors.ConfigError, match="the latent, timestep and conditioning that SD3 takes"):
         model.model.diffusion_model(torch.zeros(1, 16, 16, 16), *arguments)
 
 

@@ -140,7 +140,7 @@ def test_functions_that_are_not_known_are_refused_by_name(comfyui):
                                           "model patches that replace parts of the model"),
                                          ("sd3", "double_block", other,
                                           "model patches that replace parts of the model"),
-                                         ("sd15", "double_block", skip, "SD 1.5 does not heed what it replaces")):
+                                         ("sd15", "double_block", skip, "SD 1.5 does not support the patches")):
         model = comfyui.ours(kind, comfyui.config())
         model.set_model_patch_replace(function, "dit", key, 1)
         with pytest.raises(comfyui.errors.UnsupportedError, match=message):
@@ -148,7 +148,7 @@ def test_functions_that_are_not_known_are_refused_by_name(comfyui):
     for node, arguments, kind in ((pag, {"scale": 3.0}, "attn1"),
                                   (model_nodes(comfyui)["NAGuidance"], GUIDED, "attn1_output_patch")):
         with pytest.raises(comfyui.errors.UnsupportedError,
-                           match=f"^Remove the node .* SD3 does not heed what it replaces in this workflow .{kind}."):
+                           match=f"^Remove the node .* SD3 does not support the patches .* this workflow .{kind}."):
             comfyui.sample(run_node(node, {"model": comfyui.ours("sd3", comfyui.config()), **arguments})[0], "sd3",
                            steps=1)
 
@@ -199,9 +199,9 @@ def test_hyper_tile_is_refused_by_name_where_it_cannot_be(comfyui):
     for kind, degrees, settings, message in (
             ("sd15", {"displaced": 2}, {}, "^Set displaced_degree to 1 .* or remove HyperTile"),
             ("sd15", {}, {"swap_size": 3}, "^Set swap_size of HyperTile to 2 or less"),
-            ("sd-x4-upscaler", {}, {}, "^Remove HyperTile: some of what it cuts in SD x4 upscaler"),
-            ("svd", {}, {}, "^Remove HyperTile: some of what it cuts in Stable Video"),
-            ("pixart", {}, {}, "does not heed what it replaces .*attn1_patch")):
+            ("sd-x4-upscaler", {}, {}, "^Remove HyperTile: some tokens that it cuts into tiles in SD x4 upscaler"),
+            ("svd", {}, {}, "^Remove HyperTile: some tokens that it cuts into tiles in Stable Video"),
+            ("pixart", {}, {}, "does not support the patches .*attn1_patch")):
         config = comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)
         model = tiled(comfyui, comfyui.ours(kind, config), **settings)
 
@@ -211,7 +211,7 @@ def test_hyper_tile_is_refused_by_name_where_it_cannot_be(comfyui):
 
 def test_free_u_is_refused_by_name_where_it_cannot_be(comfyui):
     for kind, degrees, message in (("sd15", {"displaced": 2}, "^Set displaced_degree to 1 .* or remove FreeU"),
-                                   ("sd15", {}, None), ("pixart", {}, "does not heed what it replaces .*output_block")):
+                                   ("sd15", {}, None), ("pixart", {}, "does not support the patches .*output_block")):
         devices = "cpu,cpu" if degrees else "cpu"
         model = comfyui.ours(kind, comfyui.config(devices, **degrees))
         if kind == "pixart":                                   # the node itself asks for a U-Net's channels
@@ -261,10 +261,10 @@ def test_deep_shrink_is_refused_by_name_where_it_cannot_be(comfyui):
             ("sdxl", {"displaced": 2}, {}, None, "^Set displaced_degree to 1 .* or remove PatchModelAddDownscale"),
             ("sdxl", {}, {"upscale_method": "bislerp"}, None, "^Choose another method than bislerp"),
             ("sdxl", {}, {"downscale_method": "bislerp"}, None, "^Choose another method than bislerp"),
-            ("svd", {}, {}, None, "^Remove PatchModelAddDownscale: it is for pictures"),
+            ("svd", {}, {}, None, "^Remove PatchModelAddDownscale: it is for images"),
             ("sdxl", {}, {}, "SelfAttentionGuidance", "^Remove PatchModelAddDownscale, or Self-Attention Guidance"),
             ("sdxl", {}, {}, "HyperTile", "^Remove PatchModelAddDownscale, or HyperTile"),
-            ("sd3", {}, {}, None, "does not heed what it replaces .*output_block")):
+            ("sd3", {}, {}, None, "does not support the patches .*output_block")):
         model = comfyui.ours(kind, comfyui.config("cpu,cpu" if degrees else "cpu", **degrees))
         changed = shrunk(comfyui, model if node is None else tiled(comfyui, model) if node == "HyperTile" else run_node(
             nodes[node], {"model": model, "scale": 0.5, "blur_sigma": 2.0})[0], **settings)

@@ -251,7 +251,7 @@ def test_dpm_adaptive_runs_whole_and_the_node_says_so(comfyui, said):
     result = comfyui.sample(staged(comfyui, "sd3"), "sd3", **arguments)
 
     close(result, comfyui.reference("sd3", **arguments), EXACT)
-    assert any("every step whole, because this workflow uses dpm_adaptive" in text for text in said)
+    assert any("every step synchronous, because this workflow uses dpm_adaptive" in text for text in said)
 
 
 def test_too_many_patches_for_the_latent_are_fewer_and_the_node_says_so(comfyui, said):
@@ -267,7 +267,7 @@ def test_areas_run_whole_and_the_node_says_so(comfyui, said):
     result = comfyui.sample(staged(comfyui, "sd3"), "sd3", positive=left + right)
 
     close(result, comfyui.sample(comfyui.native("sd3"), "sd3", positive=left + right), EXACT)
-    assert any("every step whole, because this workflow uses an area for a prompt" in text for text in said)
+    assert any("every step synchronous, because this workflow uses an area for a prompt" in text for text in said)
 
 
 def test_runs_of_different_shape_do_not_see_each_other(comfyui):

@@ -70,7 +70,8 @@ def test_what_is_not_known_is_refused_by_name(comfyui, packs, tmp_path):
         with pytest.raises(error, match=words):
             comfyui.sample(model, "sdxl", steps=1)
 
-    refused("what PuLID is given here .unfold_batch.", applied.apply(ours, (applied.adapter(), {"unfold_batch": True})))
+    refused("PuLID with unknown arguments .unfold_batch.",
+            applied.apply(ours, (applied.adapter(), {"unfold_batch": True})))
     refused("PuLID without ipadapter", applied.apply(ours, (applied.adapter(), {"pulid": None})))
     narrow = Applied(comfyui, packs["pulid"], "sd15").adapter()
     refused("^Use an adapter that was made for this model for PuLID", applied.apply(ours, (narrow, {})),
@@ -80,7 +81,7 @@ def test_what_is_not_known_is_refused_by_name(comfyui, packs, tmp_path):
         text = ip_adapter.PULID.replace(known, other)
         assert text != ip_adapter.PULID
         mutant = Applied(comfyui, import_pack(tmp_path / str(number), text), "sdxl")
-        refused("^Use another version of PuLID_ComfyUI, or Load Diffusion Model: this one's PuLID computes",
+        refused("^Use another version of PuLID_ComfyUI, or Load Diffusion Model: PuLID of the installed one computes",
                 mutant.apply(ours, face(mutant, "fidelity")))
     old = Applied(comfyui, import_pack(tmp_path / "old", ip_adapter.INSTANTID, ip_adapter.OLD_INSTANTID), "sdxl")
     changed = old.apply(ours, (old.adapter(), {}))

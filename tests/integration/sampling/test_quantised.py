@@ -83,8 +83,8 @@ def test_a_scale_that_comfyui_leaves_out_is_refused(comfyui, kind):
     save_scaled(comfyui.base / "diffusion_models" / name, comfyui.base / "diffusion_models" / comfyui.file(kind),
                 per_row=kind in ("anima", "ace-step-1.0"))
 
-    with pytest.raises(comfyui.errors.CheckpointError, match=r"has a scale for \S+\.weight, which ComfyUI does "
-                                                             r"not heed") \
+    with pytest.raises(comfyui.errors.CheckpointError, match=r"has a scale for \S+\.weight, which ComfyUI "
+                                                             r"ignores") \
             if kind != "sd3" else contextlib.nullcontext():
         comfyui.load_model.execute(name, "default", comfyui.config("cpu"))
 

@@ -216,7 +216,7 @@ def test_a_model_whose_tokens_places_comfyui_gives_is_not_called_without_them(co
     model, (text, _) = comfyui.ours("longcat-image", comfyui.config("cpu")), comfyui.conditioning("longcat-image", 1)[0]
 
     with pytest.raises(comfyui.errors.UnsupportedError,
-                       match="^Use a sampler node, .* without the places that ComfyUI gives LongCat-Image"):
+                       match="^Use a sampler node, .* without the positions that ComfyUI sets for LongCat-Image"):
         model.model.diffusion_model(torch.zeros(1, 16, 8, 8), torch.ones(1), text)
 
 

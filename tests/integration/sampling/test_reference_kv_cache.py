@@ -79,7 +79,7 @@ def test_what_cannot_be_kept_is_refused_by_name(comfyui):
         comfyui.sample(cached(comfyui, comfyui.ours(KIND, displaced)), KIND, **prompts(comfyui))
     with pytest.raises(unsupported, match="^Use Flux KV Cache once"):
         comfyui.sample(twice, KIND, **prompts(comfyui))
-    with pytest.raises(unsupported, match="^Give both prompts reference pictures of the same sizes, .* Flux KV"):
+    with pytest.raises(unsupported, match="^Use reference images of the same sizes .* Flux KV"):
         comfyui.sample(cached(comfyui, comfyui.ours(KIND, one)), KIND, **prompts(comfyui, reference_latents=[
             torch.zeros(1, 128, 4, 4)]))
     changed = cached(comfyui, comfyui.ours(KIND, one))

@@ -39,7 +39,7 @@ def test_wrappers_that_look_at_the_whole_latent_see_it(comfyui, said, where):
 
     for model in (staged(comfyui, "sd3"), comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))):
         close(comfyui.sample(looking_at_all(model, where), "sd3"), want, EXACT)
-    assert any("every step whole, because this workflow uses a node that wraps the" in text for text in said)
+    assert any("every step synchronous, because this workflow uses a node that wraps the" in text for text in said)
 
 
 @pytest.mark.parametrize("name, options", [
@@ -55,7 +55,7 @@ def test_nodes_that_wrap_each_step_equal_native(comfyui, said, name, options):
 
     close(result, sample(comfyui.native("sd3")), EXACT)
     assert relative_error(result, comfyui.reference("sd3", steps=6)) > 10 * EXACT
-    assert any("every step whole" in text and name.lower() in text.lower() for text in said)
+    assert any("every step synchronous" in text and name.lower() in text.lower() for text in said)
 
 
 EVERY_METHOD = [("flux", {"cfg": 2}), ("wan", {"ulysses": 2}), ("flux", {"ring": 2}), ("wan", {"tensor": 2}),
@@ -115,7 +115,7 @@ def test_guidance_that_looks_at_the_whole_latent_gets_it_from_patches(comfyui, s
     result = comfyui.sample(with_guidance(staged(comfyui, "sd3")), "sd3", steps=4)
 
     close(result, sample_oracle(comfyui, "sd3", 4, 1, with_guidance, steps=4), STALE)
-    assert any("4 patches, one step after the other, because this workflow uses a node that changes guidance" in text
+    assert any("4 patches, steps not overlapped, because this workflow uses a node that changes guidance" in text
                for text in said)
 
 
@@ -132,7 +132,7 @@ def test_a_sampler_that_nobody_knows_runs_once_for_the_whole_latent(comfyui, sai
     result = comfyui.sample(staged(comfyui, "sd3"), "sd3", **arguments)
 
     close(result, sample_oracle(comfyui, "sd3", 4, 1, **arguments), STALE)
-    assert any("a sampler that is not known to work on each piece alone" in text for text in said)
+    assert any("a sampler that is not known to work elementwise" in text for text in said)
 
 
 @pytest.mark.parametrize("degrees", [{"cfg": 2}, {"pipefusion": 2, "num_patches": 4}], ids=str)

@@ -153,7 +153,8 @@ def test_auto_leaves_a_image_to_the_fastest_device_where_links_are_slow(
     told = comfyui.groups.client(("cpu", "cpu")).autoencoders.last_numbers
 
     close(image, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 2e-5)
-    assert texts[-1].endswith(" s on 2 devices" if all(working) else " s on 1 of 2 devices, by forecast as fast as all")
+    assert texts[-1].endswith(" s on 2 devices" if all(working) else
+                              " s on 1 of 2 devices, estimated to be as fast as all")
     assert [told[rank]["busy_s"] > 0 for rank in (0, 1)] == working
     assert measured == ([False] if mode == "auto" else [])
 
@@ -225,7 +226,7 @@ def test_a_latent_that_reflection_cannot_pad_is_refused(comfyui, vae_of, shape, 
     with torch.inference_mode(), pytest.raises(RuntimeError, match="[Pp]adding"):
         comfyui.nodes.VAEDecode().decode(vae_of("vae-ltx095"), samples)
 
-    message = f"^Use a picture of at least 64 x 64 pixels: .* has {message} rows and columns, and this VAE decodes 2"
+    message = f"^Use an image of at least 64 x 64 pixels: .* has {message} rows and columns, and this VAE decodes 2"
     with pytest.raises(comfyui.errors.UnsupportedError, match=message):
         comfyui.vae_decode.execute(samples, vae_of("vae-ltx095"), comfyui.config("cpu,cpu"))
 
@@ -259,7 +260,7 @@ def test_weights_come_from_host_memory_as_long_as_they_leave_too_little_room(com
         patched.setattr(client.autoencoders, "free_bytes", lambda count, first=0: 1000)
         for _ in range(2):
             assert torch.equal(comfyui.vae_decode.execute(samples, vae, config).args[0], first)
-            assert said[-1].endswith("on 2 devices, the VAE's weights from host memory")
+            assert said[-1].endswith("on 2 devices, VAE weights streamed from system RAM")
         streamed_bytes = client.report_memory()[0]["vae_bytes"]
         with comfyui.cancelled_amid("decoding"):
             comfyui.vae_decode.execute(samples, vae, config)
@@ -303,13 +304,13 @@ def test_weights_of_a_vae_that_is_gone_are_dropped(comfyui, vae_of):
 
 def test_what_comfyui_lists_of_a_vae_ends_with_it(comfyui):
     """No circle keeps it: a ControlNet has ComfyUI load all that it lists."""
-    halves = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.vae.vae_patcher").HALVES
+    cache = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.vae.vae_patcher").CACHE
     gc.collect()
     gc.disable()
     try:
         vae = comfyui.nodes.VAELoader().load_vae(comfyui.file("vae-flux", "vae"))[0]
         comfyui.vae_decode.execute({"samples": latents("vae-flux", 1, 4, 4)}, vae, comfyui.config("cpu,cpu"))
-        listed = [weakref.ref(half._patcher) for half in halves[vae.first_stage_model].values()]
+        listed = [weakref.ref(half._patcher) for half in cache[vae.first_stage_model].values()]
         assert any(loaded.model is listed[0]() for loaded in comfyui.management.current_loaded_models)
         del vae
 
