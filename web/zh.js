@@ -673,10 +673,10 @@ export const ZH = {
     "在 {0} 上运行：{1}。方案：{2}",
   "running on {}: {}":
     "在 {0} 上运行：{1}",
-  "{}. Memory: {} GB a card. Next best: {} in {}":
-    "{0}。内存：每张卡 {1} GB。次优：{2}，{3}",
-  "{}. Memory: {} GB a card":
-    "{0}。内存：每张卡 {1} GB",
+  "{}. Memory: {} GB per device. Next best: {} in {}":
+    "{0}。内存：每个设备 {1} GB。次优：{2}，{3}",
+  "{}. Memory: {} GB per device":
+    "{0}。内存：每个设备 {1} GB",
   "{}, about {}: one device is as fast":
     "{0}，约 {1}：单个设备同样快",
   "{}, about {}: one device has too little memory":
@@ -697,9 +697,9 @@ export const ZH = {
     "{0}，1 块",
   "{} (the latent has too few rows for {})":
     "{0}（latent 的行数不够 {1} 块）",
-  "{} for speed: a usual picture is forecast to take {} instead of {} by {}":
+  "{} for speed: a usual image is estimated to take {} instead of {} by {}":
     "{0}，为了速度：预计一张普通图像用 {1}，而 {3} 用 {2}",
-  "{}, for speed: near to one device's picture ({} dB in the demo model with 4 patches)":
+  "{}, for speed: close to one device's image ({} dB in the demo model with 4 patches)":
     "{0}，为了速度：图像接近单个设备的（演示模型用 4 块时 PSNR 为 {1} dB）",
   "{}, keys and values in fp8":
     "{0}，键和值以 fp8 传输",

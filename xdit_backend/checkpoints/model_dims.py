@@ -35,7 +35,7 @@ def dims_of(family: Family, model, spec=None, capabilities=(None,)):
     dims = ModelDims(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
               key_heads=family.num_key_heads(model.config) or heads, skips=len(family.plan.skips(num_blocks)),
-              whole_attention=any(path.startswith((f"{name}.to_q", f"{name}.qkv")) for path in family.plan.unsplit
+              replicated_attention=any(path.startswith((f"{name}.to_q", f"{name}.qkv")) for path in family.plan.unsplit
                                   for name in family.plan.attention),
               text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks),
               agreed=_sums(model, family.plan, joint, num_blocks, True),

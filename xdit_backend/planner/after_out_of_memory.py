@@ -1,5 +1,5 @@
-"""Settings with which a run would fit whose memory has run out: the estimates, scaled to what was measured. Pure
-arithmetic."""
+"""Settings with which a run would fit after it ran out of memory: the estimates, scaled to the measured use. Arithmetic
+only."""
 
 from dataclasses import dataclass, replace
 
@@ -14,8 +14,8 @@ AXES = "cfg", "data", "ulysses", "ring", "tensor", "displaced", "pipefusion"
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of the rank whose memory ran out: of weights; of the run, with what it had asked for last; of its device,
-    for both."""
+    """Bytes on the rank that ran out of memory: of weights; of the run, including the failed allocation; and of its
+    device in all, for both."""
 
     device: str
     weights: float
@@ -23,12 +23,13 @@ class Measured:
     total: float
 
     def factor(self, estimate):
-        """How many times the estimate of a run, a Memory, it took; at least 1."""
+        """Ratio of measured to estimated bytes of a run; at least 1. estimate: Memory."""
         return max(1.0, self.run / max(1.0, estimate.keys_values + estimate.activations))
 
 
 def sizes_that_fit(measured, latents, hints):
-    """[text] of how many images and how large ones would fit, and of other settings. hints: of one rank's weights."""
+    """[text] of the number and size of images that would fit, and of other settings. hints: with weights of one
+    rank."""
     factor = measured.factor(latents.memory())
 
     def scaled(needed):
@@ -41,8 +42,8 @@ def sizes_that_fit(measured, latents, hints):
 
 @dataclass(frozen=True)
 class Method:
-    """degrees: under which memory ran out. refused: methods that the family does not support. may_differ: are results
-    allowed that are not exact?"""
+    """degrees: of the layout that ran out of memory. refused: methods that the family does not support. may_differ:
+    whether approximate methods are allowed."""
 
     degrees: Degrees
     refused: tuple = ()
@@ -56,8 +57,8 @@ class Method:
 
 
 def layouts_that_fit(measured, dims, job, method, settings=DEFAULT_SETTINGS, has_all_weights=True):
-    """[text] of the other layout of the same devices that takes least memory, an exact one where there is such; []
-    where none fits. has_all_weights: were all weights of the rank on its device?"""
+    """[text] with the layout on the same devices that uses the least memory, an exact one if possible; [] if none fits.
+    has_all_weights: whether all weights of the rank were resident."""
     num_devices, current = method.degrees.devices, rank_memory(dims, job, method.degrees, settings)
     factor = measured.factor(current)
     of_weights = measured.weights / current.weights if has_all_weights and current.weights else 1.0

@@ -23,7 +23,7 @@ def short(monkeypatch):
     """Of Flux.1 dev one block of each kind."""
     flux = published_models.PUBLISHED["flux.1-dev"]
     model = published_models.Published(flux.family, branches=1,
-                                       given=flux.given | {"num_layers": 1, "num_single_layers": 1})
+                                       arguments=flux.arguments | {"num_layers": 1, "num_single_layers": 1})
     monkeypatch.setitem(published_models.PUBLISHED, "flux.1-dev", model)
 
 

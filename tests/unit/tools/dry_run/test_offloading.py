@@ -141,7 +141,7 @@ def parts_of(fit, spec):
 def short(monkeypatch):
     """Of Flux.1 dev two blocks of each kind."""
     flux = published_models.PUBLISHED["flux.1-dev"]
-    model = dataclasses.replace(flux, given=flux.given | {"num_layers": 2, "num_single_layers": 2})
+    model = dataclasses.replace(flux, arguments=flux.arguments | {"num_layers": 2, "num_single_layers": 2})
     monkeypatch.setitem(published_models.PUBLISHED, "short", model)
 
 
@@ -153,7 +153,7 @@ def test_ranks_that_share_weights_are_counted_as_they_send_them(short, name):
     shared, alone = (count(each.subject.checkpoint, spec, each.layout, 1, each.run) for each in (fit, slow))
     parts, rest = parts_of(fit, spec)
 
-    assert "a part over each device" in fit.answer() and "a part" not in slow.answer()
+    assert "one shard by each device" in fit.answer() and "one shard" not in slow.answer()
     assert shared.shared_bytes == sum(parts) == shared.sent_bytes - alone.sent_bytes
     assert shared.sent_bytes == shared.reported_bytes
     assert shared.num_exchanges == alone.num_exchanges + len(parts)
