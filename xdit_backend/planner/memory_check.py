@@ -86,7 +86,7 @@ def check_memory(what, ranks, hints, latents=None):
     text = ", ".join(f"{part / 1e9:.3g} GB of {name}" for name, part in breakdown.items() if part)
     would = settings_that_fit(ranks, hints, latents)
     raise ConfigError(f"Use {'; or '.join(would) or 'more devices, or larger ones'}: {what} needs about "
-                      f"{held.total / 1e9:.3g} GB on {fullest.device} ({text}), and that has "
+                      f"{needed.total / 1e9:.3g} GB on {fullest.device} ({text}), and that has "
                       f"{fullest.has / 1e9:.3g} GB.")
 
 

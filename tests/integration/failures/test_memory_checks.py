@@ -163,8 +163,9 @@ def test_weights_that_host_memory_has_no_room_for_are_said_to_come_from_the_disk
     panel = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.server.panel")
     assert panel.state()["run"]["come"] == max(model.model.remote.memory.offloaded_bytes) > 0
     streamed, rate, step_s = map(float, re.search(
-        r"(\S+) GB offloaded to system RAM and streamed at every step, more than fits in free system RAM: read from disk "
-        r"at (\S+) GB/s, (\S+) s per step\. For a faster run, add system RAM or use smaller weights", said[0]).groups())
+        r"(\S+) GB offloaded to system RAM and streamed at every step, more than fits in free system RAM: read from "
+        r"disk at (\S+) GB/s, (\S+) s per step\. For a faster run, add system RAM or use smaller weights",
+        said[0]).groups())
     assert read == [model.model.remote.checkpoint.files[0]] and rate == 1e-3
     within(abs(step_s - streamed * 1e3) / step_s, 0.05)
 
@@ -269,8 +270,9 @@ def test_stages_that_are_too_large_have_weights_come_once_for_each_of_as_few_pat
 
     assert before == 0 and coming.requested_patches == 2 and 0 < budget < 12e9
     said = coming.words(types.SimpleNamespace(plan=None, coming=None, timed=None))
-    stay, once, a_step = map(float, re.search(r"Weights: (\S+) GB resident per device, (\S+) GB offloaded to system "
-                                              r"RAM and streamed for each of 2 patches \((\S+) GB per step\)$", said).groups())
+    stay, once, a_step = map(float, re.search(
+        r"Weights: (\S+) GB resident per device, (\S+) GB offloaded to system RAM and streamed for each of 2 patches "
+        r"\((\S+) GB per step\)$", said).groups())
     assert counted.weight_bytes == coming.weight_bytes[0] <= budget and counted.weight_bytes / 1e9 <= 1.01 * stay
     assert a_step == pytest.approx(2 * once, rel=0.01) and counted.streamed_bytes == 2 * coming.offloaded_bytes[0]
     with pytest.raises(comfyui.errors.ConfigError, match="needs about"):
@@ -368,7 +370,7 @@ def test_flux2_in_fp8_on_two_gpus_is_answered_alike(comfyui, monkeypatch, tmp_pa
 
     # a run with built-in guidance is by Ulysses; what stays on the cards leaves room for both branches
     assert remote.setup.layout(1).ulysses_degree == 2 and remote.spec.stages is None
-    assert fit.held == remote.setup.dims.resident_bytes
+    assert fit.all_bytes == remote.setup.dims.resident_bytes
     assert fit.weights_memory == remote.memory.weights_memory_alongside(remote._most_run_bytes, False)
     remote.compute_in("bfloat16", base_model)
     assert fit.hold == (remote.memory.weight_bytes, remote.memory.offloaded_bytes)

@@ -127,7 +127,8 @@ class Calls:
         family, config = self.loaded.family, self.loaded.transformer.config
         written = self.memory.share(torch.zeros(shape[0], family.num_channels(config), *shape[2:]))
         timestep = self.memory.share(torch.full((shape[0],), self.sigma * family.time_scale))
-        here = {key: self.memory.share(torch.ones(self.sized(size))) for key, size in self.run.call_conditioning.items()}
+        here = {key: self.memory.share(torch.ones(self.sized(size)))
+                for key, size in self.run.call_conditioning.items()}
         latents = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
                    for key in family.parts or () if key in here}
         residuals = family.control_shapes(config, shape) if self.run.has_control else {}

@@ -131,7 +131,7 @@ class DeviceWork(TorchDispatchMode):
     def _note_copy(self, inputs, outputs, is_asynchronous):
         if not is_asynchronous and inputs[-1].numel() and {tensor.is_cuda for tensor in (*inputs, *outputs)} == {True,
                                                                                                                False}:
-            self.waits[f"copy of {given[-1].nbytes} bytes at {line_at()}"] += 1
+            self.waits[f"copy of {inputs[-1].nbytes} bytes at {line_at()}"] += 1
 
     def _note_kernel(self, func, args, kwargs, made, touched):
         name, counted = func.overloadpacket.__name__, flop_registry.get(func.overloadpacket)

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from ...checkpoints.tensor_sharding import held
+from ...checkpoints.tensor_sharding import storage_dtypes
 from ...distributed.collectives import Traffic
 from ...memory.copy_thread import CopyThread
 from ...memory.staging import StagingBuffers
@@ -55,7 +55,7 @@ def fill(loaded, family, spec):
     offloaded = loaded.transformer.offloaded
     if offloaded is not None:
         offloaded.drop()                                       # weights are their host copies from here on
-    for _, weight, _ in held(loaded.transformer.model, family, spec):
+    for _, weight, _ in storage_dtypes(loaded.transformer.model, family, spec):
         values = torch.empty_like(weight.data, device=CUDA)    # on the CPU this would take minutes
         if weight.dtype.itemsize > 1:
             values.normal_(0, SMALL)

@@ -14,7 +14,7 @@ from ...checkpoints.offload.block_offload import OffloadedBlocks
 from ...checkpoints.offload.offload_plan import plan_weights
 from ...checkpoints.quantisation.layerwise_casting import cast_at_use, unpack_at_use
 from ...checkpoints.quantisation.quantised_weights import packed_weights, set_packed_parameters
-from ...checkpoints.tensor_sharding import block_bytes, block_sizes, held, narrow, resident_bytes, splits_of
+from ...checkpoints.tensor_sharding import block_bytes, block_sizes, narrow, resident_bytes, splits_of, storage_dtypes
 from ...config import refuse_methods, validate_layout
 from ...distributed.collectives import Traffic
 from ...hooks.replicated_unet import ReplicatedHooks
@@ -167,7 +167,7 @@ def load(checkpoint, spec, model, packed, part, copies=CopiesInLine):
     streamed: dict[int, list] = {}                                 # by block: its weights and their host copies
     first = []
     indices = block_indices(model, family.blocks)
-    for name, tensor, dtype in held(model, family, spec):
+    for name, tensor, dtype in storage_dtypes(model, family, spec):
         is_outside = family.is_unet or name.startswith(family.plan.shared_parameters)
         index = None if is_outside else indices.get(block_path(name))
         if here is not None and index is not None and index not in here:

@@ -123,8 +123,8 @@ def test_the_command_prints_all_models_and_links(table, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("changed, message", [
-    ({"model": "sd9"}, "line 2 .R0. is left out: nothing is known of model 'sd9'"),
-    ({"gpu": "TPU"}, "nothing is known of gpu 'TPU'"),
+    ({"model": "sd9"}, "line 2 .R0. is left out: unknown model 'sd9'"),
+    ({"gpu": "TPU"}, "unknown gpu 'TPU'"),
     ({"seconds": "fast"}, "line 2 .R0. is left out: could not convert string"),
     ({"seconds": "0"}, "not a number above 0"),
     ({"seconds": "nan"}, "not a number above 0"), ({"tokens": ""}, "line 2 .R0. is left out: there is no 'tokens'"),

@@ -11,7 +11,7 @@ from tests.support.tiers import by_default
 from xdit_backend.__main__ import make_parser
 from xdit_backend.checkpoints.offload.block_offload import OffloadedBlocks
 from xdit_backend.checkpoints.offload.offload_plan import plan_weights
-from xdit_backend.checkpoints.tensor_sharding import held
+from xdit_backend.checkpoints.tensor_sharding import storage_dtypes
 from xdit_backend.partition import FULL
 from xdit_backend.planner.cost_model import COLLECTIVES, Device, Links
 from xdit_backend.planner.layout_search import Machine
@@ -129,7 +129,7 @@ def parts_of(fit, spec):
     """[bytes of each of two ranks' part of a block that comes], [those that both bring], by arithmetic on shapes."""
     model, family = fit.subject.model, fit.subject.checkpoint.family
     come, sizes = plan_weights(model, family, spec, spec.weights_memory)[1], {}
-    for name, tensor, dtype in held(model, family, spec):
+    for name, tensor, dtype in storage_dtypes(model, family, spec):
         if name in come:
             taken = -(-tensor.numel() * dtype.itemsize // 512) * 512
             sizes[come[name]] = sizes.get(come[name], 0) + taken
