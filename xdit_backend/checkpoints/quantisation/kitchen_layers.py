@@ -39,8 +39,8 @@ def check(layers, file_name):
         import comfy_kitchen.tensor
         needs = [format_ for format_ in needs if not hasattr(comfy_kitchen.tensor, LAYOUTS[format_])]
     if needs:
-        raise CheckpointError(f"Install or update comfy-kitchen: python -m pip install -U comfy-kitchen (with "
-                              f"ComfyUI's Python), and restart ComfyUI; or use the bf16, fp8 or GGUF file of the same model: "
+        raise CheckpointError(f"Install or update comfy-kitchen: python -m pip install -U comfy-kitchen (with ComfyUI"
+                              f"'s Python), and restart ComfyUI; or use the bf16, fp8 or GGUF file of the same model: "
                               f"{file_name} has weights in {' and '.join(needs)}, which need this package in the "
                               f"version of ComfyUI's requirements.")
 

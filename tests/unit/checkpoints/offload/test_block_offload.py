@@ -237,7 +237,7 @@ def test_a_copy_that_fails_fails_its_forward_and_none_after_it(folders):
     good, wrong.host_copies = wrong.host_copies, [torch.zeros(3) for _ in wrong.host_copies]
     for buffer in offloaded._buffers:
         buffer.holds = None
-    with pytest.raises(CopyError, match="^Queue the prompt again.* of block .* from host memory to cpu"):
+    with pytest.raises(CopyError, match="^Queue the prompt again.* of block .* from system RAM to cpu"):
         predictions(loaded)
     wrong.host_copies = good
 
