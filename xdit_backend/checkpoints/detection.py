@@ -50,7 +50,7 @@ def recognise(checkpoint) -> Family:
     _refuse_others(name, checkpoint.shapes, WITH_A_MODEL)
     for family in FAMILIES.values():
         if _apply_rule(family.recognise, checkpoint.shapes):
-            # if a tensor that the rule reads is missing, nearest() or meta_model() names it
+            # if a tensor that the rule reads is missing, meta_model() names it
             reason = _apply_rule(family.refuse, checkpoint.shapes, checkpoint.other_tensors)
             if reason:
                 raise CheckpointError(f"{name} is {article(family.name)} {family.name} model, but {reason}.")

@@ -1,7 +1,7 @@
 """Earlier values of a model's changed weights, cached for a run that alternates between versions, as LoRA hooks do at
 every step."""
 
-MAX_CACHED = 4                               # versions; a strength that changes at every step is never reused
+MAX_CACHED = 4                             # versions; a strength that changes at every step is never reused
 
 
 class Versions:

@@ -79,7 +79,7 @@ class Devices:
 
 
 def choose_placement(config, dims, devices, is_splittable=lambda degree: True, has_stages=True, branches=(1, 2),
-                  has_own_memory=False):
+                     has_own_memory=False):
     """Choose the WeightPlacement when a model is loaded.
 
     Manual mode: the user's degrees. Auto mode:
@@ -128,9 +128,9 @@ def _manual_placement(config, dims, devices):
     rank_shard = dims.resident_bytes / tensor_degree
     every_block = config.warmup == "sequence" or (config.warmup == "auto"
                                                   and rank_shard <= WARMUP_FULL * devices.smallest)
-    return WeightPlacement(Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * tensor_degree,
-                         config.num_stage_blocks, every_block, config.offload_keys_values, devices.speeds),
-                  tensor_degree)
+    stages = Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * tensor_degree,
+                    config.num_stage_blocks, every_block, config.offload_keys_values, devices.speeds)
+    return WeightPlacement(stages, tensor_degree)
 
 
 def _placement_over_machines(config, dims, devices, branches):
@@ -202,8 +202,8 @@ def tensor_degrees(dims):
 def _weights_fit(stages, dims, device_bytes):
     """Whether the weights fit on these stages, with blocks distributed by free memory."""
     free_bytes = [FULL * min(size for rank, size in enumerate(device_bytes) if stage_of(rank, stages) == stage)
-             - dims.outside_bytes
-             for stage in range(stages.pipefusion_degree)]
+                  - dims.outside_bytes
+                  for stage in range(stages.pipefusion_degree)]
     return min(free_bytes) > 0 and dims.resident_bytes - dims.outside_bytes <= sum(free_bytes)
 
 
@@ -244,7 +244,7 @@ def placement_for_speed(config, dims, devices, branches=(1, 2)):
     for degree in devices.divisors():
         for every_block in holds_all if degree <= dims.blocks else []:
             placement = WeightPlacement(Stages(degree, count // degree, (), every_block, config.offload_keys_values,
-                                   devices.speeds))
+                                               devices.speeds))
             made = plans(placement)
             if all(one.fits for one in made):
                 staged[placement] = made

@@ -12,7 +12,7 @@ from ..quantisation.quantised_weights import packed_weights
 from ..tensor_sharding import block_sizes, splits_of, storage_dtypes, tensor_bytes
 from .block_offload import aligned
 
-SMALL = 1 / 1024               # of its block: smaller weights stay resident, since starting a copy takes longer than it
+SMALL = 1 / 1024               # of its block: smaller weights stay resident: launching a copy takes longer than it
 
 
 def offload_plan(model, family, spec, budget_bytes, blocks=None):

@@ -127,7 +127,7 @@ class _Reader:
 
     def __init__(self, file, size):
         self._file, self._limit, self._raw = file, min(size, MAX_GGUF_HEADER_BYTES), bytearray()
-        self.num_bytes, self.position = size, 0                   # of the file; of what comes next
+        self.num_bytes, self.position = size, 0                # of the file; of the next byte
         self._num_strings = 0
 
     def bytes(self, count):

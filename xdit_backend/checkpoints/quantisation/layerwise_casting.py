@@ -50,7 +50,7 @@ class Casts:
             return self._cached[key][1]
         cast = cast_to(parameter, dtype)
         if self.are_cached and cast.nbytes <= self._spare_bytes and cast is not parameter:
-            self._cached[key] = parameter, cast                  # the parameter, so that its id is not reused
+            self._cached[key] = parameter, cast                # the parameter, so that its id is not reused
             self._spare_bytes -= cast.nbytes
         return cast
 

@@ -39,7 +39,7 @@ def add_arguments(parser):
     parser.add_argument("model", metavar="MODEL", type=Path)
     parser.add_argument("--size", default="1024x1024", metavar="WxH", help="image or video size in pixels")
     parser.add_argument("--frames", type=int, default=1, help="frames of the video")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="sampling steps")
     parser.add_argument("--branches", type=int, default=2, help="2 with classifier-free guidance (cfg above 1), else 1")
     parser.add_argument("--batch", type=int, default=1, help="images at once")
     parser.add_argument("--text", type=int, default=256, help="text tokens")

@@ -65,7 +65,7 @@ def add_arguments(parser):
                              "(default: as in the file, or bf16)")
     parser.add_argument("--weights-memory", default=ParallelConfig().weights_memory, metavar="GB",
                         help="resident weights per device, as in xDiT Parallel Config; the others are offloaded to "
-                             "system RAM and streamed at every step (default: auto, the memory that the run leaves)")
+                             "system RAM and streamed at every step; auto: the memory that the run leaves")
     parser.add_argument("--machine", type=Path, metavar="FILE",
                         help="JSON description of devices and links, see docs/measuring.md")
     parser.add_argument("--waits", action="store_true",

@@ -74,13 +74,13 @@ def _special(name, config, shape, width):
         return {name: (batch, config["lq_latent_channels"], *(-(-side // pixels) for side in shape[2:]))}
     if name in ("degrade_sigma", "sca", "crp"):
         return {name: (batch,)}
-    if name == "condition":                                    # the video, and the mask of its given frames
+    if name == "condition":                                    # the video's latent, and a mask
         return {name: (batch, config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}
     if name == "picture":                                      # its tokens are appended to the text's
         return {name: (batch, config["cond2_channels"], 1, 1)}
     if name == "clip_img":
         return {name: (batch, 1, config[width])}
-    if name == "effnet":                                       # of an image with a fourth of the latent's height
+    if name == "effnet":                                       # of an image four times as large as the latent
         return {name: (batch, config["c_effnet"], *(max(1, side * 4 // 42) for side in shape[2:]))}
     if name == "ofs":
         return {name: (1,)} if config.get("ofs_embed_dim") else {}
