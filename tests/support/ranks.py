@@ -98,7 +98,7 @@ def _supervisor():
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).with_name("preload")), path]))
     try:
-        multiprocessing.supervisor.ensure_running()
+        multiprocessing.forkserver.ensure_running()
     finally:
         if path is None:
             del os.environ["PYTHONPATH"]

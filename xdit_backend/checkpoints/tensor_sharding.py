@@ -157,11 +157,11 @@ def _block_splits(block, plan):
     splits = {}
     for path, module in block.named_modules():
         if isinstance(module, torch.nn.Linear) and path not in plan.unsplit:
-            how, parts = _how(block, path), _parts(block, path, module)
-            splits[f"{path}.weight"] = Split(how, int(how == "rows"), parts, getattr(module, "weight_block", (1, 1)))
-            splits |= {f"{path}.{name}": split for name, split in _auxiliary(module, how, parts).items()}
+            how, sizes = _how(block, path), _part_sizes(block, path, module)
+            splits[f"{path}.weight"] = Split(how, int(how == "rows"), sizes, getattr(module, "weight_block", (1, 1)))
+            splits |= {f"{path}.{name}": split for name, split in _auxiliary(module, how, sizes).items()}
             if module.bias is not None:
-                splits[f"{path}.bias"] = Split("first") if how == "rows" else Split(how, 0, parts)
+                splits[f"{path}.bias"] = Split("first") if how == "rows" else Split(how, 0, sizes)
         elif is_attention(module):
             for name in HEAD_NORMS:
                 norm = getattr(module, name, None)
@@ -175,15 +175,15 @@ def _block_splits(block, plan):
     return splits
 
 
-def _auxiliary(linear, how, parts):
+def _auxiliary(linear, how, sizes):
     """{buffer: Split} of a quantised layer's auxiliary tensors. Values common to all rows are replicated."""
     scale, splits = getattr(linear, "weight_scale", None), {}
     if scale is not None and len(scale) > 1 and how != "rows":                 # per row, or per block of each row
-        splits["weight_scale"] = Split(how, 0, parts)
+        splits["weight_scale"] = Split(how, 0, sizes)
     elif scale is not None and scale.dtype == torch.uint8 and how == "rows":               # one byte per block
-        splits["weight_scale"] = Split(how, 1, parts, (linear.in_features // scale.shape[1], 1))
+        splits["weight_scale"] = Split(how, 1, sizes, (linear.in_features // scale.shape[1], 1))
     if getattr(linear, "pre_quant_scale", None) is not None and how == "rows":
-        splits["pre_quant_scale"] = Split(how, 0, parts)
+        splits["pre_quant_scale"] = Split(how, 0, sizes)
     return splits
 
 
@@ -207,7 +207,7 @@ def _unknown(block, path):
                             f"not know layer {path} of a {type(block).__name__}.")
 
 
-def _parts(block, path, linear):
+def _part_sizes(block, path, linear):
     parent, _, leaf = path.rpartition(".")
     module = block.get_submodule(parent)
     if getattr(module, "differential", False) and leaf in TWICE:
@@ -262,8 +262,8 @@ def narrow(model, splits, degree, rank):
 
 def _parents(name):
     """Paths of the modules that contain a tensor."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
+    names = name.split(".")
+    return [".".join(names[:count]) for count in range(1, len(names))]
 
 
 def splits_of(model, family, spec):
@@ -328,11 +328,11 @@ def storage_dtypes(model, family, spec):
     tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
 
     def dtype_of(name, tensor):
-        parts = set(name.split("."))
+        names = set(name.split("."))
         if name in own and tensor.is_floating_point():
             return storage if own[name] else torch.promote_types(compute, torch.float32)
         # RoPE tables keep their dtype, except frequencies from a file, which ComfyUI stores as weights
-        if not tensor.is_floating_point() or (parts & {"freqs_cos", "freqs_sin", "inv_freq"}
+        if not tensor.is_floating_point() or (names & {"freqs_cos", "freqs_sin", "inv_freq"}
                                               and (name in tables or tensor.dtype == torch.float32)):
             return tensor.dtype
         if name in auxiliary or f"{name}_scale" in auxiliary:        # as in the file
@@ -340,8 +340,8 @@ def storage_dtypes(model, family, spec):
         if name.rpartition(".")[0] in wide:
             return torch.promote_types(compute, torch.float32)
         if storage != compute:                                 # cast at use
-            is_as_computed = name in tables or name in linears or parts & set(family.keep_in_compute_dtype)
+            is_as_computed = name in tables or name in linears or names & set(family.keep_in_compute_dtype)
             return compute if is_as_computed else storage
-        return torch.float32 if parts & exact else compute
+        return torch.float32 if names & exact else compute
     return [(name, tensor, dtype_of(name, tensor))
             for name, tensor in (*model.named_parameters(), *model.named_buffers())]

@@ -54,8 +54,8 @@ class Packed:
 
     def take(self, tensor):
         """These rows of a tensor of the file; a view if they are consecutive."""
-        parts = [tensor[start:stop] for start, stop in self.runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = [tensor[start:stop] for start, stop in self.runs]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def take_auxiliary(self, tensors):
         """{buffer: values} from the file's auxiliary tensors; None: the tensors are on the meta device.

@@ -19,8 +19,8 @@ from ...protocol.errors import ConfigError
 from .published_runs import (
     COLLECTIVES,
     GPUS,
+    MODELS,
     NEAR,
-    NETS,
     RELATIVES,
     TRAFFIC,
     collective_of,
@@ -81,7 +81,7 @@ def usual_constants(rows, probed):
         constants[("attention share", row.gpu)] = (0.5, 0.25)
         family = RELATIVES.get(row.model, row.model)
         traffic = TRAFFIC.get(family, 0) / TRAFFIC["pixart-alpha"]
-        constants[("kernels", family)] = (traffic or min(1.5, NETS[family].kernels), 1.0)
+        constants[("kernels", family)] = (traffic or min(1.5, MODELS[family].kernels), 1.0)
         constants[("host", row.machine)] = (1.0, 0.6)
     for row in probed:
         measured = collective_of(row)
@@ -128,7 +128,7 @@ def machine_of(row, values):
 def predict(row, values):
     device, links = machine_of(row, values)
     job = replace(row.job, fixed_s=row.job.fixed_s * values[("video_s",) if row.job.frames > 1 else ("image_s",)])
-    dims = NETS[row.model]
+    dims = MODELS[row.model]
 
     def seconds(degrees):
         return sum(run_seconds(dims, job, degrees, device, links).values())
@@ -192,7 +192,7 @@ def read_memory_rows(path, left_out=None):
 def memory_row_of(line):
     job = Job(int(line["tokens"]), int(line["text_tokens"]), 1, int(line["cfg_branches"]))
     return (line["model"], line["number"] == "1" and line["held_out"] != "1", positive(line["gb"]),
-            rank_memory(NETS[line["model"]], job, degrees_of(line), MemorySettings(exchanged_copies=2)).total / 1e9)
+            rank_memory(MODELS[line["model"]], job, degrees_of(line), MemorySettings(exchanged_copies=2)).total / 1e9)
 
 
 def memory_errors(rows):

@@ -60,7 +60,7 @@ def dims(blocks, width, heads, billions, block=JOINT, **more):
                skips=(blocks - 1) // 2 if block.skips else 0, **more)
 
 
-NETS = {
+MODELS = {
     "pixart-alpha": dims(28, 1152, 16, 0.61, Block(joint=False)),
     "sd3-medium": dims(24, 1536, 24, 2.03, shards_text=False, kernels=1.3),
     "flux.1-dev": dims(57, 3072, 24, 11.9),
@@ -137,7 +137,7 @@ def read_lines(path, read, left_out):
             if line["exclude"]:
                 continue
             line["model"] = line.get("model", "").lower()
-            unknown = [f"{column} {line[column]!r}" for column, known in (("model", NETS), ("gpu", GPUS))
+            unknown = [f"{column} {line[column]!r}" for column, known in (("model", MODELS), ("gpu", GPUS))
                        if line.get(column, "") not in
                        (*known, *([""] if column == "gpu" and "gb" in cells else []))]
             try:
@@ -149,7 +149,7 @@ def read_lines(path, read, left_out):
                 left_out.append(f"line {number} ({line['id'] or line['model']}) is left out: {what}")
     if not rows:
         raise ConfigError(f"--csv {path}: no line can be read. {'; '.join(left_out[:3]) or 'It has none'}. Known "
-                          f"models are {', '.join(NETS)}; known GPUs {', '.join(GPUS)}.")
+                          f"models are {', '.join(MODELS)}; known GPUs {', '.join(GPUS)}.")
     return rows
 
 
