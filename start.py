@@ -112,8 +112,12 @@ def parse_arguments():
     parser.add_argument("job", nargs="?", choices=("demo", "test", "check", "pictures"), default="demo",
                         help="check: ruff, mypy, and which room imports which, in seconds; pictures: of the page and "
                              "of the rooms, for README and docs; default: demo")
-    parser.add_argument("--comfyui", metavar="FOLDER", default=os.environ.get("XDIT_COMFYUI"),
-                        help="use this ComfyUI (or the one in XDIT_COMFYUI) instead of fetching one into .host")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--comfyui", metavar="FOLDER",
+                        help="use the ComfyUI in this folder (or the one in XDIT_COMFYUI), of any version, instead of "
+                             f"fetching {COMFYUI_TAG} into .host; its requirements are installed into the environment")
+    chosen.add_argument("--comfyui-version", metavar="VERSION", type=lambda version: version.removeprefix("v"),
+                        help="fetch this version of ComfyUI, such as 0.33.0, into .host/ComfyUI-VERSION and use it")
     parser.add_argument("--env", metavar="FOLDER",
                         help="virtual environment, made if missing; give it a folder of its own; default: .venv")
     parser.add_argument("--prompt", default="cat face on a blue background",
@@ -134,6 +138,10 @@ def parse_arguments():
                           help=f"with the newest packages that there are for this Python ({', '.join(NEWEST)} and all "
                                f"others) and the newest ComfyUI that can be fetched; default of --env: .venv-newest")
     options, rest = parser.parse_known_args()
+    if options.newest and options.comfyui_version:
+        parser.error("use --comfyui-version or --newest, which takes the newest version")
+    if not options.comfyui_version:
+        options.comfyui = options.comfyui or os.environ.get("XDIT_COMFYUI")
     options.env = (options.env
                    or str(ROOT / (".venv-oldest" if options.oldest else ".venv-newest" if options.newest else ".venv")))
     if rest and options.job != "test":
@@ -200,6 +208,8 @@ def set_up(options):
     if options.comfyui:
         comfyui = Path(options.comfyui).expanduser().absolute()
         check_comfyui(comfyui)
+    elif options.comfyui_version and f"v{options.comfyui_version}" != COMFYUI_TAG:
+        comfyui = comfyui_of_version(python, options.comfyui_version)
     else:
         comfyui = options.newest and newer_comfyui(python) or HOST / "ComfyUI"
         if not (comfyui / "main.py").is_file():
@@ -250,6 +260,27 @@ def fetch_comfyui(python, folder):
         download_comfyui(python, part, COMFYUI_SDIST, COMFYUI_SDIST_SHA256)
     check_comfyui(part)
     part.rename(folder)
+
+
+def comfyui_of_version(python, version):
+    """The folder of a version of ComfyUI, fetched when it is first used: from the tag in its repository, or from the
+    newest source distribution where that carries it."""
+    folder = HOST / f"ComfyUI-{version}"
+    if (folder / "main.py").is_file():
+        return folder
+    part = empty_part()
+    if not clone_comfyui(part, f"v{version}"):
+        project, known = COMFYUI_SDIST.split("==")
+        newest_sdist = newest(versions_on_registry(python, project)) or known
+        download_comfyui(python, part, f"{project}=={newest_sdist}")
+        carried = version_of_comfyui(part)
+        if carried != version:
+            shutil.rmtree(part)
+            raise SetUpError(f"ComfyUI {version} did not come from {COMFYUI_URL}, and the newest source distribution "
+                             f"carries {carried}. Try again, or name a ComfyUI with --comfyui FOLDER.")
+    check_comfyui(part)
+    part.rename(folder)
+    return folder
 
 
 def newer_comfyui(python):

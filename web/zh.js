@@ -119,15 +119,15 @@ export const ZH = {
     "请使用属于此模型的 VAE 或空 latent 节点{0}：latent 有 {1}，而 {2} 处理 (batch, {3})。它是为其他模型制作的。",
   "Set dim to 0 in the context window node, and causal_window_fix to false: the conditioning is of {} frames and the latent has {} images, which of {} are the frames.":
     "请在上下文窗口节点中把 dim 设为 0，并把 causal_window_fix 设为 false：条件属于 {0} 帧，而 latent 有 {1} 张图像，对 {2} 来说它们就是帧。",
-  "Set shift_t of Scale ROPE to 0: Flux.2 tells by these places which tokens are those of reference pictures, whose time this workflow sets to 0.":
-    "请把 Scale ROPE 的 shift_t 设为 0：Flux.2 靠这些位置分辨哪些令牌属于参考图像，而此工作流把它们的时间设为 0。",
-  "Connect Apply SeedVR2 Conditioning to the sampler: the prompt has no video, which SeedVR2 draws anew.":
-    "请把 Apply SeedVR2 Conditioning 接到采样器：提示词中没有 SeedVR2 要重新绘制的视频。",
-  "Connect the same latent to Apply SeedVR2 Conditioning and to the sampler: there it is of {}, and here of {}.":
-    "请把同一个 latent 接到 Apply SeedVR2 Conditioning 和采样器：前者为 {0}，后者为 {1}。",
-  "Make it with TripoSplat Conditioning: the latent has parts of the shapes {}, and TripoSplat works on up to {} tokens of {} numbers and a camera of (batch, 1, {}).":
+  "Set shift_t of Scale ROPE to 0: xDiT recognises the tokens of Flux.2's reference images at timestep 0, which this workflow uses, by these positions.":
+    "请把 Scale ROPE 的 shift_t 设为 0：xDiT 靠这些位置识别 Flux.2 参考图像的令牌，而此工作流让它们处于时间步 0。",
+  "Connect Apply SeedVR2 Conditioning to the sampler: the conditioning has no video for SeedVR2 to restore.":
+    "请把 Apply SeedVR2 Conditioning 接到采样器：条件中没有供 SeedVR2 修复的视频。",
+  "Connect the same latent to Apply SeedVR2 Conditioning and to the sampler: their sizes are {} and {}.":
+    "请把同一个 latent 接到 Apply SeedVR2 Conditioning 和采样器：两者的尺寸为 {0} 和 {1}。",
+  "Make the latent with TripoSplat Conditioning: its components have the shapes {}, and TripoSplat needs up to {} tokens of {} values and a camera of (batch, 1, {}).":
     "请用 TripoSplat Conditioning 生成它：latent 各部分的形状是 {0}，而 TripoSplat 处理最多 {1} 个 {2} 个数的令牌和形状为 (batch, 1, {3}) 的相机。",
-  "Connect Flux.2's VAE to TripoSplat Conditioning: the picture's latent has the shape {}, and this model takes {} channels.":
+  "Connect Flux.2's VAE to TripoSplat Conditioning: the image's latent has the shape {}, and this model takes {} channels.":
     "请把 Flux.2 的 VAE 接到 TripoSplat Conditioning：图像的 latent 的形状是 {0}，而此模型需要 {1} 个通道。",
   "Move or enlarge an area that lies outside of the picture, or remove it: the latent, or the area of it that a prompt is for, is empty (its shape is {}).":
     "请移动或扩大位于图像之外的区域，或删除它：latent 或提示词所用的区域为空（形状为 {0}）。",
@@ -137,10 +137,10 @@ export const ZH = {
     "{0}：{1} 含有非有限数值（NaN 或无穷大），无法得到图像。",
   "Connect the output of a node that makes it: {} is {}, and needs {}.":
     "请连接能产生它的节点的输出：{0} 是 {1}，而需要的是 {2}。",
-  "Load a Bernini or Wan text-to-video model: the reference latents of Bernini Conditioning are of {} channels, and this Wan takes {}.":
+  "Load a Bernini or Wan text-to-video model: the reference latents of Bernini Conditioning have {} channels, and this Wan model takes {}.":
     "请加载 Bernini 或 Wan 文生视频模型：Bernini Conditioning 的参考 latent 有 {0} 个通道，而此 Wan 接受 {1} 个。",
-  "Remove the noise mask, or Bernini Conditioning: references have the time of the whole latent, and with a noise mask each frame of this Wan has a time of its own.":
-    "请移除噪波遮罩或 Bernini Conditioning：参考采用整个 latent 的时间步，而有噪波遮罩时此 Wan 的每一帧各有自己的时间步。",
+  "Remove the noise mask, or Bernini Conditioning: references have one timestep, and with a noise mask each frame of this Wan model has its own.":
+    "请移除噪波遮罩或 Bernini Conditioning：参考只有一个时间步，而有噪波遮罩时此 Wan 模型的每一帧各有自己的时间步。",
   "Remove WanInfiniteTalkToVideo: it is for Wan, and this is {}.":
     "请移除 WanInfiniteTalkToVideo：它用于 Wan，而此模型是 {0}。",
   "Give WanInfiniteTalkToVideo one picture as mask_1 and one as mask_2: it has {} of them for two speakers.":
@@ -149,7 +149,7 @@ export const ZH = {
     "请把 WanInfiniteTalkToVideo 的宽和高设为 16 的倍数，并使用它给出的 latent：它的遮罩对应每帧 {0} 个令牌，而此 latent 每帧有 {1} 个。",
   "Use the latent that WanInfiniteTalkToVideo gives: its sound is of {} frames of latents, and this latent has {}.":
     "请使用 WanInfiniteTalkToVideo 给出的 latent：它的声音对应 {0} 帧 latent，而此 latent 有 {1} 帧。",
-  "Remove Bernini Conditioning, or InfiniteTalk: the sound is of a video's frames alone, and references have none.":
+  "Remove Bernini Conditioning, or InfiniteTalk: InfiniteTalk's audio is for frames of the video only, and references have none.":
     "请移除 Bernini Conditioning 或 InfiniteTalk：声音只属于视频的各帧，参考没有声音。",
   "Encode the reference picture with this model's VAE: the conditioning has a reference latent of {} channels and {} dims, and this {} model takes {} and {}. Models that take pictures otherwise (Fill, Canny, Depth) take none.":
     "请用属于此模型的 VAE 编码参考图像：条件中的参考 latent 有 {0} 个通道和 {1} 个维度，而此 {2} 模型接受 {3} 和 {4}。以其他方式接受图像的模型（Fill、Canny、Depth）不接受参考。",
@@ -191,7 +191,7 @@ export const ZH = {
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} {1}。",
   "Set attention to sdpa in xDiT Parallel Config: {} on {} {}.":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{1} 上的 {0} {2}。",
-  "Set attention to sdpa in xDiT Parallel Config: {} refuses queries of shape {} and type {} ({}: {}).":
+  "Set attention to sdpa in xDiT Parallel Config: {} rejects queries of shape {} and type {} ({}: {}).":
     "请在 xDiT Parallel Config 中把 attention 设为 sdpa：{0} 拒绝形状为 {1}、类型为 {2} 的查询（{3}：{4}）。",
   "is not installed (package {})":
     "未安装（软件包 {0}）",
@@ -199,9 +199,9 @@ export const ZH = {
     "在计算能力 {0} 的 CUDA 设备上运行，而 {1}",
   "takes {}, and this model computes in {}":
     "接受 {0}，而此模型以 {1} 计算",
-  "takes heads of at most {} numbers, alike for queries and values, and this model has some of {}":
+  "takes a head size of at most {}, the same for queries and values, and this model has one of {}":
     "接受最多 {0} 个数且查询与值相同的注意力头，而此模型有 {1} 个数的头",
-  "gives no log-sum-exp in the version that is installed, which ring_degree needs: install {} 2 or use ulysses_degree":
+  "gives no log-sum-exp in the installed version, which ring_degree needs: install {} 2 or use ulysses_degree":
     "在已安装的版本中不给出 ring_degree 所需的 log-sum-exp：请安装 {0} 2 或使用 ulysses_degree",
   "cannot be imported ({}): reinstall {} for PyTorch {}":
     "无法导入（{0}）：请为 PyTorch {2} 重新安装 {1}",
@@ -217,39 +217,39 @@ export const ZH = {
     "请加载 ComfyUI 格式的 {0} 单个文件：{1} 是它的文件夹，而 xDiT 以 ComfyUI 自己的模块运行它，只接受单个文件。",
   "Update ComfyUI: the version {} in {} has no {} in {}, which this model needs ({}).":
     "请更新 ComfyUI：{1} 中的版本 {0} 在 {3} 里没有此模型所需的 {2}（{4}）。",
-  "Make the {} and the latent of one width and height, by one node: the {} of {} is of {} x {}, and {} x {} belong to this latent.":
+  "Use one node that makes the {} and the latent with the same width and height: the {} of {} has {} x {}, and this latent needs {} x {}.":
     "请用同一个节点以相同的宽高生成 {0} 与潜空间：{2} 的 {1} 为 {3} x {4}，而此潜空间对应 {5} x {6}。",
-  "Make the {} and the latent of one length, by one node: the {} of {} is of {} frames of latents, and {} belong to this latent.":
+  "Use one node that makes the {} and the latent with the same length: the {} of {} has {} latent frames, and this latent needs {}.":
     "请用同一个节点以相同的长度生成 {0} 与潜空间：{2} 的 {1} 为 {3} 个潜空间帧，而此潜空间为 {4} 帧。",
-  "Make the picture and the latent of one height, and both of an even number of latent columns (16 pixels): HiDream-E1 puts them side by side, and they have {} x {} and {} x {} latent pixels.":
+  "Use an image and a latent with the same height, and an even number of latent columns (16 pixels) each: HiDream-E1 puts them side by side, and they have {} x {} and {} x {} latent pixels.":
     "请让图片与潜空间图像高度相同，且两者的潜空间列数均为偶数（16 像素）：HiDream-E1 把它们并排放置，而它们的潜空间尺寸为 {0} x {1} 与 {2} x {3}。",
-  "Use a width and a height that are multiples of {} pixels: this file of Chroma Radiance takes no other, and the picture is of {} x {}.":
+  "Use a width and a height that are multiples of {} pixels, as this Chroma Radiance file needs: the image is {} x {}.":
     "请使用 {0} 像素整数倍的宽度和高度：此 Chroma Radiance 文件不接受其他尺寸，而图片为 {1} x {2}。",
-  "Make the reference picture and the latent of one width and height, by one node: the reference is of {} x {}, and {} x {} belong to this latent.":
+  "Use one node that makes the reference image and the latent with the same width and height: the reference has {} x {}, and this latent needs {} x {}.":
     "请用同一个节点生成宽高相同的参考图像和潜空间：参考图像为 {0} x {1}，而此潜空间需要 {2} x {3}。",
-  "Remove the noise mask, or use Load Diffusion Model: with one each frame of this model has a time of its own, which xDiT does not do for Wan Fun-Control.":
-    "请移除噪声遮罩，或使用加载扩散模型：有了它，此模型的每一帧都有自己的时间，xDiT 对 Wan Fun-Control 不支持这一点。",
-  "Make a video of 5 frames or more, or set pipefusion_degree to 1: Wan Fun-Control takes a reference picture as a further frame of a video, so that one frame of it cannot be cut into rows.":
+  "Remove the noise mask, or use Load Diffusion Model: with a noise mask, each frame of this model has its own timestep, which xDiT does not support for Wan Fun-Control.":
+    "请移除噪声遮罩，或使用加载扩散模型：有噪声遮罩时，此模型的每一帧都有自己的时间步，xDiT 对 Wan Fun-Control 不支持这一点。",
+  "Make a video of 5 frames or more, or set pipefusion_degree to 1: the reference image of Wan Fun-Control is an additional frame of the video, so that a video of one frame cannot be cut into rows.":
     "请制作 5 帧或更多帧的视频，或把 pipefusion_degree 设为 1：Wan Fun-Control 把参考图作为视频的另一帧，因此单独一帧无法按行切分。",
-  "Use a smaller or shorter video, such as 49 frames of 720 x 480 pixels: CogVideoX-5b-I2V has positions for {} tokens, and this latent is of {}.":
+  "Use a smaller or shorter video, such as 49 frames of 720 x 480 pixels: CogVideoX-5b-I2V has positions for {} tokens, and this latent has {}.":
     "请使用更小或更短的视频，例如 49 帧 720 x 480 像素：CogVideoX-5b-I2V 有 {0} 个 token 的位置，而此 latent 有 {1} 个。",
-  "Make a video of 5 frames or more, or set pipefusion_degree to 1: SCAIL takes reference pictures as further frames of a video, so that one frame of it cannot be cut into rows.":
+  "Make a video of 5 frames or more, or set pipefusion_degree to 1: the reference images of SCAIL are additional frames of the video, so that a video of one frame cannot be cut into rows.":
     "请生成 5 帧或更多帧的视频，或将 pipefusion_degree 设为 1：SCAIL 把参考图像当作视频的更多帧，因此单帧视频无法按行切分。",
-  "Make the mask of the {}, these and the latent by one node: the mask is of {} frames, rows and columns, and {} belong to this latent.":
+  "Use one node that makes the {}, the matching mask and the latent: the mask has {} frames, rows and columns, and this latent needs {}.":
     "请用同一个节点生成 {0} 的遮罩、其图像和潜空间：遮罩的帧、行、列为 {1}，而此潜空间需要 {2}。",
-  "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video cannot be parted.":
+  "Encode audio of the video's length: it has {} frames, which do not divide the {} tokens of the video.":
     "请编码与视频等长的声音：它有 {0} 帧，视频的 {1} 个令牌无法按帧分开。",
-  "Use a width and a height that are multiples of 16 pixels: Wan S2V takes references of even sides, and this one is of {}.":
+  "Use a width and a height that are multiples of 16 pixels: Wan S2V takes references with even sides, and this one has {}.":
     "请使用 16 像素倍数的宽和高：Wan S2V 的参考需要偶数边长，而此参考为 {0}。",
-  "Scale the reference pictures to sides that are multiples of 16 pixels, and set auto_resize_images to false: Z-Image-Omni takes references of even sides, and this latent is of {} x {}.":
+  "Scale the reference images to sides that are multiples of 16 pixels, and set auto_resize_images to false: Z-Image-Omni takes references with even sides, and this latent has {} x {}.":
     "请将参考图像缩放到 16 像素倍数的边长，并将 auto_resize_images 设为 false：Z-Image-Omni 的参考需要偶数边长，而此 latent 为 {0} x {1}。",
-  "Load this model's SigLIP in Load CLIP Vision: it gives {} numbers for each patch of a picture, and this Z-Image-Omni takes {}.":
-    "请在 Load CLIP Vision 中加载此模型所用的 SigLIP：它为图像的每个图块给出 {0} 个数值，而此 Z-Image-Omni 需要 {1} 个。",
-  "Put PiD Conditioning after both prompts, with a latent of {} channels, which this file of PiD draws: the latent there has {}.":
-    "请在两个提示词之后都接上 PiD Conditioning，并给它 {0} 通道的 latent，此 PiD 文件绘制的正是这种 latent：那里的 latent 有 {1} 个通道。",
-  "Use a width and a height of at least 64 pixels: Wan S2V reads frames that came before in squares of that size.":
+  "Load this model's SigLIP in Load CLIP Vision: the conditioning has {} features per patch of an image, and this Z-Image-Omni takes {}.":
+    "请在 Load CLIP Vision 中加载此模型所用的 SigLIP：条件中图像的每个图块有 {0} 个特征，而此 Z-Image-Omni 需要 {1} 个。",
+  "Put PiD Conditioning after both prompts, with a latent of {} channels, which this PiD file decodes: the latent there has {}.":
+    "请在两个提示词之后都接上 PiD Conditioning，并给它 {0} 通道的 latent，此 PiD 文件解码的正是这种 latent：那里的 latent 有 {1} 个通道。",
+  "Use a width and a height of at least 64 pixels: Wan S2V reads preceding frames in squares of that size.":
     "请使用至少 64 像素的宽和高：Wan S2V 以该大小的方块读取之前的帧。",
-  "Encode sound of the video's length: it is of {} frames, into which {} tokens of the video and its reference cannot be parted.":
+  "Encode audio of the video's length: it has {} frames, which do not divide the {} tokens of the video and its reference.":
     "请编码与视频等长的声音：它有 {0} 帧，视频及其参考的 {1} 个令牌无法按帧分开。",
   "Set weights_memory to \"auto\", or to {} GB or more: of {}, {} take so much of each device, and weights_memory=\"{}\" is less.":
     "请把 weights_memory 设为“auto”，或至少 {0} GB：{1} 的 {2} 在每个设备上占用这么多，而 weights_memory=\"{3}\" 更小。",
@@ -401,26 +401,26 @@ export const ZH = {
     "请只写一种设备：devices=\"{0}\" 混用了 CPU 和 CUDA 工作进程。",
   "Name a device of this machine too, which has {}: devices=\"{}\" names none.":
     "请至少写上一个本机的设备，本机有 {0}：devices=\"{1}\" 中没有。",
-  "Set forecast_keys_values to a number from 0 to 1: forecast_keys_values={} is none.":
-    "请把 forecast_keys_values 设为 0 到 1 之间的数：forecast_keys_values={0} 不是。",
+  "Set forecast_keys_values to a number from 0 to 1: forecast_keys_values={} is outside this range.":
+    "请把 forecast_keys_values 设为 0 到 1 之间的数：forecast_keys_values={0} 超出此范围。",
   "Set {} to {}: {}=\"{}\" is none of these.":
     "请把 {0} 设为 {1} 之一：{2}=\"{3}\" 不是其中之一。",
   "Set num_patches and warmup_steps to 0 or more: num_patches={} and warmup_steps={} must not be negative.":
     "请把 num_patches 和 warmup_steps 设为 0 或更大：num_patches={0} 和 warmup_steps={1} 不能为负。",
-  "Give stage_blocks one number a stage, or leave it empty: stage_blocks=\"{}\" names {} stages, and pipefusion_degree={}.":
+  "Give stage_blocks one number a stage, or leave it empty: stage_blocks=\"{}\" has {} stages, and pipefusion_degree={}.":
     "请为 stage_blocks 的每级给一个数，或留空：stage_blocks=\"{0}\" 写了 {1} 级，而 pipefusion_degree={2}。",
-  "Set displaced_degree or pipefusion_degree to 1: displaced_degree={} and pipefusion_degree={} both use what is left of the step before, and a stage would be behind twice.":
-    "请把 displaced_degree 或 pipefusion_degree 设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步留下的数据，一级会落后两次。",
-  "Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={} cannot work.":
-    "请把 cfg_degree 设为 1 或 2，因为引导有两个分支：cfg_degree={0} 不可用。",
+  "Set displaced_degree or pipefusion_degree to 1: displaced_degree={} and pipefusion_degree={} both use activations of the previous step, and together a stage's would be two steps old.":
+    "请把 displaced_degree 或 pipefusion_degree 设为 1：displaced_degree={0} 和 pipefusion_degree={1} 都使用上一步的激活值，同时使用时一级的激活值会落后两步。",
+  "Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={} is not supported.":
+    "请把 cfg_degree 设为 1 或 2，因为引导有两个分支：不支持 cfg_degree={0}。",
   "Set mode to auto, or for example {}: the degrees ({}) multiply to {}, and there are {} devices.":
     "请把 mode 设为 auto，或例如 {0}：各并行度（{1}）的乘积为 {2}，而有 {3} 个设备。",
-  "Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set approximate to allowed: approximate=\"{}\" and pipefusion_degree={}, whose patches use keys and values of the step before.":
+  "Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set approximate to allowed: approximate=\"{}\" and pipefusion_degree={}, whose patches use keys and values of the previous step.":
     "请使用 tensor_degree，或 num_patches 1（各级互相等待），或把 approximate 设为 allowed：approximate=\"{0}\" 而 pipefusion_degree={1}：它的各块使用上一步的键和值。",
-  "Set exchange to {}, or approximate to allowed: approximate=\"{}\" and exchange=\"{}\", which rounds what devices send each other to 8 bits.":
-    "请把 exchange 设为 {0}，或把 approximate 设为 allowed：approximate=\"{1}\" 而 exchange=\"{2}\"：它把设备互相发送的内容舍入到 8 位。",
-  "Set displaced_mode to full_sync, or approximate to allowed: approximate=\"{}\" and displaced_degree={}, and in the mode {} devices use rows of the step before.":
-    "请把 displaced_mode 设为 full_sync，或把 approximate 设为 allowed：approximate=\"{0}\" 而 displaced_degree={1}：在模式 {2} 中，设备使用上一步的行。",
+  "Set exchange to {}, or approximate to allowed: approximate=\"{}\" and exchange=\"{}\", which rounds the tensors that devices exchange to 8 bits.":
+    "请把 exchange 设为 {0}，或把 approximate 设为 allowed：approximate=\"{1}\" 而 exchange=\"{2}\"：它把设备间交换的张量舍入到 8 位。",
+  "Set displaced_mode to full_sync, or approximate to allowed: approximate=\"{}\" and displaced_degree={}, and with displaced_mode {} devices use rows of the previous step.":
+    "请把 displaced_mode 设为 full_sync，或把 approximate 设为 allowed：approximate=\"{0}\" 而 displaced_degree={1}：displaced_mode 为 {2} 时，设备使用上一步的行。",
   "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than {}'s {} blocks.":
     "请把 pipefusion_degree 设为最多 {0}：pipefusion_degree={1} 多于 {2} 的 {3} 个块。",
   "Give stage_blocks numbers that add up to {}, or leave it empty to balance the stages: stage_blocks=\"{}\" adds up to {}, and this {} model has {} blocks.":
@@ -441,12 +441,12 @@ export const ZH = {
     "请把 {0} 设为 1 或更大，1 表示不使用该方法：{1}={2} 更小。",
   "Set ulysses_degree to {}, or use ring_degree: ulysses_degree={} does not divide {}'s {} attention heads.":
     "请把 ulysses_degree 设为 {0}，或改用 ring_degree：ulysses_degree={1} 不能整除 {2} 的 {3} 个注意力头。",
-  "Set {}_degree to 1, and use {}: {}_degree={} cannot be, as xDiT does not run {} so, because {}.":
-    "请把 {0}_degree 设为 1，并使用 {1}：{2}_degree={3} 不可用，因为 xDiT 不这样运行 {4}：{5}。",
-  "Set {} to 1, and use cfg_degree, data_degree or displaced_degree: {}={} shares out the tokens and blocks of a transformer, and {} is a U-Net, which has neither from end to end.":
-    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的令牌和块，而 {3} 是 U-Net，没有贯穿首尾的令牌和块。",
-  "Shorten the prompt: it has {} words, and the demo model reads {} at most.":
+  "Shorten the prompt: it has {} words, and the demo model reads at most {}.":
     "请缩短：此提示词有 {0} 个词；演示模型最多读取 {1} 个。",
+  "Set {}_degree to 1, and use {}: {}_degree={} is not supported for {}: {}.":
+    "请把 {0}_degree 设为 1，并使用 {1}：{4} 不支持 {2}_degree={3}：{5}。",
+  "Set {} to 1, and use cfg_degree, data_degree or displaced_degree: {}={} splits the tokens or blocks of a transformer, and {} is a U-Net, which has no single sequence of either.":
+    "请把 {0} 设为 1，并使用 cfg_degree、data_degree 或 displaced_degree：{1}={2} 拆分 transformer 的令牌或块，而 {3} 是 U-Net，没有单一的令牌序列或块序列。",
   "Use ulysses_degree instead of ring_degree, or another weight_dtype: Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in {}.":
     "请用 ulysses_degree 代替 ring_degree，或换用其他 weight_dtype：CUDA 上的 Ring 注意力支持 float16、bfloat16 和 float32，而此模型以 {0} 计算。",
   "Use cfg_degree instead: this model masks its self-attention by a tensor of shape {} and dtype {}, which sequence parallelism and PipeFusion cannot split.":
@@ -463,8 +463,10 @@ export const ZH = {
     "{0}：不是 JSON（{1}）。",
   "Use {}: {} needs about {} GB on {} ({}), and that has {} GB.":
     "请使用 {0}：{1} 在 {3} 上需要约 {2} GB（{4}），而它有 {5} GB。",
-  "The attention {} of block {} did not call PyTorch's scaled_dot_product_attention, where parallel methods take its place. Unset what chooses another attention for diffusers in the workers, or use one device.":
-    "第 {1} 块的注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention，而并行方法正是替换它。请取消为工作进程中的 diffusers 选择其他注意力的设置，或使用单个设备。",
+  "Unset the attention backend that is selected for diffusers in the workers, or use one device: the attention {} of block {} did not call PyTorch's scaled_dot_product_attention, which parallel methods replace.":
+    "请取消为工作进程中的 diffusers 选择的注意力后端，或使用单个设备：第 {1} 块的注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention，而并行方法正是替换它。",
+  "Unset the attention backend that is selected for diffusers in the workers, or use one device: the attention {} did not call PyTorch's scaled_dot_product_attention.":
+    "请取消为工作进程中的 diffusers 选择的注意力后端，或使用单个设备：注意力 {0} 没有调用 PyTorch 的 scaled_dot_product_attention。",
   "Use cfg_degree instead: this model masks its self-attention in a way that sequence parallelism and PipeFusion do not support yet.":
     "请改用 cfg_degree：此模型遮盖自注意力的方式尚不被序列并行和 PipeFusion 支持。",
   "Use cfg_degree: this model masks its self-attention, which displaced_degree does not support.":
@@ -531,61 +533,61 @@ export const ZH = {
     "请给出一个其他机器可以加入的本机地址，例如 {0}；后面可写端口，“{1}:{2}”：“{3}”不是这样的地址。",
   "Set one of {} in Settings > xDiT, with another port, such as {}:{}, if this one is taken: other machines cannot join at {} ({}).":
     "请在 设置 > xDiT 中设为 {0} 之一；若此端口已被占用，请用其他端口，例如 {1}:{2}：其他机器不能在 {3} 加入（{4}）。",
-  "Use fewer frames, or a smaller width and height: this {} model has positions for {}, and the latent is of {}.":
+  "Use fewer frames, or a smaller width and height: this {} model has positions for {}, and the latent has {}.":
     "请减少帧数，或减小宽度和高度：此 {0} 模型只有 {1} 的位置，而 latent 为 {2}。",
-  "Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode: HunyuanDiT takes two texts, of {} and {} tokens or more, and which of these are real, and the conditioning has {}.":
+  "Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode: HunyuanDiT takes two texts with masks, of at least {} and {} tokens, and the conditioning has {}.":
     "请使用 HunyuanDiT checkpoint 中的 CLIP，以及“CLIP 文本编码”：HunyuanDiT 接受两段文本，至少 {0} 和 {1} 个令牌，并说明其中哪些有效，而条件中有 {2}。",
-  "Use the latent that Kandinsky5ImageToVideo gives: the given frames are a latent of {} rows and columns, and the latent has {}.":
-    "请使用 Kandinsky5ImageToVideo 给出的 latent：给定的帧是 {0} 行和列的 latent，而 latent 有 {1}。",
-  "Use an empty latent of a picture, with batch_size for several: Krea 2 draws pictures, and this latent is of {} frames.":
-    "请使用图像的空 latent，要多张则用 batch_size：Krea 2 画图像，而此 latent 有 {0} 帧。",
-  "Use a latent of {} frames, which is a length of {} in EmptyHunyuanLatentVideo: Latte draws videos of {} frames, or a picture of one, and the latent has {}.":
-    "请使用 {0} 帧的 latent，即 EmptyHunyuanLatentVideo 中 length 为 {1}：Latte 画 {2} 帧的视频或一帧的图像，而 latent 有 {3} 帧。",
-  "Use the publisher's file: this LTX-2 file's metadata says otherwise than its tensors what model it is ({}), as they are another file's, or lost.":
-    "请使用发布者的文件：此 LTX-2 文件的元数据与其张量所说的模型不同（{0}）：元数据属于其他文件，或已丢失。",
-  "Use a text encoder that pads at the end, or Load Diffusion Model: the conditioning's attention mask leaves out text tokens before the last real one, which xDiT does not run with Mochi.":
-    "请使用在末尾填充的文本编码器，或“UNet加载器”：条件的注意力掩码去掉了最后一个有效文本令牌之前的令牌，xDiT 不这样运行 Mochi。",
-  "Use sides that are multiples of 16, and together at least 528: PixArt cannot draw {} x {} pixels.":
-    "请使用 16 的倍数、且两边之和至少为 528 的边长：PixArt 不能画 {0} x {1} 像素。",
-  "Use a smaller latent: this SD3 model has positions for {} x {} pixels, and it is of {} x {}.":
+  "Use the latent that Kandinsky5ImageToVideo returns: its conditioning frames have {} rows and columns, and the latent has {}.":
+    "请使用 Kandinsky5ImageToVideo 给出的 latent：其条件帧有 {0} 行和列，而 latent 有 {1}。",
+  "Use an empty image latent, with batch_size for several images: Krea 2 generates images, and this latent has {} frames.":
+    "请使用图像的空 latent，要多张则用 batch_size：Krea 2 生成图像，而此 latent 有 {0} 帧。",
+  "Use a latent of {} frames, which is a length of {} in EmptyHunyuanLatentVideo: Latte generates videos of {} frames, or images of one, and the latent has {}.":
+    "请使用 {0} 帧的 latent，即 EmptyHunyuanLatentVideo 中 length 为 {1}：Latte 生成 {2} 帧的视频或一帧的图像，而 latent 有 {3} 帧。",
+  "Use the publisher's file: the metadata of this LTX-2 file contradicts its tensors ({}), as if it were missing or from another file.":
+    "请使用发布者的文件：此 LTX-2 文件的元数据与其张量矛盾（{0}）：元数据可能缺失，或来自其他文件。",
+  "Use a text encoder that pads at the end, or Load Diffusion Model: the conditioning's attention mask excludes text tokens before the last real one, which xDiT does not support for Mochi.":
+    "请使用在末尾填充的文本编码器，或“UNet加载器”：条件的注意力掩码排除了最后一个有效文本令牌之前的令牌，xDiT 对 Mochi 不支持这一点。",
+  "Use sides that are multiples of 16, and together at least 528: PixArt cannot generate {} x {} pixels.":
+    "请使用 16 的倍数、且两边之和至少为 528 的边长：PixArt 不能生成 {0} x {1} 像素。",
+  "Use a smaller latent: this SD3 model has positions for {} x {} pixels, and the latent has {} x {}.":
     "请使用更小的 latent：此 SD3 模型有 {0} x {1} 像素的位置，而 latent 为 {2} x {3}。",
-  "Use a width and a height that are multiples of 16 pixels: Wan VACE takes latents of even sides, and this one is of {} x {}.":
+  "Use a width and a height that are multiples of 16 pixels: Wan VACE takes latents with even sides, and this one has {} x {}.":
     "请使用 16 像素倍数的宽度和高度：Wan VACE 接受边长为偶数的 latent，而这个为 {0} x {1}。",
-  "Use the latent that WanVaceToVideo gives: the control video is a latent of {} frames, rows and columns, and the latent has {}.":
-    "请使用 WanVaceToVideo 给出的 latent：控制视频是 {0} 帧、行和列的 latent，而 latent 有 {1}。",
+  "Use the latent that WanVaceToVideo returns: its control video has {} frames, rows and columns, and the latent has {}.":
+    "请使用 WanVaceToVideo 给出的 latent：其控制视频有 {0} 帧、行和列，而 latent 有 {1}。",
   "Use cfg_degree, ulysses_degree or ring_degree instead: this model masks tokens of its image, which PipeFusion does not support yet.":
     "请改用 cfg_degree、ulysses_degree 或 ring_degree：此模型遮盖图像的令牌，PipeFusion 尚不支持。",
   "{} for {} s. Queue the prompt again to start a new group. ({})":
     "{0}，已 {1} 秒。请再次排队以启动新的一组。（{2}）",
   "Use VAE Decode: {} cannot be split by rows, only {}.":
     "请使用“VAE解码”：{0} 不能按行拆分，只有 {1} 可以。",
-  "Tiling is on, which blends tiles, and rows are exact. Call vae.disable_tiling() first.":
-    "分块已打开，它会混合各块，而按行是精确的。请先调用 vae.disable_tiling()。",
+  "Call vae.disable_tiling() first: tiling is enabled, and decoding by rows is exact, unlike blended tiles.":
+    "请先调用 vae.disable_tiling()：分块已启用，而按行解码是精确的，混合的分块则不是。",
   "Use VAE Decode: {} padding by {} with {} cannot be split.":
     "请使用“VAE解码”：以 {2} 填充 {1} 的 {0} 不能拆分。",
   "Use VAE Decode: upsampling with mode={}, size={}, scale_factor={} cannot be split, only nearest by a whole factor.":
     "请使用“VAE解码”：mode={0}、size={1}、scale_factor={2} 的上采样不能拆分，只有整数倍的 nearest 可以。",
   "Use VAE Decode: masked attention in a VAE cannot be split.":
     "请使用“VAE解码”：VAE 中带掩码的注意力不能拆分。",
-  "{} is {}, which does not use torch's attention and would see this rank's rows only. Use AttnProcessor2_0.":
-    "{0} 是 {1}，它不使用 torch 的注意力，只会看到本进程的行。请使用 AttnProcessor2_0。",
+  "Use AttnProcessor2_0: {} is {}, which does not use torch's attention and would see this rank's rows only.":
+    "请使用 AttnProcessor2_0：{0} 是 {1}，它不使用 torch 的注意力，只会看到本进程的行。",
   "Use a larger latent or lower degrees: it has {} {}, too few for ulysses_degree x ring_degree = {}.":
     "请使用更大的 latent 或更小的并行度：latent 有 {0} {1}，对 ulysses_degree x ring_degree = {2} 太少。",
   "Set pipefusion_degree to at most {}: pipefusion_degree={} is more than the model's {} blocks.":
     "请把 pipefusion_degree 设为最多 {0}：pipefusion_degree={1} 多于模型的 {2} 个块。",
-  "Join the prompts as text, in one Text Encode node: the conditioning has {} text tokens and an attention mask of {}, as Conditioning (Concat) makes of prompts with masks.":
+  "Join the prompts as text, in one Text Encode node: the conditioning has {} text tokens and an attention mask for {}, which Conditioning (Concat) produces from prompts with masks.":
     "请在一个文本编码节点中把提示词合并为文本：条件有 {0} 个文本令牌和 {1} 的注意力掩码，这是 Conditioning (Concat) 合并带掩码的提示词时产生的。",
-  "Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model: the conditioning weighs text tokens by an attention mask of fractions, which xDiT does not support.":
-    "请使用掩码只有 1 和 0 的文本编码器，或“UNet加载器”：条件用小数的注意力掩码为文本令牌加权，xDiT 不支持。",
-  "Connect Empty Ace Step 1.0 Latent Audio, or a sound encoded by the VAE of ACE-Step: a latent of its sound has {} rows, and this one has {}.":
+  "Use a text encoder whose attention mask has only ones and zeros, or Load Diffusion Model: the conditioning has an attention mask with fractions, which xDiT does not support.":
+    "请使用掩码只有 1 和 0 的文本编码器，或“UNet加载器”：条件中的注意力掩码含有小数，xDiT 不支持。",
+  "Connect Empty Ace Step 1.0 Latent Audio, or audio encoded by the VAE of ACE-Step: its latents have {} rows, and this one has {}.":
     "请连接空 Ace Step 1.0 音频 latent，或由 ACE-Step 的 VAE 编码的声音：其声音的 latent 有 {0} 行，而这个有 {1} 行。",
-  "Use a width and a height that are multiples of {} pixels: HiDream-O1 takes such latents alone, and this one is of {} x {}.":
+  "Use a width and a height that are multiples of {} pixels, as HiDream-O1 needs: this latent has {} x {}.":
     "请使用 {0} 像素倍数的宽度和高度：HiDream-O1 只接受这样的 latent，而这个为 {1} x {2}。",
-  "Use a width and a height that are multiples of 16 pixels: {} takes latents of even sides, and this one is of {} x {}.":
+  "Use a width and a height that are multiples of 16 pixels: {} takes latents with even sides, and this one has {} x {}.":
     "请使用 16 像素倍数的宽度和高度：{0} 接受边长为偶数的 latent，而这个为 {1} x {2}。",
   "Change it in the node that sets it, or use Load Diffusion Model: xDiT runs {} with {} = {}, and this workflow's conditioning has {}.":
     "请在设置它的节点中更改它，或使用“UNet加载器”：xDiT 只在 {1} = {2} 时运行 {0}，而此工作流的条件有 {3}。",
-  "Make them with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the latent has parts of the shapes {}, and LTX-2 works on a video and a sound of (batch, {}, length, {}).":
+  "Make video and audio with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the latent's components have the shapes {}, and LTX-2 needs a video and audio of (batch, {}, length, {}).":
     "请用 LTX-2 的 latent 节点生成各部分，并用 LTXVConcatAVLatent 连接：latent 各部分的形状为 {0}，而 LTX-2 处理视频和 (batch, {1}, length, {2}) 的声音。",
   "The model {} is not loaded on rank {}. Queue the prompt again.":
     "模型 {0} 没有加载在进程 {1} 上。请再次排队。",
@@ -637,13 +639,13 @@ export const ZH = {
     "更多或更大的设备",
   "{}, or VAE {} (Tiled): {} needs {} GB on each of {} devices, and {} GB are free.":
     "{0}，或使用 VAE {1}（分块）：{2} 在 {4} 个设备上各需要 {3} GB，而有 {5} GB 空闲。",
-  "Use a smaller picture or fewer frames: {} needs {} GB on each device, and {} GB are free.":
+  "Use a smaller image or fewer frames: {} needs {} GB on each device, and {} GB are free.":
     "请使用更小的图像或更少的帧：{0} 在每个设备上需要 {1} GB，而有 {2} GB 空闲。",
   "{}, {} devices like these":
     "{0}、{1} 个这样的设备",
-  "Use a smaller picture":
+  "Use a smaller image":
     "请使用更小的图像",
-  "Use a picture of {} x {} pixels at most":
+  "Use an image of at most {} x {} pixels":
     "请使用最大 {0} x {1} 像素的图像",
   "decoding a latent of {} x {}":
     "解码 {0} x {1} 的 latent",
@@ -860,7 +862,7 @@ export const ZH = {
     "请把 displaced_degree 设为 1，改用 ulysses_degree、ring_degree、tensor_degree、cfg_degree 或 data_degree，或移除 Flux KV Cache：错位补丁保存自己的键和值。",
   "Set cfg_degree and data_degree to 1, or remove Flux KV Cache: the calls of this run have unlike numbers of images, of which some need what other devices keep.":
     "请把 cfg_degree 和 data_degree 设为 1，或移除 Flux KV Cache：这次运行的各次调用图像数量不同，其中一些需要其他设备保存的内容。",
-  "Encode the reference sound with LTX-2's audio VAE: its tokens have the shape {}, and this model's are (batch, length, {}).":
+  "Encode the reference audio with LTX-2's audio VAE: its tokens have the shape {}, and this model needs (batch, length, {}).":
     "请用 LTX-2 的音频 VAE 编码参考声音：它的 token 形状为 {0}，而此模型的为 (batch, length, {1})。",
   "Use a picture whose sides are multiples of {} pixels: this VAE makes a row of a latent of so many, and the picture has {} x {}.":
     "请使用边长为 {0} 像素整数倍的图像：此 VAE 的 latent 每行对应这么多像素，而该图像为 {1} x {2}。",
@@ -868,11 +870,11 @@ export const ZH = {
     "请移除 USO Style Reference：它用于 Flux.1，而这是 {0}。",
   "Use batch_size 1, cfg 1 and a USO model patch that was made for this model: the one given makes tokens of {} channels for one image, and this {} model has {} and is asked for {} images at once.":
     "请使用 batch_size 1、cfg 1，以及为此模型制作的 USO 模型补丁：给出的补丁为一张图像生成 {0} 通道的 token，而此 {1} 模型为 {2} 通道，且一次要求 {3} 张图像。",
-  "Encode the prompt with the CLIP that belongs to Stable Cascade: the conditioning has no pooled text, which its model reads.":
+  "Encode the prompt with the CLIP of Stable Cascade: the conditioning has no pooled text, which the model needs.":
     "请用属于 Stable Cascade 的 CLIP 编码提示词：conditioning 中没有池化文本，而其模型要读取它。",
-  "Connect the latent that stage C has drawn to StableCascade_StageB_Conditioning: the one there has the shape {}, and stage B reads (images, {}, rows, columns).":
-    "请把 C 阶段绘制的 latent 接到 StableCascade_StageB_Conditioning：那里的 latent 形状为 {0}，而 B 阶段读取 (图像, {1}, 行, 列)。",
-  "Use a width and a height that are multiples of 8 pixels, and {} or more: Stable Cascade B takes latents of even sides from {} on, and this one is of {} x {}.":
+  "Connect the latent that stage C generated to StableCascade_StageB_Conditioning: the latent there has the shape {}, and stage B needs (images, {}, rows, columns).":
+    "请把 C 阶段生成的 latent 接到 StableCascade_StageB_Conditioning：那里的 latent 形状为 {0}，而 B 阶段需要 (图像, {1}, 行, 列)。",
+  "Use a width and a height that are multiples of 8 pixels, and {} or more: Stable Cascade B takes latents with even sides of {} or more, and this one has {} x {}.":
     "请使用 8 像素整数倍且不小于 {0} 的宽度和高度：Stable Cascade B 接受边长为偶数且不小于 {1} 的 latent，而这个为 {2} x {3}。",
   "the store operation \"{}\" came with {} keys instead of one":
     "存储操作 \"{0}\" 带有 {1} 个键，而应为一个",

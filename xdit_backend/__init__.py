@@ -1,1 +1,1 @@
-"""The part of xDiT that knows nothing of ComfyUI: launcher, client, protocol, workers, parallel methods, models."""
+"""Backend of xDiT for ComfyUI, without ComfyUI: launcher, client, protocol, workers, parallel methods, models."""

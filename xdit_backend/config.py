@@ -1,7 +1,4 @@
-"""What a person chose about devices and degrees, and the one place where it is validated.
-
-Used by the nodes before anything is launched, and by the planner when a run begins.
-"""
+"""ParallelConfig: devices, degrees and options of a worker group, and their validation."""
 
 import dataclasses
 import itertools
@@ -18,23 +15,23 @@ APPROXIMATE = ("allowed", "not allowed", "for speed")
 DISPLACED_MODES = (AUTO, *MODES)
 COMPILES = "off", "blocks"
 ALL_ON_DEVICE = "all on the device"
-WEIGHTS_MEMORY = {"auto": None, ALL_ON_DEVICE: 0}      # words of weights_memory, and what they are in bytes
-FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # which older workflows name where nobody chose
-KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
-MAX_SHOWN = 60                             # characters of a value that is none of these
+WEIGHTS_MEMORY = {"auto": None, ALL_ON_DEVICE: 0}      # keywords of weights_memory, and their value in bytes
+FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # stored in older workflows without the user's choice
+KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+MAX_SHOWN = 60                             # characters of a value of the wrong type that an error quotes
 MAX_DIGITS = 9                             # of a number of blocks
 
-PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values")          # what only PipeFusion reads
-BOTH = ("warmup_steps", "forecast_keys_values")                # and what displaced patches read too
+PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values")          # read by PipeFusion alone
+BOTH = ("warmup_steps", "forecast_keys_values")                # read by PipeFusion and displaced patches
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Devices and degrees. The defaults run on any machine.
 
-    devices: "auto", or torch device names with commas ("cuda:0,cuda:1", "cpu,cpu"); of another machine,
-    "other-pc/cuda:0".
-    mode: "auto" chooses the degrees for each run; "manual" uses the ones given, whose product is the device count.
+    devices: "auto", or torch device names separated by commas ("cuda:0,cuda:1", "cpu,cpu"); a remote device has its
+    machine's name in front, "other-pc/cuda:0".
+    mode: "auto" chooses the degrees for each run; "manual" uses those below, whose product is the number of devices.
     """
 
     devices: str = "auto"
@@ -45,54 +42,54 @@ class ParallelConfig:
     ring_degree: int = 1
     ulysses_degree: int = 1
     tensor_degree: int = 1
-    num_patches: int = 0                       # 0: chosen
+    num_patches: int = 0                       # 0: automatic
     warmup_steps: int = 1
     stage_blocks: str = ""                     # blocks of each stage, "20,37"; "": balanced by cost
     warmup: str = "auto"                       # how the warm-up steps run, one of WARMUPS
-    offload_keys_values: bool = False          # stale keys and values in host memory
-    # how far stale keys and values go on as they went in the step before: 0 not at all
+    offload_keys_values: bool = False          # offload stale keys and values to system RAM
+    # extrapolation of stale keys and values, in units of their last change; 0: none
     forecast_keys_values: float = 0.6
     displaced_degree: int = 1
     displaced_mode: str = DISPLACED_MODES[0]   # how displaced patches synchronise, one of DISPLACED_MODES
-    approximate: str = APPROXIMATE[0]          # may the picture differ a little from one device's? One of APPROXIMATE
-    # GB of each device that weights may take, others come from host memory in every step; "auto", or ALL_ON_DEVICE
+    approximate: str = APPROXIMATE[0]          # whether results may differ from a single device's, one of APPROXIMATE
+    # GB of weights resident on each device, the others being streamed in every step; "auto", or ALL_ON_DEVICE
     weights_memory: str = "auto"
-    attention: str = ATTENTIONS[0]             # by which kernel attention runs, one of ATTENTIONS
-    compile: str = COMPILES[0]                 # are blocks run as torch.compile makes them? One of COMPILES
-    exchange: str = WHOLE                      # in which form attention's tensors travel, one of EXCHANGES
+    attention: str = ATTENTIONS[0]             # attention backend, one of ATTENTIONS
+    compile: str = COMPILES[0]                 # whether blocks are compiled with torch.compile, one of COMPILES
+    exchange: str = WHOLE                      # communication dtype of attention's tensors, one of EXCHANGES
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, (int, float) if field.type is float else field.type):
-                raise ConfigError(f"{field.name}={str(value)[:MAX_SHOWN]} is no {KINDS[field.type]}.")
+                raise ConfigError(f"Set {field.name} to {KINDS[field.type]}: "
+                                  f"{field.name}={str(value)[:MAX_SHOWN]} is not.")
 
     @property
     def compile_backend(self):
-        """Predict's."""
+        """torch.compile's backend; "": eager."""
         return "inductor" if self.compile == "blocks" else ""
 
     @property
     def num_stage_blocks(self):
-        """stage_blocks as numbers; () where the stages are to be balanced. Raises ConfigError for other text."""
+        """stage_blocks as integers; (): balance the stages. Raises ConfigError if it is not a list of block counts."""
         if not self.stage_blocks.strip():
             return ()
-        parts = [part.strip() for part in self.stage_blocks.split(",")]
-        if not all(part.isdecimal() and len(part) <= MAX_DIGITS and int(part) > 0 for part in parts):
+        counts = [count.strip() for count in self.stage_blocks.split(",")]
+        if not all(count.isdecimal() and len(count) <= MAX_DIGITS and int(count) > 0 for count in counts):
             raise ConfigError('Give stage_blocks one number a stage with commas, such as "20,37", or leave it empty: '
                               f'stage_blocks="{self.stage_blocks}" is not a list of block counts of at least 1.')
-        return tuple(map(int, parts))
+        return tuple(map(int, counts))
 
     @property
     def weights_memory_bytes(self):
-        """Bytes of each device that weights may take; 0: all are there; None: as many as it has room for."""
+        """Weights that may be resident on each device, in bytes; 0: all; None: as many as fit."""
         text = self.weights_memory.strip().lower()
         return WEIGHTS_MEMORY[text] if text in WEIGHTS_MEMORY else int(float(text.removesuffix("gb")) * 1e9)
 
     @property
     def idle(self):
-        """What a run without PipeFusion makes of settings that only PipeFusion reads (or displaced patches), in a
-        person's words; "" if all are unset."""
+        """A note on settings that are set but not read by this configuration's methods; "" if there are none."""
         read = self.mode == "manual" and self.displaced_degree > 1
         unused = {"pipefusion_degree": PIPEFUSION if read else (*PIPEFUSION, *BOTH),
                   "displaced_degree": () if read else ("displaced_mode",)}
@@ -100,28 +97,28 @@ class ParallelConfig:
             unused["ulysses_degree x ring_degree"] = ("exchange",)
         text = ""
         for degree, names in unused.items():
-            given = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
+            changed = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
                      if field.name in names
                      and getattr(self, field.name) not in (field.default, FORMER_DEFAULTS.get(field.name))]
-            text += f" ({', '.join(given)} unused: {degree} is 1)" if given else ""
+            text += f" ({', '.join(changed)} unused: {degree} is 1)" if changed else ""
         return text
 
     @property
     def requested_patches(self):
-        """num_patches; one patch, with which nothing is stale, in auto mode where nothing approximate is allowed."""
+        """num_patches; 1 if auto mode must give exact results: with one patch no keys or values are stale."""
         return 1 if self.mode == "auto" and not self.may_differ else self.num_patches
 
     @property
     def cached_steps(self):
-        """Of how many steps stale keys and values are kept: of two, where they are forecast."""
+        """Steps whose stale keys and values are cached: 2 if they are extrapolated, else 1."""
         displaced = MODES.get(self.displaced_mode) if self.mode == "manual" and self.displaced_degree > 1 else None
-        # auto chooses none of those
+        # auto mode never chooses a frozen mode
         frozen = displaced is not None and not (displaced.is_stale and displaced.publishes)
         return 2 if self.forecast_keys_values > 0 and not frozen else 1
 
     @property
     def may_differ(self):
-        """May the picture differ a little from one device's?"""
+        """True if results may differ slightly from a single device's."""
         return self.approximate != "not allowed"
 
     @property
@@ -131,22 +128,24 @@ class ParallelConfig:
 
 
 def fitting(config, num_cuda_devices):
-    """The ParallelConfig nearest to this one that can work here, before a model is known: of its devices those that are
-    there, and degrees whose product is their number, of methods that it uses as far as possible.
+    """Return the valid ParallelConfig nearest to this one, before a model is known.
+
+    Its devices are those of `config` that exist, and the product of its degrees is their number, using methods that
+    `config` uses as far as possible. Raises ConfigError if there is none.
     """
     try:
         devices = resolve_devices(config.devices, num_cuda_devices, "auto")
-    except ConfigError:                                        # no names of devices
+    except ConfigError:                                        # not a list of device names
         devices = resolve_devices("auto", num_cuda_devices)
     count = len(devices)
     text = config.devices if ",".join(devices) == config.devices.replace(" ", "").lower() else ",".join(devices)
     config = dataclasses.replace(config, devices=text)
 
     def distance(degrees):
-        """From the given ones; of equally near ones those come first whose methods send less."""
-        given = [max(1, getattr(config, name)) for name in DEGREES]
+        """Distance from the configured degrees; ties prefer the methods that communicate least."""
+        configured = [max(1, getattr(config, name)) for name in DEGREES]
         return (sum(abs(math.log2(new / old)) + (10 if new > 1 and old == 1 else 0)
-                    for new, old in zip(degrees, given)),
+                    for new, old in zip(degrees, configured)),
                 [-degree for degree in degrees])
 
     every = sorted(_factored(count, len(DEGREES)), key=distance)
@@ -160,24 +159,24 @@ def fitting(config, num_cuda_devices):
     raise ConfigError("Set mode to auto: no degrees make these settings work here.")
 
 
-def _factored(product, places):
-    """Every way to write a number as a product of so many, in every order."""
-    if places == 1:
+def _factored(product, num_factors):
+    """Yield every way to write a number as an ordered product of num_factors factors."""
+    if num_factors == 1:
         yield (product,)
         return
     for first in range(1, product + 1):
         if product % first == 0:
-            yield from ((first, *rest) for rest in _factored(product // first, places - 1))
+            yield from ((first, *rest) for rest in _factored(product // first, num_factors - 1))
 
 
 def validate(config, num_devices):
-    """Refuse settings that cannot work on this number of devices, before a model is known.
+    """Reject settings that cannot work on this number of devices, before a model is known.
 
     Raises ConfigError naming the field, its value and what would work (rules of docs/algorithms.md section 1).
     """
     if not 0 <= config.forecast_keys_values <= 1:
         raise ConfigError("Set forecast_keys_values to a number from 0 to 1: "
-                          f"forecast_keys_values={config.forecast_keys_values} is none.")
+                          f"forecast_keys_values={config.forecast_keys_values} is outside this range.")
     for name in DEGREES:
         value = getattr(config, name)
         if value < 1:
@@ -185,29 +184,29 @@ def validate(config, num_devices):
     if config.num_patches < 0 or config.warmup_steps < 0:
         raise ConfigError(f"Set num_patches and warmup_steps to 0 or more: num_patches={config.num_patches} and "
                           f"warmup_steps={config.warmup_steps} must not be negative.")
-    for name, words in (("mode", ("auto", "manual")), ("warmup", WARMUPS), ("displaced_mode", DISPLACED_MODES),
+    for name, choices in (("mode", ("auto", "manual")), ("warmup", WARMUPS), ("displaced_mode", DISPLACED_MODES),
                         ("approximate", APPROXIMATE), ("compile", COMPILES), ("attention", ATTENTIONS),
                         ("exchange", EXCHANGES)):
         value = getattr(config, name)
-        if value not in words:
-            raise ConfigError(f'Set {name} to {_one_of(words)}: {name}="{value}" is none of these.')
+        if value not in choices:
+            raise ConfigError(f'Set {name} to {_one_of(choices)}: {name}="{value}" is none of these.')
     check_weights_memory(config.weights_memory)
     refuse_rounded_exchange(config)
     if config.mode == "auto":
         return
     if (count := len(config.num_stage_blocks)) not in (0, config.pipefusion_degree):
         raise ConfigError("Give stage_blocks one number a stage, or leave it empty: "
-                          f'stage_blocks="{config.stage_blocks}" names {count} stages, and '
+                          f'stage_blocks="{config.stage_blocks}" has {count} stages, and '
                           f"pipefusion_degree={config.pipefusion_degree}.")
     if config.displaced_degree > 1 and config.pipefusion_degree > 1:
         raise ConfigError("Set displaced_degree or pipefusion_degree to 1: "
                           f"displaced_degree={config.displaced_degree} and "
-                          f"pipefusion_degree={config.pipefusion_degree} both use what is left of the step before, "
-                          "and a stage would be behind twice.")
+                          f"pipefusion_degree={config.pipefusion_degree} both use activations of the previous step, "
+                          "and together a stage's would be two steps old.")
     refuse_approximate(config)
     if config.cfg_degree > 2:
         raise ConfigError(f"Set cfg_degree to 1 or 2, as guidance has two branches: cfg_degree={config.cfg_degree} "
-                          "cannot work.")
+                          "is not supported.")
     product, text = 1, []
     for name in DEGREES:
         value = getattr(config, name)
@@ -220,20 +219,20 @@ def validate(config, num_devices):
             f"multiply to {product}, and there are {num_devices} devices.")
 
 
-def check_weights_memory(given):
-    """Refuse text that is none of what ParallelConfig.weights_memory may be."""
-    text = given.strip().lower()
+def check_weights_memory(weights_memory):
+    """Raise ConfigError for text that is not a value of ParallelConfig.weights_memory."""
+    text = weights_memory.strip().lower()
     try:
         num_bytes = float(text.removesuffix("gb")) * 1e9
     except ValueError:
         num_bytes = math.nan
     if text not in WEIGHTS_MEMORY and not 1 <= num_bytes < math.inf:
         raise ConfigError('Set weights_memory to a number of GB above 0, such as "10", to "auto" or to '
-                          f'"{ALL_ON_DEVICE}": weights_memory="{given}" is none of these.')
+                          f'"{ALL_ON_DEVICE}": weights_memory="{weights_memory}" is none of these.')
 
 
 def validate_stages(config, num_blocks, family):
-    """Refuse stages that this model does not have blocks for. Raises ConfigError with what would work."""
+    """Reject stages for which this model has too few blocks. Raises ConfigError with what would work."""
     if config.pipefusion_degree > num_blocks:
         raise ConfigError(f"Set pipefusion_degree to at most {num_blocks}: "
                           f"pipefusion_degree={config.pipefusion_degree} is more than {family}'s {num_blocks} blocks.")
@@ -245,16 +244,18 @@ def validate_stages(config, num_blocks, family):
 
 
 def validate_layout(layout, num_heads, family, num_key_heads=None):
-    """Refuse a layout that this model cannot run. num_heads: None of a U-Net; num_key_heads: None: as many. Raises
-    ConfigError with what would work."""
+    """Reject a layout that this model cannot run.
+
+    num_heads: None for a U-Net. num_key_heads: None: as many as num_heads. Raises ConfigError with what would work.
+    """
     degree = layout.ulysses_degree
     if num_heads is None:
         for name in ("ulysses_degree", "ring_degree", "pipefusion_degree", "tensor_degree"):
             value = getattr(layout, name)
             if value > 1:
                 raise ConfigError(f"Set {name} to 1, and use cfg_degree, data_degree or displaced_degree: "
-                                  f"{name}={value} shares out the tokens and blocks of a transformer, and {family} "
-                                  "is a U-Net, which has neither from end to end.")
+                                  f"{name}={value} splits the tokens or blocks of a transformer, and {family} is a "
+                                  "U-Net, which has no single sequence of either.")
         return
     if layout.tensor_degree > 1:
         _validate_tensor_degree(layout, num_heads, num_key_heads or num_heads, family)
@@ -265,14 +266,16 @@ def validate_layout(layout, num_heads, family, num_key_heads=None):
 
 
 def refuse_methods(layout, refused, family, others=("cfg", "data", "ulysses", "ring", "tensor")):
-    """Refuse methods that a family cannot have. refused: {degree, without "_degree": why}. others: to choose from.
-    Raises ConfigError with what would work."""
+    """Reject methods that a family does not support. Raises ConfigError with what would work.
+
+    refused: {degree, without "_degree": reason}. others: methods to suggest instead.
+    """
     for name, reason in refused.items():
         value = getattr(layout, f"{name}_degree")
         if value > 1:
             left = [f"{other}_degree" for other in others if other not in refused]
-            raise ConfigError(f"Set {name}_degree to 1, and use {_one_of(left)}: {name}_degree={value} cannot be, "
-                              f"as xDiT does not run {family} so, because {reason}.")
+            raise ConfigError(f"Set {name}_degree to 1, and use {_one_of(left)}: {name}_degree={value} is not "
+                              f"supported for {family}: {reason}.")
 
 
 def _validate_tensor_degree(layout, num_heads, num_key_heads, family):
@@ -296,27 +299,27 @@ def _one_of(numbers):
 
 
 def _example(num_devices):
-    """Degrees for so many devices. Without a sign "=", by which the page finds the widget that a message is about."""
+    """Degrees for this number of devices. Without "=", which marks the widget that an error is about on the page."""
     return "all degrees 1" if num_devices == 1 else f"ulysses_degree {num_devices}"
 
 
 def refuse_approximate(config):
-    """Refuse degrees of manual mode that give another picture than one device's, where that is not allowed."""
+    """Reject manual degrees whose result differs from a single device's, if that is not allowed."""
     if config.may_differ:
         return
     if config.pipefusion_degree > 1 and config.num_patches != 1:
         raise ConfigError("Set num_patches to 1, with which stages wait for each other, use tensor_degree, or set "
                           f'approximate to allowed: approximate="{config.approximate}" and '
                           f"pipefusion_degree={config.pipefusion_degree}, whose patches use keys and values of the "
-                          "step before.")
+                          "previous step.")
     if config.displaced_degree > 1 and (config.displaced_mode == AUTO or MODES[config.displaced_mode].is_stale):
         raise ConfigError("Set displaced_mode to full_sync, or approximate to allowed: "
                           f'approximate="{config.approximate}" and displaced_degree={config.displaced_degree}, and '
-                          f"in the mode {config.displaced_mode} devices use rows of the step before.")
+                          f"with displaced_mode {config.displaced_mode} devices use rows of the previous step.")
 
 
 def refuse_rounded_exchange(config):
-    """Refuse tensors that are rounded as they travel, where the picture may not differ."""
+    """Reject 8-bit communication if results must equal a single device's."""
     if not config.may_differ and config.exchange != WHOLE:
         raise ConfigError(f'Set exchange to {WHOLE}, or approximate to allowed: approximate="{config.approximate}" and '
-                          f'exchange="{config.exchange}", which rounds what devices send each other to 8 bits.')
+                          f'exchange="{config.exchange}", which rounds the tensors that devices exchange to 8 bits.')

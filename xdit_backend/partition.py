@@ -1,7 +1,6 @@
-"""Who has which part: tokens of a shard, blocks of a stage, rows of a patch, ranks of a stage. Pure arithmetic.
+"""Partitioning arithmetic: tokens of a shard, blocks of a stage, rows of a patch, ranks of a stage.
 
-The host and every worker import it, so that each knows the others' parts without asking. What is chosen is
-planner/planner.py's.
+The host and every worker compute the same partition, so that ranks know each other's shards without communication.
 """
 
 import itertools
@@ -11,17 +10,17 @@ import re
 from .protocol.errors import ConfigError
 from .protocol.specs import Patch
 
-ALIGNMENT = 16                 # bytes; a layer's place in a bucket of an exchange fits any dtype
-# of a device's memory that weights may take; the rest is for activations, and for other nodes
+ALIGNMENT = 16                 # bytes; the offset of a layer in an all-gather bucket suits any dtype
+# fraction of a device's memory that weights may take; the rest is for activations and for other nodes
 FULL = 0.8
-STREAMS = {"vid", "txt", "all"}            # of what some blocks have for each stream, or for both, by itself
+STREAMS = {"vid", "txt", "all"}            # modules that a block has per stream, or one for both
 
 
 def shard_sizes(num_tokens, num_shards, speeds=(), least=0):
-    """Sizes of contiguous shards, so that all take about as long; alike, they differ by one at most, the larger ones
-    first.
+    """Sizes of contiguous shards that take about the same time.
 
-    speeds: of each shard's rank, relative; (): alike. least: what each shard has, where there is enough for all.
+    On identical ranks they differ by one at most, the larger ones first.
+    speeds: relative speed of each shard's rank; (): identical. least: minimum size of a shard, if num_tokens suffices.
     """
     if not speeds:
         quotient, remainder = divmod(num_tokens, num_shards)
@@ -29,9 +28,9 @@ def shard_sizes(num_tokens, num_shards, speeds=(), least=0):
     assert len(speeds) == num_shards
     least = least if num_tokens >= least * num_shards else 0
     sizes = [max(least, num_tokens * speed // sum(speeds)) for speed in speeds]
-    while sum(sizes) < num_tokens:                             # to who would be done first
+    while sum(sizes) < num_tokens:                             # add to the rank that would finish first
         sizes[min(range(num_shards), key=lambda index: (sizes[index] + 1) / speeds[index])] += 1
-    while sum(sizes) > num_tokens:                             # from who is done last
+    while sum(sizes) > num_tokens:                             # take from the rank that finishes last
         sizes[max((index for index in range(num_shards) if sizes[index] > least),
                   key=lambda index: sizes[index] / speeds[index])] -= 1
     return sizes
@@ -46,20 +45,20 @@ def shard_start(num_tokens, num_shards, index, speeds=(), least=0):
 
 
 def check_shards(num_tokens, num_shards, what="tokens"):
-    """Refuse more sequence shards than tokens, or than rows of tokens."""
+    """Reject more sequence shards than tokens, or than rows of tokens."""
     if num_tokens < num_shards:
         raise ConfigError(f"Use a larger latent or lower degrees: it has {num_tokens} {what}, too few for "
                           f"ulysses_degree x ring_degree = {num_shards}.")
 
 
-# --- PipeFusion: which blocks, which rows (docs/algorithms.md sections 2.1 and 2.4) ---
+# --- PipeFusion: blocks of stages, rows of patches (docs/algorithms.md sections 2.1 and 2.4) ---
 
 def split_stages(costs, num_stages, speeds=None, sizes=None, limits=None):
-    """Cut blocks into contiguous stages so that the slowest stage is as fast as can be; returns blocks a stage.
+    """Cut blocks into contiguous stages that minimise the time of the slowest stage; returns the blocks per stage.
 
-    costs: of each block. speeds: of each stage's device, relative; all alike where None. sizes and limits: bytes of
-    each block, and what each stage's device can hold: what fits comes first, then what is fast; where no split fits,
-    the one that lacks least, in parts of what its devices hold. Every stage gets a block. Raises ConfigError for more
+    costs: of each block. speeds: relative speed of each stage's device; None: identical. sizes, limits: bytes of each
+    block, and bytes that each stage's device can hold. A split that fits takes precedence over speed; if none fits,
+    the fullest device exceeds its limit by the smallest factor. Every stage gets a block. Raises ConfigError for more
     stages than blocks.
     """
     num_blocks = len(costs)
@@ -71,8 +70,8 @@ def split_stages(costs, num_stages, speeds=None, sizes=None, limits=None):
     speeds, limits = speeds or [1.0] * num_stages, limits or [math.inf] * num_stages
 
     def best_bounds(slowest, weigh, most_full=1.0):
-        """Boundaries with the least weigh-ed times, no stage slower than `slowest` nor fuller than that; None where
-        there are none."""
+        """(weight, boundaries) with the smallest total weight, no stage slower than `slowest` or fuller than
+        `most_full` times its limit; None if there are none."""
         reached = {0: (0.0, (0,))}                             # blocks so far -> (weight, boundaries)
         for stage in range(num_stages):
             following = {}
@@ -92,13 +91,13 @@ def split_stages(costs, num_stages, speeds=None, sizes=None, limits=None):
     if found is None:
         most_full = _least_full(sizes, limits) * (1 + 1e-9)
         found = best_bounds(math.inf, max, most_full)
-    # and as even as can be
+    # among splits with this slowest stage, the most even one
     bounds = best_bounds(found[0], lambda weight, seconds: weight + seconds ** 2, most_full)[1]
     return [stop - start for start, stop in zip(bounds, bounds[1:])]
 
 
 def _least_full(sizes, limits):
-    """How full the fullest stage is, in parts of its limit, where blocks are cut so that this is least."""
+    """Fill of the fullest stage relative to its limit, minimised over all cuts."""
     if min(limits) <= 0:
         return math.inf
     size, num_blocks = _ranges(sizes), len(sizes)
@@ -115,14 +114,14 @@ def _least_full(sizes, limits):
 
 
 def _ranges(values):
-    """A function (start, stop) -> sum of the values in between."""
+    """Return a function (start, stop) -> sum(values[start:stop]), of constant time."""
     sums = list(itertools.accumulate(values, initial=0))
     return lambda start, stop: sums[stop] - sums[start]
 
 
 def patch_dim(shape, patch_size):
-    """The dim of a latent that is cut into patches: rows, or frames where there are several, so that tokens stay
-    contiguous.
+    """Dim along which a latent is cut into patches: rows, or frames if there are several, so that the tokens of a
+    patch are contiguous.
 
     shape: (B, C, T), (B, C, H, W) or (B, C, F, H, W). patch_size: latent pixels of a token along the dims after C.
     """
@@ -130,12 +129,12 @@ def patch_dim(shape, patch_size):
 
 
 def num_tokens(sizes, patch_size):
-    """Tokens of a latent with these sizes along the dims of patch_size."""
+    """Number of tokens of a latent with these sizes along the dims of patch_size."""
     return math.prod(-(-size // patch) for size, patch in zip(sizes, patch_size))
 
 
 def cut_patches(shape, patch_size, num_patches):
-    """Cut a latent into patches of whole token rows that differ by one token row at most:
+    """Cut a latent into patches of complete token rows, whose numbers differ by one at most:
     [(Patch, number of latent rows)]."""
     dim = patch_dim(shape, patch_size)
     unit = patch_size[dim - 2]
@@ -148,10 +147,10 @@ def cut_patches(shape, patch_size, num_patches):
 
 
 def cut_bands(num_rows, num_ranks, multiple, speeds=()):
-    """First row of each rank's band of an image, and the number of rows: bands of whole multiples, as even as can be,
-    or by speed.
+    """Boundaries of the ranks' bands of an image, (num_ranks + 1,): the first row of each, then num_rows.
 
-    The last one takes what is left of a multiple. None where there are too few rows for all ranks.
+    Bands are multiples of `multiple` rows, of equal size as far as possible or proportional to speeds; the last one
+    may end in an incomplete multiple. None if there are too few rows for all ranks.
     """
     units = -(-num_rows // multiple)
     if units < num_ranks:
@@ -159,15 +158,15 @@ def cut_bands(num_rows, num_ranks, multiple, speeds=()):
     return (*(shard_start(units, num_ranks, rank, speeds, least=1) * multiple for rank in range(num_ranks)), num_rows)
 
 
-def halved(starts, times):
-    """The same of an image that was halved so many times, each time rounded up."""
-    for _ in range(times):
+def halved(starts, num_halvings):
+    """Band boundaries after an image was halved num_halvings times, each time rounded up."""
+    for _ in range(num_halvings):
         starts = tuple(-(-start // 2) for start in starts)
     return starts
 
 
 def level_of(name, num_levels):
-    """How often the image that a module reads was halved, by the module's name in diffusers' U-Nets."""
+    """Number of times that the image which a module of a diffusers U-Net reads was halved, from the module's name."""
     match = re.match(r"(down|mid|up)_block(?:s\.(\d+))?\.(\w+)", name)
     if match is None:
         return 0
@@ -178,13 +177,13 @@ def level_of(name, num_levels):
 
 
 def attended(model):
-    """{path of an attention of diffusers' U-Net: what it attends to}: the "rows" of its image, the "text", or
-    "frames" of a place, which a rank has whole, and what is read beside them.
+    """{path of an attention of a diffusers U-Net: its keys}: "rows" of the image, "text", or, in temporal blocks,
+    "frames" of one pixel or their context, all of which a rank has.
     """
     found = {}
     for name, block in model.named_modules():
         if getattr(block, "attn1", None) is not None:
-            # blocks whose tokens are frames have no such choice
+            # temporal blocks, whose tokens are frames, have no such attribute
             of_text = getattr(block, "only_cross_attention", None)
             found[f"{name}.attn1"] = "frames" if of_text is None else "text" if of_text else "rows"
             if block.attn2 is not None:
@@ -193,22 +192,23 @@ def attended(model):
 
 
 def block_path(name):
-    """Of a tensor's or a module's path, what ends with the first number: the block, where it is in one."""
+    """Path of the block that a tensor or module belongs to: the name up to its first number."""
     names = name.split(".")
     return ".".join(names[:next((index for index, each in enumerate(names) if each.isdigit()), len(names)) + 1])
 
 
 def summed_modules(splits):
-    """Paths of the modules whose outputs tensor ranks add up: attentions and feed-forwards, or the matrix that both end
-    in; of a processor with matrices of its own these, since a whole one may follow, which rounds its inputs; and of an
-    attention that is no more than its matrices, which the block calls; and what a block has of each stream.
+    """Paths of the modules whose outputs are summed over the tensor ranks.
 
+    These are attentions and feed-forwards, or the linear that both end in; linears of an attention processor
+    individually, since an unsharded one that rounds its inputs may follow; the linears of an attention that is nothing
+    else, which the block calls; and a block's modules per stream.
     splits: {name of a weight: checkpoints.tensor_sharding.Split}.
     """
     summed = set()
     for name, split in splits.items():
         if split.how == "rows" and name.endswith(".weight"):
-            # list, index, (one module that is the block, or has a norm beside,) attention or feed-forward
+            # list, index, (a module that is the block, or contains a norm too,) attention or feed-forward
             names = name.split(".")[:-1]
             inside = block_path(name).count(".") + 1
             is_within = (names[inside] == "block" or names[inside].endswith("_wrapper")
@@ -219,54 +219,53 @@ def summed_modules(splits):
 
 
 def slot_bytes(shapes, dtype):
-    """Bytes that a layer takes of every rank's row of an exchange: the largest rank's, aligned."""
+    """Bytes of a layer in each rank's row of an all-gather bucket: the largest rank's, aligned."""
     most = max(map(math.prod, shapes)) * dtype.itemsize
     return -(-most // ALIGNMENT) * ALIGNMENT
 
 
 def opens_step(patch):
-    """Does this patch (None: a whole latent) come first in a step? Text tokens come with it (docs/algorithms.md section
-    2.5)."""
+    """True for the first patch of a step, which carries the text tokens, and for a full latent (patch None).
+    docs/algorithms.md section 2.5."""
     return patch is None or patch.start == 0
 
 
 def stage_blocks(counts, stage):
-    """The blocks of a stage, where counts are the blocks of each."""
+    """Indices of a stage's blocks. counts: blocks per stage."""
     return range(sum(counts[:stage]), sum(counts[:stage + 1]))
 
 
 def stage_of(rank, stages):
-    """The stage that a rank of the world runs."""
+    """Stage of a rank of the world."""
     return rank // stages.sequence_degree % stages.pipefusion_degree
 
 
 def ranks_by_part(num_ranks, spec):
-    """The ranks that hold the same weights of a ModelSpec: a list of ranks for each part of the model."""
-    parts = {}
+    """Groups of ranks with the same weights of a ModelSpec: a list of ranks per shard of the model."""
+    ranks_by_shard = {}
     for rank in range(num_ranks):
         stage = 0 if spec.stages is None or spec.stages.every_block else stage_of(rank, spec.stages)
-        parts.setdefault((stage, rank % spec.tensor_degree), []).append(rank)
-    return [parts[part] for part in sorted(parts)]
+        ranks_by_shard.setdefault((stage, rank % spec.tensor_degree), []).append(rank)
+    return [ranks_by_shard[shard] for shard in sorted(ranks_by_shard)]
 
 
 def last_stage_ranks(layout, world_size):
-    """The ranks that give predictions: those of the last stage."""
+    """Ranks of the last stage, which return predictions."""
     stage_ranks = layout.ring_degree * layout.ulysses_degree * layout.tensor_degree
     return [rank for rank in range(world_size)
             if rank // stage_ranks % layout.pipefusion_degree == layout.pipefusion_degree - 1]
 
 
 def block_indices(model, lists):
-    """{path of a block: its number over all of these BlockLists}. A paired block has that of the one it is paired
-    with."""
+    """{path of a block: its index over all of these BlockLists}. Paired blocks have the same index."""
     blocks = [[f"{name}.{number}" for name in list_.names] for list_ in lists
               for number in range(len(model.get_submodule(list_.name)))]
     return {path: index for index, paths in enumerate(blocks) for path in paths}
 
 
 def unet_blocks(model):
-    """Paths of the blocks of a U-Net, which hold nearly all of its weights, in the order in which they run: of
-    diffusers' the residual and the transformer blocks, of a WholePlan's those of its lists."""
+    """Paths of a U-Net's blocks, which hold nearly all of its weights, in execution order: the residual and transformer
+    blocks of diffusers' classes, the blocks of a ReplicatedPlan's lists."""
     if not hasattr(model.down_blocks[0], "resnets"):
         return [f"{side}.{level}.{number}" for side in ("down_blocks", "up_blocks")
                 for level, blocks in enumerate(model.get_submodule(side)) for number in range(len(blocks))]
@@ -280,14 +279,15 @@ def unet_blocks(model):
             paths.append(f"{side}.resnets.{number}")
             if attention is not None:
                 lists = [kind for kind in ("transformer_blocks", "temporal_transformer_blocks")
-                         if hasattr(attention, kind)]          # which take turns
+                         if hasattr(attention, kind)]          # interleaved
                 paths += [f"{side}.attentions.{number}.{kind}.{inner}"
                           for inner in range(len(attention.transformer_blocks)) for kind in lists]
     return paths
 
 
 def in_block(name, paths):
-    """(index of the block that a module is in, its name there). paths: of all blocks. (None, "") for none of them."""
+    """(index of the block that contains a module, the module's name in it); (None, "") if none does. paths: of all
+    blocks."""
     for index, path in enumerate(paths):
         if name.startswith(f"{path}."):
             return index, name[len(path) + 1:]

@@ -86,6 +86,8 @@ class ComfyUI:
         name = self.file(kind, **options)
         if name not in self._native:
             self._native[name] = self.nodes.UNETLoader().load_unet(name, "default")[0]
+        # HiDream-O1's module keeps keys and values of a prompt, also those of another LoRA
+        getattr(self._native[name].model.diffusion_model, "clear_kv_cache", int)()
         return self._native[name]
 
     def module(self, kind, **options):
@@ -152,8 +154,8 @@ class ComfyUI:
         if kind.startswith("ltx-2"):                           # as its text encoder gives it, for ComfyUI to prepare
             made["context"] = made["context"].chunk(2, -1)[0] if kind != "ltx-2.3" else made["context"]
             options["unprocessed_ltxav_embeds"] = True
-        if "picture" in made:
-            options["reference_latents"] = [made["picture"]]
+        if "reference_image" in made:
+            options["reference_latents"] = [made["reference_image"]]
         if "num_tokens" in made:
             options["attention_mask"] = torch.ones(1, tokens).long()
         options |= {name: made[name] for name in (
@@ -192,10 +194,10 @@ class ComfyUI:
         size = in_dims(family, size)
         config = self.transformer_config(kind)
         video = torch.zeros(batch, family.num_channels(config), *size)
-        if not family.parts:
+        if not family.components:
             return {"samples": video}
-        [beside] = family.parts
-        return {"samples": in_parts(family.first_part(video),
+        [beside] = family.components
+        return {"samples": in_parts(family.first_component(video),
                                     torch.zeros(family.call_shapes(config, video.shape, audio)[beside]))}
 
     @contextmanager

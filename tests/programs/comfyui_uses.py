@@ -33,7 +33,7 @@ GIVEN = ("comfy.model_patcher:ModelPatcher", "comfy.model_base:BaseModel", "comf
          "comfy.conds:CONDRegular", "comfy_execution.utils:ExecutionContext", "server:PromptServer")
 # constructors of the pack with strings that are names in ComfyUI: {call: {position or keyword: owner of the name}}
 NAMING = {"Sampled": {0: "comfy.model_base.ModelType", 2: "comfy.latent_formats"},
-          "Tiny": {"detected": "comfy.supported_models"}}
+          "SmallConfig": {"detected": "comfy.supported_models"}}
 CLASS = re.compile(r"comfy(\.\w+)+:\w+")
 MENTION = re.compile(r"\bcomfy(?:\.\w+)+")
 TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", None)}

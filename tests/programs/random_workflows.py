@@ -25,7 +25,7 @@ import torch
 
 from tests.integration.conftest import in_parts
 from tests.integration.lora.test_lora import Loras
-from tests.integration.models.test_z_image_omni import CASES, pictures, with_pictures
+from tests.integration.models.test_z_image_omni import CASES, reference_inputs, with_references
 from tests.integration.sampling.test_reference_images import EDIT, references
 from tests.programs.model_nodes import inputs_of, run_node, type_of
 from tests.support.comfy_quants import WRITTEN, save_comfy_quant
@@ -304,7 +304,7 @@ class Runner:
         for latent in references(drawn["kind"], drawn["references"]):
             positive = node("ReferenceLatent", conditioning=positive, latent={"samples": latent})
         if drawn["pictures"] is not None:
-            positive = with_pictures(positive, *pictures(self.comfyui, drawn["pictures"]))
+            positive = with_references(positive, *reference_inputs(self.comfyui, drawn["pictures"]))
         return positive, negative
 
     def moved(self, text):

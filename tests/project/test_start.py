@@ -72,6 +72,29 @@ def test_without_the_repository_a_newer_source_distribution_is_looked_into(
     assert {path.name for path in start.HOST.iterdir()} == ({taken} if taken else set())
 
 
+@pytest.mark.parametrize("has_repository", [True, False])
+def test_a_version_of_comfyui_is_fetched_once(start, monkeypatch, tmp_path, has_repository):
+    """From its tag, else from the newest source distribution."""
+    cloned = []
+    monkeypatch.setattr(start, "clone_comfyui", lambda part, tag: cloned.append(tag) or (
+        has_repository and not lay(part, "0.33.0")))
+    monkeypatch.setattr(start, "versions_on_registry", lambda python, project: ["99.0.0"])
+    monkeypatch.setattr(start, "run_logged", lambda command, what: pack(command, tmp_path, "0.33.0"))
+
+    folders = [start.comfyui_of_version("python", "0.33.0") for _ in range(2)]
+
+    assert folders == [start.HOST / "ComfyUI-0.33.0"] * 2 and cloned == ["v0.33.0"]
+
+
+def test_a_version_of_comfyui_that_cannot_be_fetched_is_an_error(start, monkeypatch, tmp_path):
+    monkeypatch.setattr(start, "clone_comfyui", lambda part, tag: False)
+    monkeypatch.setattr(start, "run_logged", lambda command, what: pack(command, tmp_path, "0.31.0"))
+
+    with pytest.raises(start.SetUpError, match="ComfyUI 0.33.0 did not come from .* carries 0.31.0.*--comfyui FOLDER"):
+        start.comfyui_of_version("python", "0.33.0")
+    assert not [*start.HOST.glob("ComfyUI*")]
+
+
 @pytest.mark.parametrize("tags, versions", [([], []), (["v0.30.0", "v0.29.9"], ["99.0.0"]), ([], ["2.6.0", "2.5.9"])],
                          ids=["no-answer", "tags", "distributions"])
 def test_where_no_comfyui_is_newer_none_is_fetched(start, monkeypatch, tags, versions):

@@ -145,7 +145,7 @@ class Run:
             made = [store.create(tuple(part.shape), torch.float64)[0] for part in wanted]
             self._compared += zip(made, wanted, strict=True)
             return specs.Branch(store.share(one.latent), store.share(one.timestep), names[number], made[0],
-                                parts=dict(zip(family.parts, made[1:], strict=True)))
+                                parts=dict(zip(family.components, made[1:], strict=True)))
         predict = functools.partial(messages.Predict, compile_backend=compile_backend)
         first = random.Random(f"{seed} {saved.name} {layout}").randrange(2)
         self.commands += [predict(next(requests), spec.name, self.layout, [branch(0), branch(other)],

@@ -1,5 +1,5 @@
 """Nodes in the place of ComfyUI's that load what no template's test can have: models of gigabytes are tiny ones, text
-encoders say random numbers for each text, pictures, videos and sounds are random. Used by
+encoders say random numbers for each text, images, videos and audio are random. Used by
 tests/programs/stock_templates.py."""
 
 import zlib
@@ -28,11 +28,12 @@ VAES = {"sd3": "vae-sd3", "wan": "vae-wan", "wan22-ti2v": "vae-wan22", "flux2": 
         "kandinsky-5": "vae-hunyuan", "kandinsky-5-image": "vae-flux",
         "cosmos-predict2": "vae-wan", "anima": "vae-wan", "qwen-image": "vae-wan", "krea-2": "vae-wan",
         "joyimage": "vae-wan", "minimax-h3": "vae-minimax", "svd": "vae-svd"}
-# tokens and width of what a model is told of a picture
+# tokens and width of what a model is told of an image
 SEEN = {"hunyuan3d-2.1": (4, 1024), "hunyuan3d-2": (4, 24), "wan-flf": (4, 1280), "wan": (257, 1280),
         "hunyuanvideo-1.5": (729, 1152)}
-HEARD = {"wan-s2v": (25, 1024), "wan-i2v": (13, 768)}          # layers and width of what models are told of a sound
-SOUNDS = "ace-step-1.0", "stable-audio-open", "stable-audio-3"
+# layers and width of audio features
+AUDIO_FEATURES = {"wan-s2v": (25, 1024), "wan-i2v": (13, 768)}
+AUDIO_KINDS = "ace-step-1.0", "stable-audio-open", "stable-audio-3"
 EMBEDDED = {"svd": 1024, "sv3d-u": 1024, "sv3d-p": 1024, "stable-zero123": 768}         # numbers that say all of it
 LARGE = 256 * 256                          # pixels; nodes that are told no size make a million
 CONTROL = {"sd15": "sd15", "sdxl": "sdxl", "qwen-image": "qwen-instantx", "sd3": "sd3-instantx",
@@ -55,9 +56,9 @@ def _encode_small(encode, pixels):
     return encode(pixels)
 
 
-def _as_minimax_encodes(sound):
-    """Of sounds, (1, T, channels) -> (1, 32, ...)."""
-    return sound[:, ::960, :1].movedim(-1, 1)[:, None].repeat(1, 32, 2, 1)
+def _as_minimax_encodes(audio):
+    """Of audio, (1, T, channels) -> (1, 32, ...)."""
+    return audio[:, ::960, :1].movedim(-1, 1)[:, None].repeat(1, 32, 2, 1)
 
 
 def _has_file(vae):
@@ -69,7 +70,7 @@ def _as_mage_encodes(pixels):
     return pixels[:, 8::16, 8::16, :1].movedim(-1, 1).repeat(1, 128, 1, 1) - 0.5
 
 
-def _sound_of(latent):
+def _audio_of(latent):
     """Of a latent of several parts, the last."""
     latent = latent.unbind()[-1] if latent.is_nested else latent
     return {"waveform": latent.flatten(1)[:, None], "sample_rate": 44100}
@@ -80,7 +81,7 @@ def _pixels_of(latent):
 
 
 def _found_in(image):
-    """A mask of a thing in pictures (F, H, W, 3) -> (F, H, W)."""
+    """A mask of a thing in images (F, H, W, 3) -> (F, H, W)."""
     mask = torch.zeros(image.shape[:3])
     mask[:, image.shape[1] // 4:image.shape[1] // 2, image.shape[2] // 4:image.shape[2] // 2] = 1
     return mask
@@ -180,7 +181,7 @@ class StandIns:
         image = torch.rand(1, 96, 128, 3, generator=generator)
         mask = torch.zeros(1, 96, 128)
         mask[:, 20:70, 30:90] = 1
-        sound = {"waveform": torch.rand(1, 2, 16000, generator=generator) - 0.5, "sample_rate": 16000}
+        audio = {"waveform": torch.rand(1, 2, 16000, generator=generator) - 0.5, "sample_rate": 16000}
         for name, make in {
                 **dict.fromkeys(CLIP_LOADERS, lambda **_: (self.clip(),)),
                 "CheckpointLoaderSimple": self._checkpoint,
@@ -190,11 +191,11 @@ class StandIns:
                 "XDiTLoadClipVae": lambda **_: (self.clip(), self.vae()),
                 "VAELoader": lambda vae_name, **_: (self.vae(vae_name),),
                 "LTXVAudioVAELoader": lambda **_: (self._audio_vae(),),
-                "VAEDecodeAudio": lambda samples, **_: (_sound_of(samples["samples"]),),
+                "VAEDecodeAudio": lambda samples, **_: (_audio_of(samples["samples"]),),
                 "CLIPVisionLoader": lambda **_: (triposplat_doubles.vision() if self.kind == "triposplat"
                                                  else SimpleNamespace(encode_image=self._vision),),
                 "LoadBackgroundRemovalModel": lambda **_: (SimpleNamespace(encode_image=_found_in),),
-                "AudioEncoderLoader": lambda **_: (SimpleNamespace(encode_audio=self._heard),),
+                "AudioEncoderLoader": lambda **_: (SimpleNamespace(encode_audio=self._encoded_audio),),
                 "ControlNetLoader": self._control, "ModelPatchLoader": self._patch,
                 "StyleModelLoader": lambda **_: (SimpleNamespace(get_cond=lambda _: self.clip().encode_from_tokens(
                     Tokens(text="style"))),),
@@ -211,8 +212,8 @@ class StandIns:
                 "MoGeRender": lambda moge_geometry, **_: (moge_geometry,),
                 "SAM3_Detect": lambda image, **_: (_found_in(image), []), "SAM3_VideoTrack": _tracked_in,
                 "OpticalFlowLoader": lambda **_: (None,), "VOIDWarpedNoise": _noise_as_asked,
-                "LoadVideo": lambda **_: (self._video(image, sound),),
-                "LoadAudio": lambda **_: (sound,), "RecordAudio": lambda **_: (sound,)}.items():
+                "LoadVideo": lambda **_: (self._video(image, audio),),
+                "LoadAudio": lambda **_: (audio,), "RecordAudio": lambda **_: (audio,)}.items():
             if name in self._classes:
                 self._replace(name, make)
         triposplat_doubles.shorten(self._classes["TripoSplatConditioning"])
@@ -263,9 +264,9 @@ class StandIns:
             return SimpleNamespace(encode=_as_minimax_encodes)
         if self.kind.startswith("mage"):                       # likewise
             return SimpleNamespace(encode=_as_mage_encodes, decode=_pixels_of)
-        if self.kind in SOUNDS:                                # of which nothing is encoded but what is as long
+        if self.kind in AUDIO_KINDS:                           # of which nothing is encoded but what is as long
             shape = self.comfyui.latent(self.kind)["samples"].shape
-            return SimpleNamespace(encode=lambda sound: torch.randn(shape, generator=torch.Generator().manual_seed(9)))
+            return SimpleNamespace(encode=lambda audio: torch.randn(shape, generator=torch.Generator().manual_seed(9)))
         if self.kind.startswith("hunyuan3d"):                  # 64 channels of 8 tokens, as a cube
             return SimpleNamespace(decode=lambda latent, **_: latent[:, :, :8].reshape(-1, 8, 8, 8))
         kind = "vae-sd" if "ft-mse" in file else vae_of(self.kind)
@@ -316,9 +317,9 @@ class StandIns:
                                last_hidden_state=torch.randn(1, *size, generator=generator),
                                penultimate_hidden_states=torch.randn(1, *size, generator=generator))
 
-    def _heard(self, waveform, sample_rate):
+    def _encoded_audio(self, waveform, sample_rate):
         generator = torch.Generator().manual_seed(6)
-        count, width = HEARD.get(self.kind, (33, 1280))
+        count, width = AUDIO_FEATURES.get(self.kind, (33, 1280))
         layers = [torch.randn(1, 50, width, generator=generator) for _ in range(count)]
         return {"encoded_audio": layers[-1], "encoded_audio_all_layers": layers, "audio_samples": waveform.shape[-1]}
 
@@ -332,8 +333,8 @@ class StandIns:
                 num_of_latents_from_frames=lambda frames, rate: 7, latent_channels=8, latent_frequency_bins=16,
                 output_sample_rate=16000))
 
-    def _video(self, image, sound):
+    def _video(self, image, audio):
         from comfy_api.latest import InputImpl, Types
         frames = image.repeat(9, 1, 1, 1) * torch.linspace(0.5, 1, 9)[:, None, None, None]
-        return InputImpl.VideoFromComponents(Types.VideoComponents(images=frames, audio=sound,
+        return InputImpl.VideoFromComponents(Types.VideoComponents(images=frames, audio=audio,
                                                                    frame_rate=Fraction(8)))

@@ -47,7 +47,7 @@ class Example:
         """The same, of each part of the latent."""
         output = self.model(**self.family.inputs(self.latent, self.timestep, self.conditioning, self.config),
                             return_dict=False)[0]
-        return [self.family.prediction(output, self.latent), *self.family.part_predictions(output).values()]
+        return [self.family.prediction(output, self.latent), *self.family.component_predictions(output).values()]
 
 
 # All, but for those that need a newer diffusers than is installed.
@@ -71,7 +71,7 @@ def having(method, names=CONFIGS):
 FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2", "Chroma Radiance")
            and not FAMILIES[name].is_comfyuis]
 PIPELINES = {"LTX-Video": "LTXConditionPipeline"}              # of folders that tell by that which model they have
-# Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these
+# Of them, those whose latents have no images concatenated, and whose folder says all of them: a host can draw these
 # with no more.
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
@@ -160,7 +160,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         conditioning["guiding_frame_index"] = torch.zeros(batch)
     elif apart:
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
-    if family.parts:
+    if family.components:
         conditioning |= beside(family, config, generator, (latent.shape, audio), apart)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
@@ -172,11 +172,11 @@ def unit(family):
 
 
 def beside(family, config, generator, sizes, apart=False):
-    """What a call of a model of video and sound has beside the video, as it reaches the workers. sizes: shape of the
-    video, length of the sound."""
+    """What a call of a model of video and audio has beside the video, as it reaches the workers. sizes: shape of the
+    video, length of the audio."""
     found = {}
     for name, shape in family.call_shapes(config, *sizes).items():
-        if name in family.parts:
+        if name in family.components:
             found[name] = torch.randn(shape, generator=generator)
         elif name == "audio_times" and apart:
             found[name] = torch.rand(shape[0], sizes[1], 1, generator=generator)
@@ -303,9 +303,9 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
 def as_comfyui(conditioning, family):
     """Conditioning as ComfyUI hands it to its models: of a list's tensors, the list of their numbers."""
     lists = {"disable_time_r": "sigma_after" not in conditioning} if "disable_time_r" in family.ignored else {}
-    if "picture" in conditioning:                              # of a list ComfyUI's model takes the first
-        lists["ref_latents"] = [conditioning["picture"]]
-        conditioning = {name: tensor for name, tensor in conditioning.items() if name != "picture"}
+    if "reference_image" in conditioning:                              # of a list ComfyUI's model takes the first
+        lists["ref_latents"] = [conditioning["reference_image"]]
+        conditioning = {name: tensor for name, tensor in conditioning.items() if name != "reference_image"}
     for name, tensor in conditioning.items():
         base, dot, _ = name.partition(".")
         lists.setdefault(base, [] if dot else tensor.sum().item() if base == "lyrics_strength" else tensor)

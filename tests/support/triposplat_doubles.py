@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-WIDTH = 24                                 # of what the tiny model is told of a picture
+WIDTH = 24                                 # of the small model's image features
 TOKENS = 1024                              # of a latent, where the published model has 8 times as many
 EVERY = 8                                  # each of so many tokens is a splat
 BOX = [-0.5, -0.5, -0.5, 1.0, 1.0, 1.0]    # where splats are: a corner, and its sides

@@ -82,7 +82,7 @@ WORDS = (
     Word("forecast", "estimate; extrapolate", r"forecast(?:s|ing|ed)?", r"_forecasts?_"),
     Word("stand-in", "placeholder, test double", r"stand-ins?|stand(?:s|ing)? in for", r"_stand_ins?_"),
     Word("stands in", "is in, is described in", r"stands? in(?! for)"),
-    Word("amend", "patch the model", r"amend(?:s|ed|ing|ments?)?", r"_adapt(?:s|ed)?_"),
+    Word("amend", "patch the model", r"amend(?:s|ed|ing|ments?)?", r"_amend(?:s|ed|ing|ments?)?_"),
     Word("tiny", "test configuration", None, r"_tiny_"),
     Word("live", "activation footprint", None, r"_live_"),
     Word("net", "model dimensions", None, r"_nets?_"),

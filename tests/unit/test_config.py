@@ -48,7 +48,7 @@ def test_accepts_what_works(config, num_devices):
     (manual(), 2, ["multiply to 1", "2 devices"]),
     (replace(manual(pipefusion=2), stage_blocks="3,x"), 2, ['stage_blocks="3,x"', "such as"]),
     (replace(manual(pipefusion=2), stage_blocks="3,0"), 2, ['stage_blocks="3,0"', "at least 1"]),
-    (replace(manual(pipefusion=2), stage_blocks="3"), 2, ["names 1 stages", "pipefusion_degree=2"]),
+    (replace(manual(pipefusion=2), stage_blocks="3"), 2, ["has 1 stages", "pipefusion_degree=2"]),
     (ParallelConfig(warmup="cold"), 1, ['warmup="cold"', "micro_batches"]),
     (manual(displaced=2, pipefusion=2), 4, ["displaced_degree=2 and pipefusion_degree=2",
                                                  "Set displaced_degree or pipefusion_degree to 1"]),
@@ -71,12 +71,12 @@ def test_refuses_what_cannot_work(config, num_devices, words):
 
 
 @pytest.mark.parametrize("given, words", [
-    ({"ring_degree": "2"}, "ring_degree=2 is no whole number"),
-    ({"num_patches": 2.5}, "num_patches=2.5 is no whole number"),
-    ({"forecast_keys_values": None}, "forecast_keys_values=None is no number"),
-    ({"stage_blocks": [1, 2]}, "stage_blocks=.* is no text"),
-    ({"devices": ["cpu"] * 99}, "devices=.{60} is no text"),
-    ({"offload_keys_values": "on"}, "offload_keys_values=on is no yes or no"),
+    ({"ring_degree": "2"}, "Set ring_degree to a whole number: ring_degree=2 is not"),
+    ({"num_patches": 2.5}, "Set num_patches to a whole number: num_patches=2.5 is not"),
+    ({"forecast_keys_values": None}, "to a number: forecast_keys_values=None is not"),
+    ({"stage_blocks": [1, 2]}, "Set stage_blocks to text: stage_blocks=.* is not"),
+    ({"devices": ["cpu"] * 99}, "Set devices to text: devices=.{60} is not"),
+    ({"offload_keys_values": "on"}, "to true or false: offload_keys_values=on is not"),
 ], ids=str)
 def test_refuses_values_of_another_type(given, words):
     """As a prompt of ComfyUI's API may have them."""

@@ -1,6 +1,4 @@
-"""Which kernel computes attention on a rank: torch's own, or that of a package which a person has installed. Every
-attention of a model's blocks comes through `attend` or `attend_with_lse`. Used by hooks, sequence_parallel.py and the
-worker.
+"""Attention backends of a rank: torch SDPA, and the packages FlashAttention, SageAttention and xFormers.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -21,36 +19,44 @@ from ..protocol.specs import SDPA
 from .log_sum_exp import HALF, aligned, attention_with_lse
 from .masks import as_bias
 
-# what packages raise of tensors that they do not take
+# raised by the packages for tensors that they do not support
 REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """What a package's attention takes. call(module, q, k, v, bias, scale, with_lse), tensors (B, T, N, H), returns
-    (out, lse (B, N, T) or None); bias: (B, N, T, T) or None."""
+    """A package's attention function and its constraints.
+
+    call(module, q, k, v, bias, scale, with_lse), with q, k, v of shape (B, T, N, H) and bias (B, N, T, T) or None,
+    returns (out, lse): (B, T, N, H), and (B, N, T) or None.
+    """
 
     title: str
-    module: str                            # that is imported
-    package: str                           # that a person installs
+    module: str                            # to import
+    package: str                           # to install
     call: Callable
-    capability: tuple[int, int] = (8, 0)   # of CUDA devices, at least
-    only_major: int = 0                    # of the capability; 0: all
+    capability: tuple[int, int] = (8, 0)   # lowest CUDA compute capability
+    only_major: int = 0                    # the one supported major capability; 0: all
     dtypes: tuple = HALF
-    head_sizes: tuple[int, ...] = tuple(range(8, 257, 8))      # heads of others are padded to the next
-    takes_groups: bool = True              # key heads of which one serves several query heads
+    head_sizes: tuple[int, ...] = tuple(range(8, 257, 8))      # other head sizes are padded to the next one
+    takes_groups: bool = True              # supports grouped-query attention
     takes_masks: bool = False
-    gives_lse: Callable = lambda module: True              # does the version that is installed?
+    gives_lse: Callable = lambda module: True              # whether the installed version returns log-sum-exp
 
 
 @dataclass
 class BackendUse:
-    """Which kernel the attentions of a forward are to run by, and how many have by which."""
+    """Attention backend selected for a forward, and counts of the attention calls by backend."""
 
     name: str = SDPA                       # or a key of KERNELS
-    is_required: bool = False              # what does not fit is refused; else torch's own attends there
-    modules: dict = field(default_factory=dict)            # name -> the imported module, or why it cannot be
-    counts: Counter = field(default_factory=Counter)       # the kernel, and why it is another than asked -> calls
+    is_required: bool = False              # an unsupported call is an error; otherwise it runs on torch SDPA
+    modules: dict = field(default_factory=dict)            # name -> the imported module, or why it cannot be used
+    counts: Counter = field(default_factory=Counter)       # backend, with the reason if it is a fallback -> calls
+
+    def exact(self):
+        """Of an attention that ComfyUI's model calls with low_precision_attention=False: torch's own instead of
+        SageAttention, as in ComfyUI."""
+        return BackendUse(counts=self.counts) if self.name == "sage" else self
 
 
 @functools.lru_cache
@@ -59,17 +65,17 @@ def _takes(function, argument):
 
 
 def _flash(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
-    """FlashAttention 2 and 3 (github.com/Dao-AILab/flash-attention); the first releases of 3 always give both."""
+    """FlashAttention 2 and 3 (github.com/Dao-AILab/flash-attention). Early releases of 3 always return (out, lse)."""
     requested = {"return_attn_probs": True} if with_lse and _takes(module.flash_attn_func, "return_attn_probs") else {}
-    made = module.flash_attn_func(q_BTNH, k_BTNH, v_BTNH, softmax_scale=scale, causal=False, **requested)
-    return made[:2] if isinstance(made, tuple) else (made, None)
+    result = module.flash_attn_func(q_BTNH, k_BTNH, v_BTNH, softmax_scale=scale, causal=False, **requested)
+    return result[:2] if isinstance(result, tuple) else (result, None)
 
 
 def _sage(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
-    """SageAttention 1 and 2 (github.com/thu-ml/SageAttention), with what ComfyUI gives it beside."""
-    made = module.sageattn(q_BTNH, k_BTNH, v_BTNH, is_causal=False, tensor_layout="NHD", sm_scale=scale, smooth_k=False,
-                           **({"return_lse": True} if with_lse else {}))
-    return made if with_lse else (made, None)
+    """SageAttention 1 and 2 (github.com/thu-ml/SageAttention), with ComfyUI's options."""
+    result = module.sageattn(q_BTNH, k_BTNH, v_BTNH, is_causal=False, tensor_layout="NHD", sm_scale=scale,
+                             smooth_k=False, **({"return_lse": True} if with_lse else {}))
+    return result if with_lse else (result, None)
 
 
 def _xformers(module, q_BTNH, k_BTNH, v_BTNH, bias, scale, with_lse):
@@ -92,14 +98,17 @@ KERNELS = {
 
 
 def unusable(device):
-    """{kernel: why it cannot run on this device, ""}. Imports nothing."""
+    """{backend: why it cannot run on this device, or ""}. Imports no package."""
     return {name: _why_absent(backend) or _why_not_on(backend, device) for name, backend in KERNELS.items()}
 
 
 def attend(q_BNTH, k_BNTH, v_BNTH, use, mask=None, is_causal=False, scale=None):
-    """Attention as torch's scaled_dot_product_attention, by the kernel of a BackendUse where it fits. k and v may have
-    fewer heads. Raises UnsupportedError where it is required and does not fit; masks are torch's own kernel's then."""
-    if q_BNTH.dim() != 4:                                      # no heads: torch's own
+    """Drop-in for torch's scaled_dot_product_attention that runs the backend of a BackendUse.
+
+    k and v may have fewer heads (grouped-query attention). Calls that the backend does not support run on torch SDPA;
+    masked ones always may, others raise UnsupportedError if the backend is required.
+    """
+    if q_BNTH.dim() != 4:                                      # no dim of heads
         return F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, mask, 0.0, is_causal, scale=scale)
     if _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, False):
         return _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, False)[0]
@@ -108,21 +117,22 @@ def attend(q_BNTH, k_BNTH, v_BNTH, use, mask=None, is_causal=False, scale=None):
 
 
 def attend_with_lse(q_BNTH, k_BNTH, v_BNTH, use, mask=None, scale=None):
-    """As `attend`, and the log-sum-exp of each query, (B, N, T, 1): see attention_with_lse."""
+    """Like `attend`, without causal masks; also returns the queries' log-sum-exp, (B, N, T, 1). See
+    attention_with_lse."""
     if _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, False, True):
         return _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, True)
     return attention_with_lse(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), scale, mask)
 
 
 def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
-    """Grouped-query attention: repeat the key heads, of which one serves several query heads."""
+    """Repeat key and value heads for grouped-query attention, up to the number of query heads."""
     repeats = q_BNTH.shape[1] // k_BNTH.shape[1]
     return ((k_BNTH, v_BNTH) if repeats == 1
             else (k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)))
 
 
 def _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, with_lse):
-    """Does the chosen kernel take this attention? Counts what runs by which."""
+    """True if the selected backend supports this call. Counts the call under the backend that will run it."""
     if use.name == SDPA:
         use.counts[SDPA] += 1
         return False
@@ -140,7 +150,7 @@ def _fits(q_BNTH, k_BNTH, v_BNTH, use, mask, is_causal, with_lse):
 
 
 def _misfit(backend, q_BNTH, v_BNTH, use, with_lse):
-    """(why it does not take these tensors, in a word or two; the same as a sentence); two times "" where it does."""
+    """(brief reason, full reason) why a backend does not support these tensors; ("", "") if it does."""
     module, head_size = _module(backend, use), q_BNTH.shape[3]
     if isinstance(module, str):
         return f"no {use.name}", module
@@ -148,19 +158,19 @@ def _misfit(backend, q_BNTH, v_BNTH, use, with_lse):
     if why:
         return "this device", why
     if q_BNTH.dtype not in backend.dtypes:
-        given = _name(q_BNTH.dtype)
-        return given, f"takes {', '.join(map(_name, backend.dtypes))}, and this model computes in {given}"
+        dtype = _name(q_BNTH.dtype)
+        return dtype, f"takes {', '.join(map(_name, backend.dtypes))}, and this model computes in {dtype}"
     if head_size > backend.head_sizes[-1] or v_BNTH.shape[3] != head_size:
-        return f"heads of {head_size}", (f"takes heads of at most {backend.head_sizes[-1]} numbers, alike for queries "
-                                         f"and values, and this model has some of {head_size}")
+        return f"heads of {head_size}", (f"takes a head size of at most {backend.head_sizes[-1]}, the same for queries "
+                                         f"and values, and this model has one of {head_size}")
     if with_lse and not backend.gives_lse(module):
-        return "Ring", (f"gives no log-sum-exp in the version that is installed, which ring_degree needs: install "
+        return "Ring", (f"gives no log-sum-exp in the installed version, which ring_degree needs: install "
                         f"{backend.package} 2 or use ulysses_degree")
     return "", ""
 
 
 def _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
-    """(out, like q; lse or None) by the package. Heads are padded with zeros, which change no product."""
+    """Run the package's attention; returns (out, like q; lse or None). Heads are zero-padded, which is exact."""
     backend, head_size, num_queries = KERNELS[use.name], q_BNTH.shape[3], q_BNTH.shape[2]
     scale = head_size ** -0.5 if scale is None else scale
     if not backend.takes_groups:
@@ -169,13 +179,14 @@ def _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
     if mask is not None:
         bias = aligned(as_bias(mask, q_BNTH.dtype) if mask.dtype == torch.bool else mask.to(q_BNTH.dtype), q_BNTH)
     missing = next(size for size in backend.head_sizes if size >= head_size) - head_size
-    given = (F.pad(each, (0, missing)) if missing else each for each in (q_BNTH, k_BNTH, v_BNTH))
-    # BNTH -> BTNH; the kernels want a head's numbers in one piece
-    given = (each if each.stride(3) == 1 else each.contiguous() for each in given)
+    inputs = (F.pad(each, (0, missing)) if missing else each for each in (q_BNTH, k_BNTH, v_BNTH))
+    # BNTH -> BTNH below; the packages require the head dim to be contiguous
+    inputs = (each if each.stride(3) == 1 else each.contiguous() for each in inputs)
     try:
-        out, lse = backend.call(use.modules[use.name], *(each.transpose(1, 2) for each in given), bias, scale, with_lse)
+        out, lse = backend.call(use.modules[use.name], *(each.transpose(1, 2) for each in inputs), bias, scale,
+                                with_lse)
     except REFUSALS as error:
-        raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.title} refuses queries of "
+        raise UnsupportedError(f"Set attention to sdpa in xDiT Parallel Config: {backend.title} rejects queries of "
                                f"shape {tuple(q_BNTH.shape)} and type {_name(q_BNTH.dtype)} "
                                f"({type(error).__name__}: {str(error)[:200]}).") from error
     out = out.transpose(1, 2)[..., :head_size]
@@ -183,12 +194,12 @@ def _run(q_BNTH, k_BNTH, v_BNTH, use, mask, scale, with_lse):
 
 
 def _module(backend, use):
-    """The imported package; a text, why it cannot be used."""
+    """The imported package, or a message (str) why it cannot be used."""
     if use.name not in use.modules:
         why = _why_absent(backend)
         try:
             use.modules[use.name] = why or importlib.import_module(backend.module)
-        except Exception as error:                             # a package built for another torch, and the like
+        except Exception as error:                             # e.g. a package built for another torch
             use.modules[use.name] = (f"cannot be imported ({type(error).__name__}: {str(error)[:200]}): reinstall "
                                      f"{backend.package} for PyTorch {torch.__version__}")
     return use.modules[use.name]
@@ -210,7 +221,7 @@ def _why_not_on(backend, device):
 
 
 def capability_of(device):
-    """The compute capability of a CUDA device; None of others."""
+    """Compute capability of a CUDA device; None for other devices, ROCm among them."""
     is_cuda = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if is_cuda else None
 

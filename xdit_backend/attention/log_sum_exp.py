@@ -1,4 +1,4 @@
-"""Attention that also returns its log-sum-exp, so that results over different keys can be merged exactly.
+"""Attention that returns its log-sum-exp, so that results over disjoint keys can be merged exactly.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -13,28 +13,26 @@ from .masks import as_bias
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-# compute capabilities on which torch's own attention prefers cuDNN: Hopper and Blackwell for servers
+# compute capabilities on which torch SDPA prefers cuDNN: Hopper and data-centre Blackwell
 CUDNN_MAJORS = (9, 10)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of torch's attention operators, and what it has to be given."""
+    """One of torch's attention operators, with the dtype and head size that it requires."""
 
     name: str                      # a key of OPERATORS
     dtype: torch.dtype
-    head_multiple: int = 1         # it takes head sizes that are a multiple of this
+    head_multiple: int = 1         # the head size is padded to a multiple of this
 
 
 def choose_backend(dtype, head_size, num_keys, capability=None, has_cudnn=False, masked=False):
-    """The fastest operator that returns a log-sum-exp for these tensors. capability: of the CUDA device; None: it is a
-    CPU.
+    """Choose the fastest operator that returns a log-sum-exp for these tensors.
 
-    Masks are for the memory-efficient kernel. The limits are those that torch 2.11 states: flash attention from compute
-    capability 8 on and for heads up to 256, cuDNN for heads up to 128 and more than one key, the memory-efficient
-    kernel without bfloat16 before
-    8. All want 16-byte rows.
-    Raises UnsupportedError where there is none.
+    capability: of the CUDA device; None: CPU. masked: the memory-efficient kernel is the only one with masks.
+    Limits of torch 2.11: flash attention from compute capability 8.0 and head size at most 256; cuDNN with head size
+    at most 128 and more than one key; the memory-efficient kernel without bfloat16 below 8.0. All need rows of a
+    multiple of 16 bytes. Raises UnsupportedError if no operator fits.
     """
     if capability is None:
         return Kernel("cpu", dtype)
@@ -64,10 +62,10 @@ OPERATORS = {
 
 
 def attention_with_lse(q_BNTH, k_BNTH, v_BNTH, scale=None, mask=None):
-    """Softmax attention; returns (out, lse). mask: (B, 1, 1, T) bool, which keys may be attended to.
+    """Softmax attention; returns (out, lse).
 
-    out: like q. lse: (B, N, T, 1), float32, or float64 where the operator gives it, which is on CPUs. Where all keys
-    are masked, out is a mean of values and lse so low that a merge leaves it out.
+    mask: (B, 1, 1, T) bool, True for keys to attend to. out: like q. lse: (B, N, T, 1), float32, or float64 on CPUs
+    for float64 inputs. If all keys are masked, out is a mean of the values and lse so low that a merge ignores it.
     """
     capability = torch.cuda.get_device_capability(q_BNTH.device) if q_BNTH.is_cuda else None
     has_cudnn = capability is not None and torch.version.hip is None and torch.backends.cudnn.is_available()
@@ -76,7 +74,7 @@ def attention_with_lse(q_BNTH, k_BNTH, v_BNTH, scale=None, mask=None):
 
 
 def run_backend(kernel, q_BNTH, k_BNTH, v_BNTH, scale=None, mask=None):
-    """attention_with_lse by this kernel. Heads are padded to what it takes, with zeros, which change no product."""
+    """Compute attention_with_lse with this operator. Heads are zero-padded to its head_multiple, which is exact."""
     head_size, num_queries, dtype = q_BNTH.shape[-1], q_BNTH.shape[2], q_BNTH.dtype
     scale = head_size ** -0.5 if scale is None else scale
     missing = -head_size % kernel.head_multiple
@@ -89,7 +87,8 @@ def run_backend(kernel, q_BNTH, k_BNTH, v_BNTH, scale=None, mask=None):
 
 
 def aligned(bias, q_BNTH):
-    """The bias for all heads and queries, in a row of memory whose length the kernel takes: a multiple of 16."""
+    """Expand a bias to all heads and queries, with rows padded in memory to a multiple of 16 elements as the kernels
+    require."""
     if bias is None:
         return None
     row = F.pad(bias, (0, -bias.shape[-1] % 16))[..., :bias.shape[-1]]

@@ -1,7 +1,9 @@
 """MiniMax H3's autoencoder of videos, as ComfyUI's own module: an encoder of convolutions and a decoder of attention,
 both of which go over tiles of some frames and 256 x 256 pixels, that it blends."""
 
-from .vae_family import VaeFamily, count_layers
+import torch
+
+from .vae_family import VaeFamily, count_layers, signed_pixels
 
 ARGUMENTS = ("clip_length", "token_drop", "tile_size", "tile_overlap_min", "tiling")
 DECODER = ("num_layers", "heads", "dim_head")
@@ -33,6 +35,23 @@ def _finish(vae, settings):
         vae.decoder = type(made)(made.patch_size, made.patch_size_t, **sizes)
 
 
+def _writes_into_buffer(vae):
+    """From ComfyUI 0.32.0 on the class gives pixels in [0, 1], and writes them where ComfyUI keeps images, or into a
+    buffer that it is given; before, it gives pixels in [-1, 1]."""
+    return hasattr(vae, "decode_output_shape")
+
+
+def _decode(vae, latent):
+    if not _writes_into_buffer(vae):
+        return vae.decode(latent)
+    device = latent.device if vae.has_every_tile() else "meta"
+    return vae.decode(latent, output_buffer=torch.empty(vae.decode_output_shape(latent.shape), device=device))
+
+
+def _pixels(vae, image):
+    return image.float() if _writes_into_buffer(vae) else signed_pixels(vae, image)
+
+
 def _pixels_of(vae, shape):
     batch, _, frames, rows, columns = shape
     return batch, vae.decoder.out_channels, frames * vae.vae_ratio_t, rows * vae.vae_ratio, columns * vae.vae_ratio
@@ -52,7 +71,8 @@ MINIMAX_H3 = VaeFamily(
     encoder=("encoder.", "quant_conv.", "latents_"),
     config=_config,
     finish=_finish,
-    decode=lambda vae, latent: vae.decode(latent),
+    decode=_decode,
     encode=lambda vae, video: vae.encode(video),
+    pixels=_pixels,
     tiles={"_decode_pixels": _pixels_of, "_encode_moments": _moments_of},
 )

@@ -38,6 +38,10 @@ def signed_pixels(vae, image):
 class OfComfyUI(torch.nn.Module):
     """What is asked of diffusers' autoencoders and classes of ComfyUI's lack."""
 
+    def has_every_tile(self):
+        """False on ranks whose tiles another rank blends: their other tiles are on the meta device (vae_tiles.py)."""
+        return True
+
     @property
     def device(self):
         return next(self.parameters()).device

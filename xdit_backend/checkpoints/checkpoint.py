@@ -2,6 +2,7 @@
 it."""
 
 import hashlib
+import logging
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,9 +19,10 @@ from .header_limits import MAX_HEADER_BYTES, MAX_TENSORS
 from .memory_map import unreadable
 from .meta_model import meta_model
 from .quantisation import gguf, kitchen_layers
-from .quantisation.layer_formats import Layer, layers_of
+from .quantisation.layer_formats import Layer, attention_configs, layers_of
 from .safetensors_header import header_bytes, read_safetensors
 
+log = logging.getLogger(__name__)
 # ComfyUI saves some models with the prefix model.model.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")
 IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of a U-Net under diffusers' names
@@ -147,6 +149,9 @@ def _read_safetensors(path):
     shapes, dtypes = {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()}
     layers, marks = layers_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path),
                               prefix)
+    if configs := attention_configs(shapes):
+        log.info("%s selects an attention backend for %d modules, which is ignored: xDiT uses the attention "
+                 "backend of xDiT Parallel Config.", os.path.basename(path), len(configs))
     kitchen_layers.check(layers.values(), os.path.basename(path))
     shapes |= {name: layer.shape for name, layer in layers.items()}
     dtypes |= {name: layer.type for name, layer in layers.items()}

@@ -51,7 +51,8 @@ def _missing(model, family):
         for block in blocks:
             names = inspect.signature(block.forward).parameters
             yield from (f"argument {name} of the blocks of {list_.name}"
-                        for name in (*list_.streams, *list_.tokens, *list_.masks, *(plan.places or ())[:1],
+                        for name in (*list_.streams, *list_.tokens, *list_.masks,
+                                     *(plan.token_index_argument or ())[:1],
                                      *([plan.skip_name] if plan.skips(len(blocks)) else ()))
                         if name not in names)
         for name in (*list_.attention, *plan.cross_attention, *plan.cacheable):

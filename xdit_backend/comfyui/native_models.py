@@ -4,8 +4,11 @@ Called by checkpoints/build_transformer.py. Of ComfyUI, comfy.ldm is imported an
 manager and nodes stay out of it.
 """
 
+import contextlib
 import functools
 import importlib
+import importlib.metadata
+import importlib.util
 import sys
 import types
 from contextlib import contextmanager
@@ -15,6 +18,8 @@ import torch
 from ..protocol.errors import CheckpointError
 from . import operations
 from .install_location import comfyui_version, find_comfyui
+
+KITCHEN = "comfy_kitchen"                  # a package, which ComfyUI imports without a fallback from 0.32 on
 
 
 def build_module(path, config, class_arguments=lambda config: config):
@@ -70,8 +75,22 @@ def class_at(path):
             with _names_of_transformers():
                 return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
+            if KITCHEN in str(error):
+                raise _lacks_kitchen(folder, error) from error
             raise CheckpointError(f"Update ComfyUI: the version {comfyui_version(folder)} in {folder} has no {name} in "
                                   f"{module}, which this model needs ({error}).") from error
+
+
+def _lacks_kitchen(folder, error):
+    """The CheckpointError of a ComfyUI that needs comfy-kitchen, or a newer one."""
+    package = KITCHEN.replace("_", "-")
+    with contextlib.suppress(OSError):
+        lines = (folder / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        package = next((line.strip() for line in lines if line.startswith(package)), package)
+    installed = importlib.metadata.version(KITCHEN) if importlib.util.find_spec(KITCHEN) else "not installed"
+    return CheckpointError(f"Install {package} in the Python of the workers: the ComfyUI {comfyui_version(folder)} in "
+                           f"{folder}, whose module this model runs as, needs it, and comfy-kitchen is {installed} "
+                           f"({error}).")
 
 
 @contextmanager

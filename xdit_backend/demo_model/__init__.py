@@ -1,2 +1,1 @@
-"""The demo model: a small text-to-image model for first pictures and quality measurements,
-and the script that made it."""
+"""The demo model: a small text-to-image model for first images and quality measurements, and its training code."""

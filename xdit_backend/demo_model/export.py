@@ -1,4 +1,5 @@
-"""Writes the demo model as the files ComfyUI reads: names of SD3's and TAESD's publishers, weights in 8 and 16 bits."""
+"""Export of the demo model to the files that ComfyUI reads: names of SD3's and TAESD's publishers, weights in 8 and
+16 bits."""
 
 import json
 import re
@@ -38,7 +39,8 @@ OUTSIDE_UNET = (("conv_in.", "input_blocks.0.0."), ("conv_norm_out.", "out.0."),
 
 
 def transformer_tensors(state):
-    """The state dict of diffusers' SD3Transformer2DModel under SD3's own names, the block's matrices in 8 bits."""
+    """Convert the state dict of diffusers' SD3Transformer2DModel to SD3's own names, with the matrices of the blocks
+    in 8 bits."""
     state = {name: tensor.to(ROUNDED if is_block_matrix(name, tensor) else torch.float16)
              for name, tensor in state.items()}
     last = max(int(match[1]) for match in map(re.compile(r"transformer_blocks\.(\d+)\.").match, state) if match)
@@ -56,38 +58,39 @@ def transformer_tensors(state):
         swapped = module == "norm_out.linear" or module == f"transformer_blocks.{last}.norm1_context.linear"
         tensors[file_name] = torch.cat(tensor.chunk(2)[::-1]) if swapped else tensor
     for block in range(last + 1):
-        for file_name, parts in JOINED.items():
+        for file_name, names in JOINED.items():
             for kind in ("weight", "bias"):
                 tensors[f"joint_blocks.{block}.{file_name}.{kind}"] = torch.cat(
-                    [state[f"transformer_blocks.{block}.{part}.{kind}"] for part in parts])
+                    [state[f"transformer_blocks.{block}.{name}.{kind}"] for name in names])
     return tensors
 
 
 def unet_tensors(state, num_layers, dtype):
-    """The state dict of diffusers' UNet2DConditionModel, of SD 1.5's structure and as many layers a level,
-    under the publisher's names."""
+    """Convert the state dict of a UNet2DConditionModel with SD 1.5's structure and num_layers layers per level to
+    the publisher's names."""
     return {_in_unets_file(name, num_layers): tensor.to(dtype) for name, tensor in state.items()}
 
 
 def _in_unets_file(name, num_layers):
-    """diffusers' name -> the publisher's, of a U-Net of SD 1.5's structure."""
-    place, rest = next(((new, name.removeprefix(old)) for old, new in OUTSIDE_UNET if name.startswith(old)), ("", name))
+    """Map diffusers' name to the publisher's, for a U-Net with SD 1.5's structure."""
+    prefix, rest = next(((new, name.removeprefix(old)) for old, new in OUTSIDE_UNET if name.startswith(old)),
+                        ("", name))
     match = re.match(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)", rest)
     if match is not None:
         side, level, kind, layer, rest = match[1], int(match[2]), match[3], int(match[4]), match[5]
         first = level * (num_layers + 1) + (side == "down")
         number = first + (num_layers if kind.endswith("samplers") else layer)
-        place = f"{'in' if side == 'down' else 'out'}put_blocks.{number}."
-        place += {"resnets": "0.", "attentions": "1.", "downsamplers": "0.",
-                  "upsamplers": "1." if level == 0 else "2."}[kind]
+        prefix = f"{'in' if side == 'down' else 'out'}put_blocks.{number}."
+        prefix += {"resnets": "0.", "attentions": "1.", "downsamplers": "0.",
+                   "upsamplers": "1." if level == 0 else "2."}[kind]
         rest = rest.replace("conv.", "op.", 1) if kind == "downsamplers" else rest
     if "resnets" in name:
         rest = next((rest.replace(old, new, 1) for old, new in OF_UNET if rest.startswith(old)), rest)
-    return place + rest
+    return prefix + rest
 
 
 def autoencoder_tensors(state):
-    """The state dict of diffusers' AutoencoderTiny under TAESD's names, in 16 bits."""
+    """Convert the state dict of diffusers' AutoencoderTiny to TAESD's names, in 16 bits."""
     tensors = {"vae_scale": torch.tensor(SCALE), "vae_shift": torch.tensor(SHIFT)}
     for name, tensor in state.items():
         side, _, index, rest = name.split(".", 3)
@@ -96,13 +99,14 @@ def autoencoder_tensors(state):
 
 
 def write(path, tensors, **metadata):
-    """Write a safetensors file whose metadata says what it is."""
+    """Write a safetensors file with metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"} | metadata)
 
 
 def write_all(folder, autoencoder_state, recogniser_state, state, quality_set):
-    """The four files of the demo model, where the pack looks for them. quality_set: of features.quality_set."""
+    """Write the four files of the demo model to the paths where the pack looks for them. quality_set: from
+    features.quality_set."""
     prompts, quality_tensors = quality_set
     write(folder / "diffusion_models" / "xdit_demo.safetensors", transformer_tensors(state["transformer"]))
     write(folder / "vae" / "xdit_demo_vae.safetensors", autoencoder_tensors(autoencoder_state))

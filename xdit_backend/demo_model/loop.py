@@ -1,5 +1,4 @@
-"""The training loop that every part of the demo model uses:
-steps from a seed, saved and resumed, with a progress bar."""
+"""The training loop of the demo model's networks: seeded steps that can be stopped and resumed, with a progress bar."""
 
 import math
 import os
@@ -18,7 +17,7 @@ WEIGHT_DECAY = 0.01
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a part is trained, what is drawn, and the folder for what is saved on the way and for sample sheets."""
+    """Device, seed, and folder for checkpoints and sample sheets of a training run."""
 
     folder: Path
     device: torch.device = torch.device("cpu")
@@ -31,8 +30,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a part is trained: so many steps, the learning rate's peak, the decay of the weights' moving average (0:
-    none), and which matrices Muon trains (see optimizers_of)."""
+    """Hyperparameters of a network: number of steps, peak learning rate, decay of the weights' moving average (0:
+    none), and the matrices that Muon trains (see optimizers_of)."""
 
     steps: int
     peak: float
@@ -48,11 +47,11 @@ def learning_rate(step, steps, peak):
 
 
 def optimizers_of(modules, peak, by_muon):
-    """AdamW; and for the matrices that by_muon(name, parameter) picks, Muon with steps of AdamW's size (K. Jordan
-    2024).
+    """AdamW, and Muon with steps of AdamW's size (K. Jordan 2024) for the matrices that by_muon(name, parameter)
+    selects.
 
-    Of the transformer's first 300 steps after 16,000 by AdamW, on the same batches, those by Muon had a loss of 0.171
-    and those by AdamW 0.180; a step took 1.22 times as long.
+    In the transformer's first 300 steps after 16,000 by AdamW, on the same batches, the loss was 0.171 with Muon and
+    0.180 with AdamW; a step took 1.22 times as long.
     """
     named = [(name, p) for module in modules.values() for name, p in module.named_parameters()]
     matrices, others = ([p for name, p in named if by_muon(name, p) is chosen] for chosen in (True, False))
@@ -64,14 +63,14 @@ def optimizers_of(modules, peak, by_muon):
 
 
 def run(name, setting, modules, recipe, loss_of, on_save):
-    """Train modules until the recipe's steps are done, from where an earlier run was stopped, and return their weights.
+    """Train modules for the recipe's steps, resuming an earlier run, and return their weights.
 
-    modules: {name: Module} on the setting's device, trained together. loss_of(step, generator) is the loss of a step;
-    all that it draws comes from its generator, so that a resumed run equals one that was never stopped. on_save(step,
-    weights) is called at each save with {name: state_dict} of the averaged weights, on the CPU; these are returned too.
-    Writes name.pt in the setting's folder at least every two minutes of training.
+    modules: {name: Module} on the setting's device, trained together. loss_of(step, generator) returns the loss of a
+    step; all its random numbers come from the generator, so that a resumed run equals an uninterrupted one.
+    on_save(step, weights) is called at each save with {name: state_dict} of the averaged weights, on the CPU; these are
+    returned too. Writes name.pt in the setting's folder at least every two minutes of training.
     """
-    torch.set_flush_denormal(True)             # on a CPU, numbers below 1e-38 take hundreds of times as long
+    torch.set_flush_denormal(True)             # on a CPU, arithmetic on numbers below 1e-38 is hundreds of times slower
     file, steps = setting.folder / f"{name}.pt", recipe.steps
     training = Training(modules, recipe)
     first = training.load(file, setting.device) if file.exists() else 0
@@ -90,7 +89,7 @@ def run(name, setting, modules, recipe, loss_of, on_save):
 
 
 class Training:
-    """Modules, their optimizers and the moving averages of their weights: what is saved, and goes on from there."""
+    """Modules, their optimizers and the moving averages of their weights: the state of a checkpoint."""
 
     def __init__(self, modules, recipe):
         self._modules, self._recipe = modules, recipe
@@ -99,7 +98,7 @@ class Training:
         self._means = [p.detach().clone() for p in self._parameters]
 
     def load(self, file, device):
-        """Go on from what was saved; returns the steps that were done."""
+        """Restore a checkpoint; returns the number of completed steps."""
         saved = torch.load(file, map_location=device, weights_only=True)
         for key, module in self._modules.items():
             module.load_state_dict(saved["modules"][key])
@@ -109,7 +108,7 @@ class Training:
         return saved["step"]
 
     def update(self, step, loss):
-        """Take one step down the loss."""
+        """Take one optimizer step."""
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for optimizer in self._optimizers:
@@ -121,14 +120,14 @@ class Training:
         torch._foreach_lerp_(self._means, [p.detach() for p in self._parameters], 1 - decay)
 
     def averaged(self):
-        """{name: state_dict} with the moving averages in the parameters' places, on the CPU."""
+        """{name: state_dict} with the moving averages as parameters, on the CPU."""
         each = iter(self._means)
         states = {key: module.state_dict() | {n: next(each) for n, _ in module.named_parameters()}
                   for key, module in self._modules.items()}
         return {key: {n: tensor.cpu() for n, tensor in state.items()} for key, state in states.items()}
 
     def save(self, file, step):
-        """Write all of it after so many steps; a run that is killed meanwhile leaves the older file."""
+        """Write a checkpoint atomically: a run that is killed meanwhile leaves the older file."""
         temporary = file.with_suffix(".tmp")
         torch.save({"modules": {key: module.state_dict() for key, module in self._modules.items()},
                     "optimizers": [optimizer.state_dict() for optimizer in self._optimizers], "means": self._means,

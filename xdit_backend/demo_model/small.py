@@ -1,8 +1,9 @@
-"""Trains a small model to compare methods on, a U-Net or another transformer: python -m xdit_backend.demo_model.small
-unet --out FOLDER. Of Flux.1's and Lumina 2's kind it writes folders as diffusers does.
+"""Trains a small model for comparing parallel methods, a U-Net or another transformer: python -m
+xdit_backend.demo_model.small unet --out FOLDER. Models like Flux.1 and Lumina 2 are saved as diffusers folders.
 
-Its autoencoder and text encoder are the demo model's own, its pictures those that `bench quality` asks for. Goes on
-where it was stopped. Not for pictures: a quarter of an hour on one core, where the demo model took nine.
+Uses the demo model's autoencoder and text encoder, and trains on the images that `bench quality` prompts for. Resumes
+where it was stopped. Image quality is low: training takes a quarter of an hour on one core, compared with nine hours
+for the demo model.
 """
 
 import argparse
@@ -17,19 +18,19 @@ from torchvision.utils import save_image
 from ..models import FAMILIES
 from . import autoencoder, export, loop, transformer
 from .autoencoder import CHANNELS, SIDE
-from .pictures import BACKGROUNDS, PACKAGES, draw, on_background, read_entries
-from .text import UNET_WIDTH, WEIGHTS, WIDTH, arrange, as_unets_context, load_text_encoder
+from .emoji import BACKGROUNDS, PACKAGES, on_background, read_entries, render_glyphs
+from .text import UNET_WIDTH, WEIGHTS, WIDTH, arrange, load_text_encoder, unet_context
 from .train import encode_all
 
 UNET_WIDTHS, NUM_LAYERS = (32, 64, 64), 1
-SHOWN = 16                     # prompts on the sheet of samples
+SHOWN = 16                     # prompts on the sample sheet
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=NEW)
     parser.add_argument("--out", type=Path, required=True,
-                        help="folder for what is saved on the way, a sample sheet and the weights")
+                        help="folder for checkpoints, a sample sheet and the weights")
     parser.add_argument("--share", default="/usr/share", help=f"usr/share of the Debian packages {PACKAGES}")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -40,7 +41,7 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     prompts, entries = prompted(read_entries(options.share))
     encoder = autoencoder.load()
-    latents, rows = encode_all(encoder, draw(entries, options.share), entries, options.out / "latents.pt")
+    latents, rows = encode_all(encoder, render_glyphs(entries, options.share), entries, options.out / "latents.pt")
     torch.manual_seed(options.seed)
     model = NEW[options.kind]()
     setting = loop.Setting(options.out, seed=options.seed)
@@ -58,7 +59,7 @@ def main():
 
 
 def write(kind, state, folder):
-    """Write a trained model as ComfyUI's loaders and ours take it. Returns the file or folder."""
+    """Write a trained model for ComfyUI's loaders and ours. Returns the file or folder."""
     if kind in ("unet", "transformer"):
         path = folder / f"{kind}.safetensors"
         export.write(path, export.unet_tensors(state, NUM_LAYERS, torch.float16) if kind == "unet"
@@ -71,7 +72,7 @@ def write(kind, state, folder):
 
 
 def prompted(entries):
-    """(the prompts of `bench quality`, the entries that they name)."""
+    """Return (the prompts of `bench quality`, the entries that they name)."""
     with safe_open(WEIGHTS / "xdit_demo_recogniser.safetensors", "pt") as opened:
         prompts = json.loads(opened.metadata()["prompts"])
     return prompts, [entry for entry in entries
@@ -79,7 +80,7 @@ def prompted(entries):
 
 
 def new_unet():
-    """An untrained U-Net of SD 1.5's kind with three levels, 2.0 million parameters."""
+    """An untrained U-Net like SD 1.5's with three levels, 2.0 million parameters."""
     from diffusers import UNet2DConditionModel
     levels = len(UNET_WIDTHS)
     return UNet2DConditionModel(
@@ -90,7 +91,7 @@ def new_unet():
 
 
 def new_transformer():
-    """An untrained transformer of the demo model's kind and half its width, 2.3 million parameters."""
+    """An untrained transformer like the demo model's with half its width, 2.3 million parameters."""
     from diffusers import SD3Transformer2DModel
     return SD3Transformer2DModel(
         sample_size=SIDE, patch_size=2, in_channels=CHANNELS, num_layers=4, attention_head_dim=transformer.HEAD_SIZE,
@@ -100,7 +101,7 @@ def new_transformer():
 
 
 def new_flux():
-    """An untrained transformer of Flux.1's kind, two blocks of two streams and four of one, 2.3 million parameters."""
+    """An untrained transformer like Flux.1's with two double and four single blocks, 2.3 million parameters."""
     from diffusers import FluxTransformer2DModel
     return FluxTransformer2DModel(
         patch_size=1, in_channels=4 * CHANNELS, num_layers=2, num_single_layers=4,
@@ -109,7 +110,7 @@ def new_flux():
 
 
 def new_lumina():
-    """An untrained transformer of Lumina 2's kind, one sequence and grouped keys, 2.4 million parameters."""
+    """An untrained transformer like Lumina 2's, with one sequence and grouped keys, 2.4 million parameters."""
     from diffusers import Lumina2Transformer2DModel
     return Lumina2Transformer2DModel(
         sample_size=SIDE, in_channels=CHANNELS, hidden_size=144, num_layers=4, num_refiner_layers=1,
@@ -121,21 +122,22 @@ NEW = {"unet": new_unet, "transformer": new_transformer, "flux": new_flux, "lumi
 
 
 def predicted(model, latent, sigma, context, pooled):
-    """The model's velocities at noise levels [B]."""
+    """The model's predicted velocities at noise levels [B]."""
     if hasattr(model, "down_blocks"):
-        return model(latent, sigma * 1000, as_unets_context(context)).sample
+        return model(latent, sigma * 1000, unet_context(context)).sample
     family = next(each for each in FAMILIES.values() if each.transformer == type(model).__name__)
-    given = {"context": context, "y": pooled}
+    conditioning = {"context": context, "y": pooled}
     inputs = family.inputs(latent, sigma * family.time_scale,
-                           {name: given[name] for name in given if name in family.conditioning}, model.config)
-    taken = inspect.signature(type(model).forward).parameters                  # by diffusers' class, without `amend`
+                           {name: conditioning[name] for name in conditioning if name in family.conditioning},
+                           model.config)
+    taken = inspect.signature(type(model).forward).parameters                  # diffusers' own, without adapt_model
     inputs = {name: value for name, value in inputs.items() if name in taken}
     return family.prediction(model(**inputs, return_dict=False)[0], latent)
 
 
 def train(setting, model, dataset, steps, peak, show):
-    """Train, or go on training; returns the state dict. dataset: of the transformer's kind. show(step, weights): as
-    loop.run's on_save."""
+    """Train, or resume training, and return the state dict. dataset: a transformer.Dataset. show(step, weights): as
+    on_save of loop.run."""
     text = load_text_encoder().requires_grad_(False)
 
     def loss_of(step, generator):
@@ -147,7 +149,7 @@ def train(setting, model, dataset, steps, peak, show):
 
 @torch.no_grad()
 def sample(model, prompts, guidance=3.0, steps=20):
-    """Latents of prompts by Euler's method."""
+    """Generate latents for prompts by Euler's method."""
     latent = torch.randn(len(prompts), CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
     sigmas = transformer.shifted_sigmas(steps)

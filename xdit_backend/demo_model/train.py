@@ -1,9 +1,7 @@
-"""Trains the demo model from nothing, or goes on where it was stopped: python -m xdit_backend.demo_model.train --out
-FOLDER
+"""Trains the demo model, or resumes training: python -m xdit_backend.demo_model.train --out FOLDER
 
-Four parts, one after the other: the autoencoder, the latents of all pictures, the transformer with its text encoder,
-and the network that recognises pictures. The same seed and steps give the same weights on the same machine. Hours on a
-CPU.
+Four phases: the autoencoder, the latents of all images, the transformer with its text encoder, and the network that
+classifies images. The same seed and steps give the same weights on the same machine. Takes hours on a CPU.
 """
 
 import argparse
@@ -14,13 +12,13 @@ import torch
 from torchvision.utils import save_image
 
 from . import autoencoder, export, features, loop, transformer
-from .pictures import BACKGROUNDS, PACKAGES, compose, draw, read_entries
+from .emoji import BACKGROUNDS, PACKAGES, compose, read_entries, render_glyphs
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True,
-                        help="folder for what is saved on the way, sample sheets and weights")
+                        help="folder for checkpoints, sample sheets and weights")
     parser.add_argument("--share", default="/usr/share", help=f"usr/share of the Debian packages {PACKAGES}")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -33,12 +31,12 @@ def main():
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     entries = read_entries(options.share)
-    glyphs = draw(entries, options.share)
+    glyphs = render_glyphs(entries, options.share)
     weights = torch.tensor([entry.weight for entry in entries])
     name = "cuda" if options.device == "auto" and torch.cuda.is_available() else options.device.replace("auto", "cpu")
     setting = loop.Setting(options.out, torch.device(name), options.seed)
 
-    torch.manual_seed(3 * options.seed)                        # of the weights that training begins with
+    torch.manual_seed(3 * options.seed)                        # for the initial weights
     autoencoder_state = autoencoder.train(setting, glyphs, weights, options.autoencoder_steps)
     encoder = autoencoder.new()
     encoder.load_state_dict(autoencoder_state)
@@ -60,9 +58,10 @@ def main():
 
 @torch.no_grad()
 def encode_all(encoder, glyphs, entries, file):
-    """(latents [K, 16, 16, 16] in half precision, rows [N, backgrounds]); kept in `file`.
+    """Encode all images: (latents [K, 16, 16, 16] in half precision, rows [N, backgrounds]). The latents are cached in
+    `file`.
 
-    Every entry upon white, those without a skin tone also upon every second background, so that some combinations stay
+    Every entry over white, those without a skin tone also over every second background, so that some combinations stay
     unseen.
     """
     rows = torch.full((len(entries), len(BACKGROUNDS)), -1)
@@ -77,10 +76,10 @@ def encode_all(encoder, glyphs, entries, file):
     for first in range(0, len(pairs), 16):
         chosen = torch.tensor(pairs[first:first + 16])
         with torch.autocast("cpu", torch.bfloat16):
-            picture = compose(glyphs[chosen[:, 0]], palette[chosen[:, 1]]).to(memory_format=torch.channels_last)
-            latents[first:first + 16] = encoder.encode(picture).latents
+            image = compose(glyphs[chosen[:, 0]], palette[chosen[:, 1]]).to(memory_format=torch.channels_last)
+            latents[first:first + 16] = encoder.encode(image).latents
         if first % 256 == 0:
-            print(f"\rencoding pictures: {first} of {len(pairs)}", end="", flush=True)
+            print(f"\rencoding images: {first} of {len(pairs)}", end="", flush=True)
     torch.save(latents, file)
     return latents, rows
 

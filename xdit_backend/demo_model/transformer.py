@@ -1,4 +1,5 @@
-"""Trains the demo model's transformer and text encoder: SD3's architecture and flow matching (P. Esser et al. 2024)."""
+"""Training of the demo model's transformer and text encoder: SD3's architecture and flow matching (P. Esser et al.
+2024)."""
 
 import random
 from dataclasses import dataclass
@@ -9,17 +10,17 @@ from torch.func import functional_call
 
 from . import loop
 from .autoencoder import CHANNELS, SIDE
-from .pictures import BACKGROUNDS, caption
+from .emoji import BACKGROUNDS, caption
 from .text import MAX_WORDS, WIDTH, TextEncoder, arrange, tokens_of
 
 DEPTH = 4              # ComfyUI reads the width of an SD3 model as 64 x depth
 HEAD_SIZE = 64
-MAX_SIDE = 32          # of a picture, in tokens of 16 pixels
+MAX_SIDE = 32          # largest side of an image, in tokens of 16 pixels
 BATCH = 64
-WITHOUT_TEXT = 0.1     # of the captions, so that classifier-free guidance has its other half
-SHIFT = 3.0            # of the noise levels, see shifted
+WITHOUT_TEXT = 0.1     # fraction of captions that are empty, for classifier-free guidance
+SHIFT = 3.0            # timestep shift of the noise levels, see shifted
 ROUNDED = torch.float8_e4m3fn
-ROUNDED_FROM = 0.85    # of the steps; before it rounding only takes time
+ROUNDED_FROM = 0.85    # fraction of the steps after which weights are rounded; earlier rounding only costs time
 SAMPLES = ("red apple", "cat face on a blue background", "grinning face", "house with garden",
            "heart on a black background",
            "fire", "woman astronaut", "airplane on a cyan background", "dog", "pizza", "sailboat", "flag Japan",
@@ -32,9 +33,9 @@ SAMPLES = ("red apple", "cat face on a blue background", "grinning face", "house
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is learnt from. latents [K, 16, 16, 16]: of every picture. rows [N, number of backgrounds] long: the picture
-    of an entry upon a background, -1 where there is none. entries: pictures.Entry of each. often [N]: how often an
-    entry is drawn."""
+    """Training data. latents [K, 16, 16, 16]: of every image. rows [N, number of backgrounds] long: the index of the
+    latent of an entry over a background, -1 if there is none. entries: an emoji.Entry each. often [N]: sampling
+    weights of the entries."""
 
     latents: torch.Tensor
     rows: torch.Tensor
@@ -43,7 +44,7 @@ class Dataset:
 
 
 def new():
-    """The untrained transformer, 9.0 million parameters, and its text encoder."""
+    """Create the untrained transformer, 9.0 million parameters, and its text encoder."""
     from diffusers import SD3Transformer2DModel
     transformer = SD3Transformer2DModel(
         sample_size=16, patch_size=2, in_channels=CHANNELS, num_layers=DEPTH, attention_head_dim=HEAD_SIZE,
@@ -59,13 +60,14 @@ def new():
 
 
 def is_block_matrix(name, tensor):
-    """The matrices of the blocks are trained by Muon and stored in 8 bits, everything else by AdamW and in 16."""
+    """Whether a parameter is a matrix of a block, which Muon trains and files store in 8 bits; others use AdamW and
+    16 bits."""
     return name.startswith("transformer_blocks.") and tensor.ndim == 2
 
 
 def rounded(transformer):
-    """The transformer's parameters as the file will hold them; gradients pass as if nothing were rounded (Y.
-    Bengio 2013)."""
+    """The transformer's parameters rounded as the file stores them; gradients pass straight through (Y. Bengio
+    2013)."""
     return {name: p + (p.to(ROUNDED).to(p.dtype) - p).detach() if is_block_matrix(name, p) else p
             for name, p in transformer.named_parameters()}
 
@@ -77,14 +79,14 @@ def captions_of(entries, chosen, backgrounds, randomness):
 
 
 def batch_of(generator, dataset):
-    """What a step learns from, (noisy latents, noise levels, velocities, captions as lists of words).
+    """A training batch: (noisy latents, noise levels, velocities, tokenised captions).
 
-    All is drawn on the CPU, alike on every device.
+    All random numbers are generated on the CPU, so that they are the same on every device.
     """
     randomness = random.Random(generator.initial_seed())
     chosen = torch.multinomial(dataset.often, BATCH, replacement=True, generator=generator)
     shown = torch.randint(-len(BACKGROUNDS), len(BACKGROUNDS), (BATCH,), generator=generator)
-    shown = shown.clamp(min=0)                                           # every second one is upon white, the first
+    shown = shown.clamp(min=0)                                           # half are over white, the first
     shown = torch.where(dataset.rows[chosen, shown] >= 0, shown, 0)
     clean = dataset.latents[dataset.rows[chosen, shown]].float()
     noise = torch.randn(clean.shape, generator=generator)
@@ -94,7 +96,8 @@ def batch_of(generator, dataset):
 
 
 def train(setting, dataset, steps, peak, show):
-    """Train, or go on training; returns the state dicts of both. show(latents) is called at each save, with samples."""
+    """Train, or resume training, and return the state dicts of both modules. show(latents) is called at each save,
+    with samples."""
     transformer, text = (module.to(setting.device) for module in new())
 
     def loss_of(step, generator):
@@ -117,23 +120,24 @@ def train(setting, dataset, steps, peak, show):
 
 
 def shifted(sigmas):
-    """Noise levels as ComfyUI shifts them for SD3 models.
+    """Shift noise levels as ComfyUI does for SD3 models.
 
-    The model is trained as it is sampled. Captions leave little open here, so a picture is decided near noise level 1,
-    and of SD3's logit-normal levels (mean 0.4) only 4 % are above 0.9. After 17,883 steps with those, 39 % of the
-    pictures' variance was missed at level 1 with the caption given; at step 22,500, the last 4,063 with these, 19 %.
+    The model is trained at the noise levels at which it is sampled. Captions determine most of an image here, so it is
+    decided near noise level 1, and only 4 % of SD3's logit-normal levels (mean 0.4) are above 0.9. After 17,883 steps
+    with those, 39 % of the images' variance was unexplained at level 1 given the caption; at step 22,500, the last
+    4,063 with these, 19 %.
     """
     return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
 
 
 def shifted_sigmas(steps):
-    """Noise levels [steps + 1] from 1 to 0 of a sampler."""
+    """Noise levels [steps + 1] of a sampler, from 1 to 0."""
     return shifted(torch.linspace(1, 0, steps + 1))
 
 
 @torch.no_grad()
 def sample(transformer, text, prompts, guidance=3.0, steps=20, seed=0):
-    """Latents [B, 16, 16, 16] of prompts by Euler's method."""
+    """Generate latents [B, 16, 16, 16] for prompts by Euler's method."""
     latent = torch.randn(len(prompts), CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
     context, pooled = text.encode([*prompts, *[""] * len(prompts)])
     sigmas = shifted_sigmas(steps)

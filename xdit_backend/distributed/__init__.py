@@ -1,2 +1,2 @@
-"""What carries the methods: process groups, collectives, exchanges, which tokens and rows a rank has,
-attention that can be merged."""
+"""Communication between ranks: the device mesh, process groups, collectives, ring hops, fp8 communication, token
+shards, and spatial operators on rows."""

@@ -1,6 +1,6 @@
-"""The collectives the methods are built from, wrapped once: uneven sizes, names that changed between torch releases.
+"""Collectives with uneven sizes, independent of the torch release and the backend, and counts of what a rank sends.
 
-Every function here is called by every rank of the group it names. It also counts what a rank sends.
+Every rank of the named group calls each function.
 """
 
 import collections
@@ -10,22 +10,21 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-SHORT_S = 2e-4                 # a wait that is not worth recording
+SHORT_S = 2e-4                 # shorter waits are not recorded
 
 
 class Traffic:
-    """Exchanges that this rank has begun with others, bytes it has sent in them, when it waited for them, and whether
-    it does now.
+    """Counts of this rank's communication: operations, bytes sent, waits, and whether it waits now.
 
-    waits: [(start, end)] of this process, by time.perf_counter. Over gloo they are what an exchange takes; NCCL has the
-    device wait, and not the process.
+    waits: [(start, end)] of this process, by time.perf_counter. With gloo they are the time of the communication; with
+    NCCL the device waits and the process does not.
     """
 
     def __init__(self):
         self.num_exchanges = self.sent_bytes = 0
         self.waits = []
         self.entered = {}                                      # see entering
-        self.is_broken = False                                 # has an exchange failed on this rank?
+        self.is_broken = False                                 # True after an operation failed on this rank
         self.block = ""                                        # see at_block
         self._names = {}                                       # process group -> its key in `entered`
         self._num_begun = self._num_passed = 0                 # waits of this process
@@ -33,19 +32,19 @@ class Traffic:
         self._on_device = collections.deque()
 
     def count(self, num_elements, tensor):
-        """One exchange, in which this rank sends so many elements of this tensor's dtype. Called before it begins."""
+        """Count one operation in which this rank sends num_elements of the tensor's dtype. Call before it begins."""
         self.num_exchanges += 1
         self.sent_bytes += num_elements * tensor.element_size()
 
     @contextmanager
-    def entering(self, place):
-        """This rank enters an exchange under this: a collective of a process group, or a transfer from one rank to
-        another, of which place is (sender, receiver).
+    def entering(self, participants):
+        """Context in which this rank enters a communication: a collective of a process group, or a transfer, whose
+        participants are (sender, receiver).
 
-        `entered` counts these by the ranks that take part, "0,1" or "0>1". All of these ranks enter an exchange, or
-        those that have wait for ever: so the counts of a command say whether a rank that failed is waited for.
+        `entered` counts these by participating ranks, "0,1" or "0>1". If some of the ranks enter and others do not, the
+        former wait forever: the counts of a command tell whether ranks wait for one that failed.
         """
-        name = self._name_of(place)
+        name = self._name_of(participants)
         self.entered[name] = self.entered.get(name, 0) + 1
         try:
             yield
@@ -55,23 +54,25 @@ class Traffic:
 
     @contextmanager
     def at_block(self, name):
-        """A block of the model runs under this, of this name for a report: "3 of 12". `block` is that of the block that
-        runs, or has failed."""
+        """Context in which a block of the model runs. name: for reports, "3 of 12". `block` is the name of the running
+        or failed block."""
         self.block = name
         yield
         self.block = ""
 
-    def _name_of(self, place):
-        if isinstance(place, tuple):
-            return ">".join(map(str, place))
-        if place not in self._names:
-            self._names[place] = ",".join(map(str, dist.get_process_group_ranks(place or dist.group.WORLD)))
-        return self._names[place]
+    def _name_of(self, participants):
+        if isinstance(participants, tuple):
+            return ">".join(map(str, participants))
+        if participants not in self._names:
+            ranks = dist.get_process_group_ranks(participants or dist.group.WORLD)
+            self._names[participants] = ",".join(map(str, ranks))
+        return self._names[participants]
 
     @contextmanager
     def waiting(self, tensor, recorded=True):
-        """This process, or its device, waits for other ranks under this. tensor: of the exchange, where it is.
-        recorded: in `waits`."""
+        """Context in which this process or its device waits for other ranks.
+
+        tensor: of the communication; its device is the one that waits. recorded: add the wait to `waits`."""
         start, on_device = time.perf_counter(), tensor.is_cuda
         if on_device:
             before, after = torch.cuda.Event(), torch.cuda.Event()
@@ -94,7 +95,7 @@ class Traffic:
             self.waits.append((start, end))
 
     def progress(self):
-        """(waits that are over, is there one now?). Called by another thread than the rest."""
+        """(number of finished waits, whether a wait is in progress). Called from another thread."""
         while self._on_device and self._on_device[0][1].query():
             self._on_device.popleft()
             self._num_passed += 1
@@ -103,38 +104,38 @@ class Traffic:
             bool(self._on_device) and self._on_device[0][0].query())
 
 
-def all_to_all(pieces, receive_shapes, group, traffic, joined=None):
-    """Send pieces[j] to rank j of the group; return what each rank sent here, shaped receive_shapes[j].
+def all_to_all(chunks, receive_shapes, group, traffic, joined=None):
+    """Send chunks[j] to rank j of the group; return what each rank sent here, of shapes receive_shapes[j].
 
-    Pieces may differ in size. joined: one contiguous tensor that they follow one another in, where there is one.
-    Everything travels in one exchange.
+    Chunks may differ in size. joined: optional contiguous tensor that consists of the chunks in order, which saves a
+    copy. One collective.
     """
-    return start_all_to_all(pieces, receive_shapes, group, traffic, joined)()
+    return start_all_to_all(chunks, receive_shapes, group, traffic, joined)()
 
 
-def start_all_to_all(pieces, receive_shapes, group, traffic, joined=None):
-    """all_to_all in the background: returns a function that waits for it and returns what arrived."""
+def start_all_to_all(chunks, receive_shapes, group, traffic, joined=None):
+    """Begin an all_to_all; returns a function that waits for it and returns the received tensors."""
     rank = dist.get_rank(group)
-    send = torch.cat([piece.reshape(-1) for piece in pieces]) if joined is None else joined.view(-1)
+    send = torch.cat([chunk.reshape(-1) for chunk in chunks]) if joined is None else joined.view(-1)
     device, send = send.device, on_wire(send, group)
     receive_sizes = [torch.Size(shape).numel() for shape in receive_shapes]
     receive = send.new_empty(sum(receive_sizes))
-    traffic.count(send.numel() - pieces[rank].numel(), send)
+    traffic.count(send.numel() - chunks[rank].numel(), send)
     with traffic.entering(group):
-        work = dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group,
+        work = dist.all_to_all_single(receive, send, receive_sizes, [chunk.numel() for chunk in chunks], group=group,
                                       async_op=True)
 
-    def wait(sent=send):                       # gloo needs what is sent to live until then
+    def wait(sent=send):                       # gloo requires the sent tensor to live until then
         with traffic.waiting(receive):
             work.wait()
-        return [part.view(shape) for part, shape in zip(receive.to(device).split(receive_sizes), receive_shapes)]
+        return [chunk.view(shape) for chunk, shape in zip(receive.to(device).split(receive_sizes), receive_shapes)]
     return wait
 
 
 def all_gather(local, sizes, dim, group, traffic):
-    """Concatenate every rank's tensor along `dim`, on every rank. `sizes` are the ranks' sizes along `dim`.
+    """Concatenate every rank's tensor along `dim`, on every rank. sizes: of each rank along `dim`.
 
-    Uneven sizes travel padded to the largest, because gloo has no uneven all-gather.
+    Uneven sizes are padded to the largest, since gloo has no uneven all-gather.
     """
     largest = max(sizes)
     padded = on_wire(local.movedim(dim, 0).contiguous(), group)
@@ -145,15 +146,15 @@ def all_gather(local, sizes, dim, group, traffic):
     traffic.count(padded.numel() * (len(sizes) - 1), padded)
     with traffic.entering(group), traffic.waiting(gathered):
         gather(gathered, padded, group=group)
-    parts = [gathered[index * largest:index * largest + size] for index, size in enumerate(sizes)]
-    return torch.cat(parts).to(local.device).movedim(0, dim)
+    chunks = [gathered[index * largest:index * largest + size] for index, size in enumerate(sizes)]
+    return torch.cat(chunks).to(local.device).movedim(0, dim)
 
 
 def start_all_gather(rows, rank, group, traffic):
-    """Every rank's row, in the background, to where it stays: returns a function that waits for them.
+    """Begin an in-place all-gather of rows; returns a function that waits for it.
 
-    rows: (ranks, ...), contiguous, of which this rank's is there already. gloo's own all-gather would copy all rows
-    twice more.
+    rows: (ranks, ...), contiguous; rows[rank] is filled. With gloo it is made of broadcasts, since gloo's all-gather
+    copies all rows twice more.
     """
     traffic.count(rows[rank].numel() * (len(rows) - 1), rows)
     with traffic.entering(group):
@@ -164,27 +165,26 @@ def start_all_gather(rows, rank, group, traffic):
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             works = [gather(rows.view(-1), rows[rank].view(-1), group=group, async_op=True)]
 
-    def wait(kept=rows):                       # gloo needs what is sent, and where it arrives, to live until then
-        with traffic.waiting(kept):
+    def wait(buffer=rows):                     # gloo requires the buffer to live until then
+        with traffic.waiting(buffer):
             for work in works:
                 work.wait()
     return wait
 
 
 def all_reduce(tensors, group, traffic):
-    """The sums of these tensors over the ranks, in one exchange: [tensor], each in the place of its own where there is
-    one only.
+    """Sum tensors over the ranks, in one collective; returns the list of sums. A single contiguous tensor is summed in
+    place.
 
-    A ring sends each of a rank's P parts 2 (P - 1) times (Patarasuk and Yuan 2009), which is what is counted.
+    The counted bytes are a ring's: with P ranks each sends 2 (P - 1) / P of the tensor (Patarasuk and Yuan 2009).
     """
     return start_all_reduce(tensors, group, traffic)()
 
 
 def start_all_reduce(tensors, group, traffic, op=dist.ReduceOp.SUM):
-    """all_reduce in the background: returns a function that waits for it and returns the sums, or what another op
-    gives."""
+    """Begin an all_reduce; returns a function that waits for it and returns the sums, or the results of another op."""
     joined = tensors[0].contiguous() if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
-    if not joined.numel():                                     # text, after the first patch
+    if not joined.numel():                                     # text tokens after the first patch
         return lambda: tensors
     device, joined, ranks = joined.device, on_wire(joined, group), dist.get_world_size(group)
     traffic.count(2 * (ranks - 1) * joined.numel() // ranks, joined)
@@ -194,20 +194,20 @@ def start_all_reduce(tensors, group, traffic, op=dist.ReduceOp.SUM):
     def wait():
         with traffic.waiting(joined):
             work.wait()
-        pieces = joined.to(device).view(-1).split([tensor.numel() for tensor in tensors])
-        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
+        reduced = joined.to(device).view(-1).split([tensor.numel() for tensor in tensors])
+        return [flat.view(tensor.shape) for flat, tensor in zip(reduced, tensors)]
     return wait
 
 
 def largest(tensor, group, traffic):
-    """The largest of the ranks' tensors, number by number, in the place of this one. Counted as a sum."""
+    """Element-wise maximum of the ranks' tensors, in place. Traffic is counted as for a sum."""
     return start_all_reduce([tensor], group, traffic, dist.ReduceOp.MAX)()[0]
 
 
 class RingExchange:
-    """One step of a ring: the tensor goes to the next rank while the one from the previous rank arrives.
+    """One hop of a ring: sends a tensor to the next rank while receiving the previous rank's.
 
-    Receives are posted first and the sent tensor is kept until `wait`, which gloo needs.
+    Receives are posted first. The sent tensor is referenced until `wait`, which gloo requires.
     """
 
     def __init__(self, tensor, receive_shape, group, traffic):
@@ -218,8 +218,8 @@ class RingExchange:
         self._received = self._sent.new_empty(receive_shape)
         traffic.count(self._sent.numel(), self._sent)
         self._traffic = traffic
-        transfers = [dist.P2POp(how, piece, peer, group=group) for how, piece, peer in (
-            (dist.irecv, self._received, preceding), (dist.isend, self._sent, following)) if piece.numel()]
+        transfers = [dist.P2POp(how, buffer, peer, group=group) for how, buffer, peer in (
+            (dist.irecv, self._received, preceding), (dist.isend, self._sent, following)) if buffer.numel()]
         with traffic.entering(group):
             self._work = dist.batch_isend_irecv(transfers) if transfers else []
 
@@ -231,5 +231,6 @@ class RingExchange:
 
 
 def on_wire(tensor, group):
-    """gloo carries host memory only; it is used with CUDA when two ranks share a device."""
+    """The tensor where the backend can send it from: gloo sends system RAM only; with CUDA tensors it is used if ranks
+    share a GPU."""
     return tensor.cpu() if tensor.is_cuda and dist.get_backend(group) == "gloo" else tensor

@@ -1,6 +1,6 @@
-"""Operators of compiled blocks: torch.compile looks into none of them, a graph knows their inputs and the shapes of
-their outputs alone. What they do is asked of the model that runs, so that all its blocks have one graph.
-Used by hooks and parallel/tensor_parallel.py.
+"""Custom ops of compiled blocks, opaque to torch.compile: a graph contains their inputs and output shapes only.
+
+They look up the running forward's context at run time, so that all blocks of a model share one graph.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -15,15 +15,15 @@ from ..protocol.op_registration import operator
 from .collectives import all_gather, largest, start_all_reduce
 from .spatial_ops import Padding, num_rows_read
 
-# of a thread, and of forwards that take turns in it: an object with `context()`, the ForwardContext, and
-# `attention_of_graph`, torch's attention by the method of that forward; of a U-Net it has `split_of_graph`, too: the
-# StaleSplit of a layer of the block that runs, by its name there
+# per thread, and per forward of those interleaved in it: an object with `context()`, the ForwardContext, and
+# `attention_of_graph`, attention under that forward's parallel method; for a U-Net also `split_of_graph`, the
+# StaleSplit of a layer of the running block by the layer's name in the block
 RUNNING: ContextVar = ContextVar("xdit_running")
 
 
 @contextmanager
 def running(functions):
-    """Operators ask this object under it, see RUNNING."""
+    """Context in which the custom ops use this object, see RUNNING."""
     before = RUNNING.set(functions)
     try:
         yield
@@ -34,13 +34,14 @@ def running(functions):
 @operator
 def attention(query_BNTH: Tensor, key_BNTH: Tensor, value_BNTH: Tensor, mask: Tensor | None, name: str,
               is_causal: bool, scale: float | None) -> Tensor:
-    """name: of the attention in its block, where parallel methods may share it; else "".
+    """Scaled dot-product attention under the running forward's parallel method.
 
-    Returns (B, N, T, H), tokens before heads in memory, as models go on with them and kernels of cards give them.
+    name: of the attention in its block if its tokens may be sharded, else "".
+    Returns (B, N, T, H) in the memory layout of (B, T, N, H), as models and CUDA kernels have it.
     """
     out = RUNNING.get().attention_of_graph(query_BNTH, key_BNTH, value_BNTH, mask, name, is_causal, scale)
     if out.data_ptr() in (query_BNTH.data_ptr(), key_BNTH.data_ptr(), value_BNTH.data_ptr()):
-        out = out.clone()                                      # an output is none of the inputs
+        out = out.clone()                                      # a custom op must not return an input
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -52,7 +53,8 @@ def _(query_BNTH, key_BNTH, value_BNTH, mask, name, is_causal, scale):
 
 @operator
 def chosen_output(tensor: Tensor, name: str) -> Tensor:
-    """The output, like the tensor, of a module that chooses what to compute. name: of it in the block that runs."""
+    """Output, shaped like the tensor, of a module with data-dependent control flow. name: of the module in its
+    block."""
     return RUNNING.get().context().graph_breaks[name](tensor).contiguous()
 
 
@@ -63,11 +65,11 @@ def _(tensor, name):
 
 @operator
 def tensor_sums(tensors: list[Tensor]) -> list[Tensor]:
-    """The sums of the tensor ranks' tensors, in one exchange."""
+    """Sum tensors over the tensor ranks, in one collective. Every rank of the tensor axis calls it."""
     context = RUNNING.get().context()
     own = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     sums = start_all_reduce(own, context.mesh.tensor_group, context.traffic)()
-    return [each.clone() for each in sums] if len(sums) > 1 else sums          # of several, each is a part of one
+    return [each.clone() for each in sums] if len(sums) > 1 else sums          # several are views of one tensor
 
 
 @tensor_sums.register_fake
@@ -77,7 +79,7 @@ def _(tensors):
 
 @operator
 def largest_of_ranks(tensor: Tensor, axis: str) -> Tensor:
-    """The largest of the ranks' tensors, number by number. axis: "tensor" or "sequence"."""
+    """Element-wise maximum over the ranks of an axis, "tensor" or "sequence". Every rank of the axis calls it."""
     context = RUNNING.get().context()
     return largest(tensor.clone(memory_format=torch.contiguous_format), getattr(context.mesh, f"{axis}_group"),
                    context.traffic)
@@ -90,7 +92,7 @@ def _(tensor, axis):
 
 @operator
 def sequence_sum(tensor: Tensor) -> Tensor:
-    """The sum of the sequence ranks' tensors."""
+    """Sum a tensor over the sequence ranks. Every sequence rank calls it."""
     context = RUNNING.get().context()
     return start_all_reduce([tensor.clone(memory_format=torch.contiguous_format)], context.mesh.sequence_group,
                             context.traffic)()[0]
@@ -103,7 +105,8 @@ def _(tensor):
 
 @operator
 def sequence_rows(rows_BCHW: Tensor, degree: int) -> Tensor:
-    """The rows of all sequence ranks, as many of each: (B, C, degree H, W); of audio (B, C, T), (B, C, degree T)."""
+    """Concatenate the rows of all sequence ranks, which have equally many: (B, C, degree * H, W); of audio (B, C, T),
+    (B, C, degree * T). Every sequence rank calls it."""
     context = RUNNING.get().context()
     return all_gather(rows_BCHW, [rows_BCHW.shape[2]] * degree, 2, context.mesh.sequence_group,
                       context.traffic).contiguous()
@@ -117,7 +120,8 @@ def _(rows_BCHW, degree):
 
 @operator
 def tensor_gathered(tensor: Tensor, sizes: list[int]) -> Tensor:
-    """The tensor ranks' tensors after one another along the last dim. sizes: of each there."""
+    """Concatenate the tensor ranks' tensors along the last dim. Every rank of the tensor axis calls it. sizes: of each
+    rank."""
     context = RUNNING.get().context()
     return all_gather(tensor, sizes, tensor.ndim - 1, context.mesh.tensor_group, context.traffic).contiguous()
 
@@ -130,7 +134,7 @@ def _(tensor, sizes):
 @operator
 def rows_around(rows_BCHW: Tensor, name: str, starts: list[int], rank: int, kernel: int, stride: int,
                 padding: int) -> Tensor:
-    """What this rank's part of a convolution reads of the image: its rows, others' around them, and zeros beyond the
+    """Rows that this rank's output rows of a convolution read: its own, halos of other ranks, and zeros beyond the
     image. name: of the layer in its block. starts: of the split, see spatial_ops.RowSplit."""
     around = RUNNING.get().split_of_graph(name).around(rows_BCHW, kernel, stride, Padding(padding, padding))
     return around.contiguous()
@@ -145,8 +149,8 @@ def _(rows_BCHW, name, starts, rank, kernel, stride, padding):
 
 @operator
 def moments_change(moments_2BG: Tensor, name: str) -> Tensor:
-    """From mean and biased variance of each group over this rank's rows to those over the image: StaleSplit.change,
-    (4, B, G). name: of the norm in its block."""
+    """Change from mean and biased variance of each group over this rank's rows to those over the image, (4, B, G): see
+    StaleSplit.change. name: of the norm in its block."""
     return RUNNING.get().split_of_graph(name).change(moments_2BG)
 
 

@@ -1,2 +1,1 @@
-"""Where diffusers' unmodified forward meets the methods:
-hooks on a transformer and on a U-Net, and what a forward knows."""
+"""Hooks that run the parallel methods inside a model's unmodified forward, and the context that they share."""

@@ -1,5 +1,4 @@
-"""Where all parallel methods meet: attention of one forward on one rank, by the method of its layout. Called by
-transformer.py."""
+"""Attention of one forward on one rank, dispatched to the parallel method of its layout."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,74 +19,80 @@ from ..protocol.errors import UnsupportedError
 from ..protocol.specs import SDPA
 from .block_hooks import BlockPosition, one_key_per_group
 from .function_overrides import FunctionOverrides, functional, in_file
-from .infinite_talk import tell_apart
+from .infinite_talk import locate_speakers
 from .nag import apply_nag
 from .real_rotary import in_pairs, in_real_numbers
 
-ROTATIONS = "apply_rotary_emb", "apply_rotary_emb_qwen"        # diffusers', of complex numbers in some models
-# what ComfyUI's models call attention; the last, of tokens in groups that each attend to themselves
+ROTATIONS = "apply_rotary_emb", "apply_rotary_emb_qwen"        # of diffusers, with complex numbers in some models
+EXACT = " (exact)"                         # suffix of an attention's name in a graph: see BackendUse.exact
+# names of attention in ComfyUI's models; the last is for packed sequences that each attend to themselves
 COMFYUIS = "optimized_attention", "optimized_attention_masked", "optimized_var_attention"
+BIAS_DIMS = 8                              # added to the head size: four are needed, kernels require a multiple of 8
 
 
 @dataclass
 class RunningAttention:
-    """The attention module that a forward is in, and whose tokens attend to whose."""
+    """The attention module that a forward is in, with the streams of its queries and keys."""
 
     module: torch.nn.Module
-    place: BlockPosition
+    position: BlockPosition
     name: str
     streams: tuple[str, ...]               # of the queries
     key_streams: tuple[str, ...]           # of keys and values; mostly the same
-    reach: tuple | None = None             # as ModelPlan.window says
-    num_calls: int = 0                     # of attention, so far
+    reach: tuple | None = None             # of sliding-window attention, from ModelPlan.window
+    num_calls: int = 0                     # of attention functions, so far
+    is_exact: bool = False                 # for the running call: see BackendUse.exact
 
     @property
     def key(self):
-        """Which attention of the model this call is: (block, name of the module, number of the call in it)."""
-        return self.place.index, self.name, self.num_calls
+        """Key of this attention call in the model: (block, name of the module, number of the call in it)."""
+        return self.position.index, self.name, self.num_calls
 
     def refuse_uncalled(self):
-        """Raises UnsupportedError where each rank has attended to its own tokens only."""
+        """Raise UnsupportedError if no hooked function was called, so that each rank attended to its own tokens."""
         if not self.num_calls:
-            raise UnsupportedError(f"The attention {self.name} of block {self.place.index} did not call PyTorch's "
-                                   f"scaled_dot_product_attention, where parallel methods take its place. Unset what "
-                                   f"chooses another attention for diffusers in the workers, or use one device.")
+            raise UnsupportedError("Unset the attention backend that is selected for diffusers in the workers, or use "
+                                   f"one device: the attention {self.name} of block {self.position.index} did not call "
+                                   "PyTorch's scaled_dot_product_attention, which parallel methods replace.")
 
 
 class AttentionFunctions:
-    """What the code of a model's attentions finds by the names of torch's and diffusers' attention.
-
-    running() -> the ForwardContext that runs, if any. needs_text: of the model's plan.
-    """
+    """Replacements for torch's, diffusers' and ComfyUI's attention functions in the code of a model's attentions."""
 
     def __init__(self, running, needs_text):
+        """running() -> the running ForwardContext, or None. needs_text: ModelPlan.needs_text."""
         self._running, self._needs_text = running, needs_text
-        # of the attention whose graph is being made, and whether that has attended
+        # name of the attention being traced into a graph, and whether it has called an attention function
         self._traced_name, self._is_traced = "", False
-        self.function_overrides = FunctionOverrides(dict.fromkeys(ROTATIONS, in_real_numbers) | {
-                                    "attention": self._within, "optimized_var_attention": self._in_groups},
-                                {"view_as_complex": in_pairs},
-                                F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
-                                dispatch_attention_fn=self.dispatch_attention_fn,
-                                **dict.fromkeys(COMFYUIS, self.optimized_attention))
+        self.function_overrides = FunctionOverrides(
+            dict.fromkeys(ROTATIONS, in_real_numbers) | {
+                "attention": self._with_overrides, "optimized_var_attention": self._in_groups},
+            {"view_as_complex": in_pairs},
+            F=functional(scaled_dot_product_attention=self.scaled_dot_product_attention),
+            dispatch_attention_fn=self.dispatch_attention_fn,
+            **dict.fromkeys(COMFYUIS, self.optimized_attention))
 
     def scaled_dot_product_attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
                                      **options):
-        """As torch's, (B, N, T, H). Within a hooked attention: of this rank's queries, by the method of the forward."""
+        """torch's function, (B, N, T, H). Within a hooked attention module: attention of this rank's queries by the
+        forward's parallel method."""
         if torch.compiler.is_compiling():
             return self._in_graph(query, key, value, attn_mask, is_causal, options)
         context = self._running()
         if context is None:
+            options.pop("is_exact", None)
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if context.attention is None:
-            return attend_here(query, key, value, context.backend, attn_mask, is_causal, options.get("scale"))
+            backend = context.backend.exact() if options.get("is_exact") else context.backend
+            return attend_here(query, key, value, backend, attn_mask, is_causal, options.get("scale"))
+        context.attention.is_exact = bool(options.get("is_exact"))
         if (attn_mask is not None or is_causal) and context.attention.reach is None:
             raise UnsupportedError("Use cfg_degree instead: this model masks its self-attention in a way that "
                                    "sequence parallelism and PipeFusion do not support yet.")
         return self._attend(query, key, value, context, options.get("scale"), options.get("within"))
 
     def dispatch_attention_fn(self, query, key, value, **options):
-        """As diffusers', (B, T, N, H)."""
+        """diffusers' function, (B, T, N, H)."""
         if torch.compiler.is_compiling():
             query, key, value = (each.transpose(1, 2) for each in (query, key, value))
             return self._in_graph(query, key, value, options.get("attn_mask"), options.get("is_causal", False),
@@ -107,75 +112,86 @@ class AttentionFunctions:
                                                  scale=scale).transpose(1, 2)
 
     def optimized_attention(self, query, key, value, heads, mask=None, attn_precision=None, **options):
-        """As ComfyUI's: (B, T, N H), or (B, N, T, H) with skip_reshape, to (B, T, N H). It runs as torch's attention,
-        whatever ComfyUI would choose for itself."""
+        """ComfyUI's function: (B, T, N * H), or (B, N, T, H) with skip_reshape, to (B, T, N * H). It always runs the
+        selected attention backend, whatever ComfyUI's own choice. From ComfyUI 0.32.0 on, some models pass each of the
+        three in an AttentionTensorContainer."""
+        query, key, value = (each if torch.is_tensor(each) else each.take() for each in (query, key, value))
         if not options.get("skip_reshape"):
             size = query.shape[-1] // heads
             query, key, value = (each.reshape(*each.shape[:2], -1 if each.numel() else heads, size).transpose(1, 2)
                                  for each in (query, key, value))
         if mask is not None and mask.ndim < 4:                 # (B, T, T) or (T, T)
             mask = mask[(None,) * (3 - mask.ndim)][:, None]
-        handed = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
-        out = self.scaled_dot_product_attention(query, key, value, mask, **handed)
+        passed = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
+        if options.get("low_precision_attention") is False:
+            passed["is_exact"] = True
+        out = self.scaled_dot_product_attention(query, key, value, mask, **passed)
         return out if options.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
 
-    def _within(self, function):
-        """A function that attends for the blocks that call it, as Flux's in ComfyUI; any other stays as it is."""
+    def traced(self, name, forward, args, kwargs):
+        """Run the forward of a block's attention while it is traced into a graph."""
+        self._traced_name, self._is_traced = name, False
+        output = forward(*args, **kwargs)
+        if not self._is_traced:                                # each rank would attend to its own tokens only
+            raise UnsupportedError("Unset the attention backend that is selected for diffusers in the workers, or use "
+                                   f"one device: the attention {name} did not call PyTorch's "
+                                   "scaled_dot_product_attention.")
+        self._traced_name = ""
+        return output
+
+    # --- called by the custom ops (distributed/custom_ops.py) ---
+
+    def context(self):
+        return self._running()
+
+    def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
+        """scaled_dot_product_attention of a compiled block. name: of the attention in the running block, or ""."""
+        context, is_exact, name = self._running(), name.endswith(EXACT), name.removesuffix(EXACT)
+        if not name or not context.shards_attention:
+            backend = context.backend.exact() if is_exact else context.backend
+            return attend_here(query, key, value, backend, mask, is_causal, scale)
+        context.attention = context.attentions[name]
+        try:
+            return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale,
+                                                     is_exact=is_exact)
+        finally:
+            context.attention = None
+
+    def _with_overrides(self, function):
+        """A function that calls attention for several blocks, such as Flux's in ComfyUI, with that call replaced; other
+        functions unchanged."""
         code = getattr(function, "__code__", None)
         if code is None or not set(COMFYUIS) & set(code.co_names):
             return function
         return in_file(function, dict.fromkeys(COMFYUIS, self.optimized_attention))
 
     def _in_groups(self, function):
-        """ComfyUI's attention of tokens in groups, in its file: these are here."""
+        """ComfyUI's attention of packed sequences, with attention within a sequence run by the selected backend. Every
+        rank has complete sequences."""
         def attend_in_group(query, key, value, heads, **options):
             return attend_here(query, key, value, self._running().backend)
         return in_file(function, {"_attention": SimpleNamespace(optimized_attention=attend_in_group)})
-
-    def traced(self, name, forward, args, kwargs):
-        """The forward of an attention in a block, within a graph that is being made."""
-        self._traced_name, self._is_traced = name, False
-        output = forward(*args, **kwargs)
-        if not self._is_traced:                                # each rank would attend to its own tokens only
-            raise UnsupportedError(f"The attention {name} did not call PyTorch's scaled_dot_product_attention.")
-        self._traced_name = ""
-        return output
 
     def _in_graph(self, query, key, value, mask, is_causal, options):
         self._is_traced = True
         if options.get("enable_gqa"):
             key, value = repeat_heads(query, key, value)
-        return attention(query, key, value, mask, self._traced_name, is_causal, options.get("scale"))
-
-    # --- what operators ask ---
-
-    def context(self):
-        return self._running()
-
-    def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
-        """As scaled_dot_product_attention, for the operator. name: of the attention in the block that runs."""
-        context = self._running()
-        if not name or not context.shards_attention:
-            return attend_here(query, key, value, context.backend, mask, is_causal, scale)
-        context.attention = context.attentions[name]
-        try:
-            return self.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
-        finally:
-            context.attention = None
+        name = self._traced_name + EXACT * bool(options.get("is_exact"))
+        return attention(query, key, value, mask, name, is_causal, options.get("scale"))
 
     def _attend(self, query, key, value, context, scale, within=None):
-        """within: (queries, keys, values of all tokens in the order of the streams, of some heads) -> like queries,
-        instead of attention of all to all."""
+        """within: (queries, keys, values of all tokens in the order of the streams, of some heads) -> like queries;
+        replaces attention of all tokens to all."""
         now = context.attention
         now.num_calls += 1
         key, value = one_key_per_group(now.module, query, key), one_key_per_group(now.module, query, value)
         query, padding = self.without_placeholders(query, now.streams, context)
         key, value = (self.without_placeholders(each, now.key_streams, context)[0] for each in (key, value))
         if now.streams == now.key_streams:
-            tell_apart(context, query, key)
+            locate_speakers(context, query, key)
         if within is not None:
             ours = Attention(context.tokens.sizes(now.streams), exchange=context.attention_exchange,
-                             within=in_order(within, context.tokens.pieces(now.streams), now.streams))
+                             within=in_order(within, context.tokens.gathered_order(now.streams), now.streams))
             return usp_attention(query, key, value, ours, context.mesh, context.traffic)
         out = self._biased(query, key, value, context, scale)
         for nag in context.guided:
@@ -183,7 +199,7 @@ class AttentionFunctions:
         return out if padding is None else F.pad(out, padding)
 
     def _biased(self, query, key, value, context, scale):
-        """`attend`, of more numbers a head where some tokens are to weigh more or less to others."""
+        """`attend`, with an additive bias of the logits if the model has one."""
         now = context.attention
         if now.name not in context.biases:
             return attend(query, key, value, context, now, scale)
@@ -194,42 +210,69 @@ class AttentionFunctions:
         return attend(*with_bias(query, key, value, context.cuts[name], scale), context, now, scale)[..., :size]
 
     def without_placeholders(self, tensor_BNTH, streams, context):
-        """The tensor without tokens that stand in for streams, and how to pad the output to have them again."""
+        """(the tensor without placeholder tokens of empty streams, padding of the output that restores them)."""
         where = [index for index, stream in enumerate(streams)
-                 if context.attention.place.has_placeholder((stream,), context.tokens, self._needs_text)]
+                 if context.attention.position.has_placeholder((stream,), context.tokens, self._needs_text)]
         if not where:
             return tensor_BNTH, None
-        assert where in ([0], [len(streams) - 1]), "a stand-in is the first or the last token"
+        assert where in ([0], [len(streams) - 1]), "a placeholder is the first or the last token"
         start = int(where == [0])
         return tensor_BNTH.narrow(2, start, tensor_BNTH.shape[2] - 1), (0, 0, start, 1 - start)
 
 
 def attend(query, key, value, context, layer, scale):
-    """Attention by the method of this forward, where all methods meet. layer: the RunningAttention."""
+    """Attention by this forward's parallel method. Every rank of its axes calls it. layer: a RunningAttention."""
     streams, key_streams = layer.streams, layer.key_streams
+    backend = context.backend.exact() if layer.is_exact else context.backend
     sizes = context.tokens.sizes(streams)
     key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
     window = None if layer.reach is None else window_of(layer, sizes, context)
-    # what no later patch brings anew, the first attends to alone
+    # Streams other than the image come with a step's first patch only, and attend to each other without the cache.
     if context.key_values is not None and "image" in (*streams, *key_streams):
-        unmasked = Attention(sizes, key_sizes, None, scale, context.backend,
-                             context.attention_exchange, window)
+        unmasked = Attention(sizes, key_sizes, None, scale, backend, context.attention_exchange, window)
         return patch_attention(query, key, value, unmasked, context, layer)
-    mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
-    whole = Attention(sizes, key_sizes, mask, scale, context.backend, context.attention_exchange, window)
+    mask = gathered_mask(context.masks, context.tokens.gathered_order(key_streams), query)
+    arguments = Attention(sizes, key_sizes, mask, scale, backend, context.attention_exchange, window)
     if context.references is not None:
-        return attention_with_references(query, key, value, whole, context, layer)
+        return attention_with_references(query, key, value, arguments, context, layer)
     if context.exchange is not None:
-        return displaced_attention(query, key, value, whole, context, layer.key)
-    return usp_attention(query, key, value, whole, context.mesh, context.traffic)
+        return displaced_attention(query, key, value, arguments, context, layer.key)
+    return usp_attention(query, key, value, arguments, context.mesh, context.traffic)
 
 
-def in_order(within, pieces, streams):
-    """For attention that asks for tokens in the order of the streams: of those gathered from all ranks. pieces: of
-    Tokens.pieces."""
-    order = sorted(range(len(pieces)), key=lambda index: streams.index(pieces[index][0]))
+def window_of(layer, sizes, context):
+    """The Window of the queries after scatter_heads, which are those of this rank's Ulysses group. sizes: tokens of
+    every sequence rank."""
+    assert len(layer.streams) == 1 and layer.streams == layer.key_streams, "a window is of one stream's tokens"
+    first = context.first_token if layer.streams == ("image",) else 0
+    degree, rank = context.mesh.degrees["ulysses"], context.mesh.sequence_rank
+    return Window(layer.reach, first + sum(sizes[:rank // degree * degree]))
+
+
+def with_bias(q_BNTH, k_BNTH, v_BNTH, bias_1T2, scale):
+    """Widen heads so that the logits, q k times scale, have a_q b_k + b_q a_k added.
+
+    bias: a and b of each token; queries and keys are of the same tokens. The first H elements of attention's output are
+    the result.
+    """
+    a, b = (each[:, None, :, None].to(q_BNTH.dtype) for each in bias_1T2.unbind(2))
+    # the inverse of `scale` as the sum of two numbers, which is accurate enough in half precision
+    inverse = torch.tensor(1 / scale, dtype=torch.float64)
+    high = inverse.to(q_BNTH.dtype)
+    low = (inverse - high.double()).to(q_BNTH.dtype)
+    of_query = torch.cat([a * high.item(), a * low.item(), b, b], 3)
+    of_key = torch.cat([b, b, a * high.item(), a * low.item()], 3)
+    widened = [torch.cat([tensor, more.expand(*tensor.shape[:3], -1)], 3)
+               for tensor, more in ((q_BNTH, of_query), (k_BNTH, of_key))]
+    return *(F.pad(tensor, (0, BIAS_DIMS - 4)) for tensor in widened), F.pad(v_BNTH, (0, BIAS_DIMS))
+
+
+def in_order(within, shards, streams):
+    """Wrap a function that needs tokens in the order of the streams, for tokens gathered from all ranks. shards: from
+    Tokens.gathered_order."""
+    order = sorted(range(len(shards)), key=lambda index: streams.index(shards[index][0]))
     back = sorted(range(len(order)), key=order.__getitem__)
-    sizes = [size for _, _, size in pieces]
+    sizes = [size for _, _, size in shards]
 
     def ordered(*tensors):
         out = within(*(_rearranged(each, sizes, order) for each in tensors))
@@ -240,35 +283,5 @@ def in_order(within, pieces, streams):
 def _rearranged(tensor_BNTH, sizes, order):
     if order == sorted(order):
         return tensor_BNTH
-    parts = tensor_BNTH.split(sizes, 2)
-    return torch.cat([parts[index] for index in order], 2)
-
-
-def window_of(layer, sizes, context):
-    """The Window of this rank's queries as scatter_heads gives them, which are those of its Ulysses ranks. sizes:
-    tokens of every sequence rank."""
-    assert len(layer.streams) == 1 and layer.streams == layer.key_streams, "a window is of one stream's tokens"
-    first = context.first_token if layer.streams == ("image",) else 0
-    degree, rank = context.mesh.degrees["ulysses"], context.mesh.sequence_rank
-    return Window(layer.reach, first + sum(sizes[:rank // degree * degree]))
-
-
-NUM_MORE = 8                               # numbers a head; kernels ask for a multiple of so many, and four are needed
-
-
-def with_bias(q_BNTH, k_BNTH, v_BNTH, bias_1T2, scale):
-    """Queries, keys and values whose products, times scale, are those of the given ones and a_q b_k + b_q a_k.
-
-    bias: a and b of each of these tokens, which are the queries' and the keys'. Of attention's output the first H
-    numbers count.
-    """
-    a, b = (each[:, None, :, None].to(q_BNTH.dtype) for each in bias_1T2.unbind(2))
-    # what `scale` takes back, as two numbers, that half precision has it exactly enough
-    whole = torch.tensor(1 / scale, dtype=torch.float64)
-    high = whole.to(q_BNTH.dtype)
-    low = (whole - high.double()).to(q_BNTH.dtype)
-    of_query = torch.cat([a * high.item(), a * low.item(), b, b], 3)
-    of_key = torch.cat([b, b, a * high.item(), a * low.item()], 3)
-    widened = [torch.cat([tensor, more.expand(*tensor.shape[:3], -1)], 3)
-               for tensor, more in ((q_BNTH, of_query), (k_BNTH, of_key))]
-    return *(F.pad(tensor, (0, NUM_MORE - 4)) for tensor in widened), F.pad(v_BNTH, (0, NUM_MORE))
+    shards = tensor_BNTH.split(sizes, 2)
+    return torch.cat([shards[index] for index in order], 2)

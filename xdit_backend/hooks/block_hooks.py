@@ -1,4 +1,4 @@
-"""A block's place in the model, and wrappers of forwards there. Used by transformer.py."""
+"""Position of a block in its model, and wrappers for the forwards of blocks and of modules inside them."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ from .token_shards_io import has_placeholder
 
 
 class StageEnd(Exception):
-    """Leaves a forward after the last block of this rank's stage. message: for the next stage."""
+    """Leaves a forward after the last block of this rank's stage. message: the tensor for the next stage."""
 
     def __init__(self, message):
         super().__init__()
@@ -22,26 +22,26 @@ class StageEnd(Exception):
 
 @dataclass(frozen=True)
 class BlockPosition:
-    """A block's place in the model. list_: what the plan says of its list."""
+    """Position of a block in the model. list_: its BlockList of the plan."""
 
     index: int                     # over all lists
     list_: Any
     number: int                    # in its list
-    starts: bool                   # streams are cut before it
-    ends: bool                     # and joined after it
+    starts: bool                   # whether streams are cut to shards before it
+    ends: bool                     # whether they are joined after it
 
     @property
     def control(self):
-        """Where ControlNets and the like add something after it: names of places."""
+        """Names of the insertion points after it, at which ControlNets and the like add residuals."""
         return [f"{name}.{self.number}" for name in (self.list_.control, self.list_.added) if name]
 
     @property
     def with_image(self):
-        """The streams that are one tensor with the image's among what the block returns."""
+        """The streams that share a tensor with the image in the block's outputs."""
         return next(streams for streams in self.list_.returns if "image" in streams)
 
     def cut(self, tokens, needs_text, tensor, argument):
-        """This rank's part of an argument of the block, as a TokenArgument says (None: as it is). tokens: the
+        """This rank's shard of an argument of the block. argument: its TokenArgument; None: not split. tokens: the
         forward's. needs_text: ModelPlan.needs_text."""
         if (argument is None or argument.ndim not in (None, tensor.ndim)
                 or tensor.shape[argument.dim] == 1 != sum(map(tokens.held, argument.streams))):
@@ -51,36 +51,36 @@ class BlockPosition:
         return tokens.take(tensor, argument.dim, argument.streams)
 
     def returned(self, shards):
-        """What the block's forward returns. shards: {streams: tensor}."""
+        """The block's return value. shards: {streams: tensor}."""
         outputs = tuple(shards[streams] for streams in self.list_.returns)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def has_placeholder(self, streams, tokens, needs_text):
-        """Has the block's tensor of these streams a token that stands in for them?"""
+        """True if the block's tensor of these streams is a placeholder token."""
         return streams in self.list_.streams.values() and has_placeholder(streams, tokens, needs_text)
 
 
-def _transposed(forward, place):
-    """A block's forward whose hidden states are (T, B, C), of one whose are (B, T, C), or the other way round."""
+def swap_batch_and_tokens(forward, position):
+    """Wrap a block's forward to swap the first two dims of its hidden states, between (B, T, C) and (T, B, C)."""
     names = list(inspect.signature(forward).parameters)
 
     @functools.wraps(forward)
-    def turned(*args, **kwargs):
+    def swapped(*args, **kwargs):
         arguments = {**dict(zip(names, args)), **kwargs}
-        output = forward(**arguments | {name: arguments[name].transpose(0, 1) for name in place.list_.streams})
+        output = forward(**arguments | {name: arguments[name].transpose(0, 1) for name in position.list_.streams})
         return tuple(each.transpose(0, 1) for each in output) if isinstance(output, tuple) else output.transpose(0, 1)
-    return turned
+    return swapped
 
 
-def _inside(block, path):
-    """A module inside a block, or the block itself; None where this block lacks it."""
+def find_submodule(block, path):
+    """A module inside a block, or the block itself for "."; None if this block lacks it."""
     if path == ".":
         return block
     return functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
 
 
-def places_of(context, streams, device):
-    """(places of this rank's tokens of these streams, tokens of all), as ModelPlan.places says."""
+def token_indices_of(context, streams, device):
+    """(indices of this rank's tokens of these streams, (T,); number of all tokens), see ModelPlan.places."""
     tokens, start, own = context.tokens, 0, []
     for stream in streams:
         sizes = tokens.shards(stream)
@@ -91,8 +91,8 @@ def places_of(context, streams, device):
 
 
 def one_key_per_group(module, query_BNTH, key_BNTH):
-    """Grouped queries: the keys (or values) before the module repeated them for the queries of each group. Classes of
-    ComfyUI's with one matrix for all three say how often (n_rep)."""
+    """Undo the repetition of key (or value) heads that a module has done for grouped queries. The number of repeats is
+    that of its linears, or n_rep of ComfyUI's classes with one linear for all three."""
     to_q, to_k = getattr(module, "to_q", None), getattr(module, "to_k", None)
     if key_BNTH.shape[1] != query_BNTH.shape[1]:
         return key_BNTH
@@ -101,8 +101,8 @@ def one_key_per_group(module, query_BNTH, key_BNTH):
 
 
 def summed(forward, running):
-    """A module's forward with a `total` argument that adds up its sums over the tokens of all ranks. running() -> the
-    ForwardContext, if any."""
+    """Wrap a module's forward that sums over tokens: it gets a `total` argument, which adds up its sums over all ranks.
+    running() -> the running ForwardContext, or None."""
     @functools.wraps(forward)
     def with_total(*args, **kwargs):
         context = running()
@@ -113,24 +113,24 @@ def summed(forward, running):
     return with_total
 
 
-def _sum_of_ranks(part):
+def _sum_of_ranks(local):
     context = custom_ops.RUNNING.get().context()
-    return all_reduce([part], context.mesh.sequence_group, context.traffic)[0]
+    return all_reduce([local], context.mesh.sequence_group, context.traffic)[0]
 
 
-def place_edges(model, plan, running):
-    """Have the modules after the blocks that read one row of the picture beyond a patch's read what its neighbours have
-    given last. running: as `summed`'s."""
+def install_boundary_halos(model, plan, running):
+    """Wrap the modules after the blocks that read one image row beyond a patch: they get the rows that the neighbouring
+    patches had last. running: see `summed`."""
     for path, side in plan.boundary_halos.items():
-        module = _inside(model, path)
+        module = find_submodule(model, path)
         if module is not None:
-            module.forward = _with_edges(module.forward, running, path, side)
+            module.forward = _with_boundary_halos(module.forward, running, path, side)
 
 
-def _with_edges(forward, running, path, side):
-    """side: rows of the picture to a row of tokens."""
+def _with_boundary_halos(forward, running, path, side):
+    """side: image rows per row of tokens."""
     @functools.wraps(forward)
-    def edged(image_BCHW):
+    def with_neighbours(image_BCHW):
         context = running()
         if context is None or context.key_values is None:
             return forward(image_BCHW)
@@ -138,11 +138,11 @@ def _with_edges(forward, running, path, side):
         if not above.shape[2] + below.shape[2]:
             return forward(image_BCHW)
         return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], image_BCHW.shape[2])
-    return edged
+    return with_neighbours
 
 
 def with_halos(forward, running):
-    """A module's forward that reads one row of the image beyond this rank's on either side. running: as `summed`'s."""
+    """Wrap a module's forward that reads one image row beyond this rank's on either side. running: see `summed`."""
     @functools.wraps(forward)
     def haloed(image_BCHW):
         context = running()
@@ -154,7 +154,7 @@ def with_halos(forward, running):
             edges = custom_ops.sequence_rows(edges, degree)
         else:
             edges = all_gather(edges, [2] * degree, 2, context.mesh.sequence_group, context.traffic)
-        # none at the picture's edges
+        # empty at the image's edges
         above, below = edges[:, :, :2 * rank][:, :, -1:], edges[:, :, 2 * rank + 2:][:, :, :1]
         return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], num_rows)
     return haloed

@@ -1,8 +1,7 @@
-"""Blocks as torch.compile makes them: one graph for each kind of block and shape of its inputs. Used by transformer.py
-and unet.py.
+"""Compiled blocks: one torch.compile graph for each kind of block and shape of its inputs.
 
-Hooks that stand around a block run as they are. Of those inside it the graph has what is the same in every block;
-attention and exchanges are operators (distributed/custom_ops.py), which ask the forward that runs.
+Hooks around a block run eagerly. Hooks inside it are in the graph as far as they are the same in every block; attention
+and communication are custom ops (distributed/custom_ops.py), which look up the running forward.
 """
 
 import functools
@@ -16,42 +15,41 @@ from ..distributed.custom_ops import chosen_output
 from ..protocol.errors import UnsupportedError
 from .attention_dispatch import RunningAttention
 
-MAX_GRAPHS = 64                            # of a kind of block; then all are forgotten, and made again when asked for
-# of torch.compile. A weight may be given numbers of another type or shape, which its module's dict does not tell
+MAX_GRAPHS = 64                            # per kind of block; beyond, all are discarded and compiled again on demand
+# of torch.compile. A weight may be replaced by one of another type or shape without a change of its module's dict
 SETTINGS = {"skip_tensor_guards_with_matching_dict_tags": False, "use_recursive_dict_tags_for_guards": False}
 LIMITS = "recompile_limit", "accumulated_recompile_limit", "cache_size_limit", "accumulated_cache_size_limit"
-FAILURES = ("torch._dynamo.exc", "torch._inductor.exc")        # files of what torch.compile raises by itself
-# argument of ComfyUI's blocks in which its forwards number them, and what some read of it: each number would have a
-# graph of its own
-OPTIONS, PLACES = "transformer_options", "rope_options"
+FAILURES = ("torch._dynamo.exc", "torch._inductor.exc")        # modules of torch.compile's own exceptions
+# argument of ComfyUI's blocks that contains the block's number, for each of which a graph would be compiled; and the
+# entry of it that some blocks read
+OPTIONS, ROPE_OPTIONS = "transformer_options", "rope_options"
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class CompiledBlock:
-    """What is known of a block inside of which a graph cannot look."""
+    """State of a block that a graph cannot contain."""
 
-    forwards: dict[str, Any] = field(default_factory=dict)     # backend -> of torch.compile
-    attentions: dict = field(default_factory=dict)             # name -> what RunningAttention is told
-    graph_breaks: dict = field(default_factory=dict)               # path -> forward, see ModelPlan.choosing
-    once: dict = field(default_factory=dict)                   # path -> (module, span), see ModelPlan.once
+    forwards: dict[str, Any] = field(default_factory=dict)     # torch.compile's backend -> compiled forward
+    attentions: dict = field(default_factory=dict)             # name -> arguments of RunningAttention
+    graph_breaks: dict = field(default_factory=dict)           # path -> forward, see ModelPlan.graph_breaks
+    once: dict = field(default_factory=dict)                   # path -> (module, span), see ModelPlan.cacheable
 
 
 class CompiledBlocks:
     """The compiled blocks of a model on this rank."""
 
     def __init__(self, model, num_blocks, on_compile):
-        """on_compile(done, total): called before each block that is asked for the first time, which may take
-        seconds."""
-        self._refusal = getattr(model, "why_uncompiled", "")   # of amend
+        """on_compile(done, total): called before a block runs compiled for the first time, which may take seconds."""
+        self._refusal = getattr(model, "why_uncompiled", "")   # set by the family's patch_model
         self._values, self._on_compile = getattr(model, "forward_values", ()), on_compile
         self.blocks = [CompiledBlock() for _ in range(num_blocks)]
-        # what a graph being made asks: are outputs of `once` kept in this forward, and are they known?
+        # for the graph being traced: whether outputs of `once` are cached in this forward, and whether they are known
         self.keeps_once = self.knows_once = False
 
     def run(self, index, forward, context, arguments):
-        """The output of a block. forward: its own, with the hooks inside of it."""
+        """Run a block compiled and return its output. forward: its own, with the hooks inside it."""
         if self._refusal:
             raise uncompiled(self._refusal)
         block = self.blocks[index]
@@ -60,24 +58,24 @@ class CompiledBlocks:
             self._on_compile(index, len(self.blocks))
             block.forwards[backend] = compiled(forward, backend)
         for value in self._values:
-            value.foresee()
+            value.capture()
         known = self._find_once(index, block, context, arguments)
-        context.attentions = {name: RunningAttention(*given) for name, given in block.attentions.items()}
+        context.attentions = {name: RunningAttention(*arguments_of) for name, arguments_of in block.attentions.items()}
         context.graph_breaks = block.graph_breaks
         arguments = {name: plainly_strided(value) if torch.is_tensor(value) else value
                      for name, value in arguments.items()}
         if OPTIONS in arguments:
-            arguments[OPTIONS] = {name: value for name, value in arguments[OPTIONS].items() if name == PLACES}
+            arguments[OPTIONS] = {name: value for name, value in arguments[OPTIONS].items() if name == ROPE_OPTIONS}
         output = block.forwards[backend](**arguments)
         for key, moment in known.items():
             module, _ = block.once[key[1]]
             if not self.knows_once:
                 context.once[key] = moment, module.once_output
-            module.once_output = None                          # it is kept as long as keys and values are
+            module.once_output = None                          # the cache of the context has it
         return output
 
     def _find_once(self, index, block, context, arguments):
-        """Give modules whose output is the same in several calls that of an earlier one. Returns {key of
+        """Pass cached outputs to modules whose output is the same in several calls. Returns {key of
         ForwardContext.once: moment}."""
         self.keeps_once = bool(block.once) and context.once is not None
         if not self.keeps_once:
@@ -91,7 +89,7 @@ class CompiledBlocks:
         return moments
 
     def once(self, module, forward, args, kwargs):
-        """The output of such a module, within a graph that is being made."""
+        """The output of such a module, while it is traced into a graph."""
         if not self.keeps_once:
             return forward(*args, **kwargs)
         if not self.knows_once:
@@ -100,7 +98,8 @@ class CompiledBlocks:
 
 
 def outside_graphs(forward, name):
-    """The forward of a module that chooses what to compute: a graph calls it as it is. name: see ModelPlan.choosing."""
+    """Wrap the forward of a module with data-dependent control flow: a graph calls it through a custom op. name: of the
+    module, see ModelPlan.graph_breaks."""
     @functools.wraps(forward)
     def called(hidden_states):
         return chosen_output(hidden_states, name) if torch.compiler.is_compiling() else forward(hidden_states)
@@ -108,21 +107,21 @@ def outside_graphs(forward, name):
 
 
 def compiled(forward, backend):
-    """A forward as torch.compile makes it, whole. Raises UnsupportedError where it cannot, when it is first called."""
-    made = torch.compile(forward, backend=backend, dynamic=False, fullgraph=True)
+    """Compile a forward with fullgraph. Raises UnsupportedError at the first call if it cannot be compiled."""
+    compiled_forward = torch.compile(forward, backend=backend, dynamic=False, fullgraph=True)
     for name, value in {**SETTINGS, **dict.fromkeys(LIMITS, MAX_GRAPHS)}.items():
-        if hasattr(torch._dynamo.config, name):                # which PyTorch's versions differ in
+        if hasattr(torch._dynamo.config, name):                # depends on the version of PyTorch
             setattr(torch._dynamo.config, name, value)
 
     @functools.wraps(forward)
     def run(*args, **kwargs):
         try:
             try:
-                return made(*args, **kwargs)
+                return compiled_forward(*args, **kwargs)
             except torch._dynamo.exc.FailOnRecompileLimitHit:
-                log.warning("blocks have been compiled for %d shapes, and are compiled anew", MAX_GRAPHS)
+                log.warning("blocks were compiled for %d shapes: discarding the graphs and compiling again", MAX_GRAPHS)
                 torch._dynamo.reset()
-                return made(*args, **kwargs)
+                return compiled_forward(*args, **kwargs)
         except Exception as error:
             if type(error).__module__ not in FAILURES:
                 raise
@@ -131,17 +130,16 @@ def compiled(forward, backend):
 
 
 def uncompiled(why):
-    """The UnsupportedError of a model whose blocks cannot be compiled."""
+    """The UnsupportedError for a model whose blocks cannot be compiled."""
     return UnsupportedError("Set compile to off in xDiT Parallel Config, or remove TorchCompileModel: PyTorch cannot "
                             f"compile this model here ({why}).")
 
 
 def summary(error):
-    """The first line of what torch.compile says."""
+    """First line of torch.compile's error message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def plainly_strided(tensor):
-    """The tensor in one piece, with the strides that a new one has, also of dims of size 1: a graph asks for those that
-    it was made for."""
+    """The tensor, contiguous and with a new tensor's strides in dims of size 1 too, for which graphs have guards."""
     return tensor.contiguous().flatten().view(tensor.shape)

@@ -1,4 +1,4 @@
-"""What the hooks and the parallel methods need to know of one forward of a model on one rank."""
+"""ForwardContext: one forward of a model on one rank, as hooks and parallel methods see it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,98 +22,97 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Where a patch is in the whole latent, in rows along the dim it is cut along, and in tokens."""
+    """A patch's rows along the dim in which the latent is split, and its tokens, within the full latent."""
 
     patch: Patch
     axis: int                              # 0 frames, 1 rows
-    whole_rows: int                        # latent rows of the whole, padded to whole tokens
-    whole_token_rows: int
-    first_token: int                       # of the patch, in the whole
-    num_tokens: int                        # of the whole
+    whole_rows: int                        # rows of the full latent, padded to complete tokens
+    whole_token_rows: int                  # token rows of the full latent
+    first_token: int                       # of the patch, in the full latent
+    num_tokens: int                        # of the full latent
 
 
 @dataclass
 class ForwardContext:
-    """One forward on this rank: which blocks, which tokens, what is kept and exchanged.
-    The hooks read it at every block."""
+    """One forward on this rank: its blocks and tokens, its caches and communication, and ComfyUI's patches."""
 
     inputs: dict                           # arguments of the model's forward
     mesh: Mesh
     traffic: Traffic
-    blocks: range                          # the blocks this rank runs
+    blocks: range                          # blocks of this rank
     num_blocks: int
     tokens: Tokens
-    patch: Patch | None = None             # None: the latent is whole
+    patch: Patch | None = None             # None: the full latent
     rows: ImageRows | None = None          # of the patch
-    key_values: KeyValues | None = None    # None: nothing is kept, attention is over this forward's tokens
+    key_values: KeyValues | None = None    # cache; None: attention is over this forward's tokens
     cached_blocks: range = range(0)
-    step: tuple = ()                       # what identifies this step of the run: its timesteps
-    extrapolation: float = 0.0                  # how far stale keys and values go on as they went before; 0: not at all
-    first_image: int = 0                   # of the batch that key_values holds
+    step: tuple = ()                       # identifies this step of the run: its timesteps
+    extrapolation: float = 0.0             # strength of the extrapolation of stale keys and values; 0: off
+    first_image: int = 0                   # in the batch of key_values
     num_images: int = 1
-    references: ReferenceUse | None = None                     # None: nothing of them is kept
-    compile_backend: str = ""              # of torch.compile, as whose graphs blocks run; "": as they are
-    backend: BackendUse = field(default_factory=BackendUse)       # by which attention runs
-    attention_exchange: str = WHOLE        # in which form attention's tensors travel, of exchanges.EXCHANGES
-    exchange: Exchange | None = None       # with displaced_degree: what other ranks have sent
-    # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
+    references: ReferenceUse | None = None                     # use of cached reference keys and values
+    compile_backend: str = ""              # of torch.compile for the blocks; "": eager
+    backend: BackendUse = field(default_factory=BackendUse)       # attention backend
+    attention_exchange: str = WHOLE        # communication dtype of attention's tensors, of specs.EXCHANGES
+    exchange: Exchange | None = None       # of displaced patches
+    # first row of each rank's band of a U-Net's latent, then the number of rows; None: every rank has all rows
     bands: tuple[int, ...] | None = None
-    yield_turn: Callable = lambda: None    # called while this forward's sums travel: another's turn
-    weights_streamed: bool = False             # those of some blocks, for each block; none computes with another's
-    end_block: Callable = lambda block: None           # called after each block, for others' turns with its weights
-    # tensor_parallel.py's: what was made for layers that have not asked yet
+    yield_turn: Callable = lambda: None    # called during an all-reduce: switches to an interleaved forward
+    weights_streamed: bool = False         # some blocks' weights are streamed; layers compute for their own block only
+    end_block: Callable = lambda block: None           # called after each block: lets interleaved forwards run it
+    # of tensor_parallel.py: results for layers that have not run yet
     precomputed: dict = field(default_factory=dict)
-    receive_message: Callable | None = None  # () -> the message of the stage before, for stages after the first
-    skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
-    cuts: dict = field(default_factory=dict)           # of what every block gets anew: this rank's part; hooks fill it
-    # hooks.attention_dispatch.RunningAttention, while in an attention that ranks share
+    receive_message: Callable | None = None  # () -> the previous stage's message; for stages after the first
+    skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as its skip
+    cuts: dict = field(default_factory=dict)           # this rank's shards of arguments that every block gets
+    # hooks.attention_dispatch.RunningAttention, while in an attention over several ranks
     attention: Any = None
-    attentions: dict = field(default_factory=dict)     # name -> those of the block that runs, where it is compiled
-    graph_breaks: dict = field(default_factory=dict)       # name -> forward, likewise, see ModelPlan.choosing
-    block: str = ""                        # path of the block of a U-Net that runs, likewise
-    # stream -> (B, T), which tokens may be attended to; hooks fill it
+    attentions: dict = field(default_factory=dict)     # name -> RunningAttention, of the running compiled block
+    graph_breaks: dict = field(default_factory=dict)   # name -> forward, of the same, see ModelPlan.graph_breaks
+    block: str = ""                        # path of the running compiled block of a U-Net
+    # stream -> (B, T), True for tokens to attend to
     masks: dict = field(default_factory=dict)
-    # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
+    # block, by ComfyUI's name for it in patches -> its operation, see specs.Branch
     operations: dict = field(default_factory=dict)
     biases: dict = field(default_factory=dict)         # attention -> Family.biases of this forward's image
-    guided: tuple = ()                     # specs.Nag, one after the other, of what every self-attention gives
-    free_u: tuple = ()                     # specs.FreeU and Shrink of a U-Net, one after the other
+    guided: tuple = ()                     # specs.Nag, applied in order to the output of every self-attention
+    free_u: tuple = ()                     # specs.FreeU and Shrink of a U-Net, applied in order
     skip_sizes: dict = field(default_factory=dict)     # number of a skip -> its rows and columns, with a Shrink
     tiles: dict = field(default_factory=dict)          # specs.Branch.tiles of its self-attentions
-    networks: tuple = ()                   # (specs.NetworkUse, injected_networks.Network), one after the other
-    text_attention: str = ""               # path of the attention to the text of a U-Net that runs
-    scores: Any = None                     # specs.Branch.scores of these images, to be filled
-    # by place (Family.control_shapes): what this rank adds there
+    networks: tuple = ()                   # (specs.NetworkUse, injected_networks.Network), applied in order
+    text_attention: str = ""               # path of the running attention to the text, of a U-Net
+    scores: Any = None                     # output: specs.Branch.scores of these images
+    # by insertion point (Family.control_shapes): residuals for this rank
     control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))
 
     @property
     def is_plain(self):
-        """Nothing to do: one rank runs the whole model on a whole latent."""
+        """True if blocks run as they are: one rank runs the complete model on the full latent, without patches."""
         return (self.mesh.sequence_degree == 1 and self.patch is None and self.key_values is None
                 and len(self.blocks) == self.num_blocks and not self.control and not self.operations
                 and not self.guided and not self.networks and not self.biases and self.references is None)
 
     @property
     def shards_attention(self):
-        """Is attention anything but torch's own, over this rank's tokens?"""
+        """True if attention is more than the attention backend on this rank's tokens."""
         return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.masks)
                 or bool(self.guided) or bool(self.biases) or self.references is not None
-                or any(network.tells_apart for _, network in self.networks))
+                or any(network.has_two_speakers for _, network in self.networks))
 
     @property
     def opens(self):
-        """Does this forward bring the first tokens of a step, and with them the text?"""
+        """True if this forward has the first tokens of a step, and with them the text."""
         return opens_step(self.patch)
 
     @property
     def once(self):
-        """Where outputs are kept that are the same in several calls: {key: (moment, output)}. None: nowhere."""
+        """Cache of outputs that are the same in several calls, {key: (moment, output)}; None: there is none."""
         if self.key_values is not None:
             return self.key_values.once
         return None if self.bands is None else self.exchange.once
 
     def moment(self, span, batch):
-        """For how long something is the same: a "step" of these images, or the "run"."""
+        """Identifies the calls with the same output of a cacheable module: a "step" of these images, or the "run"."""
         return self.first_image, batch, *(self.step if span == "step" else ())
 
     def caches(self, block):
@@ -121,18 +120,18 @@ class ForwardContext:
 
     @property
     def num_image_tokens(self):
-        """Tokens of the whole image."""
+        """Number of tokens of the full image."""
         return self.tokens.counts["image"] if self.rows is None else self.rows.num_tokens
 
     @property
     def first_token(self):
-        """Index of this forward's first image token in the whole image."""
+        """Index of this forward's first image token in the full image."""
         return 0 if self.rows is None else self.rows.first_token
 
 
 def tokens_of(family, mesh, shape, conditioning, patch=None):
-    """The Tokens of a forward. shape: of the latent or its patch.
-    Streams beside the image come with a step's first patch."""
+    """The Tokens of a forward. shape: of the latent or its patch. Streams other than the image come with a step's first
+    patch."""
     counts, left_out = family.token_counts(shape, conditioning, patch), {}
     if not opens_step(patch):
         left_out = {stream: count for stream, count in counts.items() if stream != "image"}
@@ -142,10 +141,10 @@ def tokens_of(family, mesh, shape, conditioning, patch=None):
 
 
 def rows_of(family, shape, patch):
-    """The ImageRows of a patch whose latent has this shape."""
+    """The ImageRows of a patch of a latent. shape: of the patch's latent."""
     axes = family.latent.patch
     size, counts = axes[patch.dim - 2], family.latent.counts(shape)
-    whole = -(-patch.whole // size)
+    num_token_rows = -(-patch.whole // size)
     a_row = family.latent.num_tokens(shape) // counts[patch.dim - 2]
-    return ImageRows(patch, patch.dim - 2 + 3 - len(axes), whole * size, whole, patch.start // size * a_row,
-                     whole * a_row)
+    return ImageRows(patch, patch.dim - 2 + 3 - len(axes), num_token_rows * size, num_token_rows,
+                     patch.start // size * a_row, num_token_rows * a_row)

@@ -1,4 +1,4 @@
-"""Forwards of one model that take turns on a rank. Used by transformer.py."""
+"""Interleaved execution of several forwards of one model on a rank, as coroutines."""
 
 import collections
 import functools
@@ -8,13 +8,13 @@ from greenlet import getcurrent, greenlet
 
 
 def interleave(forwards, contexts, serving, by_block):
-    """What these forwards return; each goes on until its context's yield_turn is called.
+    """Run forwards interleaved and return their outputs; each runs until it calls its context's yield_turn.
 
-    serving(context): Hooks.serving. by_block: all run a block before one runs the next.
+    serving(context): Hooks.serving. by_block: all run a block before any runs the next.
     """
     outputs, host = {}, getcurrent()
     tasks = [greenlet(forward) for forward in forwards]
-    last = [-1] * len(tasks)                                   # block that each has run
+    last = [-1] * len(tasks)                                   # last block of each
 
     def end_block(own, block):
         last[own] = block
@@ -23,7 +23,7 @@ def interleave(forwards, contexts, serving, by_block):
             host.switch()
 
     for index, context in enumerate(contexts):
-        if not context.compile_backend:                             # not from within a graph
+        if not context.compile_backend:                        # a graph cannot yield
             context.yield_turn = host.switch
         if by_block:
             context.end_block = functools.partial(end_block, index)
@@ -38,7 +38,7 @@ def interleave(forwards, contexts, serving, by_block):
             else:
                 waiting.append(index)
     finally:
-        # of a forward that failed, the others end now, and not when they are found
+        # if a forward failed, end the others now and not when they are garbage-collected
         for index in waiting:
             tasks[index].throw()
     return [outputs[index] for index in range(len(tasks))]

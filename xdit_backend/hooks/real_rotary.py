@@ -1,5 +1,5 @@
-"""Rotary positions by complex numbers, in compiled blocks by real ones: inductor writes no code for complex numbers,
-and would call a kernel for each step. Used by attention_dispatch.py.
+"""Rotary embeddings with complex numbers, computed with real ones in compiled blocks: inductor generates no code for
+complex numbers and would launch a kernel for each operation.
 
 # B batch, T tokens, N heads, H head size
 """
@@ -13,13 +13,13 @@ from .function_overrides import in_file, torch_with
 
 
 def in_real_numbers(rotate):
-    """diffusers' function that rotates queries and keys, whose complex products are real ones in a graph: the same
-    roundings, one after the other."""
+    """Wrap diffusers' function that applies rotary embeddings: in a graph its complex products are real ones, with the
+    same rounding in the same order."""
     @functools.wraps(rotate)
-    def rotated(tensor_BTNH, places, *args, **options):
-        if not torch.compiler.is_compiling() or isinstance(places, (tuple, list)) or not places.is_complex():
-            return rotate(tensor_BTNH, places, *args, **options)
-        cos, sin = torch.view_as_real(places).unsqueeze(-3).unbind(-1)         # (T, 1, H / 2), of a batch or of all
+    def rotated(tensor_BTNH, frequencies, *args, **options):
+        if not torch.compiler.is_compiling() or isinstance(frequencies, (tuple, list)) or not frequencies.is_complex():
+            return rotate(tensor_BTNH, frequencies, *args, **options)
+        cos, sin = torch.view_as_real(frequencies).unsqueeze(-3).unbind(-1)    # ((B,) T, 1, H / 2)
         even, odd = tensor_BTNH.float().unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(tensor_BTNH)
     return rotated
@@ -27,7 +27,7 @@ def in_real_numbers(rotate):
 
 @dataclass
 class Pairs:
-    """Complex numbers in a graph: their real and imaginary parts, which are multiplied with the same roundings."""
+    """Complex numbers in a graph, as real and imaginary parts; products have the same rounding."""
 
     real: torch.Tensor
     imaginary: torch.Tensor
@@ -41,8 +41,8 @@ class Pairs:
 
 
 def in_pairs(function):
-    """A processor's function that rotates by complex numbers in code of its own: in a graph these are Pairs there, as
-    are those that it is given."""
+    """Wrap a processor's function whose own code applies rotary embeddings with complex numbers: in a graph these, and
+    complex arguments, are Pairs."""
     own = in_file(function, {"torch": torch_with(
         view_as_complex=lambda tensor: Pairs(*tensor.unbind(-1)),
         view_as_real=lambda numbers: torch.stack((numbers.real, numbers.imaginary), -1))})

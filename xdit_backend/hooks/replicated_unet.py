@@ -1,7 +1,5 @@
-"""Hooks on a U-shaped network that every rank runs whole: attention by the kernel that was asked for, blocks that are
-compiled or whose weights come from host memory, and what ControlNets give.
-
-As unet.py for U-Nets whose rows can be shared out. Installed once on a loaded model of a ReplicatedPlan.
+"""Hooks on a U-shaped network that every rank runs unsplit: attention backend, compiled blocks, streamed weights and
+ControlNet residuals. They are installed once on a loaded model of a ReplicatedPlan.
 """
 
 import functools
@@ -16,55 +14,55 @@ from .interleave import interleave
 
 
 class ReplicatedHooks:
-    """The hooks of one such model on this rank, and the forward they serve now."""
+    """The hooks of one such model on this rank, and the context of the running forward."""
 
     num_blocks = 0
 
     def __init__(self, model, plan, offloaded=None, on_compile=lambda done, total: None):
-        """offloaded: the blocks whose weights come from host memory (offload/block_offload.py), if there are such.
-        on_compile: of CompiledBlocks."""
+        """offloaded: the blocks with streamed weights (offload/block_offload.py), or None. on_compile: see
+        CompiledBlocks."""
         self.plan, self._model, self._context, self._offloaded = plan, model, None, offloaded
-        assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they would ask each other"
+        assert not hasattr(model, "_has_hooks"), "the model has hooks already; a second set would call the first"
         model._has_hooks = True
         self.num_levels = plan.num_levels(model.config)
-        self._num_places = len(plan.control(model.config))
+        self._num_points = len(plan.control(model.config))
         self._attention = AttentionFunctions(lambda: self._context, False)
         for module in model.modules():
-            self._attention.function_overrides.place_in(module, COMFYUIS)
+            self._attention.function_overrides.install_if_used(module, COMFYUIS)
         blocks = list(map(model.get_submodule, unet_blocks(model)))
         self._compiled = CompiledBlocks(model, len(blocks), on_compile)
         for number, block in enumerate(blocks):
             block.forward = self._hook_block(block.forward, number)
 
     def run(self, context):
-        """Run the model's forward as the context says. Returns (output of the forward, None), as Hooks does."""
+        """Run the model's forward for a context. Returns (output of the forward, None), like Hooks.run."""
         self._begin_blocks(1)
         with self._serving(context):
             return self._forward(context), None
 
     def run_in_turn(self, contexts):
-        """As `run` for each of several forwards, of which all run a block before one runs the next: its weights come
-        from host memory."""
+        """Run several forwards interleaved: all run a block, whose weights are streamed, before any runs the next.
+        Returns a list of `run`'s results."""
         self._begin_blocks(len(contexts))
         forwards = [functools.partial(self._forward, context) for context in contexts]
         return [(output, None) for output in interleave(forwards, contexts, self._serving, True)]
 
     def own_control(self, control, context):
-        """Of what a ControlNet gives, what this rank adds: all."""
+        """This rank's part of ControlNet residuals: all."""
         return control
 
     def _forward(self, context):
         inputs, control = context.inputs, context.control
-        if control:                                            # of the list, the forward takes the last one first
-            places = [f"input.{number}" for number in reversed(range(self._num_places))]
-            taken = [control.take(place) if place in control else None for place in places]
+        if control:                                            # the forward pops residuals from the end of the list
+            points = [f"input.{number}" for number in reversed(range(self._num_points))]
+            taken = [control.take(point) if point in control else None for point in points]
             inputs = inputs | {"control": {"input": taken}}
         with running(self._attention):
             return self._model(**inputs, return_dict=False)[0]
 
     @contextmanager
     def _serving(self, context):
-        """The model's forward runs as the context says while under this."""
+        """Context in which the model's forward runs for this ForwardContext."""
         self._context = context
         try:
             yield
@@ -76,7 +74,7 @@ class ReplicatedHooks:
             self._offloaded.begin(range(len(self._compiled.blocks)), num_forwards)
 
     def _hook_block(self, forward, number):
-        """A block, which the forward may run several times."""
+        """Hook a block, which the forward may run several times."""
         names = list(inspect.signature(forward).parameters)
 
         @functools.wraps(forward)

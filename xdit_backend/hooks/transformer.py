@@ -1,8 +1,8 @@
-"""Hooks on a diffusers transformer: where its own, unmodified forward meets the parallel methods.
+"""Hooks that run the parallel methods inside a transformer's unmodified forward.
 
-Installed once on a loaded model, as its plan says: streams are cut to this rank's shards where they enter the blocks,
-attention inside the listed modules is handed to a parallel method, blocks of other stages are skipped, and shards are
-joined after the blocks. A ForwardContext says what is to be done in a forward.
+They are installed once on a loaded model, as its plan describes: streams are cut to this rank's shards where they enter
+the blocks, attention inside the listed modules is dispatched to a parallel method, blocks of other stages are skipped,
+and shards are joined after the blocks. A ForwardContext describes each forward.
 """
 
 import functools
@@ -18,71 +18,81 @@ from ..parallel.tensor_parallel import install_tensor_hooks
 from ..partition import check_shards
 from . import injected_networks, token_shards_io
 from .attention_dispatch import COMFYUIS, AttentionFunctions, RunningAttention
-from .block_hooks import BlockPosition, StageEnd, _inside, _transposed, place_edges, places_of, summed, with_halos
+from .block_hooks import (
+    BlockPosition,
+    StageEnd,
+    find_submodule,
+    install_boundary_halos,
+    summed,
+    swap_batch_and_tokens,
+    token_indices_of,
+    with_halos,
+)
 from .compiled_blocks import CompiledBlocks, outside_graphs
 from .interleave import interleave
 
 
 class Hooks:
-    """The hooks of one model on this rank, and the forward they serve now."""
+    """The hooks of one model on this rank, and the context of the running forward."""
 
     def __init__(self, model, plan, splits=(), offloaded=None, on_compile=lambda done, total: None):
-        """splits: of the weights, where the model holds a rank's share of them (checkpoints/tensor_sharding.py).
-        offloaded: the blocks whose weights come from host memory (offload/block_offload.py), if there are such.
-        on_compile: of CompiledBlocks."""
+        """splits: of the weights, if they are sharded (checkpoints/tensor_sharding.py). offloaded: the blocks with
+        streamed weights (offload/block_offload.py), or None. on_compile: see CompiledBlocks."""
         self.plan, self._offloaded = plan, offloaded
         self._model, self._context = model, None
         self._attention = AttentionFunctions(lambda: self._context, plan.needs_text)
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
-        assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they cut twice"
+        assert not hasattr(model, "_has_hooks"), "the model has hooks already; a second set would cut streams twice"
         model._has_hooks = True
         for block, list_ in blocks:
-            # some attentions are no modules of the block that runs them
-            listed = {_inside(block, name) for name in list_.attention | plan.cross_attention} - {None}
+            # some attentions are not modules of the block that runs them
+            listed = {find_submodule(block, name) for name in list_.attention | plan.cross_attention} - {None}
             for module in listed | {module for module in block.modules() if hasattr(module, "processor")}:
-                self._attention.function_overrides.place(module)
-            for module in block.modules():                     # of ComfyUI's blocks, any may attend
-                self._attention.function_overrides.place_in(module, COMFYUIS)
+                self._attention.function_overrides.install(module)
+            for module in block.modules():                     # in ComfyUI's blocks any module may call attention
+                self._attention.function_overrides.install_if_used(module, COMFYUIS)
         if splits:
             install_tensor_hooks(model, plan, splits, self._running)
-        self._agreement = AmaxSync(model, splits, lambda: self._context)
+        self._amax_sync = AmaxSync(model, splits, lambda: self._context)
         self.num_blocks = len(blocks)
         self._compiled = CompiledBlocks(model, self.num_blocks, on_compile)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams
                   for index, (_, list_) in enumerate(blocks)] + [True]
         numbers = [number for list_ in plan.lists for number in range(len(model.get_submodule(list_.name)))]
-        self._places = [BlockPosition(index, list_, numbers[index], starts[index], starts[index + 1])
-                        for index, (_, list_) in enumerate(blocks)]
-        for place, (block, _) in zip(self._places, blocks):
-            self._install_inside(block, place)
+        self._positions = [BlockPosition(index, list_, numbers[index], starts[index], starts[index + 1])
+                           for index, (_, list_) in enumerate(blocks)]
+        for position, (block, _) in zip(self._positions, blocks):
+            self._install_inside(block, position)
+            forward = block.forward
             if plan.tokens_first:
-                block.forward = _transposed(self._hook_block(_transposed(block.forward, place), place), place)
+                forward = self._hook_block(swap_batch_and_tokens(forward, position), position)
+                block.forward = swap_batch_and_tokens(forward, position)
             else:
-                block.forward = self._hook_block(block.forward, place)
+                block.forward = self._hook_block(forward, position)
         self._install_outside()
 
-    def _install_inside(self, block, place):
+    def _install_inside(self, block, position):
         plan = self.plan
-        within = {name: (streams, streams) for name, streams in place.list_.attention.items()}
+        within = {name: (streams, streams) for name, streams in position.list_.attention.items()}
         for name, (streams, key_streams) in (within | plan.cross_attention).items():
-            module = _inside(block, name)
+            module = find_submodule(block, name)
             if module is not None:
-                given = module, place, name, streams, key_streams, plan.window(module)
-                self._compiled.blocks[place.index].attentions[name] = given
-                module.forward = self._hook_attention(module.forward, *given)
+                arguments = module, position, name, streams, key_streams, plan.window(module)
+                self._compiled.blocks[position.index].attentions[name] = arguments
+                module.forward = self._hook_attention(module.forward, *arguments)
         for path, span in plan.cacheable.items():
-            module = _inside(block, path)
+            module = find_submodule(block, path)
             if module is not None:
-                self._compiled.blocks[place.index].once[path] = module, span
-                module.forward = self._hook_once(module, module.forward, (place.index, path), span)
-        injected_networks.lead(block, place.number, plan.lllite_targets, lambda: self._context)
+                self._compiled.blocks[position.index].once[path] = module, span
+                module.forward = self._hook_once(module, module.forward, (position.index, path), span)
+        injected_networks.install_lllite(block, position.number, plan.lllite_targets, lambda: self._context)
         if plan.audio_attention:
-            injected_networks.hear(block, place.number, plan.audio_attention, lambda: self._context)
+            injected_networks.install_audio(block, position.number, plan.audio_attention, lambda: self._context)
         for path in plan.graph_breaks:
-            module = _inside(block, path)
+            module = find_submodule(block, path)
             if module is not None:
-                self._compiled.blocks[place.index].graph_breaks[path] = module.forward
+                self._compiled.blocks[position.index].graph_breaks[path] = module.forward
                 module.forward = outside_graphs(module.forward, path)
         for paths, hooked in ((plan.token_reductions, summed), (plan.halos, with_halos)):
             for module in map(block.get_submodule, paths):
@@ -91,38 +101,38 @@ class Hooks:
     def _install_outside(self):
         plan, model = self.plan, self._model
         for path, span in plan.cacheable_outside.items():
-            module = _inside(model, path)
+            module = find_submodule(model, path)
             for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module]
                                          if module is not None else []):
                 each.forward = self._hook_once(each, each.forward, (path, index), span)
-        place_edges(model, plan, lambda: self._context)
+        install_boundary_halos(model, plan, lambda: self._context)
         for path, (arguments, factor) in plan.full_precision_inputs.items():
             model.get_submodule(path).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
         for path, of_patch in plan.positions.items():
             parent, _, name = path.rpartition(".")
             owner = model.get_submodule(parent)
-            if isinstance(getattr(owner, name), torch.nn.Module):              # else a method of it
+            if isinstance(getattr(owner, name), torch.nn.Module):              # otherwise a method
                 owner, name = getattr(owner, name), "forward"
             setattr(owner, name, self._hook_positions(owner, getattr(owner, name), of_patch))
 
     def _running(self):
-        """The context of the forward that runs, for layers that need other ranks' shares."""
-        assert self._context is not None, "this model holds a share of its weights: its forward is run by Hooks.run"
+        """The context of the running forward, for layers that communicate with other ranks."""
+        assert self._context is not None, "the model's weights are sharded: run its forward through Hooks.run"
         return self._context
 
     def run(self, context):
-        """Run the model's forward as the context says. Every rank of the sequence axes does.
+        """Run the model's forward for a context. Every rank of the sequence axes calls it.
 
-        Returns (output of the forward, None) on the last stage, else (None, message for the next stage): one flat
-        tensor.
+        Returns (output of the forward, None) on the last stage, else (None, message for the next stage, one flat
+        tensor).
         """
         self._begin_blocks([context])
         with self.serving(context):
             return self._forward(context)
 
     def run_in_turn(self, contexts):
-        """As `run` for each of several forwards: while the sums of one travel, the next computes; and where weights of
-        blocks come from host memory, all run a block before one runs the next."""
+        """Run several forwards interleaved: during the all-reduces of one, the next computes; with streamed weights all
+        run a block before any runs the next. Returns a list of `run`'s results."""
         self._begin_blocks(contexts)
         forwards = [functools.partial(self._forward, context) for context in contexts]
         return interleave(forwards, contexts, self.serving, self._offloaded is not None)
@@ -141,23 +151,23 @@ class Hooks:
             self._offloaded.begin(contexts[0].blocks, len(contexts))
 
     def own_control(self, control, context):
-        """Of what a ControlNet gives, {place: (B or 1, T of the forward's image, C)}, what this rank's blocks add to
-        their tokens, in their order."""
+        """This rank's tokens of the residuals and control images that its blocks use, in the order of their use.
+        control: {insertion point: (B or 1, T of the forward's image, C)}."""
         return {name: context.tokens.take(control[name], 1, ("image",))
-                for name in injected_networks.control_names(context, self._places) if name in control}
+                for name in injected_networks.control_names(context, self._positions) if name in control}
 
     def message_units(self, block):
-        """Which streams each piece of a message holds that goes from one stage to the next before `block`."""
-        places, skips = self._places, self._skips_over(block)
-        return [*places[block - 1].list_.returns, *(places[source].with_image for source in skips)]
+        """Streams of each tensor in the message that one stage sends to the next before `block`."""
+        positions, skips = self._positions, self._skips_over(block)
+        return [*positions[block - 1].list_.returns, *(positions[source].with_image for source in skips)]
 
     @contextmanager
     def serving(self, context):
-        """The model's forward runs as the context says while under this."""
+        """Context in which the model's forward runs for this ForwardContext."""
         tokens = context.tokens
         check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree,
-                     "rows of tokens" if self.plan.rows else "tokens")
-        self._agreement.meet(context)
+                     "rows of tokens" if self.plan.row_count_argument else "tokens")
+        self._amax_sync.meet(context)
         self._context = context
         try:
             yield
@@ -165,14 +175,15 @@ class Hooks:
             self._context = None
 
     def _skips_over(self, block):
-        """Earlier blocks whose outputs are skips for this block or later ones."""
+        """Earlier blocks whose outputs are skips of this block or later ones."""
         return sorted(source for target, source in self._skips.items() if source < block <= target)
 
     # --- blocks ---
 
-    def _hook_block(self, forward, place):
+    def _hook_block(self, forward, position):
         names = list(inspect.signature(forward).parameters)
-        unmasked = dict.fromkeys(name for name, streams in place.list_.masks.items() if not streams and name in names)
+        unmasked = dict.fromkeys(name for name, streams in position.list_.masks.items()
+                                 if not streams and name in names)
 
         @functools.wraps(forward)
         def block(*args, **kwargs):
@@ -180,109 +191,109 @@ class Hooks:
             if context is None:
                 return forward(*args, **kwargs)
             arguments = {**dict(zip(names, args)), **kwargs}
-            if place.index < context.blocks.start:
-                return place.returned(self._pass_block(context, place, arguments))
-            name = f"{place.index + 1} of {self.num_blocks}"
-            with context.traffic.at_block(name), self._weights_here(context, place):
-                if context.is_plain:                           # with a mask that masks nothing, attention is slower
-                    return self._run_forward(forward, context, place, arguments | unmasked)
-                outputs = self._run_block(forward, context, place, arguments)
-            if place.index + 1 == context.blocks.stop < self.num_blocks:
+            if position.index < context.blocks.start:
+                return position.returned(self._pass_block(context, position, arguments))
+            name = f"{position.index + 1} of {self.num_blocks}"
+            with context.traffic.at_block(name), self._weights_resident(context, position):
+                if context.is_plain:                           # attention without a mask is faster
+                    return self._run_forward(forward, context, position, arguments | unmasked)
+                outputs = self._run_block(forward, context, position, arguments)
+            if position.index + 1 == context.blocks.stop < self.num_blocks:
                 shards = [*outputs.values(),
                           *(context.skips[source] for source in self._skips_over(context.blocks.stop))]
                 raise StageEnd(token_shards_io.pack(shards, self.message_units(context.blocks.stop), context.tokens))
-            return place.returned(self._join_streams(context, place, outputs) if place.ends else outputs)
+            return position.returned(self._join_streams(context, position, outputs) if position.ends else outputs)
         return block
 
-    def _run_forward(self, forward, context, place, arguments):
-        if (context.compile_backend and not injected_networks.lead_layers(context)
-                and self._agreement.suits_graphs(context.tokens, place.list_.streams.values())):
-            return self._compiled.run(place.index, forward, context, arguments)
+    def _run_forward(self, forward, context, position, arguments):
+        if (context.compile_backend and not injected_networks.has_layer_networks(context)
+                and self._amax_sync.suits_graphs(context.tokens, position.list_.streams.values())):
+            return self._compiled.run(position.index, forward, context, arguments)
         return forward(**arguments)
 
     @contextmanager
-    def _weights_here(self, context, place):
-        """A block runs under this: its weights are on the device."""
+    def _weights_resident(self, context, position):
+        """Context in which a block runs and its streamed weights are on the device."""
         if self._offloaded is None:
             yield
             return
-        self._offloaded.enter(place.index)
+        self._offloaded.enter(position.index)
         yield
-        self._offloaded.leave(place.index)
-        context.end_block(place.index)
+        self._offloaded.leave(position.index)
+        context.end_block(position.index)
 
-    def _pass_block(self, context, place, arguments):
-        """What takes the place of the output of an earlier stage's block: for the last of them the message of that
-        stage, else its input."""
-        held = {streams: arguments[name] for name, streams in place.list_.streams.items()}
-        if place.index + 1 < context.blocks.start:
-            return held
-        image = next(tensor for streams, tensor in held.items() if "image" in streams)
+    def _pass_block(self, context, position, arguments):
+        """Output of an earlier stage's block that this rank skips: for the last one it comes from that stage's message,
+        for others it is the block's input."""
+        inputs = {streams: arguments[name] for name, streams in position.list_.streams.items()}
+        if position.index + 1 < context.blocks.start:
+            return inputs
+        image = next(tensor for streams, tensor in inputs.items() if "image" in streams)
         units = self.message_units(context.blocks.start)
-        widths = [held.get(streams, image).shape[2] for streams in units]
+        widths = [inputs.get(streams, image).shape[2] for streams in units]
         shards = token_shards_io.unpack(context.receive_message(), units, image.shape[0], widths, context.tokens,
                                 self.plan.needs_text)
-        arrived = dict(zip(place.list_.returns, shards))
+        arrived = dict(zip(position.list_.returns, shards))
         context.skips.update(zip(self._skips_over(context.blocks.start), shards[len(arrived):]))
-        return self._join_streams(context, place, arrived) if place.ends else arrived
+        return self._join_streams(context, position, arrived) if position.ends else arrived
 
-    def _run_block(self, forward, context, place, arguments):
-        """{streams: shard} of a block of this stage."""
-        list_ = place.list_
-        if place.starts:
+    def _run_block(self, forward, context, position, arguments):
+        """Run a block of this stage; returns {streams: shard}."""
+        list_ = position.list_
+        if position.starts:
             arguments |= {name: token_shards_io.cut(arguments[name], streams, context.tokens, self.plan.needs_text)
                           for name, streams in list_.streams.items()}
         for name, argument in list_.tokens.items():
             if arguments.get(name) is not None:
-                arguments[name] = self._cut_once(context, place, arguments[name], argument)
+                arguments[name] = self._cut_once(context, position, arguments[name], argument)
         for name, streams in list_.masks.items():
             if arguments.get(name) is not None:
                 if streams:
                     self._read_once(context, arguments[name], streams)
                 arguments[name] = None
-        if self.plan.rows:
-            arguments[self.plan.rows] = context.tokens.own(("image",)) // context.tokens.row
-        if self.plan.places:
-            name, streams = self.plan.places
+        if self.plan.row_count_argument:
+            arguments[self.plan.row_count_argument] = context.tokens.own(("image",)) // context.tokens.row
+        if self.plan.token_index_argument:
+            name, streams = self.plan.token_index_argument
             device = arguments[next(iter(list_.streams))].device
-            arguments[name] = context.cuts.setdefault(name, places_of(context, streams, device))
-        if place.index in self._skips:
-            arguments[self.plan.skip_name] = context.skips[self._skips[place.index]]
-        if context.operations.get(f"{list_.patched}_block.{place.number}") == "skip":
+            arguments[name] = context.cuts.setdefault(name, token_indices_of(context, streams, device))
+        if position.index in self._skips:
+            arguments[self.plan.skip_name] = context.skips[self._skips[position.index]]
+        if context.operations.get(f"{list_.patched}_block.{position.number}") == "skip":
             outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
             output = tuple(outputs[streams] for streams in list_.returns)
         else:
-            output = self._run_forward(forward, context, place, arguments)
+            output = self._run_forward(forward, context, position, arguments)
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
-        if place.index in self._skips.values():
-            context.skips[place.index] = outputs[place.with_image]
-        injected_networks.add_to_blocks(context, place, outputs)
-        for control in filter(context.control.__contains__, place.control):
-            image = outputs[place.with_image]
-            # to what a later block takes, not to what the next one does
+        if position.index in self._skips.values():
+            context.skips[position.index] = outputs[position.with_image]
+        injected_networks.add_to_blocks(context, position, outputs)
+        for control in filter(context.control.__contains__, position.control):
+            image = outputs[position.with_image]
+            # added to the skip, not to the next block's input
             if self._skips:
-                image = context.skips[place.index] = image.clone()
-            token_shards_io.add_to_image(image, place.with_image, context.control.take(control), context.tokens)
+                image = context.skips[position.index] = image.clone()
+            token_shards_io.add_to_image(image, position.with_image, context.control.take(control), context.tokens)
         return outputs
 
-    def _join_streams(self, context, place, shards):
-        """Whole streams for the model's forward; after the last block only those of its output."""
-        wanted = context.tokens.counts if place.index + 1 < self.num_blocks else self.plan.outputs
+    def _join_streams(self, context, position, shards):
+        """Join shards for the model's forward; after the last block only the streams of its output have content."""
+        wanted = context.tokens.counts if position.index + 1 < self.num_blocks else self.plan.outputs
         return {streams: shard if shard is None
                 else token_shards_io.join(shard, streams, context.tokens, context.mesh, context.traffic, wanted)
                 for streams, shard in shards.items()}
 
-    def _cut_once(self, context, place, value, argument):
-        """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
+    def _cut_once(self, context, position, value, argument):
+        """Cut an argument that every block gets, such as rotary tables, once a forward."""
         key = id(value), id(argument)
         if key not in context.cuts:
-            cut = functools.partial(place.cut, context.tokens, self.plan.needs_text)
+            cut = functools.partial(position.cut, context.tokens, self.plan.needs_text)
             if isinstance(value, (tuple, list)):
                 arguments = argument if isinstance(argument, tuple) else (argument,) * len(value)
                 result = tuple(map(cut, value, arguments))
             else:
                 result = cut(value, argument)
-            context.cuts[key] = (value, result)                # `value` is kept, so that its id stays its own
+            context.cuts[key] = (value, result)                # the reference to `value` keeps its id from being reused
         return context.cuts[key][1]
 
     def _read_once(self, context, mask, streams):
@@ -290,7 +301,7 @@ class Hooks:
             context.cuts[id(mask)] = mask
             context.masks.update(read_mask(mask, streams, context.tokens))
 
-    # --- modules whose output is known, or to be had otherwise ---
+    # --- cached modules, unrounded inputs, positions ---
 
     def _hook_once(self, module, forward, key, span):
         @functools.wraps(forward)
@@ -313,9 +324,9 @@ class Hooks:
             return args
         exact = [self._context.inputs[name] * factor for name in arguments
                  if self._context.inputs.get(name) is not None]
-        # of more times than there are images, the first are theirs
-        exact = [torch.cat([each, given[len(each):]]) if len(given) > len(each) else each
-                 for each, given in zip(exact, args)]
+        # with more timesteps than images, the first are the images'
+        exact = [torch.cat([each, rounded[len(each):]]) if len(rounded) > len(each) else each
+                 for each, rounded in zip(exact, args)]
         return (*exact, *args[len(exact):])
 
     def _hook_positions(self, module, forward, of_patch):
@@ -329,7 +340,7 @@ class Hooks:
 
     # --- attention ---
 
-    def _hook_attention(self, forward, module, place, name, *streams):
+    def _hook_attention(self, forward, module, position, name, *streams):
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             if torch.compiler.is_compiling():
@@ -337,7 +348,7 @@ class Hooks:
             context = self._context
             if context is None or not context.shards_attention:
                 return forward(*args, **kwargs)
-            context.attention = running = RunningAttention(module, place, name, *streams)
+            context.attention = running = RunningAttention(module, position, name, *streams)
             output = forward(*args, **kwargs)
             context.attention = None
             running.refuse_uncalled()

@@ -1,8 +1,8 @@
-"""Hooks on a diffusers U-Net: each rank computes its rows of every image inside it, and gets the others' through an
-exchange.
+"""Hooks on a diffusers U-Net: each rank computes its band of rows of every image inside the unmodified forward, and
+gets other ranks' rows from an Exchange. docs/algorithms.md section 9.
 
-As transformer.py for transformers. Installed once on a loaded model, as its UNetPlan says. diffusers' own, unmodified
-forward runs; its convolutions, norms and self-attentions work on rows (rows.py). docs/algorithms.md section 9.
+They are installed once on a loaded model, as its UNetPlan describes: convolutions, norms and self-attentions work on
+rows.
 """
 
 import functools
@@ -25,7 +25,7 @@ from ..protocol.errors import UnsupportedError
 from ..protocol.specs import Shrink
 from .compiled_blocks import CompiledBlocks
 from .function_overrides import FunctionOverrides, functional, torch_with
-from .injected_networks import text_places, with_images, with_networks
+from .injected_networks import text_attentions, with_images, with_networks
 from .interleave import interleave
 from .nag import apply_nag
 from .unet_compiled import GraphRows
@@ -36,58 +36,58 @@ from .unet_patches import ControlBlocks, ShrinkBlocks, as_large, attend_in_tiles
 class RunningSelfAttention:
     """The self-attention that a forward is in."""
 
-    split: StaleSplit | None               # of its image, over the ranks; None: all here
+    split: StaleSplit | None               # of its image over the ranks; None: every rank has all rows
     operation: str | None                  # what it does instead, see specs.Branch
 
 
 class UNetHooks:
-    """The hooks of one U-Net on this rank, and the forward they serve now."""
+    """The hooks of one U-Net on this rank, and the context of the running forward."""
 
     num_blocks = 0
 
     def __init__(self, model, plan, offloaded=None, on_compile=lambda done, total: None):
-        """offloaded: the blocks whose weights come from host memory (offload/block_offload.py), if there are such.
-        on_compile: of CompiledBlocks."""
+        """offloaded: the blocks with streamed weights (offload/block_offload.py), or None. on_compile: see
+        CompiledBlocks."""
         self.plan, self._model, self._context, self._offloaded = plan, model, None, offloaded
-        assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they would ask each other"
+        assert not hasattr(model, "_has_hooks"), "the model has hooks already; a second set would call the first"
         model._has_hooks = True
         self.num_levels = plan.num_levels(model.config)
         self.counts = {"convolution": 0, "group norm": 0, "self-attention": 0, "of text": 0}
         paths, attentions = unet_blocks(model), attended(model)
         self._blocks = list(map(model.get_submodule, paths))
         self._compiled = CompiledBlocks(model, len(self._blocks), on_compile)
-        # of the forward that runs, where blocks are compiled; of an attention in a graph that is being made
+        # of the running forward, if blocks are compiled; name of the attention being traced into a graph
         self._graph_rows, self._graph_attention = None, ""
-        self._text_places = text_places(model, self.num_levels)
+        self._text_attentions = text_attentions(model, self.num_levels)
         function_overrides = FunctionOverrides(
             F=functional(scaled_dot_product_attention=self._scaled_dot_product_attention))
         for name, module in model.named_modules():
             index, inner = in_block(name, paths)
             level = level_of(name, self.num_levels)
             if hasattr(module, "processor"):
-                function_overrides.place(module)
+                function_overrides.install(module)
             if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
-                self._place_convolution(name, module, level, inner)
+                self._hook_convolution(name, module, level, inner)
             elif isinstance(module, torch.nn.GroupNorm):
                 self.counts["group norm"] += 1
                 module.forward = self._hook_norm(module, module.forward, name, level, inner)
             elif name in attentions:
-                self._place_attention(module, level, (index, inner, name), attentions[name])
+                self._hook_attention(module, level, (index, inner, name), attentions[name])
         joins = FunctionOverrides(torch=torch_with(cat=self._join))
         for block in model.up_blocks:
-            joins.place(block)
+            joins.install(block)
         for index, (block, path) in enumerate(zip(self._blocks, paths)):
             block.forward = self._hook_compiled(block.forward, index, path)
         self._control = ControlBlocks(model, plan.skips(model.config), lambda: self._context)
         ShrinkBlocks(model, lambda: self._context)
-        if offloaded is not None:                              # around what is compiled
+        if offloaded is not None:                              # outside of what is compiled
             for number, block in enumerate(self._blocks):
                 block.forward = self._hook_block(block.forward, number)
 
     def run(self, context):
-        """Run the model's forward as the context says. Every rank of the displaced axis does.
+        """Run the model's forward for a context. Every rank of the displaced axis calls it.
 
-        Returns (output of the forward, None), as Hooks does: where the context has bands, this rank's rows of it.
+        Returns (output of the forward, None), like Hooks.run; if the context has bands, this rank's rows of it.
         """
         self._begin_blocks(1)
         with self._serving(context):
@@ -98,15 +98,15 @@ class UNetHooks:
             return self._model(**context.inputs, return_dict=False)[0]
 
     def run_in_turn(self, contexts):
-        """As `run` for each of several forwards, of which all run a block before one runs the next: its weights come
-        from host memory."""
+        """Run several forwards interleaved: all run a block, whose weights are streamed, before any runs the next.
+        Returns a list of `run`'s results."""
         self._begin_blocks(len(contexts))
         forwards = [functools.partial(self._forward, context) for context in contexts]
         return [(output, None) for output in interleave(forwards, contexts, self._serving, True)]
 
     @contextmanager
     def _serving(self, context):
-        """The model's forward runs as the context says while under this."""
+        """Context in which the model's forward runs for this ForwardContext."""
         self._context = context
         self._graph_rows = GraphRows.of(context, self.num_levels) if context.compile_backend else None
         try:
@@ -119,7 +119,7 @@ class UNetHooks:
             self._offloaded.begin(range(len(self._blocks)), num_forwards)
 
     def _hook_block(self, forward, number):
-        """Its weights are on the device while it runs."""
+        """Run a block while its streamed weights are on the device."""
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             self._offloaded.enter(number)
@@ -130,8 +130,8 @@ class UNetHooks:
             return output
         return hooked
 
-    def _place_convolution(self, name, module, level, inner):
-        assert module.dilation == (1, 1) and module.padding_mode == "zeros", f"{name}: no U-Net of a family has such"
+    def _hook_convolution(self, name, module, level, inner):
+        assert module.dilation == (1, 1) and module.padding_mode == "zeros", f"{name}: dilated, or not padded by zeros"
         self.counts["convolution"] += 1
         convolve, run = module._conv_forward, self._first_convolution if name == self.plan.first else self._convolution
 
@@ -144,24 +144,24 @@ class UNetHooks:
             return run(self._split(name, level), input, convolution)
         module._conv_forward = of_rows
 
-    def _place_attention(self, module, level, place, what):
-        """place: (index of the block, name in it, name). what: of partition.attended."""
-        index, inner, name = place
+    def _hook_attention(self, module, level, names, keys):
+        """names: (index of the block, name in it, name). keys: of partition.attended."""
+        index, inner, name = names
         where = name.rpartition(".")[2]
-        if what == "rows":
+        if keys == "rows":
             self.counts["self-attention"] += 1
             self._check_attention(name, module)
-        for which, path in enumerate(("to_k", "to_v")):        # within what reads the text once
+        for which, path in enumerate(("to_k", "to_v")):        # inside the hook that caches keys of the text
             linear, key = getattr(module, path), f"{inner}.{path}"
             linear.forward = self._hook_networks(linear.forward, where, str(which))
-            if what == "text":
+            if keys == "text":
                 self.counts["of text"] += 1
                 self._compiled.blocks[index].once[key] = linear, "run"
                 linear.forward = self._hook_of_text(linear, linear.forward, (index, key))
-        if name in self._text_places:
+        if name in self._text_attentions:
             module.forward = self._hook_text_attention(module.forward, name, inner)
         if where == "attn1":
-            module.forward = self._hook_self_attention(module.forward, name, level, inner if what == "rows" else "")
+            module.forward = self._hook_self_attention(module.forward, name, level, inner if keys == "rows" else "")
 
     def _hook_compiled(self, forward, index, path):
         names = list(inspect.signature(forward).parameters)
@@ -172,7 +172,7 @@ class UNetHooks:
             if context is None:
                 return forward(*args, **kwargs)
             with context.traffic.at_block(path):
-                if (not context.compile_backend or context.operations or context.guided or context.free_u    # no graph
+                if (not context.compile_backend or context.operations or context.guided or context.free_u    # eager
                         or any(use.where != "text" for use, _ in context.networks) or context.tiles):
                     return forward(*args, **kwargs)
                 context.block = path
@@ -184,7 +184,7 @@ class UNetHooks:
         return self._context is not None and self._context.bands is not None
 
     def _split(self, name, level):
-        """The rows of a layer's image on each rank, for the run."""
+        """The StaleSplit of a layer's image, for the run."""
         context, layers = self._context, self._context.exchange.layers
         if name not in layers:
             layers[name] = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic,
@@ -192,7 +192,7 @@ class UNetHooks:
         return layers[name]
 
     def own_control(self, control, context):
-        """As ControlBlocks.own."""
+        """See ControlBlocks.own."""
         return self._control.own(control, context)
 
     def _hook_norm(self, module, forward, name, level, inner):
@@ -207,11 +207,11 @@ class UNetHooks:
         return hooked
 
     def _hook_self_attention(self, forward, name, level, inner):
-        """Those of the middle may have to give their values, or to tell their scores. inner: name in the block of one
-        that attends to the rows of its image; "" for another."""
+        """Those of the middle block may return their values or write their scores. inner: name in the block of one over
+        the rows of its image; "" for others."""
         number = re.search(r"transformer_blocks\.(\d+)\.", name)
-        # that of one block counts before that of all
-        places = (f"middle.0.{number[1]}", "middle.0") if name.startswith("mid_block.") else ()
+        # an operation on one block takes precedence over one on all
+        points = (f"middle.0.{number[1]}", "middle.0") if name.startswith("mid_block.") else ()
 
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
@@ -223,7 +223,7 @@ class UNetHooks:
             context = self._context
             if context is None:
                 return forward(*args, **kwargs)
-            operation = next((context.operations[place] for place in places if place in context.operations), None)
+            operation = next((context.operations[point] for point in points if point in context.operations), None)
             split = self._split(name, level) if self._is_split and inner else None
             if split is not None or operation is not None or context.tiles and inner:
                 context.attention = RunningSelfAttention(split, operation)
@@ -253,14 +253,14 @@ class UNetHooks:
 
     def _hook_networks(self, forward, where, which):
         @functools.wraps(forward)
-        def hooked(given):
+        def hooked(tensor):
             if torch.compiler.is_compiling() or self._context is None:
-                return forward(given)
-            return forward(with_networks(self._context, where, which, given))
+                return forward(tensor)
+            return forward(with_networks(self._context, where, which, tensor))
         return hooked
 
     def _scaled_dot_product_attention(self, query, key, value, attn_mask=None, **options):
-        """As torch's, (B, N, T, H). Within a hooked attention: of this rank's queries to the keys of all rows."""
+        """torch's function, (B, N, T, H). Within a hooked self-attention: this rank's queries, keys of all rows."""
         is_causal, scale = options.get("is_causal", False), options.get("scale")
         if torch.compiler.is_compiling():
             return attention(query, key, value, attn_mask, self._graph_attention, is_causal, scale)
@@ -281,32 +281,32 @@ class UNetHooks:
         return attend(query, key, value, self._context.backend, attn_mask, is_causal, scale)
 
     def _attend(self, name, *arguments):
-        """As attend. name: of an attention to the text, where networks may add to what that gives."""
+        """attend, plus what networks add to an attention to the text. name: its path, or ""."""
         query, key, value, mask, is_causal, scale = arguments
         out = attend(query, key, value, self._context.backend, mask, is_causal, scale)
-        if name not in self._text_places or not self._context.networks:
+        if name not in self._text_attentions or not self._context.networks:
             return out
-        return with_images(self._context, self._text_places[name], query, out,
+        return with_images(self._context, self._text_attentions[name], query, out,
                              lambda *each: attend(*each, self._context.backend, None, False, scale))
 
     def attention_of_graph(self, query, key, value, mask, name, is_causal, scale):
-        """As _scaled_dot_product_attention, for the operator. name: of an attention to the text, or a self-attention of
-        rows, in the block that runs; "" where no other rank takes part."""
+        """_scaled_dot_product_attention of a compiled block. name: of an attention to the text, or a self-attention of
+        rows, in the running block; "" for one without communication."""
         path = f"{self._context.block}.{name}"
-        if name and path not in self._text_places:
+        if name and path not in self._text_attentions:
             key, value = of_all_rows(key, value, self.split_of_graph(name), mask is not None or is_causal)
         return self._attend(path, query, key, value, mask, is_causal, scale)
 
     def split_of_graph(self, name):
-        """For operators: of a layer, by its name in the block that runs."""
+        """For custom ops: the StaleSplit of a layer, by its name in the running block."""
         path = f"{self._context.block}.{name}"
         return self._split(path, level_of(path, self.num_levels))
 
     def _write_scores(self, query, key):
-        """What share of it each key gets from this rank's queries."""
-        shares = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
+        """Write the attention probability of each key, summed over this rank's queries."""
+        probabilities = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
         rank = 0 if self._context.bands is None else self._context.exchange.rank
-        self._context.scores[rank].copy_(shares.mean(1).sum(1))
+        self._context.scores[rank].copy_(probabilities.mean(1).sum(1))
 
     def _hook_of_text(self, module, forward, key):
         @functools.wraps(forward)
@@ -319,21 +319,21 @@ class UNetHooks:
         return hooked
 
     def _once(self, key, forward, *args, **kwargs):
-        """What reads the text alone is the same in all calls with one conditioning, for the same images. key: (index of
-        the block, name in it)."""
+        """Cache the output of a module that reads the text alone: it is the same in all calls with one conditioning,
+        for the same images. key: (index of the block, name in it)."""
         once, images = self._context.once, self._context.moment("run", args[0].shape[0])
         if key not in once or once[key][0] != images:
             once[key] = images, forward(*args, **kwargs)
         return once[key][1]
 
     def _join(self, tensors, dim=0):
-        """As torch.cat, which joins what a block on the way up has with a skip."""
-        for given in () if self._context is None else self._context.free_u:
-            tensors = (as_large if isinstance(given, Shrink) else free_u)(*tensors, given)
+        """torch.cat, which joins the hidden states of an up block with a skip; Deep Shrink and FreeU change both."""
+        for settings in () if self._context is None else self._context.free_u:
+            tensors = (as_large if isinstance(settings, Shrink) else free_u)(*tensors, settings)
         return torch.cat(tensors, dim)
 
     def _first_convolution(self, split, input, convolution):
-        """Of the latent, which every rank has whole."""
+        """This rank's rows of a convolution of the latent, all rows of which are on every rank."""
         backend, _, padding = convolution.reach(-2)
         above, low, high, below = input_rows(split.start, split.start + split.size, split.num_rows, backend, 1, padding)
         return convolution.run(F.pad(input[:, :, low:high], (0, 0, above, below)), {-2: 0})

@@ -1,7 +1,7 @@
-"""This rank's rows within graphs of a U-Net's blocks: what convolutions and group norms are there. Called by unet.py.
+"""Convolutions and group norms on a rank's rows, for compiled blocks of a U-Net.
 
-A graph knows how many rows there are; those of other ranks come by operators (distributed/custom_ops.py), which ask the
-forward that runs.
+A graph contains this rank's numbers of rows as constants; other ranks' rows come from custom ops
+(distributed/custom_ops.py), which look up the running forward.
 
 # B batch, C channels, H rows, W columns, G groups of a norm
 """
@@ -18,27 +18,27 @@ from ..partition import halved
 
 @dataclass(frozen=True)
 class GraphRows:
-    """What is the same in all calls with latents of one size: which rows each rank has, and which rank this is."""
+    """Split of the rows at every level, which is the same for all latents of one size."""
 
-    starts: tuple[tuple[int, ...], ...]    # of the image of each level: each rank's first row, and how many there are
+    starts: tuple[tuple[int, ...], ...]    # for each level: first row of each rank, then the number of rows
     rank: int
 
     @classmethod
     def of(cls, context, num_levels):
-        """Of a forward; None where each rank has whole images."""
+        """For a forward; None if every rank has all rows."""
         if context.bands is None:
             return None
         return cls(tuple(halved(context.bands, level) for level in range(num_levels)), context.exchange.rank)
 
     def convolve(self, module, name, level, input_BCHW, weight, bias):
-        """This rank's rows of what a Conv2d gives. name: of the module in its block."""
+        """This rank's rows of a Conv2d's output. name: of the module in its block."""
         (backend, _), (stride, _), (padding, across) = module.kernel_size, module.stride, module.padding
         rows = rows_around(input_BCHW, name, self.starts[level], self.rank, backend, stride, padding)
         return F.conv2d(rows, weight, bias, module.stride, (0, across), module.dilation, module.groups)
 
     def norm(self, module, name, level, input_BCHW):
-        """This rank's rows of what a GroupNorm gives, of a picture or of frames beside each other, (B, C, F, H, W).
-        Moments and what is done with them are float32, or float64 if the input is."""
+        """This rank's rows of a GroupNorm's output, for an image or for frames, (B, C, F, H, W). Moments and
+        normalisation are float32, or float64 if the input is. name: of the module in its block."""
         wide = input_BCHW.to(torch.promote_types(input_BCHW.dtype, torch.float32))
         grouped = wide.reshape(wide.shape[0], module.num_groups, -1)
         if wide.numel():

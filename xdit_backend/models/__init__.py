@@ -1,4 +1,4 @@
-"""The families this project runs: a dict, one entry a file."""
+"""Registry of the supported model families: a dict with one entry per file."""
 
 from .ace_step import ACE_STEP
 from .ace_step15 import ACE_STEP15
@@ -92,6 +92,6 @@ FAMILIES = {family.name: family for family in (
 
 
 def supported(last="and"):
-    """The models that can be run, for a person."""
+    """List the titles of the supported models, for messages to users."""
     titles = [family.title for family in FAMILIES.values()]
     return f"{', '.join(titles[:-1])} {last} {titles[-1]}"

@@ -1,29 +1,29 @@
-"""Anima: Cosmos-Predict2's model, with a small network that makes its text of T5's tokens and of what Qwen3 says of
-them."""
+"""Anima: Cosmos-Predict2's model, with a small network that computes the text conditioning from T5's tokens and
+Qwen3's hidden states."""
 
 import dataclasses
 
 import torch.nn.functional as F
 
-from .common.family import Tiny
-from .common.inputs import because, config_of, given, has, needs_diffusers
+from .common.family import SmallConfig
+from .common.inputs import because, config_of, from_conditioning, has, needs_diffusers
 from .common.key_mapping import table
 from .cosmos import COSMOS, is_cosmos
 from .cosmos import KEYS as COSMOS_KEYS
 
-ADAPTER, NUM_HEADS = "llm_adapter.", 16                        # of ComfyUI's, whatever its widths
+ADAPTER, NUM_HEADS = "llm_adapter.", 16                        # number of heads in ComfyUI's class for any width
 
 KEYS = table((r"^llm_adapter\.(?!rotary_emb\.)", "text_conditioner."), (r"^llm_adapter\.rotary_emb\.", None))
 
 
 def _conditioner(shapes):
-    """Arguments of diffusers' network for text."""
+    """Arguments of diffusers' text conditioner."""
     of = {name.removeprefix(ADAPTER): shape for name, shape in shapes.items() if name.startswith(ADAPTER)}
-    (vocabulary, target), width = of["embed.weight"], of["out_proj.weight"][1]
+    (num_entries, target), width = of["embed.weight"], of["out_proj.weight"][1]
     return {"source_dim": of["blocks.0.cross_attn.k_proj.weight"][1], "target_dim": target, "model_dim": width,
             "num_layers": len({name.split(".")[1] for name in of if name.startswith("blocks.")}),
-            "num_attention_heads": NUM_HEADS,
-            "target_vocab_size": vocabulary, "use_self_attention": "blocks.0.self_attn.q_proj.weight" in of}
+            "num_attention_heads": NUM_HEADS, "target_vocab_size": num_entries,
+            "use_self_attention": "blocks.0.self_attn.q_proj.weight" in of}
 
 
 def _convert(tensors, config):
@@ -33,7 +33,7 @@ def _convert(tensors, config):
 
 
 def _adapt(model, config):
-    """The network is a part of the model, as in the file. What has no ids of T5 is text that is ready."""
+    """Make the text conditioner a submodule, as in the file. Text without T5 ids is used as it is."""
     from diffusers import AnimaTextConditioner
     COSMOS.adapt_model(model, config)
     model.text_conditioner, forward = AnimaTextConditioner(**config["_conditioner"]), model.forward
@@ -41,14 +41,14 @@ def _adapt(model, config):
     def conditioned(*, encoder_hidden_states, ids, weights, **inputs):
         if ids is not None:
             encoder_hidden_states = model.text_conditioner(encoder_hidden_states, ids)
-            if weights is not None:                            # of the first tokens; what is padded after them is zero
+            if weights is not None:  # weights of the first tokens; padding after them has weight zero
                 padding = encoder_hidden_states.shape[1] - weights.shape[1]
                 encoder_hidden_states = encoder_hidden_states * F.pad(weights, (0, 0, 0, padding))
         return forward(encoder_hidden_states=encoder_hidden_states, **inputs)
     model.forward = conditioned
 
 
-TINY = COSMOS.test_config
+SMALL = COSMOS.test_config
 WIDTHS = {"source_dim": 24, "target_dim": 24, "model_dim": 32, "num_layers": 2, "num_attention_heads": 4,
           "target_vocab_size": 64}
 
@@ -60,7 +60,7 @@ ANIMA = dataclasses.replace(
     config_from_tensors=(*COSMOS.config_from_tensors, "_conditioner"),
     extra_parts={"text_conditioner": lambda name: ADAPTER + name},
     conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},
-    arguments=COSMOS.arguments | {"ids": given("t5xxl_ids"), "weights": given("t5xxl_weights")},
+    arguments=COSMOS.arguments | {"ids": from_conditioning("t5xxl_ids"), "weights": from_conditioning("t5xxl_weights")},
     plan=dataclasses.replace(COSMOS.plan, cacheable_outside={"text_conditioner": "run"}),
-    test_config=Tiny(TINY.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", TINY.arguments,
-                     detected="Anima"))
+    test_config=SmallConfig(SMALL.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", SMALL.arguments,
+                            detected="Anima"))

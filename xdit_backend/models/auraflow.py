@@ -1,5 +1,5 @@
-"""AuraFlow: two streams, text first, then one of both; eight learned tokens stand before the text;
-a table of learned positions."""
+"""AuraFlow: two streams, text first, then one of both. Eight learned tokens precede the text; positions are a
+learned table."""
 
 import math
 
@@ -7,12 +7,23 @@ import torch
 import torch.nn.functional as F
 
 from ..memory.staging import on_device
-from .common.family import Family, Tiny
-from .common.inputs import Packed, Unpacked, blocks, config_of, given, has, size, timestep, type_of_arithmetic
+from .common.family import Family, SmallConfig
+from .common.inputs import (
+    Packed,
+    Unpacked,
+    blocks,
+    compute_dtype_of,
+    config_of,
+    from_conditioning,
+    has,
+    size,
+    timestep,
+)
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan
 
-LATENT, BOTH, NUM_HEADS = Unpacked((2, 2)), ("text", "image"), 12  # heads as in ComfyUI, which does not look
+# number of heads as in ComfyUI, which does not detect it
+LATENT, BOTH, NUM_HEADS = Unpacked((2, 2)), ("text", "image"), 12
 
 KEYS = table(
     (r"^t_embedder\.mlp\.0\.", "time_step_proj.linear_1."), (r"^t_embedder\.mlp\.2\.", "time_step_proj.linear_2."),
@@ -30,10 +41,10 @@ KEYS = table(
 
 
 def _adapt(model, config):
-    """Positions are the middle of the table, which is made larger where a latent is;
-    the time's sines are not rounded as weights are."""
+    """Take positions from the middle of the table, which is enlarged for larger latents, and do not round the
+    timestep's sinusoids like weights."""
     embed, sines = model.pos_embed, []
-    project, dtype = model.time_step_proj.forward, type_of_arithmetic(model)
+    project, dtype = model.time_step_proj.forward, compute_dtype_of(model)
     embed.forward = lambda latent, patch=None: embed.proj(Packed(LATENT.patch).tokens(latent)) + _positions(
         embed.pos_embed, latent, patch)
 
@@ -46,7 +57,7 @@ def _adapt(model, config):
 
 
 def _positions(learned, latent, patch):
-    """(1, tokens, hidden) of a latent or of its patch. learned: (1, side * side, hidden)."""
+    """Positions of a latent or its patch, (1, tokens, hidden). learned: (1, side * side, hidden)."""
     counts = LATENT.counts((*latent.shape[:2], patch.whole if patch else latent.shape[2], latent.shape[3]))
     side, most = math.isqrt(learned.shape[1]), max(counts)
     square = learned.to(latent.dtype).unflatten(1, (side, side)).movedim(3, 1)
@@ -70,10 +81,9 @@ AURAFLOW = Family(
     convert=KEYS, latent=LATENT, time_scale=1.0, adapt_model=_adapt, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim"}, ignored=("y",),
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep()},
+    arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep()},
     activation_factors={"alone": 13.1, "residual": 5.1, "whole": 9.0, "outside": 4.1, "held": 2.05, "block": 12.0,
-                        "exchange": 14.0,
-          "own": 0.0},
+                        "exchange": 14.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("joint_transformer_blocks", "double_layers.", "num_mmdit_layers", returns=BOTH,
                           image_fraction=0.5, patched="double",
@@ -84,11 +94,10 @@ AURAFLOW = Family(
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         cacheable_outside={"context_embedder": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"sample_size": 64, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_mmdit_layers": 2,
-         "num_single_dit_layers": 2,
-         "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 64,
-         "pos_embed_max_size": 36},
+         "num_single_dit_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24,
+         "caption_projection_dim": 64, "pos_embed_max_size": 36},
         "comfy.ldm.aura.mmdit:MMDiT",
         {"in_channels": 4, "out_channels": 4, "patch_size": 2, "dim": 96, "n_layers": 3, "n_double_layers": 2,
          "n_heads": 12, "global_conddim": 96, "cond_seq_dim": 2048, "max_seq": 64}, detected="AuraFlow"),

@@ -1,17 +1,17 @@
-"""Boogu-Image, ComfyUI's own module: OmniGen 2 with blocks of two streams, in which pictures also attend to themselves
-alone."""
+"""Boogu-Image, ComfyUI's own module: OmniGen 2 with additional two-stream blocks, in which images also attend to
+themselves alone."""
 
 import dataclasses
 
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.inputs import blocks, config_of, has, size
 from .common.plan import BlockList, ModelPlan, TokenArgument
-from .omnigen2 import ALL, OMNIGEN2, PICTURES, POSITIONS, REFINED, WIDE, inner, of_heads
+from .omnigen2 import ALL, IMAGES, OMNIGEN2, POSITIONS, REFINED, WIDE, inner, of_heads
 
 NATIVE = "comfy.ldm.boogu.model:BooguTransformer2DModel"
 NORM = "single_stream_layers.0.attn.norm_q.weight"
-TINY = OMNIGEN2.test_config.config | {"num_double_stream_layers": 2, "instruction_feat_dim": 24}
-del TINY["text_feat_dim"]
+SMALL = OMNIGEN2.test_config.config | {"num_double_stream_layers": 2, "instruction_feat_dim": 24}
+del SMALL["text_feat_dim"]
 
 BOOGU = dataclasses.replace(
     OMNIGEN2, name="Boogu-Image", title="Boogu-Image", transformer=NATIVE,
@@ -27,18 +27,19 @@ BOOGU = dataclasses.replace(
         axes_lens=(2048, 1664, 1664), timestep_scale=1000.0),
     conditioning=OMNIGEN2.conditioning | {"context": "instruction_feat_dim"},
     activation_factors={"alone": 17.65, "outside": 5.35, "held": 2.25, "block": 14.75, "exchange": 9.5, "keys": 2.36,
-          "own": 0.9, "late": 15.3, "early": 0.24},
+                        "own": 0.9, "late": 15.3, "early": 0.24},
     plan=ModelPlan(
         blocks=(REFINED,
                 BlockList("double_stream_layers", "double_stream_layers.", "num_double_stream_layers",
-                          returns=(PICTURES, "text"), image_fraction=0.6,
-                          streams={"img_hidden_states": PICTURES, "instruct_hidden_states": "text"},
-                          attention={"img_instruct_attn": ALL, "img_self_attn": PICTURES},
+                          returns=(IMAGES, "text"), image_fraction=0.6,
+                          streams={"img_hidden_states": IMAGES, "instruct_hidden_states": "text"},
+                          attention={"img_instruct_attn": ALL, "img_self_attn": IMAGES},
                           tokens={"joint_rotary_emb": TokenArgument(1, ALL),
-                                  "img_rotary_emb": TokenArgument(1, PICTURES)}),
+                                  "img_rotary_emb": TokenArgument(1, IMAGES)}),
                 BlockList("single_stream_layers", "single_stream_layers.", returns=(ALL,))),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(1, ALL)},
         positions=POSITIONS, cacheable_outside=OMNIGEN2.plan.cacheable_outside, unsplit=("img_instruct_attn.to_out.0",),
         unstaged_blocks=OMNIGEN2.plan.unstaged_blocks),
-    test_config=Tiny(TINY, NATIVE, TINY | WIDE, detected="Boogu", input_shapes=OMNIGEN2.test_config.input_shapes),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | WIDE, detected="Boogu",
+                            input_shapes=OMNIGEN2.test_config.input_shapes),
 )

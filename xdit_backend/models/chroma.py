@@ -1,12 +1,12 @@
-"""Chroma: Flux.1's blocks; a small network makes the modulation of all of them from time and guidance;
-two streams, then one sequence."""
+"""Chroma: Flux.1's blocks, two streams, then one sequence. A small network computes the modulations of all blocks
+from timestep and guidance."""
 
 import functools
 
 import torch
 
-from .common.family import Family, Tiny
-from .common.inputs import Packed, blocks, config_of, given, has, size, text_positions, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Packed, blocks, config_of, from_conditioning, has, size, text_positions, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .flux import KEYS as FLUX_KEYS
@@ -14,19 +14,19 @@ from .flux import KEYS as FLUX_KEYS
 LATENT, BOTH, NUM_MODULATIONS = Packed((2, 2)), ("text", "image"), 344
 TENSORS = has("distilled_guidance_layer.in_proj.weight", "double_blocks.0.img_attn.qkv.weight")
 
-# the rest is as Flux.1's
+# other names are as in Flux.1
 KEYS = table((r"^(distilled_guidance_layer\.norms\.\d+)\.scale$", r"\1.weight"))
 
 
 def _adapt(model, config):
-    """As in ComfyUI, guidance counts, times are not rounded,
-    and there are as many modulations as published models have blocks for."""
+    """As in ComfyUI, use the guidance, do not round timesteps, and compute as many modulations as the published
+    models' blocks need."""
     from diffusers.models.embeddings import get_timestep_embedding
     embed, forward, now = model.time_text_embed, model.forward, []
     width = config["approximator_num_channels"] // 2
 
     @functools.cache
-    def places(device):
+    def modulation_indices(device):
         return get_timestep_embedding(torch.arange(NUM_MODULATIONS, device=device) * 1000, width, True, 0)
 
     def guided(*, timestep, guidance, **inputs):
@@ -35,12 +35,13 @@ def _adapt(model, config):
 
     def embedded(rounded):
         of_time = torch.cat(now, 1).to(rounded.dtype)[:, None].expand(-1, NUM_MODULATIONS, -1)
-        return torch.cat([of_time, places(rounded.device).to(rounded.dtype).expand(len(of_time), -1, -1)], 2)
+        return torch.cat([of_time, modulation_indices(rounded.device).to(rounded.dtype).expand(len(of_time), -1, -1)],
+                         2)
     embed.forward, model.forward = embedded, guided
 
 
 def _guidance(call):
-    guidance = given("guidance")(call)
+    guidance = from_conditioning("guidance")(call)
     return call.timestep.new_zeros(len(call.latent)) if guidance is None else guidance
 
 
@@ -58,11 +59,10 @@ CHROMA = Family(
     time_scale=1.0, num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "guidance": None},
     ignored=("y", "ref_latents", "ref_latents_method"),
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "guidance": _guidance, "img_ids": LATENT.positions, "txt_ids": text_positions},
     activation_factors={"alone": 16.6, "residual": 2.6, "whole": 7.0, "outside": 3.6, "held": 1.55, "block": 16.2,
-                        "exchange": 18.2,
-          "own": 0.0},
+                        "exchange": 18.2, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
@@ -71,15 +71,13 @@ CHROMA = Family(
                           control="output", patched="single")),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, tokens={"image_rotary_emb": TokenArgument(0, BOTH)},
         cacheable_outside={"context_embedder": "run", "distilled_guidance_layer": "step"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
-         "num_attention_heads": 4,
-         "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 16,
-         "approximator_hidden_dim": 24, "approximator_layers": 2},
+         "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 8),
+         "approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 2},
         "comfy.ldm.chroma.model:Chroma",
         {"in_channels": 64, "out_channels": 64, "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 4.0,
-         "num_heads": 2, "depth": 2,
-         "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True,
-         "in_dim": 64,
-         "out_dim": 256, "hidden_dim": 96, "n_layers": 2, "txt_ids_dims": [], "vec_in_dim": None}, detected="Chroma"),
+         "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000,
+         "patch_size": 2, "qkv_bias": True, "in_dim": 64, "out_dim": 256, "hidden_dim": 96, "n_layers": 2,
+         "txt_ids_dims": [], "vec_in_dim": None}, detected="Chroma"),
 )

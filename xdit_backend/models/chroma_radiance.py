@@ -1,5 +1,5 @@
-"""Chroma Radiance: Chroma's blocks over patches of pixels, without an autoencoder; after them a small network for each
-patch draws it, with weights made of its token."""
+"""Chroma Radiance: Chroma's blocks over patches of pixels, without an autoencoder. After them, a small network per
+patch, whose weights are computed from the patch's token, predicts its pixels."""
 
 import dataclasses
 
@@ -7,12 +7,19 @@ import torch
 
 from ..protocol.errors import ConfigError
 from .chroma import CHROMA
-from .common.family import ConfigRules, Tiny
+from .common.family import ConfigRules, SmallConfig
 from .common.inputs import Packed, Unpacked, because, has, size, text_positions
 from .common.key_mapping import table
-from .radiance_head import ConvolutionHead, LinearHead, PatchLinear, PatchNetworkBlock, PixelEmbedder, drawn_patches
+from .radiance_head import (
+    ConvolutionHead,
+    LinearHead,
+    PatchLinear,
+    PatchNetworkBlock,
+    PixelEmbedder,
+    run_patch_networks,
+)
 
-SIDE, CHANNELS, FREQUENCIES = 16, 3, 8     # of a patch, in pixels; of a pixel; along each side of a patch
+SIDE, CHANNELS, FREQUENCIES = 16, 3, 8     # pixels of a patch's side; channels; frequencies along each side of a patch
 LATENT, TOKENS = Unpacked((SIDE, SIDE)), Packed((SIDE, SIDE))
 GENERATOR = "nerf_blocks.0.param_generator.weight"
 
@@ -21,7 +28,7 @@ KEYS = table((r"^img_in_patch\.", "x_embedder."), (r"^(nerf_\S*norm)\.scale$", r
 
 
 def _adapt(model, config):
-    """Tokens are made of pixels, and the networks draw pixels in the place of Chroma's last layer."""
+    """Embed pixels as tokens, and replace Chroma's last layer by the networks that predict pixels."""
     CHROMA.adapt_model(model, config)
     width, count = config["_pixel_width"], config["_pixel_layers"]
     inner = config["num_attention_heads"] * config["attention_head_dim"]
@@ -38,38 +45,40 @@ def _adapt(model, config):
     def on_pixels(*, hidden_states, timestep, **inputs):
         pixels = TOKENS.tokens(hidden_states)
         tokens = forward(hidden_states=pixels, timestep=timestep, **inputs)[0]
-        drawn = drawn_patches(model.nerf_image_embedder, model.nerf_blocks,
-                              pixels.flatten(0, 1).unflatten(1, (CHANNELS, -1)).transpose(1, 2), tokens.flatten(0, 1))
-        drawn = drawn.transpose(1, 2).flatten(1).unflatten(0, pixels.shape[:2])
-        image = last(TOKENS.unpack(drawn, hidden_states[:, :1].expand(-1, width, -1, -1)))
+        pixel_features = run_patch_networks(model.nerf_image_embedder, model.nerf_blocks,
+                                            pixels.flatten(0, 1).unflatten(1, (CHANNELS, -1)).transpose(1, 2),
+                                            tokens.flatten(0, 1))
+        pixel_features = pixel_features.transpose(1, 2).flatten(1).unflatten(0, pixels.shape[:2])
+        image = last(TOKENS.unpack(pixel_features, hidden_states[:, :1].expand(-1, width, -1, -1)))
         return ((hidden_states - image) / timestep.view(-1, 1, 1, 1) if config["_x0"] else image),
     model.forward = on_pixels
 
 
 def _pixels(call):
-    """The picture, whole patches; ComfyUI's model of such files cuts what it predicts but not what it was given."""
+    """The image, padded to full patches. Raises ConfigError for other sizes with files that predict x0: ComfyUI's
+    model crops its prediction but not its padded input."""
     rows, columns = call.latent.shape[2:]
     if call.config["_x0"] and (rows % SIDE or columns % SIDE):
-        raise ConfigError(f"Use a width and a height that are multiples of {SIDE} pixels: this file of Chroma Radiance "
-                          f"takes no other, and the picture is of {columns} x {rows}.")
+        raise ConfigError(f"Use a width and a height that are multiples of {SIDE} pixels, as this Chroma Radiance file "
+                          f"needs: the image is {columns} x {rows}.")
     return LATENT(call)
 
 
 def _text_positions(call):
-    """Of newer files, the text's are counted, in the type of the latent, as ComfyUI has them."""
-    places = text_positions(call)
+    """Positions of the text tokens: counted, in the dtype of the latent, for newer files, as in ComfyUI."""
+    positions = text_positions(call)
     if call.config["_sequential"]:
-        places[:, 0] = torch.arange(len(places), device=places.device).to(call.latent.dtype)
-    return places
+        positions[:, 0] = torch.arange(len(positions), device=positions.device).to(call.latent.dtype)
+    return positions
 
 
-TINY = CHROMA.test_config.config | {"in_channels": CHANNELS, "_pixel_width": 8, "_pixel_layers": 2, "_ratio": 4,
-                             "_convolution": True, "_x0": False, "_sequential": False}
+SMALL = CHROMA.test_config.config | {"in_channels": CHANNELS, "_pixel_width": 8, "_pixel_layers": 2, "_ratio": 4,
+                                     "_convolution": True, "_x0": False, "_sequential": False}
 
 CHROMA_RADIANCE = dataclasses.replace(
     CHROMA, name="Chroma Radiance", title="Chroma Radiance",
     recognise=has("nerf_blocks.", "img_in_patch.weight", "distilled_guidance_layer.in_proj.weight"),
-    refusals=(because(f"its patches are not of {SIDE} x {SIDE} pixels, as those that xDiT knows",
+    refusals=(because(f"its patches are not {SIDE} x {SIDE} pixels, the only size that xDiT supports",
                       lambda shapes: shapes["img_in_patch.weight"][2:] != (SIDE, SIDE)),),
     config=ConfigRules(CHROMA.config.rules | {
         "in_channels": CHANNELS, "out_channels": CHANNELS,
@@ -84,9 +93,9 @@ CHROMA_RADIANCE = dataclasses.replace(
     num_channels=lambda config: CHANNELS, pixels=lambda config: (1, 1, 1),
     arguments=CHROMA.arguments | {"hidden_states": _pixels, "img_ids": TOKENS.positions, "txt_ids": _text_positions},
     activation_factors={"alone": 16.87, "residual": 6.1, "whole": 16.04, "outside": 16.29, "held": 2.43, "block": 23.79,
-          "exchange": 19.24, "own": 3.51},
+                        "exchange": 19.24, "own": 3.51},
     plan=dataclasses.replace(CHROMA.plan, rereads_latent=True, boundary_halos={"nerf_final_layer_conv.conv": SIDE}),
-    test_config=Tiny(TINY, "comfy.ldm.chroma_radiance.model:ChromaRadiance", CHROMA.test_config.arguments | {
+    test_config=SmallConfig(SMALL, "comfy.ldm.chroma_radiance.model:ChromaRadiance", CHROMA.test_config.arguments | {
         "in_channels": CHANNELS, "out_channels": CHANNELS, "patch_size": SIDE, "nerf_hidden_size": 8,
         "nerf_mlp_ratio": 4, "nerf_depth": 2, "nerf_max_freqs": FREQUENCIES, "nerf_tile_size": 512,
         "nerf_final_head_type": "conv", "nerf_embedder_dtype": torch.float32, "use_x0": False,

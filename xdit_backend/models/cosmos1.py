@@ -1,7 +1,7 @@
-"""Cosmos-Predict1, from text and from given frames: Cosmos-Predict2's model, with learned positions that every block
+"""Cosmos-Predict1, from text and from input frames: Cosmos-Predict2's model with learned positions, which every block
 adds.
 
-Given frames are in the latent, whose last channel says which; the tables of positions end, and so do sizes of latents.
+Input frames are in the latent, and its last channel marks them. The tables of positions limit the size of latents.
 """
 
 import dataclasses
@@ -10,15 +10,15 @@ from types import MethodType
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
-from .common.inputs import Unpacked, blocks, config_of, even_sides, given, has, size, timestep, whole_shape
+from .common.family import SmallConfig
+from .common.inputs import Unpacked, blocks, config_of, even_sides, from_conditioning, full_shape, has, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, TokenArgument
 from .common.position_slicing import Cut
 from .cosmos import COSMOS, SHARED
 
 LATENT, NAME, FIRST = Unpacked((1, 2, 2)), "Cosmos-Predict1", "blocks.block0.blocks."
-TABLE, PLACES = TokenArgument(0, ("image",)), TokenArgument(1, ("image",))
+TABLE, LEARNED = TokenArgument(0, ("image",)), TokenArgument(1, ("image",))
 
 KEYS = table(
     *SHARED, (r"^blocks\.block(\d+)\.", r"transformer_blocks.\1."), (r"\.blocks\.0\.block\.attn\.", ".attn1."),
@@ -35,40 +35,40 @@ def _max_size(shapes):
 
 
 def _latent(call):
-    whole = whole_shape(call)[2:]
-    if any(length > most for length, most in zip(whole, call.config["max_size"])):
+    full = full_shape(call)[2:]
+    if any(length > most for length, most in zip(full, call.config["max_size"])):
         taken, most = (f"{8 * frames - 7} frames of {8 * columns} x {8 * rows} pixels"
-                       for frames, rows, columns in (whole, call.config["max_size"]))
+                       for frames, rows, columns in (full, call.config["max_size"]))
         raise ConfigError(f"Use fewer frames, or a smaller width and height: this {NAME} model has positions for "
-                          f"{most}, and the latent is of {taken}.")
+                          f"{most}, and the latent has {taken}.")
     return even_sides(NAME, LATENT)(call)
 
 
 def _frame_rate(call):
-    """Pictures a second, float32, or None: frames are then as far apart as at 24."""
+    """Frames per second, float32; None stands for 24."""
     rate = call.conditioning.get("fps")
     return None if rate is None else rate.flatten()[0].float()
 
 
 def _adapt(model, config):
     COSMOS.adapt_model(model, config)
-    model.learnable_pos_embed.forward = MethodType(_places, model.learnable_pos_embed)
+    model.learnable_pos_embed.forward = MethodType(_learned_positions, model.learnable_pos_embed)
 
 
-def _places(self, latent, first=(0, 0, 0)):
-    """(1, T, C): learned positions of a latent, or of a patch that begins at this frame, row and column of tokens.
+def _learned_positions(self, latent, first=(0, 0, 0)):
+    """Learned positions (1, T, C) of a latent, or of a patch that begins at this frame, row and column of tokens.
 
-    Added up and divided by their size in the latent's type, as ComfyUI does it.
+    Summed and normalised in the latent's dtype, as ComfyUI does.
     """
     frames, rows, columns = (table[start:start + length // patch].to(latent) for table, start, length, patch in zip(
         (self.pos_emb_t, self.pos_emb_h, self.pos_emb_w), first, latent.shape[2:], self.patch_size))
-    places = (frames[:, None, None] + rows[:, None] + columns).flatten(0, 2)
-    norm = torch.linalg.vector_norm(places, dim=-1, keepdim=True,
-                                    dtype=torch.promote_types(places.dtype, torch.float32))
-    return (places / (self.eps + norm * places.shape[-1] ** -0.5).to(places.dtype))[None]
+    positions = (frames[:, None, None] + rows[:, None] + columns).flatten(0, 2)
+    norm = torch.linalg.vector_norm(positions, dim=-1, keepdim=True,
+                                    dtype=torch.promote_types(positions.dtype, torch.float32))
+    return (positions / (self.eps + norm * positions.shape[-1] ** -0.5).to(positions.dtype))[None]
 
 
-def _places_of_patch(module, forward, rows, tokens, args, kwargs):
+def _learned_positions_of_patch(module, forward, rows, tokens, args, kwargs):
     first = [0, 0, 0]
     first[rows.axis] = rows.patch.start // module.patch_size[rows.axis]
     return forward(*args, first=first, **kwargs)
@@ -89,25 +89,22 @@ COSMOS1 = dataclasses.replace(
         else (2.0, 2.0, 2.0)}),
     convert=KEYS, adapt_model=_adapt, config_from_tensors=(), unsupported_dtypes=(), pixels=lambda config: (8, 8, 8),
     conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "fps": _frame_rate, "padding_mask": COSMOS.arguments["padding_mask"]},
     activation_factors={"alone": 14.1, "residual": 4.1, "whole": 8.1, "outside": 5.1, "held": 2.1, "block": 11.0,
-                        "exchange": 14.0,
-          "shared": 1.1},
+                        "exchange": 14.0, "shared": 1.1},
     plan=dataclasses.replace(
         COSMOS.plan, blocks=(BlockList("transformer_blocks", "blocks.block"),),
-        tokens={"image_rotary_emb": TABLE, "extra_pos_emb": PLACES},
-        positions={"rope": Cut(TABLE), "learnable_pos_embed": _places_of_patch}),
-    test_config=Tiny(
+        tokens={"image_rotary_emb": TABLE, "extra_pos_emb": LEARNED},
+        positions={"rope": Cut(TABLE), "learnable_pos_embed": _learned_positions_of_patch}),
+    test_config=SmallConfig(
         COSMOS.test_config.config | {"rope_scale": (2.0, 1.0, 1.0), "extra_pos_embed_type": "learnable"},
         "comfy.ldm.cosmos.model:GeneralDIT",
         {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16,
-         "patch_spatial": 2,
-         "patch_temporal": 1, "concat_padding_mask": True, "block_config": "FA-CA-MLP", "model_channels": 64,
-         "num_blocks": 3,
-         "num_heads": 4, "block_x_format": "THWBD", "crossattn_emb_channels": 64, "pos_emb_cls": "rope3d",
-         "pos_emb_learnable": False,
-         "pos_emb_interpolation": "crop", "affline_emb_norm": True, "use_adaln_lora": True, "adaln_lora_dim": 32,
-         "rope_h_extrapolation_ratio": 2.0, "rope_w_extrapolation_ratio": 2.0, "rope_t_extrapolation_ratio": 2.0,
-         "extra_per_block_abs_pos_emb": True, "extra_per_block_abs_pos_emb_type": "learnable"}, detected="CosmosT2V"),
+         "patch_spatial": 2, "patch_temporal": 1, "concat_padding_mask": True, "block_config": "FA-CA-MLP",
+         "model_channels": 64, "num_blocks": 3, "num_heads": 4, "block_x_format": "THWBD", "crossattn_emb_channels": 64,
+         "pos_emb_cls": "rope3d", "pos_emb_learnable": False, "pos_emb_interpolation": "crop", "affline_emb_norm": True,
+         "use_adaln_lora": True, "adaln_lora_dim": 32, "rope_h_extrapolation_ratio": 2.0,
+         "rope_w_extrapolation_ratio": 2.0, "rope_t_extrapolation_ratio": 2.0, "extra_per_block_abs_pos_emb": True,
+         "extra_per_block_abs_pos_emb_type": "learnable"}, detected="CosmosT2V"),
 )

@@ -1,32 +1,32 @@
-"""DiT: one stream; time and a class in each block's norm; sine positions added before the blocks.
-ComfyUI has no model of it."""
+"""DiT: one stream; timestep and class in each block's norm; sinusoidal positions added before the blocks. ComfyUI
+has no model of it."""
 
 import torch
 import torch.nn.functional as F
 
-from .common.family import Family, Sampled, Tiny
-from .common.inputs import Unpacked, config_of, folder_alone, given, has, in_config_json, timestep
+from .common.family import Family, Sampled, SmallConfig
+from .common.inputs import Unpacked, config_of, folder_alone, from_conditioning, has, in_config_json, timestep
 from .common.plan import BlockList, ModelPlan
 from .common.position_slicing import embedded
 
-LATENT, EMBEDDER = Unpacked((2, 2)), "norm1.emb"               # of time and class, of which each block has its own
+LATENT, EMBEDDER = Unpacked((2, 2)), "norm1.emb"               # embedder of timestep and class, one in each block
 
 
 def _classes(call):
-    """(B,): the class that is marked by a one; where none is, the one for no class, which is the last."""
-    marked = given("context")(call)[:, 0]
+    """Classes (B,) from one-hot conditioning; all zeros stand for no class, which has the last index."""
+    marked = from_conditioning("context")(call)[:, 0]
     return torch.where(marked.any(1), marked.argmax(1), marked.shape[1])
 
 
 def _mixed(arguments):
-    """A prompt that is no row of the model's table."""
+    """Return a reason if the conditioning is not one class of the model's table."""
     classes = arguments["context"]
     is_class = classes.shape[1] == 1 and ((classes == 0) | (classes == 1)).all() and (classes.sum(2) <= 1).all()
     return None if is_class else "a text or a mix of classes (a prompt is one class here, from xDiT Class Label)"
 
 
 def _adapt(model, config):
-    """diffusers' forward takes the tokens for those of a square."""
+    """Arrange tokens by the latent's shape; diffusers' forward assumes a square."""
     def forward(latent, timestep, classes, return_dict):
         hidden = model.pos_embed(latent)
         for block in model.transformer_blocks:
@@ -55,17 +55,16 @@ DIT = Family(
     sampled=Sampled(
         "EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", memory=0.5,
         labels="num_embeds_ada_norm"),
-    num_channels=lambda config: config["in_channels"],         # the other half is the variance
+    num_channels=lambda config: config["in_channels"],         # the other half of the channels is the variance
     conditioning={"context": "num_embeds_ada_norm"},
     arguments={"latent": LATENT, "timestep": timestep(), "classes": _classes},
     activation_factors={"alone": 12.0, "residual": 4.05, "whole": 6.0, "outside": 3.5, "held": 0.7, "block": 9.2,
-                        "exchange": 14.65,
-          "attends": 8.6, "entered": 3.5, "own": 0.0},
+                        "exchange": 14.65, "attends": 8.6, "entered": 3.5, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, cacheable={EMBEDDER: "step", "norm1.linear": "step"},
         positions={"pos_embed": embedded}, shared_parameters=(f"transformer_blocks.0.{EMBEDDER}.",),
         unsplit=(f"{EMBEDDER}.timestep_embedder.linear_1", f"{EMBEDDER}.timestep_embedder.linear_2")),
-    test_config=Tiny({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
-               "num_attention_heads": 4, "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
+    test_config=SmallConfig({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
+                             "num_attention_heads": 4, "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
 )

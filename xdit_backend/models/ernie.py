@@ -1,12 +1,11 @@
-"""ERNIE-Image: one sequence of picture and text, text last; blocks take tokens before batch;
-one modulation for all of them."""
+"""ERNIE-Image: one sequence of image and text, text last. Blocks take tokens before batch, and share one modulation."""
 
 import functools
 
 import torch
 
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, blocks, config_of, given, has, needs_diffusers, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, needs_diffusers, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import with_rotations
@@ -15,8 +14,8 @@ LATENT, BOTH = Unpacked((1, 1)), ("image", "text")
 
 
 def _adapt(model, config):
-    """All tokens have one modulation, which diffusers' forward repeats for each of them:
-    blocks read it once, as ComfyUI's do."""
+    """Read the single modulation of all tokens once, as ComfyUI's blocks do; diffusers' forward repeats it for each
+    token."""
     def once(forward, x, rotary_pos_emb, temb, attention_mask=None):
         return forward(x, rotary_pos_emb, [part[:1] for part in temb], attention_mask)
     for block in model.layers:
@@ -24,7 +23,8 @@ def _adapt(model, config):
     make = model.pos_embed.forward
 
     def rotations(ids, scales):
-        """Of moved places, which are the picture's: text stands in its first row and column, before its frame."""
+        """Scale and shift the positions of the image's tokens. Text is at its first row and column, in frames before
+        it."""
         is_image = ids[..., :1] == ids[:, :1, :1]
         scale, shift = scales.float().T
         return make(torch.where(is_image, ids * torch.cat([scale.new_ones(1), scale[1:]]) + shift, ids))
@@ -32,14 +32,14 @@ def _adapt(model, config):
 
 
 def _of_patch(module, forward, rows, tokens, args, kwargs):
-    """Rows of a patch are counted from where the whole latent begins."""
+    """Offset the rows of a patch to their positions in the full latent."""
     positions = args[0].clone()
     positions[:, :tokens.counts["image"], 1] += rows.patch.start
     return forward(positions)
 
 
 def _text_lengths(call):
-    """(B,): every text token is real; the picture stands after as many."""
+    """Number of text tokens (B,), all of which are real. The image's positions begin after them."""
     return torch.full((len(call.latent),), call.conditioning["context"].shape[1], device=call.latent.device)
 
 
@@ -55,16 +55,16 @@ ERNIE = Family(
         rope_axes_dim=(32, 48, 48)),
     convert=table(), latent=LATENT, adapt_model=_adapt, width=lambda config: config["hidden_size"],
     pixels=lambda config: (1, 16, 16), conditioning={"context": "text_in_dim", "rope_scales": None},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "text_bth": given("context"),
-               "text_lens": _text_lengths, "rope_scales": given("rope_scales")},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "text_bth": from_conditioning("context"),
+               "text_lens": _text_lengths, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 21.0, "residual": 12.65, "whole": 16.15, "outside": 9.0, "held": 8.05, "block": 14.35,
-          "exchange": 14.25, "own": 0.35},
+                        "exchange": 14.25, "own": 0.35},
     plan=ModelPlan(
         blocks=(BlockList("layers", "layers.", returns=(BOTH,)),), streams={"x": BOTH}, tokens_first=True,
         attention={"self_attention": BOTH}, masks={"attention_mask": ()}, positions={"pos_embed": _of_patch},
         tokens={"rotary_pos_emb": TokenArgument(1, BOTH)},
         cacheable_outside={"text_proj": "run", "adaLN_modulation": "step"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 4, "ffn_hidden_size": 96, "in_channels": 4,
          "out_channels": 4, "text_in_dim": 24, "rope_axes_dim": (4, 4, 8)},
         "comfy.ldm.ernie.model:ErnieImageModel",

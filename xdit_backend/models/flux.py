@@ -1,11 +1,11 @@
-"""Flux.1: two streams, then one; joint attention, text first; rotary positions;
-pictures beside the latent, or as references."""
+"""Flux.1: two streams, then one; joint attention, text first; rotary positions. Images as additional channels, or as
+references."""
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import Packed, blocks, config_of, given, has, size, timestep
+from .common.inputs import Packed, blocks, config_of, from_conditioning, has, size, timestep
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
@@ -34,19 +34,18 @@ KEYS = table(
 
 
 def _head_size(shapes):
-    """Files that ComfyUI saved call the scale of a norm its weight."""
+    """Size of an attention head. Files saved by ComfyUI call the scale of a norm its weight."""
     return next(shapes[NORM + leaf][0] for leaf in ("scale", "weight") if NORM + leaf in shapes)
 
 
 def _adapt(model, config):
-    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does. Tokens of a style stand
-    before the text's."""
+    """Allow a workflow to disable guidance, as ComfyUI's model does, and insert style tokens before the text's."""
     embed, styles = model.time_text_embed, ForwardValue(model)
-    forward, whole, of_text = embed.forward, model.forward, model.context_embedder.forward
+    forward, run, of_text = embed.forward, model.forward, model.context_embedder.forward
 
     def styled(*, style=None, **inputs):
         styles.set(style)
-        return whole(**inputs)
+        return run(**inputs)
 
     def with_style(text):
         style = styles.get()
@@ -66,13 +65,13 @@ def _num_texts(conditioning):
 
 
 def _text_positions(call):
-    """(T, 3): text has no place in the picture, nor has a style."""
+    """Positions of style and text tokens, (T, 3): all zero."""
     return torch.zeros(_num_texts(call.conditioning), 3, device=call.latent.device)
 
 
 def _pooled(call):
-    """As wide as the model takes it; ComfyUI's leaves the rest out."""
-    return given("y", else_zeros="pooled_projection_dim")(call)[:, :call.config["pooled_projection_dim"]]
+    """The pooled text, truncated to the model's width as in ComfyUI."""
+    return from_conditioning("y", else_zeros="pooled_projection_dim")(call)[:, :call.config["pooled_projection_dim"]]
 
 
 FLUX = Family(
@@ -91,12 +90,11 @@ FLUX = Family(
                   "ref_latents_method": None, "style": None, "rope_scales": None},
     choices={"ref_latents_method": {word: word for word in ("offset", "index", "uxo")}},
     lengths={"text": _num_texts, "reference": LATENT.num_reference_tokens},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "pooled_projections": _pooled, "guidance": given("guidance", where="guidance_embeds"),
-               "img_ids": LATENT.positions, "txt_ids": _text_positions, "style": given("style")},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+               "pooled_projections": _pooled, "guidance": from_conditioning("guidance", where="guidance_embeds"),
+               "img_ids": LATENT.positions, "txt_ids": _text_positions, "style": from_conditioning("style")},
     activation_factors={"alone": 17.4, "residual": 3.4, "whole": 7.9, "outside": 3.3, "held": 0.5, "block": 17.3,
-                        "exchange": 18.8,
-          "own": 0.0},
+                        "exchange": 18.8, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, cached_references="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_fraction=0.5,
@@ -108,13 +106,13 @@ FLUX = Family(
         full_precision_inputs={"time_text_embed": (("timestep", "guidance"), 1000.0)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         cacheable_outside={"context_embedder": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
-         "num_attention_heads": 4,
-         "joint_attention_dim": 24, "pooled_projection_dim": 16, "guidance_embeds": True, "axes_dims_rope": (4, 4, 8)},
+         "num_attention_heads": 4, "joint_attention_dim": 24, "pooled_projection_dim": 16, "guidance_embeds": True,
+         "axes_dims_rope": (4, 4, 8)},
         "comfy.ldm.flux.model:Flux",
         {"image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 32,
-         "context_in_dim": 64,
-         "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2,
-         "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": []}),
+         "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2,
+         "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True,
+         "txt_ids_dims": []}),
 )

@@ -1,5 +1,5 @@
-"""Flux.2: two streams, then one sequence, text first; modulation shared by all blocks; rotary positions of four axes;
-references."""
+"""Flux.2: two streams, then one sequence, text first; modulation shared by all blocks; rotary positions with four
+axes; references."""
 
 import functools
 
@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
+from .common.inputs import Packed, blocks, config_of, from_conditioning, has, needs_diffusers, size, timestep
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.reference_latents import AT_ZERO, at_zero
@@ -37,7 +37,7 @@ KEYS = table(
 
 
 def _adapt(model, config):
-    """Times are embedded unrounded, as in ComfyUI; references are at the time of the latent, or at time zero."""
+    """Embed timesteps unrounded, as in ComfyUI. References are at the latent's timestep, or at timestep zero."""
     embed, forward, now, num_images = model.time_guidance_embed, model.forward, [], ForwardValue(model)
 
     def timed(*, at_zero, timestep, guidance, **inputs):
@@ -55,15 +55,15 @@ def _adapt(model, config):
     embed.forward, model.forward = embedded, timed
     text, last = model.double_stream_modulation_txt.forward, model.norm_out.forward
     model.double_stream_modulation_txt.forward = lambda temb: text(temb[:num_images.get()])
-    # whose output of references is left out
+    # the output of references is dropped
     model.norm_out.forward = lambda hidden_states, temb: last(hidden_states, temb[:len(hidden_states)])
     for block in (*model.transformer_blocks, *model.single_transformer_blocks):
         block.forward = _at_two_times(block.forward)
 
 
 def _at_two_times(forward):
-    """A block's forward, for tokens of which some are at the second half of the times: those of references, which alone
-    are not at 0 along the first axis of places, and whose sines there are not 0."""
+    """Wrap a block's forward for tokens at two timesteps. References use the second half of the modulations; they
+    alone have a position other than 0 along the first axis, and so a sine other than 0 there."""
     @functools.wraps(forward)
     def timed(*, hidden_states, image_rotary_emb, **arguments):
         name = "temb_mod_img" if "temb_mod_img" in arguments else "temb_mod"
@@ -76,17 +76,18 @@ def _at_two_times(forward):
 
 
 def _text_positions(call):
-    """(T, 4): text is counted along the axis that pictures do not use."""
+    """Positions of the text tokens, (T, 4), counted along the axis that images do not use."""
     count = call.conditioning["context"].shape[1]
     return F.pad(torch.arange(float(count), device=call.latent.device)[:, None], (3, 0))
 
 
-def _places(call):
-    """(T, 4). References are at time 0 by their first places, which those of an image are not then."""
+def _image_positions(call):
+    """Positions of the image tokens, (T, 4). References at timestep zero are recognised by their position along the
+    first axis, so that the image must be at 0. Raises ConfigError otherwise."""
     if "rope_scales" in call.conditioning and at_zero(call.conditioning, LATENT.method):
         if scales_and_shifts(call.conditioning["rope_scales"])[0, 1]:
-            raise ConfigError("Set shift_t of Scale ROPE to 0: Flux.2 tells by these places which tokens are those of "
-                              "reference pictures, whose time this workflow sets to 0.")
+            raise ConfigError("Set shift_t of Scale ROPE to 0: xDiT recognises the tokens of Flux.2's reference images "
+                              "at timestep 0, which this workflow uses, by these positions.")
     return F.pad(LATENT.positions(call), (0, 1))
 
 
@@ -105,12 +106,11 @@ FLUX2 = Family(
     ignored=("y",),
     choices={"ref_latents_method": {word: word for word in ("index", "offset", "uxo", AT_ZERO)}},
     lengths={"reference": LATENT.num_reference_tokens},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "guidance": given("guidance", where="guidance_embeds"),
-               "img_ids": _places,
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+               "guidance": from_conditioning("guidance", where="guidance_embeds"), "img_ids": _image_positions,
                "txt_ids": _text_positions, "at_zero": lambda call: at_zero(call.conditioning, LATENT.method)},
-    activation_factors={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4,
-          "held": 1.55, "block": 20.0, "exchange": 22.2, "own": 0.0},
+    activation_factors={"alone": 21.7, "narrowing": 0.95, "residual": 3.8, "whole": 8.2, "outside": 4.4, "held": 1.55,
+                        "block": 20.0, "exchange": 22.2, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, cached_references="reference",
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_fraction=0.5,
@@ -121,14 +121,13 @@ FLUX2 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         cacheable_outside={"context_embedder": "run"} | dict.fromkeys(
             ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"), "step")),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
          "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": True},
         "comfy.ldm.flux.model:Flux",
         {"image_model": "flux2", "in_channels": 128, "out_channels": 128, "patch_size": 1, "vec_in_dim": None,
-         "context_in_dim": 64,
-         "hidden_size": 256, "mlp_ratio": 3.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2,
-         "axes_dim": [32, 32, 32, 32],
-         "theta": 2000, "qkv_bias": False, "guidance_embed": True, "txt_ids_dims": [3], "global_modulation": True,
-         "mlp_silu_act": True, "ops_bias": False, "default_ref_method": "index", "ref_index_scale": 10.0}),
+         "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 3.0, "num_heads": 2, "depth": 2,
+         "depth_single_blocks": 2, "axes_dim": [32, 32, 32, 32], "theta": 2000, "qkv_bias": False,
+         "guidance_embed": True, "txt_ids_dims": [3], "global_modulation": True, "mlp_silu_act": True,
+         "ops_bias": False, "default_ref_method": "index", "ref_index_scale": 10.0}),
 )

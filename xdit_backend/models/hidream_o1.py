@@ -1,5 +1,5 @@
-"""HiDream-O1-Image, ComfyUI's own module: a language model over one row of text, a token of the time and 32 x 32 pixels
-a token; text attends to what stands before it, all else to everything."""
+"""HiDream-O1-Image, ComfyUI's own module: a language model over one row of text, a timestep token, and image tokens
+of 32 x 32 pixels. Text attends causally, all other tokens to everything."""
 
 from functools import partial
 from math import inf
@@ -10,22 +10,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import Unpacked, blocks, config_of, given, has, size, token_rows
+from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, token_range
 from .common.key_mapping import table
-from .common.native_module import handed_on, number
+from .common.native_module import native_arguments, number
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
-SIDE = 32                                  # of a token, in pixels
+SIDE = 32                                  # pixels of a token's side
 LATENT, TEXT, ALL = Unpacked((SIDE, SIDE)), ("text",), ("text", "time", "image", "reference")
 NATIVE, LAYERS = "comfy.ldm.hidream_o1.model:HiDreamO1Transformer", "language_model.layers."
 ATTENTION, VISION, SEEING = f"{LAYERS}0.self_attn.", "visual.blocks.0.mlp.linear_fc1.weight", "vision_"
 
 
 def _adapt(model, config):
-    """A layer learns from a fourth table beside those of its rotations, without numbers, how many tokens of text it
-    has. Pictures that the class has seen are not kept from call to call."""
+    """Pass the number of text tokens to each layer as the shape of a fourth, empty rotary table. The class's cache
+    of reference images is cleared at each call."""
     num_text, forward, tables = ForwardValue(model), model.forward, model.language_model.compute_freqs_cis
     for layer in model.language_model.layers:
         layer.self_attn.causal, layer.self_attn.full = _attention(True), _attention(False)
@@ -43,7 +43,8 @@ def _adapt(model, config):
 
 
 def _attention(is_causal):
-    """ComfyUI's function makes two attentions of a layer's one; each is a module here, for its own streams."""
+    """Create one of the two attention modules of a layer, each for its own streams. ComfyUI's function computes both
+    in one."""
     module = nn.Module()
     module.is_causal, module.forward = is_causal, MethodType(_attends, module)
     return module
@@ -59,37 +60,36 @@ def _layer(self, x, freqs_cis, attention_mask=None, optimized_attention=None, pa
 
 
 def _keeps_nothing(layer, args, output):
-    """What the class's forward unpacks: hidden states, and keys and values that are kept."""
+    """Return what the class's forward unpacks: hidden states, and no cached keys and values."""
     return output, None
 
 
 def _two_passes(attention, num_text, query, key, value, heads, **options):
-    """As ComfyUI's make_two_pass_attention, with the tokens of a rank. (B, N, T, H) to (B, T, N H)."""
+    """ComfyUI's make_two_pass_attention for the tokens of a rank. (B, N, T, H) to (B, T, N H)."""
     text, others = query.split([num_text, query.shape[2] - num_text], 2)
     before = attention.causal(text, key[:, :, :num_text], value[:, :, :num_text])
     return torch.cat([before, attention.full(others, key, value)], 2).transpose(1, 2).flatten(2)
 
 
-def _whole_tokens(call):
-    """ComfyUI's forward fails at others."""
+def _latent(call):
+    """The latent. Raises ConfigError for sizes at which ComfyUI's forward fails."""
     rows, columns = call.latent.shape[-2:]
     if rows % SIDE or columns % SIDE:
-        raise ConfigError(f"Use a width and a height that are multiples of {SIDE} pixels: HiDream-O1 takes such "
-                          f"latents alone, and this one is of {rows} x {columns}.")
+        raise ConfigError(f"Use a width and a height that are multiples of {SIDE} pixels, as HiDream-O1 needs: this "
+                          f"latent has {rows} x {columns}.")
     return LATENT(call)
 
 
-def _places(call):
-    """(B, 3, T), of the tokens of a patch where the latent is one."""
-    places, num_text = given("position_ids")(call), call.conditioning["input_ids"].shape[1]
-    first, count, whole = token_rows(call, LATENT)
-    return torch.cat([places[..., :num_text], places[..., num_text + first:num_text + first + count],
-                      places[..., num_text + whole:]], 2)
+def _positions(call):
+    """Positions (B, 3, T) of all tokens; for a patch, with those of its own image tokens."""
+    positions, num_text = from_conditioning("position_ids")(call), call.conditioning["input_ids"].shape[1]
+    first, count, num_image = token_range(call, LATENT)
+    return torch.cat([positions[..., :num_text], positions[..., num_text + first:num_text + first + count],
+                      positions[..., num_text + num_image:]], 2)
 
 
-def _computed_whole(call):
-    """ComfyUI's forward keeps keys and values of the text from call to call where no node has put anything in the place
-    of its blocks. They come out the same in every call."""
+def _without_kv_cache(call):
+    """transformer_options that disable the class's text KV cache, which it uses unless a node replaces a block."""
     return {"patches_replace": {"dit": {"none of its blocks": None}}}
 
 
@@ -107,13 +107,13 @@ def _of_class(config):
                                         if name.startswith(SEEING)}}
 
 
-def _num_places(config, shape, tokens):
+def _positions_shape(config, shape, tokens):
     return shape[0], 3, tokens + 1 + LATENT.num_tokens(shape) + 3
 
 
-TINY = {"vocab_size": 151936, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vision_hidden_size": 64,
-        "vision_intermediate_size": 48, "vision_depth": 1, "vision_num_position_embeddings": 16}
+SMALL = {"vocab_size": 151936, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vision_hidden_size": 64,
+         "vision_intermediate_size": 48, "vision_depth": 1, "vision_num_position_embeddings": 16}
 
 HIDREAM_O1 = Family(
     name="HiDream-O1", title="HiDream-O1-Image", transformer=NATIVE,
@@ -124,25 +124,24 @@ HIDREAM_O1 = Family(
         intermediate_size=size(f"{LAYERS}0.mlp.gate_proj.weight", 0), num_attention_heads=_heads("q_proj"),
         num_key_value_heads=_heads("k_proj"), vision_hidden_size=size(VISION, 1), vision_depth=blocks("visual.blocks."),
         vision_intermediate_size=size(VISION, 0), vision_num_position_embeddings=size("visual.pos_embed.weight", 0)),
-    # whose parts ComfyUI drops
+    # ComfyUI drops these modules
     convert=table((r"^visual\.deepstack_merger_list\.", None)), latent=LATENT, adapt_model=_adapt,
     class_arguments=_of_class,
     unsupported_dtypes=("float16",), ignored=("context", "token_types", "vinput_mask"),
     conditioning=dict.fromkeys(("input_ids", "position_ids", "ar_len", "ref_pixel_values", "ref_image_grid_thw",
                                 "ref_patches")), counts=("ar_len",),
-    arguments=handed_on(_whole_tokens, "input_ids", "ref_pixel_values", "ref_image_grid_thw", "ref_patches",
-                        times="timesteps", position_ids=_places, ar_len=number("ar_len"),
-                        transformer_options=_computed_whole),
+    arguments=native_arguments(_latent, "input_ids", "ref_pixel_values", "ref_image_grid_thw", "ref_patches",
+                               times="timesteps", position_ids=_positions, ar_len=number("ar_len"),
+                               transformer_options=_without_kv_cache),
     lengths={"text": lambda conditioning: conditioning["ar_len"].shape[0],
              "time": lambda conditioning: conditioning["input_ids"].shape[1] - conditioning["ar_len"].shape[0],
              "reference": _num_references},
     num_key_heads=lambda config: config["num_key_value_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: 3, in_channels=lambda config: 3,
     pixels=lambda config: (1, 1, 1),
-    # most where the forward has all tokens, before the blocks and after them
+    # the peak is where the forward has all tokens, before and after the blocks
     activation_factors={"alone": 16.23, "residual": 7.24, "whole": 11.07, "outside": 11.07, "held": 1.5,
-                        "exchange": 14.0,
-          "own": 0.0},
+                        "exchange": 14.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("language_model.layers", LAYERS, "num_hidden_layers", returns=(ALL,)),),
         streams={"x": ALL}, attention={"self_attn.causal": TEXT},
@@ -150,8 +149,8 @@ HIDREAM_O1 = Family(
         tokens={"freqs_cis": (*[TokenArgument(1, ALL)] * 3, TokenArgument(1, TEXT))},
         window=lambda attention: (inf, 0) if attention.is_causal else None, rereads_latent=True,
         cacheable_outside={"visual": "run"}),
-    test_config=Tiny(TINY, NATIVE, _of_class(TINY), detected="HiDreamO1", input_shapes={
-        "input_ids": lambda config, shape, tokens: (shape[0], tokens + 1), "position_ids": _num_places,
+    test_config=SmallConfig(SMALL, NATIVE, _of_class(SMALL), detected="HiDreamO1", input_shapes={
+        "input_ids": lambda config, shape, tokens: (shape[0], tokens + 1), "position_ids": _positions_shape,
         "ar_len": lambda config, shape, tokens: (tokens,),
         "ref_patches": lambda config, shape, tokens: (shape[0], 3, 3 * SIDE ** 2)}),
 )

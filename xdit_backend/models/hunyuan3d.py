@@ -1,24 +1,24 @@
-"""Hunyuan3D 2 and 2 mini, ComfyUI's own module: a shape as one row of tokens without places, and what a vision model
-says of pictures of it; two streams, then one sequence of both, as Flux.1's."""
+"""Hunyuan3D 2 and 2 mini, ComfyUI's own module: a shape as one row of tokens without positions, conditioned on a
+vision model's features of images. Two streams, then one sequence of both, as in Flux.1."""
 
-from .common.family import Family, Tiny
-from .common.inputs import Whole, blocks, config_of, has, size
+from .common.family import Family, SmallConfig
+from .common.inputs import PaddedByModel, blocks, config_of, has, size
 from .common.key_mapping import table
-from .common.native_module import handed_on
+from .common.native_module import native_arguments
 from .common.plan import BlockList, ModelPlan
 
-LATENT, BOTH = Whole((1,)), ("text", "image")
+LATENT, BOTH = PaddedByModel((1,)), ("text", "image")
 NATIVE, NORM = "comfy.ldm.hunyuan3d.model:Hunyuan3Dv2", "double_blocks.0.img_attn.norm.query_norm."
 
 
 def _num_heads(shapes):
-    """Files that ComfyUI saved call the scale of a norm its weight."""
+    """Number of attention heads. Files saved by ComfyUI call the scale of a norm its weight."""
     norm = shapes[f"{NORM}weight" if f"{NORM}weight" in shapes else f"{NORM}scale"]
     return shapes["latent_in.weight"][0] // norm[0]
 
 
-TINY = {"in_channels": 8, "context_in_dim": 24, "hidden_size": 48, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2,
-        "depth_single_blocks": 2, "qkv_bias": True, "guidance_embed": True}
+SMALL = {"in_channels": 8, "context_in_dim": 24, "hidden_size": 48, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2,
+         "depth_single_blocks": 2, "qkv_bias": True, "guidance_embed": True}
 
 HUNYUAN3D = Family(
     name="Hunyuan3D 2", title="Hunyuan3D 2, 2 mini, 2mv", transformer=NATIVE,
@@ -29,11 +29,12 @@ HUNYUAN3D = Family(
         depth_single_blocks=blocks("single_blocks."), qkv_bias=True,
         guidance_embed=has("guidance_in.in_layer.weight")),
     convert=table((r"\.scale$", ".weight")), latent=LATENT, time_scale=1.0,
-    conditioning={"context": "context_in_dim", "guidance": None}, arguments=handed_on(LATENT, "context", "guidance"),
+    conditioning={"context": "context_in_dim", "guidance": None},
+    arguments=native_arguments(LATENT, "context", "guidance"),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 13.82, "residual": 1.81, "whole": 5.3, "outside": 5.58, "held": 1.7, "block": 14.33,
-          "exchange": 19.27, "entered": 1.0, "own": 0.0, "keys": 2.03, "once": 0.29},
+                        "exchange": 19.27, "entered": 1.0, "own": 0.0, "keys": 2.03, "once": 0.29},
     plan=ModelPlan(
         blocks=(BlockList("double_blocks", "double_blocks.", "depth", returns=("image", "text"), image_fraction=0.5,
                           patched="double"),
@@ -41,7 +42,7 @@ HUNYUAN3D = Family(
                           streams={"x": BOTH}, patched="single")),
         streams={"img": "image", "txt": "text"}, attention={".": BOTH}, needs_text=True,
         cacheable={"img_mod.lin": "step", "txt_mod.lin": "step", "modulation.lin": "step"}),
-    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
-                     detected="Hunyuan3Dv2",
-              input_shapes={"guidance": lambda config, shape, tokens: (shape[0],)}),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "num_heads": 16},
+                            detected="Hunyuan3Dv2",
+                            input_shapes={"guidance": lambda config, shape, tokens: (shape[0],)}),
 )

@@ -1,25 +1,25 @@
-"""Hunyuan3D 2.1, ComfyUI's own module: one row of tokens of a shape after one of the time; what a vision model says of
-a picture by cross-attention; U-shaped, and the last blocks have experts."""
+"""Hunyuan3D 2.1, ComfyUI's own module: one row of shape tokens after a timestep token; cross-attention to a vision
+model's features of an image; U-shaped, with experts in the last blocks."""
 
 from types import SimpleNamespace
 
 import torch
 
-from .common.family import Family, Tiny
-from .common.inputs import Whole, blocks, config_of, has, size, stored_dtype, type_of_arithmetic
-from .common.native_module import handed_on, same_names
+from .common.family import Family, SmallConfig
+from .common.inputs import PaddedByModel, blocks, compute_dtype_of, config_of, has, size, stored_dtype
+from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
 
-LATENT, ALL = Whole((1,)), ("time", "image")
+LATENT, ALL = PaddedByModel((1,)), ("time", "image")
 NATIVE, NORM = "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain", "blocks.0.attn1.q_norm.weight"
 
 
 def _adapt(model, config):
-    """ComfyUI's forward swaps the halves of a batch's conditioning, and those of its output, where these are guidance's
-    branches of the same latents. Here each of a batch has its own conditioning, and blocks have the batch in its
-    order, by which keys and values are kept. And it asks layers in which type they compute by that of their weights,
-    which packed ones do not have."""
-    forward, dtype, embedder = model.forward, type_of_arithmetic(model), model.t_embedder
+    """Undo the swap of a batch's halves in ComfyUI's forward, which assumes the two CFG branches of the same
+    latents: here each image of a batch has its own conditioning, and blocks have the batch in its order, which
+    identifies cached keys and values. Also replace the dtypes that the forward reads from weights, which packed
+    weights do not have."""
+    forward, dtype, embedder = model.forward, compute_dtype_of(model), model.t_embedder
     for layer in (model.x_embedder, *(block.attn2.to_k for block in model.blocks)):
         layer.parameters = lambda recurse=True, layer=layer: iter([torch.empty(0, dtype=stored_dtype(layer, dtype()))])
     embedder.time_embed.forward = _typed(embedder.time_embed.forward, lambda: stored_dtype(embedder.mlp[0], dtype()))
@@ -34,7 +34,7 @@ def _adapt(model, config):
 
 
 def _typed(forward, dtype):
-    """A forward whose output, in whatever type it is asked for, is in this."""
+    """Wrap a forward so that its output is cast to this dtype, whichever dtype the caller requests."""
     def typed(times):
         output = forward(times)
         return SimpleNamespace(type=lambda requested: output.to(dtype()))
@@ -49,8 +49,8 @@ def _num_experts(shapes):
     return next((shape[0] for name, shape in shapes.items() if name.endswith(".moe.gate.weight")), 8)
 
 
-TINY = {"in_channels": 8, "hidden_size": 48, "context_dim": 24, "depth": 5, "num_heads": 4, "qkv_bias": False,
-        "num_moe_layers": 2, "guidance_cond_proj_dim": None, "num_experts": 4, "moe_top_k": 2}
+SMALL = {"in_channels": 8, "hidden_size": 48, "context_dim": 24, "depth": 5, "num_heads": 4, "qkv_bias": False,
+         "num_moe_layers": 2, "guidance_cond_proj_dim": None, "num_experts": 4, "moe_top_k": 2}
 
 HUNYUAN3D21 = Family(
     name="Hunyuan3D 2.1", title="Hunyuan3D 2.1", transformer=NATIVE,
@@ -62,22 +62,23 @@ HUNYUAN3D21 = Family(
         num_heads=lambda shapes: shapes["x_embedder.weight"][0] // shapes[NORM][0], qkv_bias=False,
         num_moe_layers=_num_moe_layers, guidance_cond_proj_dim=None, num_experts=_num_experts, moe_top_k=2),
     convert=same_names, latent=LATENT, time_scale=1.0, adapt_model=_adapt, ignored=("guidance",),
-    conditioning={"context": "context_dim"}, arguments=handed_on(LATENT, "context", times="t"),
+    conditioning={"context": "context_dim"}, arguments=native_arguments(LATENT, "context", times="t"),
     lengths={"time": lambda conditioning: 1},
     num_heads=lambda config: config["num_heads"], width=lambda config: config["hidden_size"],
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 14.5, "residual": 8.47, "whole": 11.4, "outside": 5.41, "held": 2.5, "block": 12.44,
-          "exchange": 16.79, "own": 0.37, "keys": 2.07, "once": 0.99},
+                        "exchange": 16.79, "own": 0.37, "keys": 2.07, "once": 0.99},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", "depth", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn1": ALL}, graph_breaks=("moe",),
-        # whose heads are of numbers of all three projections, so that none of them is a rank's own
+        # not split: a head takes values from all three projections, so that no rank owns one
         unsplit=("skip_linear", *(f"{name}.{leaf}" for name in ("attn1", "attn2")
                                   for leaf in ("to_q", "to_k", "to_v", "out_proj"))),
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"},
         skip_name="skip_tensor",
-        skips=lambda num_blocks: {block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1,
-                                                                                         num_blocks)}),
-    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024, "depth": 9,
-                                    "num_heads": 16, "num_moe_layers": 6, "num_experts": 8}, detected="Hunyuan3Dv2_1"),
+        skips=lambda num_blocks: {
+            block: 2 * (num_blocks // 2) - block for block in range(num_blocks // 2 + 1, num_blocks)}),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 64, "hidden_size": 256, "context_dim": 1024,
+                                                    "depth": 9, "num_heads": 16, "num_moe_layers": 6, "num_experts": 8},
+                            detected="Hunyuan3Dv2_1"),
 )

@@ -1,5 +1,5 @@
-"""HunyuanDiT: one stream; two texts by cross-attention; blocks of the second half take what those of the first half
-gave."""
+"""HunyuanDiT: one stream; two texts by cross-attention; blocks of the second half take skips from blocks of the
+first half."""
 
 from types import MethodType
 
@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, blocks, config_of, given, has, size, timestep, token_rows
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, timestep, token_range
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, BASE = Unpacked((2, 2)), 32                            # tokens along the longer side, as positions count them
+LATENT, BASE = Unpacked((2, 2)), 32                            # tokens along the longer side in the units of positions
 WIDTH, HEAD_SIZE, NUM_BLOCKS = size("x_embedder.proj.weight",
                                     0), size("blocks.0.attn1.q_norm.weight", 0), blocks("blocks.")
 TEXTS = ("context", "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5")
@@ -35,14 +35,15 @@ KEYS = table(
 
 
 def _texts(call):
-    """The first text, which of its tokens are real, the second, and which of its.
-    Raises ConfigError for texts of another model."""
-    texts, needed = [given(name)(call) for name in TEXTS], (call.config["text_len"], call.config["text_len_t5"])
+    """The first text, its mask of real tokens, the second text, and its mask. Raises ConfigError for texts of
+    another model."""
+    texts = [from_conditioning(name)(call) for name in TEXTS]
+    needed = call.config["text_len"], call.config["text_len_t5"]
     if any(text is None for text in texts) or any(text.shape[1] < least for text, least in zip(texts[::2], needed)):
         lengths = " and ".join("none" if text is None else str(text.shape[1]) for text in texts[::2])
         raise ConfigError("Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode: HunyuanDiT takes two "
-                          f"texts, of {needed[0]} and {needed[1]} tokens or more, and which of these are real, and "
-                          f"the conditioning has {lengths}.")
+                          f"texts with masks, of at least {needed[0]} and {needed[1]} tokens, and the conditioning "
+                          f"has {lengths}.")
     return texts
 
 
@@ -51,27 +52,26 @@ def _num_text_tokens(conditioning):
 
 
 def _sizes(call):
-    """(B, 6): height and width of the picture, of what is to be drawn, and where it begins.
-    Versions before 1.2 take them."""
-    sizes = given("image_meta_size")(call)
+    """Height and width of the image, of the target, and the crop offset, (B, 6). Versions before 1.2 take them."""
+    sizes = from_conditioning("image_meta_size")(call)
     return call.latent.new_zeros(len(call.latent), 6) if sizes is None else sizes.contiguous()
 
 
 def _rotary(call):
-    """Cosines and sines of the columns' places and the rows', each (tokens, head size).
+    """Cosines and sines of the columns' and rows' positions, each (tokens, head size).
 
-    They are those of a picture of BASE tokens a side, into which this one is fitted, its middle in the middle.
+    Positions are those of an image with BASE tokens per side, into which this one is scaled and centred.
     """
-    first, count, whole = token_rows(call, LATENT)
+    first, count, num_tokens = token_range(call, LATENT)
     columns, device, width = LATENT.counts(call.latent.shape)[1], call.latent.device, call.config[
         "attention_head_dim"] // 2
-    rows = whole // columns
+    rows = num_tokens // columns
     frequencies = 1.0 / 10000 ** (torch.arange(0, width, 2, device=device).float() / width)
 
     def angles(count):
         side = round(BASE / max(rows, columns) * count)
-        places = round((BASE - side) / 2) + torch.arange(count, dtype=torch.float64, device=device) * (side / count)
-        return places.float()[:, None] * frequencies
+        positions = round((BASE - side) / 2) + torch.arange(count, dtype=torch.float64, device=device) * (side / count)
+        return positions.float()[:, None] * frequencies
 
     shape = (rows, columns, -1)
     both = torch.cat([angles(columns).expand(shape), angles(rows)[:, None].expand(shape)], 2).flatten(0, 1)
@@ -80,8 +80,8 @@ def _rotary(call):
 
 
 def _adapt(model, config):
-    """ComfyUI takes texts of any length, and norms tokens and turns heads in the type it computes in.
-    diffusers pools past its linears."""
+    """Replace the forward: ComfyUI takes texts of any length, and computes norms and rotations in the compute dtype.
+    diffusers' attention pooling bypasses its linear modules."""
     for module in model.modules():
         if type(module).__name__ == "FP32LayerNorm":
             module.forward = MethodType(torch.nn.LayerNorm.forward, module)
@@ -110,13 +110,13 @@ def _adapt(model, config):
 
 
 def _padded(text, mask, learned):
-    """Tokens that are not real, of the last of a text, become learned ones."""
+    """Replace tokens that are not real, among the last of a text, by learned ones."""
     last = torch.where(mask[:, -len(learned):, None].bool(), text[:, -len(learned):], learned.to(text.dtype))
     return torch.cat([text[:, :-len(learned)], last], 1)
 
 
 def _pool(self, tokens):
-    """What the mean of a text's tokens attends to. (B, T, C) -> (B, C)."""
+    """Attention pooling with the mean of a text's tokens as the query. (B, T, C) -> (B, C)."""
     def heads(tensor):
         return tensor.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
@@ -130,13 +130,13 @@ def _attend(self, hidden_states, encoder_hidden_states=None, image_rotary_emb=No
     def heads(tensor):
         return tensor.unflatten(2, (self.heads, -1)).transpose(1, 2)           # (B, N, T, H)
 
-    def turned(tensor):
+    def rotated(tensor):
         cos, sin = image_rotary_emb
         return tensor * cos + torch.stack([-tensor[..., 1::2], tensor[..., 0::2]], -1).flatten(-2) * sin
 
     read = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-    query, key = turned(self.norm_q(heads(self.to_q(hidden_states)))), self.norm_k(heads(self.to_k(read)))
-    out = F.scaled_dot_product_attention(query, turned(key) if encoder_hidden_states is None else key,
+    query, key = rotated(self.norm_q(heads(self.to_q(hidden_states)))), self.norm_k(heads(self.to_k(read)))
+    out = F.scaled_dot_product_attention(query, rotated(key) if encoder_hidden_states is None else key,
                                          heads(self.to_v(read)))
     return self.to_out[0](out.transpose(1, 2).flatten(2))
 
@@ -156,14 +156,14 @@ HUNYUAN_DIT = Family(
         text_len=lambda shapes: shapes["text_embedding_padding"][0] - shapes["pooler.positional_embedding"][0] + 1,
         text_len_t5=lambda shapes: shapes["pooler.positional_embedding"][0] - 1),
     convert=KEYS, latent=LATENT, adapt_model=_adapt, config_from_tensors=("sample_size",),
-    num_channels=lambda config: config["in_channels"],         # the other half is the variance
+    num_channels=lambda config: config["in_channels"],         # the other half of the channels is the variance
     conditioning={"context": "cross_attention_dim", "text_embedding_mask": None,
-                  "encoder_hidden_states_t5": "cross_attention_dim_t5",
-                  "text_embedding_mask_t5": None, "image_meta_size": None},
+                  "encoder_hidden_states_t5": "cross_attention_dim_t5", "text_embedding_mask_t5": None,
+                  "image_meta_size": None},
     lengths={"text": _num_text_tokens},
     arguments={"latent": LATENT, "timestep": timestep(), "texts": _texts, "sizes": _sizes, "rotary": _rotary},
     activation_factors={"alone": 13.95, "residual": 5.35, "whole": 7.5, "outside": 4.85, "held": 1.1, "block": 14.9,
-          "exchange": 15.45, "own": 0.05},
+                        "exchange": 15.45, "own": 0.05},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks.", control="output", patched="double"),),
         streams={"hidden_states": "image"},
@@ -171,11 +171,11 @@ HUNYUAN_DIT = Family(
         unsplit=("skip_linear",), cacheable={"norm1.linear": "step", "attn2.to_k": "run", "attn2.to_v": "run"},
         cacheable_outside={"text_embedder": "run", "time_extra_emb.pooler": "run"},
         skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16,
-         "hidden_size": 32,
-         "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16,
-         "text_len": 5, "text_len_t5": 6, "use_style_cond_and_image_meta_size": False, "learn_sigma": True},
+         "hidden_size": 32, "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16,
+         "pooled_projection_dim": 16, "text_len": 5, "text_len_t5": 6, "use_style_cond_and_image_meta_size": False,
+         "learn_sigma": True},
         "comfy.ldm.hydit.models:HunYuanDiT",
         {"depth": 6, "hidden_size": 96, "num_heads": 4, "text_states_dim": 48, "text_states_dim_t5": 64, "text_len": 8,
          "text_len_t5": 10},

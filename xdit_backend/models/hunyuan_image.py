@@ -1,21 +1,21 @@
-"""HunyuanImage 2.1: HunyuanVideo's blocks for pictures: two streams, then one; joint attention, image first;
-text, and glyphs beside it."""
+"""HunyuanImage 2.1: HunyuanVideo's blocks for images. Two streams, then one; joint attention, image first; text and
+glyph features."""
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import (
     Unpacked,
     all_text,
     blocks,
+    compute_dtype_of,
     config_of,
-    given,
+    from_conditioning,
     has,
     needs_diffusers,
     optional_size,
     size,
     timestep,
-    type_of_arithmetic,
 )
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -24,25 +24,25 @@ from .hunyuan_video import KEYS as SHARED_KEYS
 
 LATENT, BOTH, TABLE = Unpacked((1, 1)), ("image", "text"), TokenArgument(0, ("image",))
 
-KEYS = table(                                                  # of what HunyuanVideo's table leaves
+KEYS = table(                                                  # applied after HunyuanVideo's table
     (r"^time_text_embed\.(timestep|guidance)_embedder\.", r"time_guidance_embed.\1_embedder."),
     (r"^time_r_in\.linear_", "time_guidance_embed.timestep_embedder_r.linear_"),
     (r"^byt5_in\.layernorm\.", "context_embedder_2.norm."), (r"^byt5_in\.fc(\d)\.", r"context_embedder_2.linear_\1."))
 
 
 def is_image(shapes):
-    """Are these HunyuanVideo's blocks, without what only videos have?"""
+    """Whether these are HunyuanVideo's blocks without the modules that only video models have."""
     return has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "img_in.proj.weight")(shapes) \
         and not has("vision_in.")(shapes) and not has("vector_in.")(shapes)
 
 
 def is_distilled(shapes):
-    """Is it told of the time of the next step, or of guidance?"""
+    """Whether the model is conditioned on the timestep of the next step, or on guidance."""
     return has("time_r_in.")(shapes) or has("guidance_in.")(shapes)
 
 
 def is_of_rows_and_columns(shapes):
-    """Is it such a model, and not the refiner, which takes frames?"""
+    """Whether it is such a model and not the refiner, which takes frames."""
     return is_image(shapes) and len(shapes["img_in.proj.weight"]) != 5
 
 
@@ -51,7 +51,7 @@ def _recognise(shapes):
 
 
 def _all_glyphs(call):
-    glyphs = given("txt_byt5")(call)
+    glyphs = from_conditioning("txt_byt5")(call)
     return None if glyphs is None else torch.ones(glyphs.shape[:2], dtype=torch.bool, device=glyphs.device)
 
 
@@ -60,9 +60,9 @@ def _num_text_tokens(conditioning):
 
 
 def _adapt(model, config):
-    """The sines of the times and of guidance are of the type of the arithmetic; diffusers leaves them as the time is.
-    A model that takes guidance does without where a workflow disables it."""
-    embed, dtype = model.time_guidance_embed, type_of_arithmetic(model)
+    """Compute the sinusoids of timestep and guidance in the compute dtype; diffusers uses the dtype of the timestep.
+    Allow a workflow to disable guidance."""
+    embed, dtype = model.time_guidance_embed, compute_dtype_of(model)
 
     def sines(times):
         return embed.time_proj(times).to(dtype())
@@ -88,12 +88,11 @@ HUNYUAN_IMAGE = Family(
     convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim"}, ignored=("y", "guidance"),
     lengths={"text": _num_text_tokens}, pixels=lambda config: (1, 32, 32),
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
-               "encoder_hidden_states_2": given("txt_byt5", where="text_embed_2_dim")},
+               "encoder_hidden_states_2": from_conditioning("txt_byt5", where="text_embed_2_dim")},
     activation_factors={"alone": 17.0, "residual": 4.7, "whole": 8.0, "outside": 4.9, "held": 0.35, "block": 16.6,
-                        "exchange": 20.0,
-          "own": 0.0},
+                        "exchange": 20.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
                           patched="double"),
@@ -103,15 +102,13 @@ HUNYUAN_IMAGE = Family(
         tokens={"image_rotary_emb": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         cacheable_outside={"context_embedder": "step", "context_embedder_2": "run"}, takes_output_patches=True),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": (1, 1), "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
-         "num_attention_heads": 4,
-         "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,
-         "rope_axes_dim": (8, 8)},
+         "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,
+         "text_embed_2_dim": 20, "rope_axes_dim": (8, 8)},
         "comfy.ldm.hunyuan_video.model:HunyuanVideo",
         {"in_channels": 64, "out_channels": 64, "vec_in_dim": None, "context_in_dim": 48, "hidden_size": 256,
-         "mlp_ratio": 4.0,
-         "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [64, 64], "theta": 256, "patch_size": [1, 1],
-         "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False, "meanflow_sum": False,
-         "vision_in_dim": None, "use_cond_type_embedding": False}),
+         "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [64, 64], "theta": 256,
+         "patch_size": [1, 1], "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False,
+         "meanflow_sum": False, "vision_in_dim": None, "use_cond_type_embedding": False}),
 )

@@ -1,9 +1,9 @@
-"""HunyuanImage 2.1 distilled: HunyuanImage that is told of the next step's time, and of guidance."""
+"""HunyuanImage 2.1 distilled: HunyuanImage conditioned on the timestep of the next step, and on guidance."""
 
 import dataclasses
 
-from .common.family import Tiny
-from .common.inputs import config_of, given, has, sigma_after
+from .common.family import SmallConfig
+from .common.inputs import config_of, from_conditioning, has, sigma_after
 from .hunyuan_image import HUNYUAN_IMAGE, is_distilled, is_of_rows_and_columns
 
 HUNYUAN_IMAGE_DISTILLED = dataclasses.replace(
@@ -14,9 +14,9 @@ HUNYUAN_IMAGE_DISTILLED = dataclasses.replace(
     conditioning=HUNYUAN_IMAGE.conditioning | {"guidance": None, "sigma_after": None}, ignored=("y",),
     per_call_inputs=sigma_after,
     arguments=HUNYUAN_IMAGE.arguments | {
-        "guidance": given("guidance", times=1000, where="guidance_embeds"),
-        "timestep_r": given("sigma_after", times=1000, where="use_meanflow")},
-    test_config=Tiny(
+        "guidance": from_conditioning("guidance", times=1000, where="guidance_embeds"),
+        "timestep_r": from_conditioning("sigma_after", times=1000, where="use_meanflow")},
+    test_config=SmallConfig(
         HUNYUAN_IMAGE.test_config.config | {"guidance_embeds": True, "use_meanflow": True},
         HUNYUAN_IMAGE.test_config.native,
         HUNYUAN_IMAGE.test_config.arguments | {"guidance_embed": True, "meanflow": True},

@@ -1,10 +1,10 @@
-"""HunyuanImage 2.1's refiner: HunyuanImage's blocks over a picture as one frame, beside the picture that it mends as
-more channels; guidance."""
+"""HunyuanImage 2.1's refiner: HunyuanImage's blocks over an image as one frame, with the image to refine as
+additional channels; guidance."""
 
 import dataclasses
 
-from .common.family import Tiny
-from .common.inputs import Unpacked, because, config_of, given, has, needs_diffusers
+from .common.family import SmallConfig
+from .common.inputs import Unpacked, because, config_of, from_conditioning, has, needs_diffusers
 from .hunyuan_image import HUNYUAN_IMAGE, is_image
 
 LATENT = Unpacked((1, 1, 1))
@@ -19,7 +19,7 @@ HUNYUAN_IMAGE_REFINER = dataclasses.replace(
     refusals=(because("it cuts frames into larger patches than the refiner, and lacks the pooled text (vector_in) of "
                       "HunyuanVideo",
                       lambda shapes: _patches(shapes) != LATENT.patch),
-              because("it reads glyphs, which no refiner that xDiT knows does", has("byt5_in.")),
+              because("it reads glyphs, unlike the refiners that xDiT supports", has("byt5_in.")),
               needs_diffusers("0.36")),
     config=config_of(
         **HUNYUAN_IMAGE.config.rules | {
@@ -27,16 +27,16 @@ HUNYUAN_IMAGE_REFINER = dataclasses.replace(
             "use_meanflow": has("time_r_in.")}),
     latent=LATENT,
     conditioning={"context": "text_embed_dim", "guidance": None}, ignored=("y", "txt_byt5", "disable_time_r"),
-    unsupported_arguments=lambda given: None if given.get("disable_time_r") else "the time of the next step",
+    unsupported_arguments=lambda arguments: None if arguments.get("disable_time_r") else "the time of the next step",
     lengths={}, pixels=lambda config: (4, 16, 16),
     arguments={**{name: rule for name, rule in HUNYUAN_IMAGE.arguments.items() if not name.endswith("_2")},
-               "hidden_states": LATENT, "guidance": given("guidance", times=1000, where="guidance_embeds")},
+               "hidden_states": LATENT, "guidance": from_conditioning("guidance", times=1000, where="guidance_embeds")},
     activation_factors=HUNYUAN_IMAGE.activation_factors | {"alone": 18.0},
     plan=dataclasses.replace(HUNYUAN_IMAGE.plan, cacheable_outside={"context_embedder": "step"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         HUNYUAN_IMAGE.test_config.config | {"patch_size": (1, 1, 1), "in_channels": 8, "text_embed_2_dim": None,
-                                     "rope_axes_dim": (4, 6, 6), "guidance_embeds": True, "use_meanflow": True},
+                                            "rope_axes_dim": (4, 6, 6), "guidance_embeds": True, "use_meanflow": True},
         HUNYUAN_IMAGE.test_config.native,
         HUNYUAN_IMAGE.test_config.arguments | {"in_channels": 128, "axes_dim": [16, 56, 56], "patch_size": [1, 1, 1],
-                                        "guidance_embed": True, "byt5": False, "meanflow": True}, frames=1),
+                                               "guidance_embed": True, "byt5": False, "meanflow": True}, frames=1),
 )

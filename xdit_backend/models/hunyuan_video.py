@@ -1,17 +1,17 @@
-"""HunyuanVideo from text, and from a picture as more channels: two streams, then one; joint attention, image first;
-guidance."""
+"""HunyuanVideo from text, and from an image as additional channels. Two streams, then one; joint attention, image
+first; guidance."""
 
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, all_text, blocks, config_of, even_sides, given, has, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, all_text, blocks, config_of, even_sides, from_conditioning, has, size, timestep
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
-from .hunyuan_first_frame import install_given_frame
+from .hunyuan_first_frame import install_first_frame
 
 LATENT, BOTH, TABLE = Unpacked((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
-TABLES = (TABLE,) * 4 + (TokenArgument(0, ("text",)),)         # sines, and which tokens are a given frame's
+TABLES = (TABLE,) * 4 + (TokenArgument(0, ("text",)),)         # rotary tables, and masks of the first frame's tokens
 
-KEYS = table(                                                  # the publisher's names and ComfyUI's
+KEYS = table(                                                  # both the publisher's and ComfyUI's names
     (r"(_in|_embedder)\.(?:mlp\.0|in_layer|linear_1)\.", r"\1.linear_1."),
     (r"(_in|_embedder)\.(?:mlp\.2|out_layer|linear_2)\.", r"\1.linear_2."),
     (r"^time_in\.", "time_text_embed.timestep_embedder."), (r"^guidance_in\.", "time_text_embed.guidance_embedder."),
@@ -38,15 +38,14 @@ KEYS = table(                                                  # the publisher's
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
 
 
-def _given_tokens(call):
-    """Tokens of the first frame in this latent or patch."""
+def _num_first_frame_tokens(call):
+    """Number of tokens of the first frame in this latent or patch."""
     after_it = call.patch is not None and call.patch.dim == 2 and call.patch.start > 0
     return 0 if after_it else LATENT.num_tokens((1, 1, 1, *call.latent.shape[3:]))
 
 
 def _adapt(model, config):
-    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does;
-    a given frame is another time's."""
+    """Allow a workflow to disable guidance, as ComfyUI's model does, and support first-frame conditioning."""
     embed = model.time_text_embed
     forward = embed.forward
 
@@ -55,7 +54,7 @@ def _adapt(model, config):
             return forward(timestep, text, guidance)
         return embed.timestep_embedder(embed.time_proj(timestep).to(text.dtype)) + embed.text_embedder(text), None
     embed.forward = embedded
-    install_given_frame(model)
+    install_first_frame(model)
 
 
 HUNYUAN_VIDEO = Family(
@@ -76,13 +75,13 @@ HUNYUAN_VIDEO = Family(
     conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None,
                   "guiding_frame_index": None},
     arguments={"hidden_states": even_sides("HunyuanVideo", LATENT), "timestep": timestep(),
-               "encoder_hidden_states": given("context"),
-               "encoder_attention_mask": all_text, "pooled_projections": given("y"),
-               "guidance": given("guidance", times=1000, where="guidance_embeds"),
-               "given_time": given("guiding_frame_index"), "given_tokens": _given_tokens},
+               "encoder_hidden_states": from_conditioning("context"), "encoder_attention_mask": all_text,
+               "pooled_projections": from_conditioning("y"),
+               "guidance": from_conditioning("guidance", times=1000, where="guidance_embeds"),
+               "first_frame_time": from_conditioning("guiding_frame_index"),
+               "num_first_frame_tokens": _num_first_frame_tokens},
     activation_factors={"alone": 18.2, "residual": 4.2, "whole": 7.9, "outside": 3.3, "held": 0.2, "block": 18.0,
-                        "exchange": 20.0,
-          "own": 0.0},
+                        "exchange": 20.0, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5, control="input",
@@ -94,15 +93,13 @@ HUNYUAN_VIDEO = Family(
         positions={"rope": Cut(TABLES)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         cacheable_outside={"context_embedder": "step"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 2, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 2,
-         "num_single_layers": 2,
-         "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,
-         "pooled_projection_dim": 16, "rope_axes_dim": (4, 6, 6), "guidance_embeds": True},
+         "num_single_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1,
+         "text_embed_dim": 24, "pooled_projection_dim": 16, "rope_axes_dim": (4, 6, 6), "guidance_embeds": True},
         "comfy.ldm.hunyuan_video.model:HunyuanVideo",
         {"in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 48, "hidden_size": 256,
          "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 256,
-         "patch_size": [1, 2, 2],
-         "qkv_bias": True, "guidance_embed": True, "byt5": False, "meanflow": False, "use_cond_type_embedding": False,
-         "vision_in_dim": None, "meanflow_sum": False}),
+         "patch_size": [1, 2, 2], "qkv_bias": True, "guidance_embed": True, "byt5": False, "meanflow": False,
+         "use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False}),
 )

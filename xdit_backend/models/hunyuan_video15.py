@@ -1,21 +1,21 @@
-"""HunyuanVideo 1.5: two streams, image first; the text's holds CLIP vision tokens, glyphs and text.
-A picture is more channels."""
+"""HunyuanVideo 1.5: two streams, image first; the text stream has CLIP vision tokens, glyph features and text. An
+input image is additional channels."""
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import (
     Unpacked,
     all_text,
     because,
     blocks,
+    compute_dtype_of,
     config_of,
-    given,
+    from_conditioning,
     has,
     needs_diffusers,
     size,
     timestep,
-    type_of_arithmetic,
 )
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -25,7 +25,7 @@ from .hunyuan_video import KEYS as SHARED_KEYS
 LATENT, BOTH, TABLE = Unpacked((1, 1, 1)), ("image", "text"), TokenArgument(0, ("image",))
 NAMES = has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vision_in.proj.0.weight", "byt5_in.fc1.weight")
 
-KEYS = table(                                                  # of what HunyuanVideo's table leaves
+KEYS = table(                                                  # applied after HunyuanVideo's table
     (r"^time_text_embed\.timestep_embedder\.", "time_embed.timestep_embedder."),
     (r"^time_r_in\.linear_", "time_embed.timestep_embedder_r.linear_"),
     (r"^cond_type_embedding\.", "cond_type_embed."),
@@ -33,9 +33,9 @@ KEYS = table(                                                  # of what Hunyuan
     (r"^vision_in\.proj\.0\.", "image_embedder.norm_in."), (r"^vision_in\.proj\.1\.", "image_embedder.linear_1."),
     (r"^vision_in\.proj\.3\.", "image_embedder.linear_2."), (r"^vision_in\.proj\.4\.", "image_embedder.norm_out."))
 
-def _given_or_none(name, width):
-    """(B, T, C); no tokens where a workflow has none."""
-    rule = given(name)
+def _or_no_tokens(name, width):
+    """Rule for a conditioning (B, T, C); zero tokens without it."""
+    rule = from_conditioning(name)
 
     def tokens(call):
         found = rule(call)
@@ -54,10 +54,10 @@ def _num_text_tokens(conditioning):
 
 
 def _adapt(model, config):
-    """diffusers rounds the time's sines as the time is, and masks attention by a square of all tokens,
-    though none is masked here."""
+    """Compute the sinusoids of the timestep in the compute dtype, and attend without diffusers' square mask of all
+    tokens, which masks none here."""
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
-    embed, dtype = model.time_embed, type_of_arithmetic(model)
+    embed, dtype = model.time_embed, compute_dtype_of(model)
 
     def embedded(times, timestep_r=None):
         found = embed.timestep_embedder(embed.time_proj(times).to(dtype()))
@@ -86,16 +86,15 @@ HUNYUAN_VIDEO15 = Family(
         text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0),
         rope_axes_dim=(16, 56, 56), use_meanflow=False),
     convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, adapt_model=_adapt,
-    keep_in_compute_dtype=("cond_type_embed",),                # of torch's own, which ComfyUI rounds to no type
+    keep_in_compute_dtype=("cond_type_embed",),                # a plain torch module, which ComfyUI never casts
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"},
     ignored=("y", "guidance"), lengths={"text": _num_text_tokens}, pixels=lambda config: (4, 16, 16),
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
-               "encoder_hidden_states_2": _given_or_none("txt_byt5", "text_embed_2_dim"),
-               "image_embeds": _given_or_none("clip_fea", "image_embed_dim")},
+               "encoder_hidden_states_2": _or_no_tokens("txt_byt5", "text_embed_2_dim"),
+               "image_embeds": _or_no_tokens("clip_fea", "image_embed_dim")},
     activation_factors={"alone": 12.3, "residual": 4.4, "whole": 7.4, "outside": 3.3, "held": 1.3, "block": 11.9,
-                        "exchange": 14.1,
-          "own": 0.0},
+                        "exchange": 14.1, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_fraction=0.5,
@@ -104,15 +103,13 @@ HUNYUAN_VIDEO15 = Family(
         tokens={"freqs_cis": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         cacheable_outside={"context_embedder": "step", "context_embedder_2": "run", "image_embedder": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 1, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 4,
-         "num_attention_heads": 4,
-         "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,
-         "image_embed_dim": 12, "rope_axes_dim": (4, 6, 6)},
+         "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,
+         "text_embed_2_dim": 20, "image_embed_dim": 12, "rope_axes_dim": (4, 6, 6)},
         "comfy.ldm.hunyuan_video.model:HunyuanVideo",
         {"in_channels": 65, "out_channels": 32, "vec_in_dim": None, "context_in_dim": 48, "hidden_size": 256,
          "mlp_ratio": 4.0, "num_heads": 2, "depth": 3, "depth_single_blocks": 0, "axes_dim": [16, 56, 56], "theta": 256,
-         "patch_size": [1, 1, 1],
-         "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False, "use_cond_type_embedding": True,
-         "vision_in_dim": 1152, "meanflow_sum": True}),
+         "patch_size": [1, 1, 1], "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False,
+         "use_cond_type_embedding": True, "vision_in_dim": 1152, "meanflow_sum": True}),
 )

@@ -1,9 +1,9 @@
-"""Ideogram 4, ComfyUI's own module: one sequence of text and image, whose text is what 13 layers of a language model
-give."""
+"""Ideogram 4, ComfyUI's own module: one sequence of text and image. The text is hidden states of 13 layers of a
+language model."""
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, size
-from .common.native_module import handed_on, same_names
+from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .omnigen2 import of_heads
@@ -13,13 +13,13 @@ NATIVE = "comfy.ldm.ideogram4.model:Ideogram4Transformer2DModel"
 NORM = "layers.0.attention.norm_q.weight"
 
 
-def _whole_sizes(rows, args, kwargs):
-    """The rows and columns of the whole latent."""
+def _full_sizes(rows, args, kwargs):
+    """The call's arguments with the number of rows of the full latent."""
     return [rows.whole_rows, *args[1:]], kwargs
 
 
-TINY = {"in_channels": 16, "num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 12,
-        "intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 24, "mrope_section": (2, 2, 2)}
+SMALL = {"in_channels": 16, "num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 12,
+         "intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 24, "mrope_section": (2, 2, 2)}
 
 IDEOGRAM4 = Family(
     name="Ideogram 4", title="Ideogram 4", transformer=NATIVE,
@@ -32,17 +32,17 @@ IDEOGRAM4 = Family(
         mrope_section=lambda shapes: (24, 20, 20) if shapes[NORM][0] == 256 else (shapes[NORM][0] // 6,) * 3),
     convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",),
     conditioning={"context": "llm_features_dim"}, runs_without_text=True,
-    arguments=handed_on(LATENT, "context", times="timesteps"),
+    arguments=native_arguments(LATENT, "context", times="timesteps"),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     width=lambda config: config["num_attention_heads"] * config["attention_head_dim"],
     activation_factors={"alone": 16.35, "residual": 5.55, "held": 2.45, "block": 14.7, "exchange": 16.8, "entered": 7.0,
-          "given": 1.29, "own": 0.0},
+                        "given": 1.29, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("layers", "layers.", returns=(ALL,)),),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
-        positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _whole_sizes)}),
-    test_config=Tiny(TINY, NATIVE, TINY | {
+        positions={"_image_position_ids": Cut(TokenArgument(0, ("image",)), _full_sizes)}),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 128, "attention_head_dim": 96, "mrope_section": (16, 16, 16), "adaln_dim": 64,
         "intermediate_size": 128},
-        detected="Ideogram4"),
+                            detected="Ideogram4"),
 )

@@ -1,27 +1,27 @@
-"""JoyImage (JoyAI-Image-Edit), ComfyUI's own module: two streams with joint attention, image first; reference pictures
+"""JoyImage (JoyAI-Image-Edit), ComfyUI's own module: two streams with joint attention, image first. Reference images
 follow the image as further frames, each of its own size."""
 
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, blocks, config_of, given, has, size, timestep
-from .common.native_module import num_reference_tokens, same_names, whole_references
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, blocks, config_of, from_conditioning, has, size, timestep
+from .common.native_module import batched_references, num_reference_tokens, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .omnigen2 import of_heads
 
-LATENT, PICTURES = Unpacked((1, 2, 2)), ("image", "reference")
+LATENT, IMAGES = Unpacked((1, 2, 2)), ("image", "reference")
 NATIVE = "comfy.ldm.joyimage.model:JoyImageTransformer3DModel"
 NORM, WIDTH = "double_blocks.0.attn.img_attn_q_norm.weight", "img_in.weight"
 
 
-def _whole_sizes(rows, args, kwargs):
-    """Frames, rows and columns of tokens of the whole latent, and of each reference."""
+def _full_sizes(rows, args, kwargs):
+    """Frames, rows and columns of tokens of the full latent, and of each reference."""
     (own, *others), *more = args
     return [[tuple(rows.whole_token_rows if axis == rows.axis else length for axis, length in enumerate(own)),
              *others], *more], kwargs
 
 
-TINY = {"patch_size": (1, 2, 2), "in_channels": 4, "hidden_size": 48, "num_layers": 4, "num_attention_heads": 4,
-        "text_dim": 24, "mlp_width_ratio": 2.0, "rope_dim_list": (4, 4, 4), "theta": 10000}
+SMALL = {"patch_size": (1, 2, 2), "in_channels": 4, "hidden_size": 48, "num_layers": 4, "num_attention_heads": 4,
+         "text_dim": 24, "mlp_width_ratio": 2.0, "rope_dim_list": (4, 4, 4), "theta": 10000}
 
 JOYIMAGE = Family(
     name="JoyImage", title="JoyImage", transformer=NATIVE,
@@ -36,17 +36,17 @@ JOYIMAGE = Family(
         theta=10000),
     convert=same_names, latent=LATENT, unsupported_dtypes=("float16",),
     conditioning={"context": "text_dim", "ref_latents": None}, lengths={"reference": num_reference_tokens(LATENT)},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "context": given("context"),
-               "ref_latents": whole_references},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "context": from_conditioning("context"),
+               "ref_latents": batched_references},
     num_channels=lambda config: config["in_channels"], width=lambda config: config["hidden_size"],
     activation_factors={"alone": 15.65, "residual": 8.1, "held": 1.75, "exchange": 19.8, "entered": 3.9, "own": 0.88},
     plan=ModelPlan(
-        blocks=(BlockList("double_blocks", "double_blocks.", returns=(PICTURES, "text"), image_fraction=0.5,
+        blocks=(BlockList("double_blocks", "double_blocks.", returns=(IMAGES, "text"), image_fraction=0.5,
                           patched="double"),),
-        streams={"hidden_states": PICTURES, "encoder_hidden_states": "text"}, attention={"attn": (*PICTURES, "text")},
-        tokens={"image_rotary_emb": TokenArgument(1, PICTURES)},
-        positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, PICTURES), _whole_sizes)},
+        streams={"hidden_states": IMAGES, "encoder_hidden_states": "text"}, attention={"attn": (*IMAGES, "text")},
+        tokens={"image_rotary_emb": TokenArgument(1, IMAGES)},
+        positions={"get_rotary_pos_embed_for_components": Cut(TokenArgument(1, IMAGES), _full_sizes)},
         cacheable_outside={"condition_embedder.text_embedder": "run"}),
-    test_config=Tiny(TINY, NATIVE, TINY | {
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {
         "in_channels": 16, "hidden_size": 384, "rope_dim_list": (32, 32, 32)}, detected="JoyImage"),
 )

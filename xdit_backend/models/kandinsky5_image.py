@@ -1,22 +1,23 @@
-"""Kandinsky 5 for pictures: the model for videos, with a latent that has no frames."""
+"""Kandinsky 5 for images: the video model with a latent without frames."""
 
 import dataclasses
 
 import torch
 
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.inputs import Unpacked, config_of, even_sides, has, size
-from .common.rope_scaling import moved
+from .common.rope_scaling import scaled_positions
 from .kandinsky5 import KANDINSKY5, KEY, PIXELS
 
 LATENT = Unpacked((2, 2))
 
 
-def _places(call):
-    """Of one frame; rows and columns of the tokens."""
+def _positions(call):
+    """Positions of one frame, and rows and columns of the tokens."""
     rows, columns = (torch.arange(float(count), device=call.latent.device)
                      for count in LATENT.counts(call.latent.shape))
-    return moved([rows.new_zeros(1), rows + (call.patch.start // 2 if call.patch is not None else 0), columns], call)
+    return scaled_positions([rows.new_zeros(1), rows + (call.patch.start // 2 if call.patch is not None else 0),
+                             columns], call)
 
 
 def _adapt(model, config):
@@ -26,7 +27,7 @@ def _adapt(model, config):
         forward(hidden_states=hidden_states.unsqueeze(2), **inputs)[0].squeeze(2),)
 
 
-TINY = KANDINSKY5.test_config
+SMALL = KANDINSKY5.test_config
 
 KANDINSKY5_IMAGE = dataclasses.replace(
     KANDINSKY5, name="Kandinsky 5 Image", title="Kandinsky 5 Image",
@@ -35,7 +36,8 @@ KANDINSKY5_IMAGE = dataclasses.replace(
         "in_visual_dim": size(PIXELS, 1, 4), "visual_cond": False}),
     latent=LATENT, adapt_model=_adapt, pixels=lambda config: (1, 8, 8),
     conditioning={"context": "in_text_dim", "y": "in_text_dim2", "rope_scales": None},
-    arguments=KANDINSKY5.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT), "visual_rope_pos": _places},
-    test_config=Tiny(TINY.config | {"visual_cond": False}, TINY.native,
-              TINY.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},
-              detected="Kandinsky5Image"))
+    arguments=KANDINSKY5.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT),
+                                      "visual_rope_pos": _positions},
+    test_config=SmallConfig(SMALL.config | {"visual_cond": False}, SMALL.native,
+                            SMALL.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},
+                            detected="Kandinsky5Image"))

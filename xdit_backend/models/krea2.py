@@ -1,5 +1,5 @@
-"""Krea 2: one sequence, text first; the text is hidden states of several layers, fused alone; grouped-query attention;
-references."""
+"""Krea 2: one sequence, text first. The text is hidden states of several layers, which are fused first;
+grouped-query attention; references."""
 
 import functools
 
@@ -7,8 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
-from .common.inputs import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep, whole_shape
+from .common.family import Family, SmallConfig
+from .common.inputs import (
+    Packed,
+    blocks,
+    config_of,
+    from_conditioning,
+    full_shape,
+    has,
+    needs_diffusers,
+    size,
+    timestep,
+)
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.reference_latents import AT_ZERO, at_zero
@@ -31,16 +41,15 @@ KEYS = table(
 
 
 def _convert(tensors, config):
-    """Files have a block's six modulations one after the other."""
+    """Reshape a block's six modulations, which files store as one vector."""
     return {name: tensor.reshape(6, -1) if name.startswith("transformer_blocks.") and name.endswith("_table")
             else tensor
             for name, tensor in KEYS(tensors, config).items()}
 
 
 def _adapt(model, config):
-    """Norms add one to their weights in float32, in whichever type these are held, as ComfyUI's do; references are at
-    the time of the latent, or at time zero.
-    """
+    """Add one to the weights of norms in float32 whatever dtype they are stored in, as ComfyUI does. References are
+    at the latent's timestep, or at timestep zero."""
     def normed(norm, hidden_states):
         weight = norm.weight.float() + 1.0 if hidden_states.dtype.itemsize < 4 else norm.weight + 1.0
         return F.rms_norm(hidden_states.to(weight.dtype), (norm.dim,), weight, norm.eps).to(hidden_states.dtype)
@@ -52,15 +61,15 @@ def _adapt(model, config):
     def timed(*, at_zero, timestep, **inputs):
         return forward(timestep=torch.cat([timestep, torch.zeros_like(timestep)]) if at_zero else timestep, **inputs)
     model.forward = timed
-    # whose output of references is left out
+    # the output of references is dropped
     model.final_layer.forward = lambda hidden_states, temb: last(hidden_states, temb[:len(hidden_states)])
     for block in model.transformer_blocks:
         block.forward = _at_two_times(block.forward)
 
 
 def _at_two_times(forward):
-    """A block's forward, for tokens of which some are at the second half of the times: those of references, which alone
-    are not at 0 along the first axis of places, and whose sines there are not 0."""
+    """Wrap a block's forward for tokens at two timesteps. References use the second half of the modulations; they
+    alone have a position other than 0 along the first axis, and so a sine other than 0 there."""
     def timed(hidden_states, temb, image_rotary_emb, attention_mask=None):
         if len(temb) > len(hidden_states):
             image, zero = temb.chunk(2)
@@ -74,32 +83,32 @@ def _heads(layer, block="blocks.0"):
 
 
 def _axes(shapes):
-    """As ComfyUI shares out a head's numbers."""
+    """Split a head's channels over the axes as ComfyUI does."""
     sixteenth = HEAD_SIZE(shapes) // 16
     return HEAD_SIZE(shapes) - 12 * sixteenth, 6 * sixteenth, 6 * sixteenth
 
 
 def _text_width(shapes):
-    """Of all layers' hidden states of a token, side by side; a folder has other names."""
+    """Width of a token's hidden states of all layers, concatenated. Tensors of a folder have other names."""
     fusion, norm = (("txtfusion", "txtmlp.0.scale") if "txtmlp.0.scale" in shapes
                     else ("text_fusion", "txt_in.norm.weight"))
     return shapes[f"{fusion}.projector.weight"][1] * shapes[norm][0]
 
 
 def _image(call):
-    frames = whole_shape(call)[2]
+    frames = full_shape(call)[2]
     if frames > 1:
-        raise ConfigError("Use an empty latent of a picture, with batch_size for several: Krea 2 draws pictures, and "
-                          f"this latent is of {frames} frames.")
+        raise ConfigError("Use an empty image latent, with batch_size for several images: Krea 2 generates images, and "
+                          f"this latent has {frames} frames.")
     return LATENT(call)
 
 
 def _text(call):
-    return given("context")(call).unflatten(-1, (call.config["num_text_layers"], -1))
+    return from_conditioning("context")(call).unflatten(-1, (call.config["num_text_layers"], -1))
 
 
 def _positions(call):
-    """(T, 3): text has no place in the picture."""
+    """Positions (T, 3); those of the text are zero."""
     return torch.cat([torch.zeros(call.conditioning["context"].shape[1], 3, device=call.latent.device),
                       LATENT.positions(call)])
 
@@ -136,17 +145,16 @@ KREA2 = Family(
     arguments={"hidden_states": _image, "timestep": timestep(), "encoder_hidden_states": _text,
                "position_ids": _positions, "at_zero": _at_zero},
     activation_factors={"alone": 12.75, "residual": 4.75, "whole": 7.75, "outside": 6.75, "held": 1.6, "block": 12.55,
-          "exchange": 12.4, "own": 0.0},
+                        "exchange": 12.4, "own": 0.0},
     plan=ModelPlan(
         takes_output_patches=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         cacheable_outside={"text_fusion": "run", "txt_in": "run", "time_mod_proj": "step"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"in_channels": 16, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
-         "num_key_value_heads": 2,
-         "intermediate_size": 96, "timestep_embed_dim": 32, "text_hidden_dim": 24, "num_text_layers": 3,
-         "text_num_attention_heads": 2,
-         "text_num_key_value_heads": 2, "text_intermediate_size": 32, "axes_dims_rope": (4, 6, 6), "_text_width": 72},
+         "num_key_value_heads": 2, "intermediate_size": 96, "timestep_embed_dim": 32, "text_hidden_dim": 24,
+         "num_text_layers": 3, "text_num_attention_heads": 2, "text_num_key_value_heads": 2,
+         "text_intermediate_size": 32, "axes_dims_rope": (4, 6, 6), "_text_width": 72},
         "comfy.ldm.krea2.model:SingleStreamDiT",
         {"features": 256, "heads": 8, "kvheads": 4, "layers": 2, "channels": 16, "tdim": 64, "txtdim": 64,
          "txtlayers": 3, "txtheads": 4, "txtkvheads": 4, "multiplier": 2}, frames=1, detected="Krea2"),

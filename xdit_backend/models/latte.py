@@ -1,9 +1,18 @@
-"""Latte: text to video; a block over the places of each frame, then one over the frames of each place.
-ComfyUI has no model of it."""
+"""Latte: text to video; blocks over the positions of each frame alternate with blocks over the frames of each
+position. ComfyUI has no model of it."""
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Sampled, Tiny
-from .common.inputs import ALL_FRAMES, PerFrame, config_of, folder_alone, given, has, in_config_json, timestep
+from .common.family import Family, Sampled, SmallConfig
+from .common.inputs import (
+    ALL_FRAMES,
+    PerFrame,
+    config_of,
+    folder_alone,
+    from_conditioning,
+    has,
+    in_config_json,
+    timestep,
+)
 from .common.plan import BlockList, ModelPlan
 from .common.position_slicing import embedded
 
@@ -14,41 +23,41 @@ def _latent(call):
     num_frames, length = call.latent.shape[2], call.config["video_length"]
     if num_frames not in (1, length):
         raise ConfigError(f"Use a latent of {length} frames, which is a length of {4 * length - 3} in "
-                          f"EmptyHunyuanLatentVideo: Latte draws videos of {length} frames, or a picture of one, and "
+                          f"EmptyHunyuanLatentVideo: Latte generates videos of {length} frames, or images of one, and "
                           f"the latent has {num_frames}.")
     return LATENT(call)
 
 
 def _adapt(model, config):
-    """A block over places calls the one over frames that comes after it, so that hidden states between blocks are
-    always (B * F, T, C).
+    """Make each spatial block call the temporal block after it, so that hidden states between blocks are always (B * F,
+    T, C).
 
-    diffusers' forward is made to leave those out.
+    diffusers' forward then skips the temporal blocks.
     """
-    seen = []                                                  # frames of the latent of this call
+    seen = []                                                  # number of frames of this call's latent
 
-    def both(places, frames, positions):
-        over_places = places.forward
+    def both(spatial, temporal, positions):
+        spatial_forward = spatial.forward
 
         def forward(hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
                     cross_attention_kwargs, class_labels):
-            hidden = over_places(hidden_states, encoder_hidden_states=encoder_hidden_states, timestep=timestep)
-            num_frames, num_places = *seen, hidden.shape[1]
+            hidden = spatial_forward(hidden_states, encoder_hidden_states=encoder_hidden_states, timestep=timestep)
+            num_frames, num_positions = *seen, hidden.shape[1]
             # (B * F, T, C) -> (B * T, F, C)
             turned = hidden.unflatten(0, (-1, num_frames)).transpose(1, 2).flatten(0, 1)
             if positions is not None and num_frames > 1:
                 turned = turned + positions().to(turned.dtype)
-            turned = frames(turned, timestep=timestep[::num_frames].repeat_interleave(num_places, 0))
-            return turned.unflatten(0, (-1, num_places)).transpose(1, 2).flatten(0, 1)
+            turned = temporal(turned, timestep=timestep[::num_frames].repeat_interleave(num_positions, 0))
+            return turned.unflatten(0, (-1, num_positions)).transpose(1, 2).flatten(0, 1)
         return forward
 
     model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.__setitem__(slice(None), [kwargs["hidden_states"].shape[2]]
                                                       if "hidden_states" in kwargs else []),
-        # ComfyUI's shell of it is called otherwise, and has no blocks to run
+        # the proxy model in ComfyUI is called with other arguments and has no blocks to run
         with_kwargs=True)
-    for number, (places, frames) in enumerate(zip(model.transformer_blocks, model.temporal_transformer_blocks)):
-        places.forward = both(places, frames, None if number else lambda: model.temp_pos_embed)
+    for number, (spatial, temporal) in enumerate(zip(model.transformer_blocks, model.temporal_transformer_blocks)):
+        spatial.forward = both(spatial, temporal, None if number else lambda: model.temp_pos_embed)
 
 
 LATTE = Family(
@@ -69,18 +78,16 @@ LATTE = Family(
         "latent_dimensions": 3}, memory=0.5),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "caption_channels"},
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "enable_temporal_attentions": False},
     activation_factors={"residual": 7.65, "held": 1.45, "block": 15.2, "exchange": 14.3, "own": 0.1},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", paired="temporal_transformer_blocks"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)}, positions={"pos_embed": embedded},
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, cacheable_outside={"caption_projection": "run"}),
-    test_config=Tiny({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
-                      "num_layers": 4,
-               "patch_size": 2,
-               "sample_size": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True,
-               "video_length": 3,
-               "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False,
-               "norm_eps": 1e-6, "num_embeds_ada_norm": 1000}),
+    test_config=SmallConfig({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
+                             "num_layers": 4, "patch_size": 2, "sample_size": 8, "cross_attention_dim": 32,
+                             "caption_channels": 24, "attention_bias": True, "video_length": 3,
+                             "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single",
+                             "norm_elementwise_affine": False, "norm_eps": 1e-6, "num_embeds_ada_norm": 1000}),
 )

@@ -1,13 +1,13 @@
-"""Lens, ComfyUI's own module: two streams with joint attention, image first; its text is what several layers of a
-language model give; positions count from the picture's middle."""
+"""Lens, ComfyUI's own module: two streams with joint attention, image first. The text is hidden states of several
+layers of a language model; positions count from the centre of the image."""
 
 from types import MethodType
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, optional_size, size, text_mask
-from .common.native_module import handed_on, same_names
+from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, ALL = Unpacked((1, 1)), ("image", "text")
@@ -15,24 +15,25 @@ NATIVE, NORM = "comfy.ldm.lens.model:LensTransformer2DModel", "transformer_block
 
 
 def _positions(module, forward, rows, tokens, args, kwargs):
-    """Of the whole picture: rows count from its middle, and text begins after half of it."""
+    """Positions of a patch in the full image: rows count from its centre, and text begins half a side from it."""
     ids, own = args[0].clone(), tokens.counts["image"]
     own_rows, columns = own * rows.whole_token_rows // rows.num_tokens, rows.num_tokens // rows.whole_token_rows
-    first_row, whole = rows.first_token // columns, rows.whole_token_rows
-    ids[:, :own, 1] += first_row - (whole - whole // 2) + (own_rows - own_rows // 2)
-    ids[:, own:] += max(whole // 2, columns // 2) - max(own_rows // 2, columns // 2)
+    first_row, num_rows = rows.first_token // columns, rows.whole_token_rows
+    ids[:, :own, 1] += first_row - (num_rows - num_rows // 2) + (own_rows - own_rows // 2)
+    ids[:, own:] += max(num_rows // 2, columns // 2) - max(own_rows // 2, columns // 2)
     return forward(ids, *args[1:], **kwargs)
 
 
 def _mask(call):
-    """Which text tokens are real; of no tokens where nothing is masked, for which ComfyUI's forward would make a mask
-    of ones."""
+    """Mask of the real text tokens; a mask of zero tokens where nothing is masked, for which ComfyUI's forward would
+    create one."""
     mask = text_mask(call)
     return call.latent.new_zeros(len(call.latent), 0, dtype=torch.bool) if mask is None else mask
 
 
 def _adapt(model, config):
-    """Blocks are told which tokens of the text are real, and make ComfyUI's bias of it: only so it can be cut."""
+    """Pass the mask of the text tokens to the blocks, which make ComfyUI's bias of it: a mask can be sharded, the
+    bias cannot."""
     bias = model._build_joint_attention_mask
     model._build_joint_attention_mask = lambda text, num_image_tokens: text if text.shape[1] else None
     for block in model.transformer_blocks:
@@ -51,9 +52,9 @@ def _text_norms(shapes):
     return len([name for name in shapes if name.startswith("txt_norm.") and name.count(".") == 2])
 
 
-TINY = {"in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 12, "num_attention_heads": 4,
-        "enc_hidden_dim": 24, "axes_dims_rope": (4, 4, 4), "multi_layer_encoder_feature": True,
-        "selected_layer_index": (0, 1, 2), "_text_width": 72}
+SMALL = {"in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 12, "num_attention_heads": 4,
+         "enc_hidden_dim": 24, "axes_dims_rope": (4, 4, 4), "multi_layer_encoder_feature": True,
+         "selected_layer_index": (0, 1, 2), "_text_width": 72}
 
 LENS = Family(
     name="Lens", title="Lens", transformer=NATIVE,
@@ -70,10 +71,10 @@ LENS = Family(
         _text_width=size("txt_in.weight", 1)),
     convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
     conditioning={"context": "_text_width", "attention_mask": None},
-    arguments=handed_on(LATENT, "context", attention_mask=_mask),
+    arguments=native_arguments(LATENT, "context", attention_mask=_mask),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 11.1, "residual": 5.95, "whole": 7.95, "outside": 5.5, "held": 1.35, "block": 10.6,
-          "exchange": 15.55, "own": 0.55},
+                        "exchange": 15.55, "own": 0.55},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_fraction=0.5,
                           patched="double"),),
@@ -81,7 +82,8 @@ LENS = Family(
         tokens={"freqs_cis": TokenArgument(2, ALL)}, masks={"attention_mask": ("text",)},
         positions={"pos_embed": _positions}, cacheable={"img_mod.1": "step", "txt_mod.1": "step"},
         cacheable_outside={"txt_in": "run"}),
-    test_config=Tiny(TINY, NATIVE, {name: value for name, value in TINY.items() if not name.startswith("_")}
-              | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96, "axes_dims_rope": (32, 32, 32)},
-              detected="Lens"),
+    test_config=SmallConfig(SMALL, NATIVE, {name: value for name, value in SMALL.items() if not name.startswith("_")}
+                            | {"in_channels": 128, "out_channels": 32, "attention_head_dim": 96,
+                               "axes_dims_rope": (32, 32, 32)},
+                            detected="Lens"),
 )

@@ -1,14 +1,14 @@
-"""LTX-2: video and sound, each a stream with self-attention and text of its own, which read each other in every block.
-2.3's variant too.
+"""LTX-2 and LTX-2.3: video and audio, each a stream with its own self-attention and text, which attend to each other in
+every block.
 
-A latent is of two parts, or of the video alone. Of the video given frames and guides are as LTX-Video's.
+A latent has two components, or the video alone. Conditioning frames and guides of the video are as in LTX-Video.
 """
 
 import dataclasses
 
 from ..protocol.errors import CheckpointError
-from .common.family import Tiny
-from .common.inputs import because, config_of, given, has
+from .common.family import SmallConfig
+from .common.inputs import because, config_of, from_conditioning, has
 from .common.key_mapping import table
 from .common.ltx_tokens import IS_LTX, bounds
 from .common.plan import BlockList, ModelPlan
@@ -17,23 +17,25 @@ from .ltx2_audio import (
     ARGUMENTS,
     AUDIO,
     HAS_PROJECTION,
+    PUBLISHED_SETTINGS,
     RULES,
-    SAYS,
     SETTINGS,
     TOKENS,
     VIDEO,
     call_shapes,
     num_audio,
-    places_after_reference,
-    split_parts,
+    positions_after_reference,
+    split_components,
     unfold,
     unpack_audio,
 )
+from .ltx2_block import AGAIN, choose_block
 from .ltx2_folder import CONNECTORS
 
-SAID = ("apply_gated_attention", "caption_proj_before_connector")              # by the tensors too
+FROM_TENSORS = ("apply_gated_attention",
+                "caption_proj_before_connector")              # settings that the tensors imply too
 KEYS = table(
-    (r"^(video|audio)_embeddings_connector\.", None),          # ComfyUI prepares the text with them
+    (r"^(video|audio)_embeddings_connector\.", None),          # ComfyUI processes the text with them on the host
     (r"^(audio_)?patchify_proj\.", r"\1proj_in."), (r"^(audio_)?adaln_single\.", r"\1time_embed."),
     (r"^(audio_)?prompt_adaln_single\.", r"\1prompt_adaln."),
     (r"^av_ca_(video|audio)_scale_shift_adaln_single\.", r"av_cross_attn_\1_scale_shift."),
@@ -53,7 +55,7 @@ def _projects_early(shapes):
 
 
 def _text_width(shapes):
-    """Of the text for video and for sound, side by side."""
+    """Width of the text for video and the text for audio, concatenated."""
     if HAS_PROJECTION(shapes):
         return 2 * shapes["caption_projection.linear_1.weight"][1]
     return shapes["transformer_blocks.0.attn2.to_k.weight"][1] + shapes["transformer_blocks.0.audio_attn2.to_k.weight"][
@@ -61,10 +63,10 @@ def _text_width(shapes):
 
 
 def _text(call):
-    """[of the video, of the sound]"""
-    context, shares = given("context")(call), (call.config["cross_attention_dim"],
-                                                call.config["audio_cross_attention_dim"])
-    return context.chunk(2, -1) if call.config["use_prompt_embeddings"] else context.split(shares, -1)
+    """[text for the video, text for the audio]"""
+    context, widths = from_conditioning("context")(call), (call.config["cross_attention_dim"],
+                                                           call.config["audio_cross_attention_dim"])
+    return context.chunk(2, -1) if call.config["use_prompt_embeddings"] else context.split(widths, -1)
 
 
 def _coordinates(call):
@@ -72,13 +74,15 @@ def _coordinates(call):
 
 
 def _adapt(model, config):
-    """As in ComfyUI, attention's norms have its epsilon, rotary tables are those that the file's metadata says, and
-    each stream's gate is of the other's latest time.
-    """
-    if (config["gated_attn"], not config["use_prompt_embeddings"]) != tuple(config[f"_{name}"] for name in SAID):
-        raise CheckpointError("Use the publisher's file: this LTX-2 file's metadata says otherwise than its tensors "
-                              f"what model it is ({', '.join(SAID)}), as they are another file's, or lost.")
-    now, forward = [], model.forward
+    """As in ComfyUI: use its epsilon in the norms of attention, rotary tables as set by the file's metadata, and for
+    the gate of each stream the latest timestep of the other."""
+    if (config["gated_attn"],
+        not config["use_prompt_embeddings"]) != tuple(config[f"_{name}"] for name in FROM_TENSORS):
+        raise CheckpointError("Use the publisher's file: the metadata of this LTX-2 file contradicts its tensors "
+                              f"({', '.join(FROM_TENSORS)}), as if it were missing or from another file.")
+    now, forward, norms_again = [], model.forward, [False]
+    for block in model.transformer_blocks:
+        choose_block(block, lambda: norms_again[0])
     for module in model.modules():
         if "rope_type" in vars(module):
             module.rope_type = config["_rope_type"]
@@ -87,13 +91,14 @@ def _adapt(model, config):
         if hasattr(module, "to_q"):
             module.norm_q.eps = module.norm_k.eps = 1e-5
 
-    def forward_at(*, most_times, num_references, **inputs):
-        now[:] = [most_times]
+    def forward_at(*, most_times, num_references, is_normed_again, **inputs):
+        now[:], norms_again[:] = [most_times], [is_normed_again]
         if not num_references:
             return (forward(**inputs),)
         audio = inputs["audio_hidden_states"]
-        places = places_after_reference(model.audio_rope, num_references, audio.shape[1], len(audio), audio.device)
-        video, audio = forward(**inputs, audio_coords=places)
+        positions = positions_after_reference(model.audio_rope, num_references, audio.shape[1], len(audio),
+                                              audio.device)
+        video, audio = forward(**inputs, audio_coords=positions)
         return ((video, audio[:, num_references:]),)
     model.forward = forward_at
 
@@ -114,9 +119,9 @@ def _adapt(model, config):
 
 
 LTX2 = dataclasses.replace(
-    LTX, name="LTX-2", title="LTX-2 video and sound", transformer="LTX2VideoTransformer3DModel",
+    LTX, name="LTX-2", title="LTX-2 video and audio", transformer="LTX2VideoTransformer3DModel",
     recognise=lambda shapes: IS_LTX(shapes) and has("audio_adaln_single.linear.weight")(shapes),
-    refusals=(because("it lacks the attentions between video and sound", _lacks_audio),
+    refusals=(because("it lacks the attention layers between video and audio", _lacks_audio),
               because("it projects its text by one layer before the connectors", _projects_early)),
     config=config_of(
         **{name: rule for name, rule in LTX.config.rules.items()
@@ -124,15 +129,17 @@ LTX2 = dataclasses.replace(
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
     settings=LTX.settings | SETTINGS, convert=KEYS, adapt_model=_adapt, config_from_tensors=("_text_width",),
     **CONNECTORS,
-    conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None},
+    conditioning=LTX.conditioning | {"context": "_text_width", "ref_audio": None, AGAIN: None},
     unfold=lambda conditioning: unfold(LTX.unfold(conditioning)), ignored=(*LTX.ignored, "audio_denoise_mask"),
-    parts={"audio": unpack_audio}, split_parts=split_parts, call_shapes=call_shapes, lengths={"audio": num_audio},
+    components={"audio": unpack_audio}, split_components=split_components, call_shapes=call_shapes,
+    lengths={"audio": num_audio},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],
+        "is_normed_again": lambda call: AGAIN in call.conditioning,
         "video_coords": _coordinates},
-    activation_factors={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4,
-          "held": 7.45, "block": 13.7, "exchange": 12.7, "keys": 3.0},
+    activation_factors={"alone": 21.5, "residual": 12.6, "whole": 17.5, "outside": 9.4, "held": 7.45, "block": 13.7,
+                        "exchange": 12.7, "keys": 3.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_fraction=0.78,
                           patched="double"),),
@@ -142,15 +149,16 @@ LTX2 = dataclasses.replace(
         of_heads=("query_rotary_emb", "key_rotary_emb"),
         cacheable={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
         cacheable_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         LTX.test_config.config | {f"_{name}": value
-                           for name, value in ({name: values[0] for name, values in SETTINGS.items()} | SAYS).items()}
+                                  for name, value in ({name: values[0] for name,
+                                                       values in SETTINGS.items()} | PUBLISHED_SETTINGS).items()}
         | {
             "_text_width": 48, "use_prompt_embeddings": True, "gated_attn": False, "num_layers": 3,
             "audio_in_channels": 32,
             "audio_out_channels": 32, "audio_num_attention_heads": 4, "audio_attention_head_dim": 4,
             "audio_cross_attention_dim": 16},
-        "comfy.ldm.lightricks.av_model:LTXAVModel", LTX.test_config.arguments | SAYS | {
+        "comfy.ldm.lightricks.av_model:LTXAVModel", LTX.test_config.arguments | PUBLISHED_SETTINGS | {
             "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "caption_channels": 24,
             "connector_attention_head_dim": 4, "connector_num_attention_heads": 6, "connector_num_layers": 1},
         more={"apply_gated_attention": True, "cross_attention_adaln": True}))

@@ -1,20 +1,18 @@
-"""LTX-2's sound, a stream of tokens beside the video's: what a file says of it, how a call hands it over,
-what the forward is given. Before its own tokens it has those of a reference, whose voice it is to have: without noise,
-and at times that end before the video begins.
-"""
+"""LTX-2's audio stream: config rules, latent component, and arguments of the forward. A reference voice precedes the
+audio's own tokens, without noise and at times that end before the video begins."""
 
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.inputs import given, has, size, text_mask
+from .common.inputs import from_conditioning, has, size, text_mask
 from .common.ltx_tokens import NUM_HEADS
 from .common.plan import TokenArgument
 
 VIDEO, AUDIO, FREQUENCIES = ("image",), ("audio",), 16
-FRAMES_A_TOKEN, SOUNDS_A_FRAME = 8, 25 / 24
+FRAMES_A_TOKEN, AUDIO_TOKENS_A_FRAME = 8, 25 / 24
 HAS_PROJECTION = has("caption_projection.linear_2.weight")
 
-# tables are of all heads at once, or of each
+# tables are for all heads at once, or for each head
 TOKENS = {
     **dict.fromkeys(("temb", "temb_ca_scale_shift"), TokenArgument(1, VIDEO)),
     **dict.fromkeys(("temb_audio", "temb_ca_audio_scale_shift"), TokenArgument(1, AUDIO)),
@@ -27,9 +25,9 @@ SETTINGS = {
     "av_ca_timestep_scale_multiplier": (1.0, 1000.0), "apply_gated_attention": (False, True),
     "caption_proj_before_connector": (False, True), "caption_projection_first_linear": (True, False),
     "cross_attention_adaln": (False, True)}
-SAYS = {"causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split",
-        "frequencies_precision": "float64",
-        "av_ca_timestep_scale_multiplier": 1000.0}             # the metadata of published files
+PUBLISHED_SETTINGS = {"causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split",
+                      "frequencies_precision": "float64",
+                      "av_ca_timestep_scale_multiplier": 1000.0}             # metadata of published files
 RULES = {
     "audio_in_channels": size("audio_patchify_proj.weight", 1), "audio_out_channels": size("audio_proj_out.weight", 0),
     "audio_num_attention_heads": NUM_HEADS,
@@ -40,42 +38,44 @@ RULES = {
     **dict.fromkeys(("cross_attn_mod", "audio_cross_attn_mod"), has("prompt_adaln_single.linear.weight"))}
 
 
-def split_parts(latents, times, config, options):
-    """The video, its timestep, and of this call: the sound, (B, C, T, F), its times, and the latest time of each."""
+def split_components(latents, times, config, options):
+    """Return the video, its timestep, and for this call the audio (B, C, T, F), its timesteps, and the latest
+    timestep of each."""
     video, *audio = latents
     times = times if isinstance(times, tuple) else (times, times)
     channels = config["audio_in_channels"] // FREQUENCIES
     if (len(audio) > 1 or any(audio.ndim != 4 or audio.shape[1::2] != (channels, FREQUENCIES) or 0 in audio.shape
-                               for audio in audio)):
-        raise ConfigError("Make them with the nodes for LTX-2's latents, and join them with LTXVConcatAVLatent: the "
-                          f"latent has parts of the shapes {', '.join(str(tuple(part.shape)) for part in latents)}, "
-                          f"and LTX-2 works on a video and a sound of (batch, {channels}, length, {FREQUENCIES}).")
+                              for audio in audio)):
+        raise ConfigError("Make video and audio with the nodes for LTX-2's latents, and join them with "
+                          "LTXVConcatAVLatent: the latent's components have the shapes "
+                          f"{', '.join(str(tuple(part.shape)) for part in latents)}, and LTX-2 needs a video and audio "
+                          f"of (batch, {channels}, length, {FREQUENCIES}).")
     most = torch.stack([part.max() for part in times])[None]
     return video, times[0], dict(zip(("audio",), audio)) | {"audio_times": times[1], "most_times": most}
 
 
 def call_shapes(config, shape, length=None):
-    """{name: shape} of what split_parts makes, for a video of this shape. length: of the sound; None: as long as the
-    video; 0: there is none."""
+    """Shapes of what split_components returns, {name: shape}, for a video of this shape. length: of the audio; None:
+    as long as the video; 0: no audio."""
     if length is None:
-        length = round(shape[2] * FRAMES_A_TOKEN * SOUNDS_A_FRAME)
+        length = round(shape[2] * FRAMES_A_TOKEN * AUDIO_TOKENS_A_FRAME)
     audio = {"audio": (shape[0], config["audio_in_channels"] // FREQUENCIES, length, FREQUENCIES)} if length else {}
     return audio | {"audio_times": (shape[0],), "most_times": (1, 2)}
 
 
 def unfold(conditioning):
-    """With the tokens of a reference, (1 or B, T, C F), by themselves."""
+    """Replace the reference voice by its tokens, (1 or B, T, C F)."""
     reference = conditioning.get("ref_audio")
     return conditioning | {"ref_audio": reference["tokens"]} if isinstance(reference, dict) else conditioning
 
 
 def num_references(conditioning):
-    """Tokens of the reference; 0 without one."""
+    """Number of tokens of the reference voice; 0 without one."""
     return conditioning["ref_audio"].shape[1] if "ref_audio" in conditioning else 0
 
 
 def num_audio(conditioning):
-    """Tokens of sound, with those of the reference; where there are none, one that nothing reads."""
+    """Number of audio tokens, including the reference's. Without audio there is one token, which nothing attends to."""
     own = conditioning["audio"].shape[2] if "audio" in conditioning else 0
     return own + num_references(conditioning) or 1
 
@@ -93,16 +93,16 @@ def _tokens(call):
     if _is_silent(call):
         return call.latent.new_zeros(len(call.latent), 1, width)
     if reference is not None and (reference.ndim != 3 or reference.shape[2] != width):
-        raise ConfigError("Encode the reference sound with LTX-2's audio VAE: its tokens have the shape "
-                          f"{tuple(reference.shape)}, and this model's are (batch, length, {width}).")
-    pieces = [] if reference is None else [reference.expand(len(call.latent), -1, -1)]
+        raise ConfigError("Encode the reference audio with LTX-2's audio VAE: its tokens have the shape "
+                          f"{tuple(reference.shape)}, and this model needs (batch, length, {width}).")
+    tokens = [] if reference is None else [reference.expand(len(call.latent), -1, -1)]
     if "audio" in call.conditioning:
-        pieces.append(call.conditioning["audio"].transpose(1, 2).flatten(2))  # (B, C, T, F) -> (B, T, C * F)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        tokens.append(call.conditioning["audio"].transpose(1, 2).flatten(2))  # (B, C, T, F) -> (B, T, C * F)
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens, 1)
 
 
 def _times(call):
-    """(B,), or one for each token, (B, T, 1) or (B, T): a reference is at time zero."""
+    """Timesteps (B,), or one per token, (B, T, 1) or (B, T); a reference is at timestep zero."""
     times, count = call.conditioning["audio_times"], num_references(call.conditioning)
     if not count:
         return times
@@ -111,22 +111,22 @@ def _times(call):
 
 
 def _most_times(call):
-    """(B or 1, 2): the video's latest time, and the sound's, which is 0 of a reference alone."""
-    most = given("most_times")(call)
+    """The latest timesteps of video and audio, (B or 1, 2); 0 for audio that is only a reference."""
+    most = from_conditioning("most_times")(call)
     is_alone = "ref_audio" in call.conditioning and "audio" not in call.conditioning
     return most * most.new_tensor([1, 0]) if is_alone else most
 
 
-def places_after_reference(rope, count, num_tokens, batch, device):
-    """(B, 1, T, 2): the seconds at which each token begins and ends, after a reference of so many tokens, which ends
-    a token's length before 0. rope: diffusers' of the sound."""
+def positions_after_reference(rope, count, num_tokens, batch, device):
+    """Seconds at which each token begins and ends, (B, 1, T, 2), where the first `count` tokens are a reference,
+    which ends one token's length before 0. rope: diffusers' rotary embedding of the audio."""
     reference, own = (rope.prepare_audio_coords(batch, length, device) for length in (count, num_tokens - count))
     a_token = rope.scale_factors[0] * rope.hop_length / rope.sampling_rate
     return torch.cat([reference - (reference[0, 0, -1, 1].item() + a_token), own], 2)
 
 
 def _latest(times):
-    """(B,), of all of an image's tokens."""
+    """The latest timestep of an image's tokens, (B,)."""
     return 1000 * (times if times.ndim == 1 else times.flatten(1).max(1).values)
 
 

@@ -1,17 +1,17 @@
-"""LTX-2's connectors, with which ComfyUI prepares its text, and what a diffusers folder says of them and of the model.
-For ltx2.py."""
+"""LTX-2's diffusers folders: names of the connectors' tensors, with which ComfyUI processes the text, and settings
+of the connectors and the model."""
 
 import re
 
-# ComfyUI's words, diffusers'
-CONNECTORS_SAY = {"connector": "video_connector", "audio_connector": "audio_connector"}
+# ComfyUI's prefix -> diffusers'
+CONNECTOR_NAMES = {"connector": "video_connector", "audio_connector": "audio_connector"}
 SIZES = ("attention_head_dim", "cross_attention_dim", "caption_channels", "audio_attention_head_dim",
          "audio_cross_attention_dim")
 
 
 def connectors_name(name):
-    """ComfyUI's name of a tensor of a folder's connectors.
-    What projects Gemma's states before them is its text encoder's."""
+    """ComfyUI's name of a tensor of a folder's connectors. The projection of Gemma's hidden states before them
+    belongs to the text encoder."""
     if not name.startswith(("video_connector.", "audio_connector.")):
         return None
     name = name.replace("_connector.", "_embeddings_connector.",
@@ -20,11 +20,11 @@ def connectors_name(name):
 
 
 def folder_metadata(folder):
-    """The words of the metadata for what config.json says;
-    positions are of the middle of a frame in diffusers' model."""
+    """A folder's config.json as the metadata of a single file. Positions are the middle of a frame in diffusers'
+    model."""
     config, connectors, early = folder.config, folder.extra_parts.get("connectors", {}), not folder.config.get(
         "use_prompt_embeddings", True)
-    sizes = {f"{ours}_{size}": connectors[f"{theirs}_{size}"] for ours, theirs in CONNECTORS_SAY.items()
+    sizes = {f"{ours}_{size}": connectors[f"{theirs}_{size}"] for ours, theirs in CONNECTOR_NAMES.items()
              for size in ("attention_head_dim", "num_attention_heads", "num_layers")
              if f"{theirs}_{size}" in connectors}
     return sizes | {key: config[key] for key in SIZES if key in config} | {

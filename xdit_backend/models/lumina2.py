@@ -1,16 +1,16 @@
-"""Lumina-Image 2.0: picture refined alone, text alone, then one sequence of both, text first;
-grouped-query attention."""
+"""Lumina-Image 2.0: image and text refined separately, then one sequence of both, text first; grouped-query
+attention."""
 
 import torch
 
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, all_text, blocks, config_of, given, has, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, all_text, blocks, config_of, from_conditioning, has, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import complex_rotations, with_rotations
 
-LATENT, BOTH, PICTURE, SEQUENCE = Unpacked((2, 2)), ("text", "image"), TokenArgument(1, ("image",)), TokenArgument(
+LATENT, BOTH, IMAGE, SEQUENCE = Unpacked((2, 2)), ("text", "image"), TokenArgument(1, ("image",)), TokenArgument(
     1, ("text", "image"))
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)
 
@@ -32,14 +32,14 @@ def _num_heads(shapes):
 
 
 def _adapt(model, config):
-    """Where places are moved, those of the picture are, whose tokens come after the text's: they alone have the
-    highest frame."""
+    """Scale and shift the positions of the image's tokens, which come after the text's and alone have the highest
+    frame."""
     rope = model.rope_embedder
 
     def rotations(ids, scales):
-        places, is_image = ids.double(), ids[..., :1] == ids[..., :1].amax(1, keepdim=True)
-        moved = torch.cat([places[..., :1], places[..., 1:] * scales[1:, 0] + scales[1:, 1]], -1)
-        return complex_rotations(torch.where(is_image, moved, places), rope.axes_dim, rope.theta)
+        positions, is_image = ids.double(), ids[..., :1] == ids[..., :1].amax(1, keepdim=True)
+        scaled = torch.cat([positions[..., :1], positions[..., 1:] * scales[1:, 0] + scales[1:, 1]], -1)
+        return complex_rotations(torch.where(is_image, scaled, positions), rope.axes_dim, rope.theta)
     model.forward = with_rotations(model, model.forward, rope, "_get_freqs_cis", rotations)
 
 
@@ -60,25 +60,25 @@ LUMINA2 = Family(
     num_key_heads=lambda config: config["num_kv_heads"],
     conditioning={"context": "cap_feat_dim", "rope_scales": None},
     ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
-    arguments={"hidden_states": LATENT, "timestep": timestep(-1, 1), "encoder_hidden_states": given("context"),
-               "encoder_attention_mask": all_text, "rope_scales": given("rope_scales")},
+    arguments={"hidden_states": LATENT, "timestep": timestep(-1, 1),
+               "encoder_hidden_states": from_conditioning("context"), "encoder_attention_mask": all_text,
+               "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 26.5, "residual": 6.5, "whole": 11.4, "outside": 4.5, "held": 1.45, "block": 25.2,
-                        "exchange": 17.0,
-          "own": 0.0},
+                        "exchange": 17.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "num_refiner_layers", streams={"hidden_states": "image"},
-                          attention={"attn": ("image",)}, tokens={"image_rotary_emb": PICTURE}),
+                          attention={"attn": ("image",)}, tokens={"image_rotary_emb": IMAGE}),
                 BlockList("layers", "layers.", returns=(BOTH,))),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, tokens={"image_rotary_emb": SEQUENCE},
-        positions={"rope_embedder": Cut((None, None, PICTURE, SEQUENCE, None, None))},
+        positions={"rope_embedder": Cut((None, None, IMAGE, SEQUENCE, None, None))},
         cacheable={"norm1.linear": "step"},
         cacheable_outside={"time_caption_embed.caption_embedder": "run", "context_refiner": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 2, "in_channels": 4, "out_channels": 4, "hidden_size": 48, "num_layers": 2,
-         "num_refiner_layers": 2,
-         "num_attention_heads": 4, "num_kv_heads": 2, "axes_dim_rope": (4, 4, 4), "cap_feat_dim": 24, "multiple_of": 8},
+         "num_refiner_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2, "axes_dim_rope": (4, 4, 4),
+         "cap_feat_dim": 24, "multiple_of": 8},
         "comfy.ldm.lumina.model:NextDiT",
         {"in_channels": 16, "dim": 192, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 2,
-         "cap_feat_dim": 48,
-         "axes_dims": [16, 16, 16], "axes_lens": [300, 512, 512], "qk_norm": True}, detected="Lumina2"),
+         "cap_feat_dim": 48, "axes_dims": [16, 16, 16], "axes_lens": [300, 512, 512],
+         "qk_norm": True}, detected="Lumina2"),
 )

@@ -1,50 +1,51 @@
-"""Mage-Flow and Mage-Flow-Edit, ComfyUI's own module: Qwen-Image's blocks over single pixels of the latent, text that
-is not rotated; pictures count from their middle, and reference pictures follow as further frames."""
+"""Mage-Flow and Mage-Flow-Edit, ComfyUI's own module: Qwen-Image's blocks over single latent pixels, with text that
+is not rotated. Image positions count from the centre, and reference images follow as further frames."""
 
 from types import MethodType
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import Unpacked, blocks, config_of, has, size
-from .common.native_module import handed_on, num_reference_tokens, same_names, whole_references
+from .common.native_module import batched_references, native_arguments, num_reference_tokens, same_names
 from .common.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, PICTURES, ALL = Unpacked((1, 1)), ("image", "reference"), ("text", "image", "reference")
+LATENT, IMAGES, ALL = Unpacked((1, 1)), ("image", "reference"), ("text", "image", "reference")
 NATIVE, NORM = "comfy.ldm.mage_flow.model:MageFlowTransformer2DModel", "transformer_blocks.0.attn.norm_q.weight"
 NAMES = has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight", NORM)
 
 
 def is_mage_flow(shapes):
-    """Is it one, of files with the names of Qwen-Image? By the width of its text."""
+    """Whether a file with Qwen-Image's names is Mage-Flow, by the width of its text."""
     return shapes["txt_norm.weight"][0] == 2560
 
 
 def _axes(shapes):
-    """Of a head, what turns by frames, rows and columns: (16, 56, 56) of 128."""
+    """Head channels rotated by frames, rows and columns: (16, 56, 56) of 128."""
     head, side = shapes[NORM][0], shapes[NORM][0] * 7 // 32 * 2
     return head - 2 * side, side, side
 
 
 def _positions(module, forward, rows, tokens, args, kwargs):
-    """Of the whole picture, whose rows count from its middle; of a reference, which has an index, as they are."""
+    """Positions of the full image, whose rows count from its centre; those of a reference, which has an index, are
+    unchanged."""
     tokens_of_it, ids, sizes = forward(*args, **kwargs)
     if not kwargs:
-        own, whole = sizes[0], rows.whole_token_rows
-        first_row = rows.first_token * whole // rows.num_tokens
-        moved = first_row + (own - own // 2) - (whole - whole // 2)
-        ids = torch.stack([ids[..., 0], ids[..., 1] + moved, ids[..., 2]], -1)
+        own, num_rows = sizes[0], rows.whole_token_rows
+        first_row = rows.first_token * num_rows // rows.num_tokens
+        shift = first_row + (own - own // 2) - (num_rows - num_rows // 2)
+        ids = torch.stack([ids[..., 0], ids[..., 1] + shift, ids[..., 2]], -1)
     return tokens_of_it, ids, sizes
 
 
 def _adapt(model, config):
-    """A block whose text is a stand-in has a row of positions for it."""
+    """Give blocks a row of positions for a placeholder text."""
     for block in model.transformer_blocks:
-        block.forward = MethodType(_with_stand_in, block)
+        block.forward = MethodType(_with_placeholder, block)
 
 
-def _with_stand_in(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb,
-                   transformer_options=None):
+def _with_placeholder(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb,
+                      transformer_options=None):
     lacking = hidden_states.shape[1] + encoder_hidden_states.shape[1] - image_rotary_emb.shape[2]
     if lacking:
         image_rotary_emb = torch.cat([image_rotary_emb[:, :, :lacking], image_rotary_emb], 2)
@@ -52,8 +53,8 @@ def _with_stand_in(self, hidden_states, encoder_hidden_states, encoder_hidden_st
                               image_rotary_emb, transformer_options=transformer_options)
 
 
-TINY = {"in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
-        "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6)}
+SMALL = {"in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
+         "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6)}
 
 MAGE_FLOW = Family(
     name="Mage-Flow", title="Mage-Flow, Mage-Flow-Edit", transformer=NATIVE,
@@ -67,16 +68,17 @@ MAGE_FLOW = Family(
     convert=same_names, latent=LATENT, time_scale=1.0, unsupported_dtypes=("float16",), adapt_model=_adapt,
     conditioning={"context": "joint_attention_dim", "ref_latents": None},
     lengths={"reference": num_reference_tokens(LATENT)}, ignored=("ref_latents_method",),
-    arguments=handed_on(LATENT, "context", ref_latents=whole_references),
+    arguments=native_arguments(LATENT, "context", ref_latents=batched_references),
     num_channels=lambda config: config["in_channels"], pixels=lambda config: (1, 16, 16),
     activation_factors={"alone": 11.3, "residual": 3.37, "whole": 5.0, "outside": 2.6, "held": 1.33, "block": 10.67,
-          "exchange": 15.87, "attends": 7.96, "entered": 1.08},
+                        "exchange": 15.87, "attends": 7.96, "entered": 1.08},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", PICTURES), image_fraction=0.5,
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGES), image_fraction=0.5,
                           control="input", patched="double"),),
-        streams={"hidden_states": PICTURES, "encoder_hidden_states": "text"}, attention={"attn": ALL},
+        streams={"hidden_states": IMAGES, "encoder_hidden_states": "text"}, attention={"attn": ALL},
         needs_text=True, tokens={"image_rotary_emb": TokenArgument(2, ALL)}, positions={"process_img": _positions},
         cacheable={"img_mod.1": "step", "txt_mod.1": "step"}, cacheable_outside={"txt_in": "run"}),
-    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 128, "out_channels": 128, "joint_attention_dim": 2560},
-              detected="MageFlow"),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {"in_channels": 128, "out_channels": 128,
+                                                    "joint_attention_dim": 2560},
+                            detected="MageFlow"),
 )

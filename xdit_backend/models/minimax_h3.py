@@ -1,31 +1,41 @@
-"""MiniMax H3: video and sound in one sequence with the text and with what a workflow gives; each token is modulated by
-its kind and its time. Sound has a schedule of its own."""
+"""MiniMax H3: video and audio in one sequence with text, keyframes and references. Each token is modulated by its
+kind and its timestep. Audio has its own noise schedule."""
 
 from types import MethodType
 
 import torch
 from torch import nn
 
-from .common.family import Family, Tiny
-from .common.inputs import blocks, config_of, given, has, needs_diffusers, optional_size, size, type_of_arithmetic
+from .common.family import Family, SmallConfig
+from .common.inputs import (
+    blocks,
+    compute_dtype_of,
+    config_of,
+    from_conditioning,
+    has,
+    needs_diffusers,
+    optional_size,
+    size,
+)
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
-from .common.split_linear import halve
+from .common.split_linear import split_linears
 from .minimax_h3_sequence import (
     LATENT,
     SHIFTS,
+    audio_tokens,
     call_shapes,
     indices,
-    num_given,
-    num_sounds,
+    num_audio_tokens,
+    num_reference_tokens,
     positions,
-    sound_tokens,
-    split_parts,
+    rescale_audio,
+    split_components,
     tags,
     time_rows,
     times,
     unfold,
-    unpack_sound,
+    unpack_audio,
     video_tokens,
 )
 from .minimax_h3_time_curve import ComputesIn, TimeCurve
@@ -43,18 +53,18 @@ KEYS = table(
     (r"\.attn\.qkv_proj\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v."), (1, 1, 1)),
     (r"\.attn\.([qk])_norm\.", r".attn.norm_\1."), (r"\.attn\.out_proj\.", ".attn.to_out.0."),
     (r"\.mlp\.fc1\.", (".ff.net.0.proj.1.", ".ff.net.0.proj.0."), (1, 1)), (r"\.mlp\.fc2\.", ".ff.net.2."))
-WIDE = ("proj_in", "audio_proj_in", "proj_out", "audio_proj_out")              # float32, whatever the rest is
+WIDE = ("proj_in", "audio_proj_in", "proj_out", "audio_proj_out")              # float32, whatever the dtype of the rest
 
 
 def _of_times(shapes):
-    """The shape of what embeds times; of a curve, which has none, that of the published model."""
+    """Shape of the timestep embedder's first weight; of the published model for files with a curve instead."""
     return shapes.get("time_embedder.proj_in.weight", (5376, 256))
 
 
 def _modulations(self, temb):
-    """Of a block by the coordinates of a time, which are what its layer takes; in float32, as ComfyUI's."""
-    parts = self.linear(temb).view(-1, 6 * self.hidden_size)
-    return parts.to(self.arithmetic()).chunk(6, -1)
+    """A block's modulations from the curve coordinates of a timestep, in float32 like ComfyUI's."""
+    modulations = self.linear(temb).view(-1, 6 * self.hidden_size)
+    return modulations.to(self.arithmetic()).chunk(6, -1)
 
 
 def _last_norm(self, hidden_states, temb, timestep_indices):
@@ -63,15 +73,15 @@ def _last_norm(self, hidden_states, temb, timestep_indices):
 
 
 def _adapt(model, config):
-    """Tables of positions are the file's; what is gated and its gate are two layers; the time is rounded as in
-    ComfyUI, or is a curve's; of the sound, what is predicted of it alone is taken, by the slope of its schedule."""
-    halve(model, GATED)
+    """Use the file's rotary frequencies, split gated linears, and ComfyUI's rounding of timesteps or the file's time
+    curve. Return only the generated audio's prediction, scaled by the slope of its schedule."""
+    split_linears(model, GATED)
     if config.get("_has_frequencies"):
         model.rope.register_buffer("inv_freq", model.rope.inv_freq)
-    wide, dtype, forward = [*WIDE], type_of_arithmetic(model), model.forward
+    wide, dtype, forward = [*WIDE], compute_dtype_of(model), model.forward
     if config.get("_curve_points"):
-        model.time_proj, model.time_embedder = nn.Identity(), TimeCurve(config["_curve_points"],
-                                                                       config["time_embed_dim"])
+        model.time_proj = nn.Identity()
+        model.time_embedder = TimeCurve(config["_curve_points"], config["time_embed_dim"])
         for block in model.transformer_blocks:
             block.adaln_proj.arithmetic = dtype
             block.adaln_proj.forward = MethodType(_modulations, block.adaln_proj)
@@ -90,18 +100,18 @@ def _adapt(model, config):
         model.get_submodule(path)._diffusers_hook = ComputesIn(
             (lambda: torch.promote_types(dtype(), torch.float32)) if is_wide else dtype)
 
-    def forward_of_parts(*, num_sounds, slope, **inputs):
+    def forward_of_components(*, num_audio_tokens, slope, **inputs):
         video, audio = forward(**inputs)
-        return ((video, audio[:, :num_sounds] * slope),)
-    model.forward = forward_of_parts
+        return ((video, audio[:, :num_audio_tokens] * slope),)
+    model.forward = forward_of_components
 
 
-TINY = {"num_attention_heads": 8, "attention_head_dim": 16, "hidden_size": 64, "num_layers": 4,
-        "num_refiner_layers": 1, "ffn_dim": 256, "in_channels": 4, "audio_in_channels": 6, "text_dim": 24,
-        "freq_dim": 16, "time_embed_hidden_dim": 32, "time_embed_dim": 20, "rope_freq_dim": 2}
+SMALL = {"num_attention_heads": 8, "attention_head_dim": 16, "hidden_size": 64, "num_layers": 4,
+         "num_refiner_layers": 1, "ffn_dim": 256, "in_channels": 4, "audio_in_channels": 6, "text_dim": 24,
+         "freq_dim": 16, "time_embed_hidden_dim": 32, "time_embed_dim": 20, "rope_freq_dim": 2}
 
 MINIMAX_H3 = Family(
-    name="MiniMax H3", title="MiniMax H3 video and sound", transformer="MiniMaxH3Transformer3DModel",
+    name="MiniMax H3", title="MiniMax H3 video and audio", transformer="MiniMaxH3Transformer3DModel",
     recognise=has(NORM, "video_patch_proj.weight", "audio_patch_proj.weight", "final_layer.adaln_proj.linear.weight"),
     refusals=(needs_diffusers("0.40"),), config=config_of(
         num_attention_heads=lambda shapes: shapes["blocks.0.attn.qkv_proj.weight"][0] // 3 // shapes[NORM][0],
@@ -114,20 +124,22 @@ MINIMAX_H3 = Family(
         _has_frequencies=has("rope.inv_freq"), _curve_points=optional_size(CURVE, 0)),
     convert=KEYS, split_linears=GATED, marker_tensors={"rope_freq_dim": "rope.inv_freq"},
     latent=LATENT, sign=-1.0, adapt_model=_adapt, unsupported_dtypes=("float16",),
-    conditioning={"context": "text_dim", **dict.fromkeys(("token_tags", "first_frame", "last_frame", "ref_videos",
-                                                          "ref_sounds"))},
-    unfold=unfold, split_parts=split_parts, call_shapes=call_shapes, options=tuple(SHIFTS),
-    parts={"audio": unpack_sound}, lengths={"audio": num_sounds, "reference": num_given},
-    arguments={"hidden_states": video_tokens, "audio_hidden_states": sound_tokens,
-               "encoder_hidden_states": given("context"), "timestep": times, "timestep_indices": time_rows,
+    conditioning={"context": "text_dim", **dict.fromkeys(("token_tags", "keyframes", "keyframe_audios",
+                                                          "keyframe_indices", "keyframe_audio_indices", "ref_videos",
+                                                          "ref_audios"))},
+    counts=("keyframe_indices", "keyframe_audio_indices"),
+    unfold=unfold, rescale_components=rescale_audio, split_components=split_components, call_shapes=call_shapes,
+    options=tuple(SHIFTS),
+    components={"audio": unpack_audio}, lengths={"audio": num_audio_tokens, "reference": num_reference_tokens},
+    arguments={"hidden_states": video_tokens, "audio_hidden_states": audio_tokens,
+               "encoder_hidden_states": from_conditioning("context"), "timestep": times, "timestep_indices": time_rows,
                "token_tags": tags, "position_ids": positions, "video_indices": indices("video"),
-               "audio_indices": indices("sound"), "text_indices": indices("text"),
-               "num_sounds": lambda call: num_sounds(call.conditioning),
+               "audio_indices": indices("audio"), "text_indices": indices("text"),
+               "num_audio_tokens": lambda call: num_audio_tokens(call.conditioning),
                "slope": lambda call: call.conditioning["audio_slope"].view(-1, 1, 1)},
-    # heads are wider than hidden states, by a third
+    # all heads together are a third wider than the hidden states
     activation_factors={"alone": 16.75, "residual": 6.06, "outside": 7.6, "held": 2.5, "block": 14.11,
-                        "exchange": 20.37,
-          "keys": 2.67, "own": 0.0},
+                        "exchange": 20.37, "keys": 2.67, "own": 0.0},
     width=lambda config: config["hidden_size"], num_channels=lambda config: config["in_channels"],
     in_channels=lambda config: 4 * config["in_channels"], pixels=lambda config: (4, 16, 16),
     plan=ModelPlan(
@@ -135,8 +147,9 @@ MINIMAX_H3 = Family(
         streams={"hidden_states": ALL}, attention={"attn": ALL}, outputs=("image", "audio"), needs_text=True,
         tokens={"adaln_indices": TokenArgument(0, ALL), "rotary_emb": TokenArgument(0, ALL)},
         cacheable={"adaln_proj": "step"}, cacheable_outside={"context_embedder": "run", "token_refiner": "run"}),
-    test_config=Tiny(TINY, "comfy.ldm.minimax.model:MiniMaxH3Model",
-              {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1, "num_attention_heads": 8,
-               "attention_head_dim": 16, "ffn_hidden_size": 256, "text_dim": 24, "timestep_input_dim": 16,
-               "time_embed_hidden_size": 32, "time_embed_dim": 20, "rope_inv_freq_len": 2}),
+    test_config=SmallConfig(SMALL, "comfy.ldm.minimax.model:MiniMaxH3Model",
+                            {"hidden_size": 64, "num_layers": 4, "token_refiner_num_layers": 1,
+                             "num_attention_heads": 8, "attention_head_dim": 16, "ffn_hidden_size": 256, "text_dim": 24,
+                             "timestep_input_dim": 16, "time_embed_hidden_size": 32, "time_embed_dim": 20,
+                             "rope_inv_freq_len": 2}),
 )

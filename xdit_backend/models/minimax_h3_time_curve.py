@@ -1,12 +1,12 @@
-"""MiniMax H3's times: the curve by which published files embed them, and the types that its modules compute in."""
+"""MiniMax H3's timestep embedding: the curve that published files may have, and the compute dtypes of modules."""
 
 import torch
 from torch import nn
 
 
 class TimeCurve(nn.Module):
-    """What published files can have in the place of the embedding of times: points of its curve from time 0 to 1, as
-    coordinates of what it spans."""
+    """A tabulated timestep embedding: points of its curve from time 0 to 1, as coordinates of the space that it
+    spans."""
 
     def __init__(self, points, width):
         super().__init__()
@@ -14,13 +14,13 @@ class TimeCurve(nn.Module):
 
     def forward(self, times):
         """(M,) -> (M, width), float32."""
-        place = times.clamp(0, 1) * (len(self.table) - 1)
-        before = place.floor().long().clamp(max=len(self.table) - 2)
-        return torch.lerp(self.table[before], self.table[before + 1], (place - before)[:, None])
+        position = times.clamp(0, 1) * (len(self.table) - 1)
+        before = position.floor().long().clamp(max=len(self.table) - 2)
+        return torch.lerp(self.table[before], self.table[before + 1], (position - before)[:, None])
 
 
 class ComputesIn:
-    """What diffusers' forward asks modules for the type that they compute in, where it is not that of their weights."""
+    """Reports a module's compute dtype to diffusers' forward, where it is not that of its weights."""
 
     def __init__(self, dtype):
         self._dtype = dtype

@@ -1,5 +1,5 @@
-"""Mochi: two streams of unlike widths, image first, joint attention; the text's first tokens;
-learned frequencies of positions."""
+"""Mochi: two streams of different widths, image first, joint attention; the first text tokens only; learned position
+frequencies."""
 
 from types import MethodType
 
@@ -7,18 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import UnsupportedError
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import (
     Unpacked,
     all_text,
     blocks,
+    compute_dtype_of,
     config_of,
     even_sides,
-    given,
+    from_conditioning,
     has,
     size,
     text_mask,
-    type_of_arithmetic,
 )
 from .common.key_mapping import SWAPPED, table
 from .common.plan import BlockList, ModelPlan, TokenArgument
@@ -41,49 +41,49 @@ KEYS = table(
 
 
 def _convert(tensors, config):
-    """The last block's text has a norm of another class."""
+    """Rename the norm of the last block's text, which has another class."""
     last = f"transformer_blocks.{config['num_layers'] - 1}.norm1_context.linear"
     return {name.replace(f"{last}.", f"{last}_1."): tensor for name, tensor in KEYS(tensors, config).items()}
 
 
 def _num_text_tokens(conditioning):
-    """The text's first tokens, as many as are real, take part; the others are pooled with them alone."""
+    """Number of text tokens in attention: those up to the last real one. The others only take part in pooling."""
     number, length = conditioning.get("num_tokens"), conditioning["context"].shape[1]
     return length if number is None else min(length, int(number))
 
 
 def _text(call):
-    return given("context")(call)[:, :_num_text_tokens(call.conditioning)]
+    return from_conditioning("context")(call)[:, :_num_text_tokens(call.conditioning)]
 
 
 def _pooled_text(call):
-    """(B, T) bool: of these tokens, those that are pooled."""
+    """Mask of the text tokens that are pooled, (B, T) bool."""
     mask, count = text_mask(call), _num_text_tokens(call.conditioning)
     if mask is not None and mask[:, count:].any():
         raise UnsupportedError("Use a text encoder that pads at the end, or Load Diffusion Model: the conditioning's "
-                               "attention mask leaves out text tokens before the last real one, which xDiT does not "
-                               "run with Mochi.")
+                               "attention mask excludes text tokens before the last real one, which xDiT does not "
+                               "support for Mochi.")
     return (all_text(call) if mask is None else mask)[:, :count]
 
 
-def _whole_counts(rows, args, kwargs):
-    """The call of the positions' module for the whole latent: its frequencies, frames, rows and columns."""
+def _full_counts(rows, args, kwargs):
+    """The call's arguments for the full latent: frequencies, frames, rows and columns."""
     frequencies, *counts = args
     counts[rows.axis] = rows.whole_token_rows
     return [frequencies, *counts], kwargs
 
 
 def _adapt(model, config):
-    """ComfyUI turns heads and norms tokens in the type it computes in;
-    diffusers attends to each image's text by itself."""
+    """Compute rotations and norms in the compute dtype, as ComfyUI does, and attention for the batch at once;
+    diffusers attends to each image's text separately."""
     norms = {"MochiRMSNorm": _norm, "MochiModulatedRMSNorm": _scaled_norm, "MochiRMSNormZero": _first_norm}
-    dtype = type_of_arithmetic(model)
+    dtype = compute_dtype_of(model)
 
-    def turns(frequencies, positions):
+    def tables(frequencies, positions):
         frequencies = frequencies.to(dtype())
         angles = torch.einsum("nd,dhf->nhf", positions.to(frequencies), frequencies).flatten(1)
         return angles.cos(), angles.sin()
-    model.rope._create_rope = turns
+    model.rope._create_rope = tables
     for block in model.transformer_blocks:
         block.attn1.processor = _attend
     for module in model.modules():
@@ -109,15 +109,15 @@ def _attend(attn, image, encoder_hidden_states, attention_mask, image_rotary_emb
     def heads(tensor):
         return tensor.unflatten(2, (attn.heads, -1))           # (B, T, N, H)
 
-    def turned(tensor):
+    def rotated(tensor):
         cos, sin = (table.unflatten(1, (attn.heads, -1)) for table in image_rotary_emb)
         even, odd = tensor[..., 0::2], tensor[..., 1::2]
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(tensor.dtype)
 
     text = encoder_hidden_states
-    query = torch.cat([turned(attn.norm_q(heads(attn.to_q(image)))), attn.norm_added_q(heads(attn.add_q_proj(text)))],
+    query = torch.cat([rotated(attn.norm_q(heads(attn.to_q(image)))), attn.norm_added_q(heads(attn.add_q_proj(text)))],
                       1)
-    key = torch.cat([turned(attn.norm_k(heads(attn.to_k(image)))), attn.norm_added_k(heads(attn.add_k_proj(text)))], 1)
+    key = torch.cat([rotated(attn.norm_k(heads(attn.to_k(image)))), attn.norm_added_k(heads(attn.add_k_proj(text)))], 1)
     value = torch.cat([heads(attn.to_v(image)), heads(attn.add_v_proj(text))], 1)
     out = F.scaled_dot_product_attention(*(each.transpose(1, 2)
                                            for each in (query, key, value))).transpose(1, 2).flatten(2)
@@ -138,21 +138,19 @@ MOCHI = Family(
     arguments={"hidden_states": even_sides("Mochi", LATENT), "encoder_hidden_states": _text,
                "timestep": lambda call: 1000 * (1 - call.timestep), "encoder_attention_mask": _pooled_text},
     activation_factors={"alone": 16.6, "residual": 5.0, "whole": 8.2, "outside": 4.0, "held": 2.0, "block": 13.6,
-                        "exchange": 13.0,
-          "own": 0.0},
+                        "exchange": 13.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks.", returns=BOTH, image_fraction=0.7, patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn1": BOTH},
         tokens={"image_rotary_emb": TABLE}, masks={"encoder_attention_mask": ()}, of_heads=("image_rotary_emb",),
-        positions={"rope": Cut(TABLE, _whole_counts)},
+        positions={"rope": Cut(TABLE, _full_counts)},
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         cacheable_outside={"time_embed.pooler": "run", "time_embed.caption_proj": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": 2, "in_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
          "pooled_projection_dim": 32, "text_embed_dim": 24, "time_embed_dim": 16},
         "comfy.ldm.genmo.joint_model.asymm_models_joint:AsymmDiTJoint",
         {"depth": 3, "patch_size": 2, "num_heads": 6, "hidden_size_x": 192, "hidden_size_y": 96, "mlp_ratio_x": 64.0,
-         "mlp_ratio_y": 4.0,
-         "learn_sigma": False, "in_channels": 12, "qk_norm": True, "qkv_bias": False, "timestep_scale": 1000.0,
-         "use_t5": True, "t5_feat_dim": 64}, detected="GenmoMochi"),
+         "mlp_ratio_y": 4.0, "learn_sigma": False, "in_channels": 12, "qk_norm": True, "qkv_bias": False,
+         "timestep_scale": 1000.0, "use_t5": True, "t5_feat_dim": 64}, detected="GenmoMochi"),
 )

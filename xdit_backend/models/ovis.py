@@ -1,27 +1,28 @@
-"""Ovis-Image: Flux.1's blocks with gated feed-forwards; no guidance, no pooled text; text stands on the diagonal."""
+"""Ovis-Image: Flux.1's blocks with gated feed-forwards, without guidance and pooled text; text positions are on the
+diagonal."""
 
 import dataclasses
 
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.inputs import config_of, has, size
 from .common.key_mapping import table
-from .common.split_linear import halve
+from .common.split_linear import split_linears
 from .flux import BLOCKS, FLUX, LATENT
 from .longcat import LONGCAT
 
-GATED = "net.0.proj"                                           # in a block's feed-forwards
+GATED = "net.0.proj"                                           # path in a block's feed-forwards
 
-# the rest is as Flux.1's
+# other names are as in Flux.1
 KEYS = table((r"^time_in\.", "timestep_embedder."), (r"^txt_norm\.(?:scale|weight)$", "context_embedder_norm.weight"),
              (r"_mlp\.up_proj\.", "_mlp.0.0."), (r"_mlp\.gate_proj\.", "_mlp.0.1."), (r"_mlp\.down_proj\.", "_mlp.2."),
              (r"\.linear1\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v.", ".proj_mlp."), (1, 1, 1, 8)))
 
 
 def _adapt(model, config):
-    """ComfyUI's norm of the text has the smallest number of its type, where diffusers' has 1e-6. What is gated and its
-    gate are two layers there, which a file may hold in formats of their own."""
+    """Use the dtype's epsilon in the norm of the text, where diffusers has 1e-6, and split gated linears, as in
+    ComfyUI: a file may store gate and value in different formats."""
     model.context_embedder_norm.eps = None
-    halve(model, GATED)
+    split_linears(model, GATED)
 
 
 OVIS = dataclasses.replace(
@@ -37,5 +38,5 @@ OVIS = dataclasses.replace(
                                                   "block": 25.1, "exchange": 27.2},
     plan=dataclasses.replace(FLUX.plan, full_precision_inputs={"time_proj": (("timestep",), 1000.0)},
                              cacheable_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
-    test_config=Tiny(LONGCAT.test_config.config, FLUX.test_config.native,
-              LONGCAT.test_config.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))
+    test_config=SmallConfig(LONGCAT.test_config.config, FLUX.test_config.native,
+                            LONGCAT.test_config.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))

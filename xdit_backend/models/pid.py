@@ -1,5 +1,5 @@
-"""PiD and PiD 1.5, ComfyUI's own module: PixelDiT that draws a latent of another model in pixels, four times as large;
-before its blocks, what is said of that latent is added to each token."""
+"""PiD and PiD 1.5, ComfyUI's own module: PixelDiT that decodes another model's latent to pixels, four times as large
+as its image. Before its blocks, features of that latent are added to each token."""
 
 import dataclasses
 from types import MethodType
@@ -7,26 +7,26 @@ from types import MethodType
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import blocks, config_of, given, has, size
-from .common.native_module import handed_on
-from .common.pixel_blocks import adapt_model, draw, with_places
+from .common.inputs import blocks, config_of, from_conditioning, has, size
+from .common.native_module import native_arguments
+from .common.pixel_blocks import adapt_model, run_pixel_block, with_token_indices
 from .common.rope_scaling import moves
-from .pixeldit import LATENT, PIXELDIT, RULES, TINY
+from .pixeldit import LATENT, PIXELDIT, RULES, SMALL
 
 NATIVE, LQ = "comfy.ldm.pixeldit.pid:PidNet", "lq_proj.latent_proj.0.weight"
 PER_TOKEN, IS_NEWER = "lq_proj.gate_modules.0.content_proj.weight", has("lq_proj.pit_head.weight")
-PIXELS = 32                                # of the picture, for each of the latent that is drawn, where that has 8
+PIXELS = 32  # pixels of the image per pixel of the decoded latent, of which a VAE would make 8
 
 
 def _adapt(model, config):
-    """What ComfyUI's forward does before a block is done in it, where a rank has some of the tokens."""
-    said, gates = ForwardValue(model), model.lq_proj.gate_modules
+    """Move code that ComfyUI's forward runs before a block into the block, where a rank has its own tokens."""
+    features, gates = ForwardValue(model), model.lq_proj.gate_modules
 
     def remember(s, i, pid_lq_features, pid_degrade_sigma, pid_pit_lq_feature=None, **_):
         if i == 0:
-            said.set((pid_lq_features, pid_pit_lq_feature, pid_degrade_sigma))
+            features.set((pid_lq_features, pid_pit_lq_feature, pid_degrade_sigma))
         return s
 
     model._pre_patch_block, model._pre_pixel_blocks = remember, lambda s, **_: s
@@ -34,48 +34,50 @@ def _adapt(model, config):
     for number, block in enumerate(model.patch_blocks):
         index = model.lq_proj.output_index(number)
         if model.lq_proj.is_gate_active(number) and index < len(gates):
-            vars(block).update(gate=gates[index], index=index, said=said)      # no module of the block in files
+            # vars(): not a submodule of the block, which would change its tensor names
+            vars(block).update(gate=gates[index], index=index, features=features)
             block.forward = MethodType(_with_gate, block)
     if model.pit_lq_inject:
         first = model.pixel_blocks[0]
-        vars(first).update(gate=model.pit_lq_gate, said=said)
-        first.forward = MethodType(_draw_first, first)
+        vars(first).update(gate=model.pit_lq_gate, features=features)
+        first.forward = MethodType(_run_first_pixel_block, first)
 
 
-def _with_gate(self, x, y, c, pos_img, pos_txt=None, places=None, transformer_options={}):
-    features, _, sigma = self.said.get()
-    x = self.gate(x, _own(features[self.index], places), sigma)
-    return with_places(self, x, y, c, pos_img, pos_txt, None, transformer_options)
+def _with_gate(self, x, y, c, pos_img, pos_txt=None, token_indices=None, transformer_options={}):
+    low_quality, _, sigma = self.features.get()
+    x = self.gate(x, _own(low_quality[self.index], token_indices), sigma)
+    return with_token_indices(self, x, y, c, pos_img, pos_txt, None, transformer_options)
 
 
-def _draw_first(self, x, s_cond, image_height, image_width, patch_size, places=None, **given):
-    _, feature, sigma = self.said.get()
+def _run_first_pixel_block(self, x, s_cond, image_height, image_width, patch_size, token_indices=None, **others):
+    _, feature, sigma = self.features.get()
     condition, pixels = x.split([self.context_dim, x.shape[2] - self.context_dim], 2)
-    condition = self.gate(condition, _own(feature, places), sigma)
-    return draw(self, torch.cat([condition, pixels], 2), s_cond, image_height, image_width, patch_size, places, **given)
+    condition = self.gate(condition, _own(feature, token_indices), sigma)
+    return run_pixel_block(self, torch.cat([condition, pixels], 2), s_cond, image_height, image_width, patch_size,
+                           token_indices, **others)
 
 
-def _own(feature_BTC, places):
-    return feature_BTC if places is None else feature_BTC[:, places[0]]
+def _own(feature_BTC, token_indices):
+    return feature_BTC if token_indices is None else feature_BTC[:, token_indices[0]]
 
 
-def _for_whole(module, forward, rows, tokens, args, kwargs):
-    """What is said of the latent, for each token of the whole picture."""
+def _for_full_image(module, forward, rows, tokens, args, kwargs):
+    """Features of the latent for each token of the full image."""
     return forward(**kwargs | {"target_pH": rows.whole_token_rows})
 
 
 def _low(call):
-    """The latent that is drawn."""
-    latent, channels = given("lq_latent")(call), call.config["lq_latent_channels"]
+    """The latent to decode. Raises ConfigError without one, or for another number of channels."""
+    latent, channels = from_conditioning("lq_latent")(call), call.config["lq_latent_channels"]
     if latent is None or latent.shape[1] != channels:
         found = 0 if latent is None else latent.shape[1]
         raise ConfigError(f"Put PiD Conditioning after both prompts, with a latent of {channels} channels, which this "
-                          f"file of PiD draws: the latent there has {found}.")
+                          f"PiD file decodes: the latent there has {found}.")
     return latent
 
 
 def _channels(shapes):
-    """Of the latent; of Flux.2's, PiD 1.5 reads a quarter at four places."""
+    """Channels of the latent. PiD 1.5 reads Flux.2's as a quarter of its channels at four positions."""
     return shapes[LQ][1] * (4 if IS_NEWER(shapes) and shapes[LQ][1] == 32 else 1)
 
 
@@ -106,18 +108,17 @@ PID = dataclasses.replace(
         rope_ref_h=lambda shapes: 2048 if IS_NEWER(shapes) else 1024,
         rope_ref_w=lambda shapes: 2048 if IS_NEWER(shapes) else 1024),
     conditioning=PIXELDIT.conditioning | {"lq_latent": None, "degrade_sigma": None},
-    arguments=handed_on(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low,
-                        transformer_options=moves),
+    arguments=native_arguments(LATENT, "context", "degrade_sigma", times="timesteps", lq_latent=_low,
+                               transformer_options=moves),
     activation_factors={"alone": 38.7, "residual": 38.66, "held": 13.15, "block": 25.5, "own": 3.5, "outside": 25.55,
-                        "once": 10.5,
-          "keys": 1.94, "shared": 0.28},
+                        "once": 10.5, "keys": 1.94, "shared": 0.28},
     plan=dataclasses.replace(
         PIXELDIT.plan, blocks=tuple(
             dataclasses.replace(list_, file_prefix=f"{list_.name}.") for list_ in PIXELDIT.plan.blocks),
-        positions=PIXELDIT.plan.positions | {"lq_proj": _for_whole},
+        positions=PIXELDIT.plan.positions | {"lq_proj": _for_full_image},
         cacheable_outside=PIXELDIT.plan.cacheable_outside | {"lq_proj.latent_proj": "run"}),
-    test_config=Tiny(TINY | OWN | NEWER, NATIVE,
-                     PIXELDIT.test_config.arguments | OWN | NEWER | {"lq_latent_channels": 16},
-              detected="PiD", input_shapes={"lq_latent": _of_latent,
-                                     "degrade_sigma": lambda config, shape, tokens: shape[:1]}),
+    test_config=SmallConfig(SMALL | OWN | NEWER, NATIVE,
+                            PIXELDIT.test_config.arguments | OWN | NEWER | {"lq_latent_channels": 16},
+                            detected="PiD", input_shapes={"lq_latent": _of_latent,
+                                                          "degrade_sigma": lambda config, shape, tokens: shape[:1]}),
 )

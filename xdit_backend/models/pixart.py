@@ -1,19 +1,19 @@
-"""PixArt-Sigma: one stream; text by cross-attention; sine positions added before the blocks."""
+"""PixArt-Sigma: one stream; text by cross-attention; sinusoidal positions added before the blocks."""
 
 import math
 
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, because, blocks, config_of, given, has, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import Unpacked, because, blocks, config_of, from_conditioning, has, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan
 
 LATENT = Unpacked((2, 2))
 
 KEYS = table(
-    (r"^pos_embed$|^y_embedder\.y_embedding$", None),          # computed by the model; for training
+    (r"^pos_embed$|^y_embedder\.y_embedding$", None),          # computed by the model; for training only
     (r"^x_embedder\.proj\.", "pos_embed.proj."), (r"^t_block\.1\.", "adaln_single.linear."),
     (r"^t_embedder\.mlp\.0\.", "adaln_single.emb.timestep_embedder.linear_1."),
     (r"^t_embedder\.mlp\.2\.", "adaln_single.emb.timestep_embedder.linear_2."),
@@ -29,43 +29,43 @@ KEYS = table(
 
 
 def _scale(shapes):
-    """How many times 512 pixels the model's own size is, from the table of positions in the file; else None."""
+    """The model's native size as a multiple of 512 pixels, from the file's table of positions; None without a table."""
     return math.isqrt(shapes["pos_embed"][1]) * 2 // 64 if "pos_embed" in shapes else None
 
 
 def _latent(call):
     height, width = call.patch.whole if call.patch else call.latent.shape[2], call.latent.shape[3]
     if height % 2 or width % 2 or height + width < 66:
-        raise ConfigError("Use sides that are multiples of 16, and together at least 528: PixArt cannot draw "
+        raise ConfigError("Use sides that are multiples of 16, and together at least 528: PixArt cannot generate "
                           f"{width * 8} x {height * 8} pixels.")
     return call.latent
 
 
 def _adapt(model, config):
-    """Positions as ComfyUI's model computes them: scaled by the latent's size, in the precision of the latent."""
+    """Compute positions as ComfyUI's model does: scaled by the latent's size, in the dtype of the latent."""
     embed = model.pos_embed
-    embed.pos_embed = None                                     # diffusers' forward then embeds alone
+    embed.pos_embed = None                                     # diffusers' forward then only embeds
     embedded = embed.forward
     embed.forward = lambda latent, patch=None: embedded(latent) + _positions(latent, patch, config)
 
 
 def _positions(latent, patch, config):
-    """Sines of the columns and the rows of a latent or of its patch: (1, tokens, hidden).
+    """Sinusoids of the columns and rows of a latent or its patch: (1, tokens, hidden).
 
-    Rows and columns count up to the rounded mean side of the latent, in tokens, divided by the scale: what the file
-    says, else by the latent's own size.
+    Rows and columns count up to the rounded mean side of the latent, in tokens, divided by the scale: the file's, or
+    else the latent's own size.
     """
-    whole = patch.whole if patch else latent.shape[2]
-    num_rows, num_columns = whole // 2, latent.shape[3] // 2
-    side = round((whole + latent.shape[3]) // 2 / 64)          # in units of 512 pixels
+    height = patch.whole if patch else latent.shape[2]
+    num_rows, num_columns = height // 2, latent.shape[3] // 2
+    side = round((height + latent.shape[3]) // 2 / 64)          # in units of 512 pixels
     frequencies = config["num_attention_heads"] * config["attention_head_dim"] // 4
     dtype, device = latent.dtype, latent.device
     exponents = torch.arange(frequencies, dtype=dtype, device=device) / frequencies
 
     def sines(count):
-        spread = count / (side * 64 // 2)
+        interpolation = count / (side * 64 // 2)
         scaled = torch.arange(count, dtype=dtype,
-                              device=device) / spread / float(config.get("interpolation_scale") or side)
+                              device=device) / interpolation / float(config.get("interpolation_scale") or side)
         angles = scaled[:, None] * (1.0 / 10000 ** exponents)
         return torch.cat([angles.sin(), angles.cos()], 1)      # (count, hidden / 2)
 
@@ -79,7 +79,7 @@ PIXART = Family(
     name="PixArt-Sigma", title="PixArt-Sigma", transformer="PixArtTransformer2DModel",
     recognise=lambda shapes: has("t_block.1.weight", "y_embedder.y_proj.fc1.weight")(shapes)
     and not has("ar_embedder.")(shapes),
-    refusals=(because("its table of positions is of less than 512 pixels, for which ComfyUI's model has no positions "
+    refusals=(because("its table of positions is for less than 512 pixels, which ComfyUI's model does not support "
                       "either",
                       lambda shapes: _scale(shapes) == 0),),
     config=config_of(
@@ -91,24 +91,22 @@ PIXART = Family(
         norm_elementwise_affine=False, norm_eps=1e-6, use_additional_conditions=False),
     convert=KEYS, latent=LATENT, adapt_model=_adapt, config_from_tensors=("interpolation_scale", "sample_size"),
     keep_in_compute_dtype=("scale_shift_table",),
-    num_channels=lambda config: config["in_channels"],         # the other half is the variance
+    num_channels=lambda config: config["in_channels"],         # the other half of the channels is the variance
     conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
                "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
     activation_factors={"alone": 12.4, "residual": 4.4, "whole": 6.3, "outside": 3.4, "held": 1.35, "block": 12.0,
-                        "exchange": 14.0,
-          "own": 0.0},
+                        "exchange": 14.0, "own": 0.0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},
         cacheable={"attn2.to_k": "run", "attn2.to_v": "run"}, cacheable_outside={"caption_projection": "run"},
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
-         "num_attention_heads": 4,
-         "attention_head_dim": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True,
-         "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False,
-         "norm_eps": 1e-6, "use_additional_conditions": False},
+         "num_attention_heads": 4, "attention_head_dim": 8, "cross_attention_dim": 32, "caption_channels": 24,
+         "attention_bias": True, "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single",
+         "norm_elementwise_affine": False, "norm_eps": 1e-6, "use_additional_conditions": False},
         "comfy.ldm.pixart.pixartms:PixArtMS",
         {"hidden_size": 192, "num_heads": 16, "depth": 2, "caption_channels": 96, "model_max_length": 300,
          "micro_condition": False},

@@ -1,25 +1,25 @@
-"""PixArt-Alpha of 1024 pixels: PixArt-Sigma's model, with the picture's size and shape as further conditioning."""
+"""PixArt-Alpha for 1024 pixels: PixArt-Sigma's model, conditioned on the image's size and aspect ratio too."""
 
 import dataclasses
 
 import torch
 
 from ..memory.staging import on_device
-from .common.family import Tiny
-from .common.inputs import config_of, given, has
+from .common.family import SmallConfig
+from .common.inputs import config_of, from_conditioning, has
 from .common.key_mapping import table
 from .pixart import PIXART
 
 CONDITIONS = {"use_additional_conditions": True}
-KEYS = table(*((rf"^{ours}_embedder\.mlp\.{place}\.", f"adaln_single.emb.{theirs}_embedder.linear_{number}.")
+KEYS = table(*((rf"^{ours}_embedder\.mlp\.{layer}\.", f"adaln_single.emb.{theirs}_embedder.linear_{number}.")
                for ours, theirs in (("csize", "resolution"), ("ar", "aspect_ratio"))
-               for place, number in ((0, 1), (2, 2))))
+               for layer, number in ((0, 1), (2, 2))))
 
 
 def _sizes(call):
-    """Height and width in pixels, and their ratio: what a node says, else those of the whole latent."""
+    """Height and width in pixels, and aspect ratio: those set by a node, or else the full latent's."""
     height, width = call.patch.whole if call.patch else call.latent.shape[2], call.latent.shape[3]
-    size, shape = (given(name)(call) for name in ("c_size", "c_ar"))
+    size, shape = (from_conditioning(name)(call) for name in ("c_size", "c_ar"))
 
     def rows(*numbers):
         row = on_device(torch.tensor(numbers, dtype=call.latent.dtype), call.latent.device)
@@ -36,6 +36,7 @@ PIXART_ALPHA = dataclasses.replace(
     convert=lambda tensors, config: PIXART.convert(KEYS(tensors, config), config),
     conditioning=PIXART.conditioning | {"c_size": None, "c_ar": None}, ignored=(),
     arguments=PIXART.arguments | {"added_cond_kwargs": _sizes},
-    test_config=Tiny(PIXART.test_config.config | CONDITIONS | {"attention_head_dim": 12, "cross_attention_dim": 48},
-              PIXART.test_config.native, PIXART.test_config.arguments | {"micro_condition": True},
-              detected="PixArtAlpha"))
+    test_config=SmallConfig(PIXART.test_config.config | CONDITIONS | {"attention_head_dim": 12,
+                                                                      "cross_attention_dim": 48},
+                            PIXART.test_config.native, PIXART.test_config.arguments | {"micro_condition": True},
+                            detected="PixArtAlpha"))

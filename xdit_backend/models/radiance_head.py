@@ -1,5 +1,5 @@
-"""What models of pixels have in the place of an autoencoder: tokens are patches of the picture itself, and after the
-transformer a small network for each patch draws its pixels. For Family.amend.
+"""Input and output of pixel models, in place of an autoencoder: tokens are patches of pixels, and after the transformer
+a small network per patch predicts its pixels. For Family.adapt_model.
 
 # B batch, T tokens, P pixels of a patch, C channels of a pixel, W width of a token, M patches (B * T)
 """
@@ -8,19 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-TILE = 512                     # patches at a time, as in ComfyUI: each has weights of its own
+TILE = 512                     # patches processed at a time, as in ComfyUI: each has weights of its own
 
 
 class PatchLinear(nn.Conv2d):
-    """A convolution whose patches do not overlap, of what is cut into them already. (B, T, C * P) -> (B, T, W)."""
+    """A convolution with non-overlapping patches, applied to patches that are already cut. (B, T, C * P) -> (B, T,
+    W)."""
 
     def forward(self, tokens):
         return F.linear(tokens, self.weight.flatten(1), self.bias)
 
 
 class PixelEmbedder(nn.Module):
-    """A linear of each pixel and of cosines of its place in the patch. Computes in float32 or more, as ComfyUI does.
-    (M, P, C) -> (M, P, width)."""
+    """A linear layer of each pixel and cosines of its position in the patch: (M, P, C) -> (M, P, width). Computes in
+    float32 or wider, as ComfyUI does."""
 
     def __init__(self, num_channels, width, num_frequencies):
         super().__init__()
@@ -29,11 +30,12 @@ class PixelEmbedder(nn.Module):
 
     def forward(self, pixels):
         wide = pixels.to(torch.promote_types(pixels.dtype, torch.float32))
-        places = self.places(round(pixels.shape[1] ** 0.5), wide).expand(len(wide), -1, -1)
-        return self.embedder(torch.cat([wide, places], 2)).to(pixels.dtype)
+        positions = self.positions(round(pixels.shape[1] ** 0.5), wide).expand(len(wide), -1, -1)
+        return self.embedder(torch.cat([wide, positions], 2)).to(pixels.dtype)
 
-    def places(self, side, like):
-        """(P, num_frequencies ** 2): products of cosines along columns and rows, the quicker the smaller."""
+    def positions(self, side, like):
+        """Products of cosines along columns and rows, divided by 1 + the product of their frequencies: (P,
+        num_frequencies ** 2)."""
         kind = {"dtype": like.dtype, "device": like.device}
         steps, along = torch.arange(self.num_frequencies, **kind), torch.linspace(0, 1, side, **kind)
         waves = torch.cos(along[:, None] * steps * torch.pi)                   # (side, frequencies)
@@ -42,7 +44,8 @@ class PixelEmbedder(nn.Module):
 
 
 class PatchNetworkBlock(nn.Module):
-    """A gated feed-forward whose weights a linear makes of the patch's token. pixels (M, P, width), tokens (M, W)."""
+    """A gated feed-forward whose weights a linear layer computes from the patch's token. pixels: (M, P, width);
+    tokens: (M, W)."""
 
     def __init__(self, token_width, width, ratio):
         super().__init__()
@@ -58,32 +61,32 @@ class PatchNetworkBlock(nn.Module):
 
 
 class LinearHead(nn.Module):
-    """(B, width, rows, columns) to pixels, each by itself."""
+    """(B, width, rows, columns) to pixels, independently."""
 
     def __init__(self, width, num_channels):
         super().__init__()
         self.norm, self.linear = nn.RMSNorm(width), nn.Linear(width, num_channels)
 
-    def forward(self, drawn):
-        return self.linear(self.norm(drawn.movedim(1, -1))).movedim(-1, 1)
+    def forward(self, features):
+        return self.linear(self.norm(features.movedim(1, -1))).movedim(-1, 1)
 
 
 class ConvolutionHead(nn.Module):
-    """(B, width, rows, columns) to pixels, each with its neighbours: one row beyond a patch's counts too."""
+    """(B, width, rows, columns) to pixels, with their neighbours: reads one row beyond a patch."""
 
     def __init__(self, width, num_channels):
         super().__init__()
         self.norm, self.conv = nn.RMSNorm(width), nn.Conv2d(width, num_channels, 3, padding=1)
 
-    def forward(self, drawn):
-        return self.conv(self.norm(drawn.movedim(1, -1)).movedim(-1, 1))
+    def forward(self, features):
+        return self.conv(self.norm(features.movedim(1, -1)).movedim(-1, 1))
 
 
-def drawn_patches(embedder, networks, pixels, tokens):
-    """What the networks draw in each patch. pixels: (M, P, C); tokens: (M, W). Returns (M, P, width)."""
-    def draw(some, of):
+def run_patch_networks(embedder, networks, pixels, tokens):
+    """Run the patch networks. pixels: (M, P, C); tokens: (M, W). Returns (M, P, width)."""
+    def run(some, of):
         some = embedder(some)
         for network in networks:
             some = network(some, of)
         return some
-    return torch.cat([draw(some, of) for some, of in zip(pixels.split(TILE), tokens.split(TILE))])
+    return torch.cat([run(some, of) for some, of in zip(pixels.split(TILE), tokens.split(TILE))])

@@ -1,19 +1,28 @@
-"""Sana-Video: text to video with Sana's linear attention, turned by places, and feed-forwards that read the frames
-beside. ComfyUI has no model of it."""
+"""Sana-Video: text to video with Sana's linear attention, rotary positions, and feed-forwards that read neighbouring
+frames. ComfyUI has no model of it."""
 
 import math
 
 import torch
 
-from .common.family import Family, Sampled, Tiny
-from .common.inputs import Unpacked, config_of, folder_alone, given, has, in_config_json, text_mask, timestep
+from .common.family import Family, Sampled, SmallConfig
+from .common.inputs import (
+    Unpacked,
+    config_of,
+    folder_alone,
+    from_conditioning,
+    has,
+    in_config_json,
+    text_mask,
+    timestep,
+)
 from .common.linear_attention import attending, projected
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .sana import SANA
 
 
 class _InFrames(Unpacked):
-    """Latents of which a row of tokens is a whole frame, so that each rank has whole frames."""
+    """Latents of which a row of tokens is a full frame, so that each rank has full frames."""
 
     def counts(self, shape):
         frames, *sides = super().counts(shape)
@@ -23,20 +32,20 @@ class _InFrames(Unpacked):
 LATENT = _InFrames((1, 2, 2))
 
 
-def _turned(tensor_BNTH, tables):
-    """Queries or keys turned by tables of places, (1, T, 1, H) with each number twice."""
+def _rotated(tensor_BNTH, tables):
+    """Rotate queries or keys by tables of positions, (1, T, 1, H) with each number twice."""
     cos, sin = (table[..., ::2].transpose(1, 2).to(tensor_BNTH.dtype) for table in tables)
     even, odd = tensor_BNTH.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
 
 
 def _attend(self, hidden_states, rotary_emb, total=lambda part: part):
-    """Linear attention, in float32 or wider, whose weights are divided by those of queries and keys that are not
-    turned. total: from the sums over the tokens here to those over all. (B, T, C) -> (B, T, C)."""
+    """Linear attention in float32 or wider, normalised by the weights of queries and keys without rotation: (B, T,
+    C) -> (B, T, C). total: turns sums over this rank's tokens into sums over all tokens."""
     query, key, value = projected(self, hidden_states)
-    # whose last sums are those of the keys
-    sums = total(torch.cat([value.transpose(2, 3) @ _turned(key, rotary_emb), key.sum(2, keepdim=True)], 2))
-    out = _turned(query, rotary_emb) @ sums[:, :, :-1].transpose(2, 3)
+    # the last row of the sums is that of the keys
+    sums = total(torch.cat([value.transpose(2, 3) @ _rotated(key, rotary_emb), key.sum(2, keepdim=True)], 2))
+    out = _rotated(query, rotary_emb) @ sums[:, :, :-1].transpose(2, 3)
     out = out / (query @ sums[:, :, -1:].transpose(2, 3) + 1e-15)
     return self.to_out[0](out.transpose(1, 2).flatten(2).to(hidden_states.dtype))
 
@@ -57,16 +66,16 @@ SANA_VIDEO = Family(
     pixels=lambda config: (4, 8, 8),
     sampled=Sampled("FLOW", {"shift": 8.0, "multiplier": 1000.0}, "Wan21", memory=2.0), refused=SANA.refused,
     conditioning={"context": "caption_channels", "attention_mask": None},
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep(),
+    arguments={"hidden_states": LATENT, "encoder_hidden_states": from_conditioning("context"), "timestep": timestep(),
                "encoder_attention_mask": text_mask},
     activation_factors={"alone": 16.25, "residual": 16.25, "whole": 16.25, "outside": 4.7, "held": 2.01, "block": 15.24,
-          "exchange": 8.0, "own": 0.0, "shared": 0.2},
+                        "exchange": 8.0, "own": 0.0, "shared": 0.2},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, tokens={"rotary_emb": TokenArgument(1, ("image",))}, token_reductions=("attn1",),
         halos=("ff.conv_temp",),
-        rows="frames"),
-    test_config=Tiny({"in_channels": 16, "out_channels": 16, "num_attention_heads": 4, "attention_head_dim": 12,
-               "num_layers": 4, "num_cross_attention_heads": 2, "cross_attention_head_dim": 24,
-               "cross_attention_dim": 48, "caption_channels": 24, "patch_size": (1, 2, 2)}, frames=5),
+        row_count_argument="frames"),
+    test_config=SmallConfig({"in_channels": 16, "out_channels": 16, "num_attention_heads": 4, "attention_head_dim": 12,
+                             "num_layers": 4, "num_cross_attention_heads": 2, "cross_attention_head_dim": 24,
+                             "cross_attention_dim": 48, "caption_channels": 24, "patch_size": (1, 2, 2)}, frames=5),
 )

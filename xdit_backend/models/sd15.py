@@ -1,5 +1,5 @@
-"""Stable Diffusion 1.4 and 1.5, and what is trained from them: a U-Net of four levels, eight heads everywhere.
-Of Stable Zero123 ComfyUI itself projects what a vision model says of a picture, and where it is seen from."""
+"""Stable Diffusion 1.4 and 1.5, and models trained from them: a U-Net of four levels with eight heads in each. For
+Stable Zero123, ComfyUI itself projects the CLIP vision embedding and the camera position."""
 
 from .common.unet import Architecture, unet, unet_test_config
 
@@ -14,7 +14,7 @@ SD15 = unet(
          "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3, "transformer_layers_per_block": (1, 1, 1, 1),
          "attention_head_dim": (4, 4, 4, 4), "use_linear_projection": False},
         {"model_channels": 32, "num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2],
-         "transformer_depth": [1, 1, 1, 0],
-         "transformer_depth_middle": 1, "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0], "context_dim": 768,
-         "use_linear_in_transformer": False, "num_heads": 8, "num_head_channels": -1}),
+         "transformer_depth": [1, 1, 1, 0], "transformer_depth_middle": 1,
+         "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0], "context_dim": 768, "use_linear_in_transformer": False,
+         "num_heads": 8, "num_head_channels": -1}),
 )

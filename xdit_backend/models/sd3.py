@@ -1,20 +1,31 @@
-"""Stable Diffusion 3 and 3.5: two streams, joint attention, image first.
-In variants, more layers see the text before."""
+"""Stable Diffusion 3 and 3.5: two streams, joint attention, image first. Variants have additional layers for the
+text."""
 
 import math
 
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Family, Tiny
-from .common.inputs import Unpacked, because, blocks, config_of, diffusers_converter, given, has, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import (
+    Unpacked,
+    because,
+    blocks,
+    config_of,
+    diffusers_converter,
+    from_conditioning,
+    has,
+    size,
+    timestep,
+)
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan
 from .common.position_slicing import embedded
 
-LATENT, OF_TEXT, NUM_TEXT_HEADS = Unpacked((2, 2)), "context_processor.", 8   # heads are ComfyUI's, whatever the width
+# number of heads as in ComfyUI, for any width
+LATENT, OF_TEXT, NUM_TEXT_HEADS = Unpacked((2, 2)), "context_processor.", 8
 
-KEYS = table(                                                  # of the layers that see the text alone
+KEYS = table(                                                  # for the layers that process only the text
     (r"^context_processor\.layers\.", OF_TEXT), (r"\.attn\.proj\.", ".attn1.to_out.0."),
     (r"\.attn\.qkv\.", (".attn1.to_q.", ".attn1.to_k.", ".attn1.to_v."), (1, 1, 1)),
     (r"\.mlp\.fc1\.", ".ff.net.0.proj."), (r"\.mlp\.fc2\.", ".ff.net.2."))
@@ -32,12 +43,12 @@ def _latent(call):
     most = call.config["pos_embed_max_size"] * 2
     if max(height, width) > most:
         raise ConfigError(f"Use a smaller latent: this SD3 model has positions for {most * 8} x {most * 8} pixels, "
-                          f"and it is of {width * 8} x {height * 8}.")
+                          f"and the latent has {width * 8} x {height * 8}.")
     return LATENT(call)
 
 
 def _adapt(model, config):
-    """Positions are added in float32, whatever type they are held in. Layers for the text come before all else."""
+    """Add positions in float32, whatever dtype they are stored in, and run the layers for the text first."""
     from diffusers.models.attention import BasicTransformerBlock
     embed, width = model.pos_embed, config["joint_attention_dim"]
     crop, forward = embed.cropped_pos_embed, model.forward
@@ -76,10 +87,10 @@ SD3 = Family(
         _context_layers=blocks("context_processor.layers.")),
     convert=_convert, latent=LATENT, adapt_model=_adapt, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "pooled_projections": given("y")},
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+               "pooled_projections": from_conditioning("y")},
     activation_factors={"alone": 12.35, "narrowing": 0.754, "residual": 4.9, "whole": 7.6, "outside": 5.65, "held": 1.2,
-          "block": 10.0, "exchange": 13.2, "once": 1.85},
+                        "block": 10.0, "exchange": 13.2, "once": 1.85},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_fraction=0.5,
                           control="output", patched="double"),),
@@ -87,11 +98,10 @@ SD3 = Family(
         cacheable={"norm1.linear": "step", "norm1_context.linear": "step"},
         attention={"attn": ("image", "text"), "attn2": ("image",)}, positions={"pos_embed": embedded},
         cacheable_outside={"context_embedder": "run", "context_processor": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4,
-         "attention_head_dim": 8,
-         "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 24, "pooled_projection_dim": 16,
-         "pos_embed_max_size": 32, "qk_norm": "rms_norm", "dual_attention_layers": (0,)},
+         "attention_head_dim": 8, "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 24,
+         "pooled_projection_dim": 16, "pos_embed_max_size": 32, "qk_norm": "rms_norm", "dual_attention_layers": (0,)},
         "comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",
         {"input_size": None, "patch_size": 2, "in_channels": 16, "out_channels": 16, "adm_in_channels": 64,
          "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 256}},

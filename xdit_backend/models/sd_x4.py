@@ -1,19 +1,19 @@
-"""Stable Diffusion's x4 upscaler: a U-Net of four levels, eight heads everywhere, whose first attention of the upper
-three reads the text. It draws a picture four times as large beside one that it is given, with noise of a level that it
-is told."""
+"""Stable Diffusion's x4 upscaler: a U-Net of four levels with eight heads in each; in the upper three levels, the
+first attention reads the text. It generates an image four times as large as an input image, which is concatenated to
+the latent with noise of a given level."""
 
 import dataclasses
 
-from .common.inputs import given
+from .common.inputs import from_conditioning
 from .common.unet import Architecture, unet, unet_test_config
 
-LEVELS = 1000                              # of noise
+LEVELS = 1000                              # number of noise levels
 UPPER = (True, True, True, False)
 
 
 def _level(call):
-    """(B,) int64, of the noise in the picture beside the latent."""
-    return given("y")(call).long()
+    """Noise level of the input image, (B,) int64."""
+    return from_conditioning("y")(call).long()
 
 
 FAMILY = unet(

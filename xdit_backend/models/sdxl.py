@@ -1,5 +1,5 @@
-"""SDXL and its refiner: a U-Net of three or four levels, heads of 64;
-pooled text and the picture's size as a vector beside the text."""
+"""SDXL and its refiner: a U-Net of three or four levels with heads of 64, conditioned on pooled text and the image's
+size as a vector in addition to the text."""
 
 from .common.unet import Architecture, unet, unet_test_config
 
@@ -16,6 +16,6 @@ SDXL = unet(
          "projection_class_embeddings_input_dim": 16},
         {"model_channels": 32, "num_res_blocks": [1, 1, 1], "channel_mult": [1, 2, 4], "transformer_depth": [0, 1, 2],
          "transformer_depth_middle": 2, "transformer_depth_output": [0, 0, 1, 1, 2, 2], "context_dim": 2048,
-         "num_classes": "sequential",
-         "adm_in_channels": 2816, "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64}),
+         "num_classes": "sequential", "adm_in_channels": 2816, "use_linear_in_transformer": True, "num_heads": -1,
+         "num_head_channels": 64}),
 )

@@ -1,11 +1,11 @@
-"""Stable Audio Open 1.0, ComfyUI's own module: sound as one row of tokens after one of the time and the seconds; text
-by cross-attention, with fewer key heads than query heads."""
+"""Stable Audio Open 1.0, ComfyUI's own module: audio as one row of tokens after a token for timestep and duration;
+text by cross-attention with fewer key heads than query heads."""
 
 from dataclasses import replace
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.inputs import because, blocks, config_of, has, size
-from .common.native_module import handed_on
+from .common.native_module import native_arguments
 from .common.stable_audio import (
         CONVERT,
         LATENT,
@@ -20,15 +20,16 @@ from .common.stable_audio import (
 )
 
 HEAD_SIZE, SECONDS = 64, (*seconds("seconds_start"), *seconds("seconds_total"))
-UNSPLIT = tuple(f"cross_attn.{name}" for name in ("to_q", "to_kv", "to_out"))  # of other numbers of heads than the rest
-TINY = {"io_channels": 8, "embed_dim": 256, "cond_token_dim": 128, "project_cond_tokens": False, "global_cond_dim": 24,
-        "depth": 4, "num_heads": 4}
+# with other numbers of heads than the self-attention
+UNSPLIT = tuple(f"cross_attn.{name}" for name in ("to_q", "to_kv", "to_out"))
+SMALL = {"io_channels": 8, "embed_dim": 256, "cond_token_dim": 128, "project_cond_tokens": False, "global_cond_dim": 24,
+         "depth": 4, "num_heads": 4}
 
 STABLE_AUDIO = Family(
     name="Stable Audio Open", title="Stable Audio Open 1.0", transformer=NATIVE,
     recognise=lambda shapes: has(ROTARY, "to_cond_embed.0.weight")(shapes) and SHARED not in shapes,
-    refusals=(because("its attention changes the mean over all tokens and the rest apart, as that of Stable Audio Open "
-                      "Small, of which no device has all", has(f"{LAYER}self_attn.q_norm.weight")),),
+    refusals=(because("its attention processes the mean over all tokens separately (Stable Audio Open Small), and no "
+                      "device has all tokens", has(f"{LAYER}self_attn.q_norm.weight")),),
     config=config_of(
         io_channels=size("postprocess_conv.weight", 0), embed_dim=size("to_timestep_embed.0.weight", 0),
         cond_token_dim=size("to_cond_embed.0.weight", 1), project_cond_tokens=projects_text,
@@ -37,13 +38,14 @@ STABLE_AUDIO = Family(
     convert=CONVERT, adapt_model=adapt_model, latent=LATENT, time_scale=0.5, lengths={"front": lambda conditioning: 1},
     values=SECONDS, needed_values=SECONDS,
     conditioning={"context": "cond_token_dim", "global_embed": "global_cond_dim"},
-    arguments=handed_on(LATENT, "context", "global_embed"),
+    arguments=native_arguments(LATENT, "context", "global_embed"),
     num_heads=lambda config: config["num_heads"], width=lambda config: config["embed_dim"],
     in_channels=lambda config: config["io_channels"], num_channels=lambda config: config["io_channels"],
     pixels=lambda config: (1, 32, 32), plan=replace(PLAN, unsplit=UNSPLIT),
     activation_factors={"alone": 19.07, "residual": 3.46, "held": 1.43, "whole": 7.0, "block": 19.0, "exchange": 16.0,
-          "own": 0.0, "keys": 1.93},
-    test_config=Tiny(TINY, NATIVE, TINY | {"io_channels": 64, "cond_token_dim": 768, "project_cond_tokens": True,
-                                    "global_cond_dim": 1536}, detected="StableAudio",
-              input_shapes={"global_embed": lambda config, shape, tokens: (shape[0], config["global_cond_dim"])}),
+                        "own": 0.0, "keys": 1.93},
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {
+        "io_channels": 64, "cond_token_dim": 768, "project_cond_tokens": True, "global_cond_dim": 1536},
+        detected="StableAudio",
+        input_shapes={"global_embed": lambda config, shape, tokens: (shape[0], config["global_cond_dim"])}),
 )

@@ -1,38 +1,38 @@
-"""Stable Audio 3, ComfyUI's own module: as Stable Audio Open, after tokens of its own; attention may be taken away from
-attention by other queries and keys; what is kept of a sound is read by every block."""
+"""Stable Audio 3, ComfyUI's own module: as Stable Audio Open, after memory tokens. Attention may be differential,
+and every block reads the audio to keep when inpainting."""
 
 from dataclasses import replace
 
-from .common.family import Tiny
-from .common.inputs import because, config_of, given, has, size
+from .common.family import SmallConfig
+from .common.inputs import because, config_of, from_conditioning, has, size
 from .common.plan import TokenArgument
 from .common.stable_audio import CONDITIONERS, LAYER, NATIVE, PLAN, ROTARY, SHARED, seconds
-from .stable_audio import STABLE_AUDIO, TINY
+from .stable_audio import SMALL, STABLE_AUDIO
 
-NUM_MEMORY, NORM = 64, f"{LAYER}self_attn.q_norm.gamma"        # tokens of the model's own
+NUM_MEMORY, NORM = 64, f"{LAYER}self_attn.q_norm.gamma"        # learned memory tokens
 TOTAL = seconds("seconds_total")
 
 
 def _is_differential(shapes):
-    """Has self-attention queries and keys two times, the second of which is taken away?"""
+    """Whether self-attention has two sets of queries and keys, of which the second is subtracted."""
     outputs, width = shapes[f"{LAYER}self_attn.to_qkv.weight"]
     return outputs == 5 * width
 
 
 def _local(call):
-    """What is kept of a sound and where, at the times of the latent or patch: (B, C, T)."""
-    tensor = given("local_add_cond")(call)
+    """The audio to keep and its mask, for the frames of the latent or patch: (B, C, T)."""
+    tensor = from_conditioning("local_add_cond")(call)
     return tensor if tensor is None or call.patch is None else tensor.narrow(2, call.patch.start, call.latent.shape[2])
 
 
-TINY3 = TINY | {"embed_dim": 128, "cond_token_dim": 24, "project_cond_tokens": True, "num_memory_tokens": NUM_MEMORY,
-                "norm_type": "rms_norm", "attn_kwargs": {"qk_norm": "rms", "differential": True},
-                "local_add_cond_dim": 9, "timestep_features_type": "expo", "global_cond_shared_embed": True,
-                "global_cond_type": "adaLN"}
+SMALL3 = SMALL | {"embed_dim": 128, "cond_token_dim": 24, "project_cond_tokens": True, "num_memory_tokens": NUM_MEMORY,
+                  "norm_type": "rms_norm", "attn_kwargs": {"qk_norm": "rms", "differential": True},
+                  "local_add_cond_dim": 9, "timestep_features_type": "expo", "global_cond_shared_embed": True,
+                  "global_cond_type": "adaLN"}
 
 STABLE_AUDIO3 = replace(
     STABLE_AUDIO, name="Stable Audio 3", title="Stable Audio 3", recognise=has(ROTARY, SHARED),
-    refusals=(because(f"it has another number of tokens of its own than {NUM_MEMORY}, as published ones have",
+    refusals=(because(f"it does not have {NUM_MEMORY} memory tokens, as published ones do",
                       lambda shapes: shapes["transformer.memory_tokens"][0] != NUM_MEMORY),),
     config=config_of(
         **STABLE_AUDIO.config.rules | {
@@ -46,11 +46,12 @@ STABLE_AUDIO3 = replace(
     conditioning=STABLE_AUDIO.conditioning | {"local_add_cond": None},
     arguments=STABLE_AUDIO.arguments | {"local_add_cond": _local},
     activation_factors={"alone": 21.94, "residual": 2.84, "whole": 7.9, "held": 1.39, "block": 22.0, "exchange": 22.08,
-          "entered": 3.0, "own": 0.0, "keys": 4.14},
+                        "entered": 3.0, "own": 0.0, "keys": 4.14},
     plan=replace(PLAN, unsplit=(), tokens=PLAN.tokens | {"local_add_cond": TokenArgument(1, ("image",))},
                  cacheable_outside=PLAN.cacheable_outside | {"transformer.global_cond_embedder": "step"}),
-    test_config=Tiny(TINY3, NATIVE, TINY3 | {"io_channels": 256, "cond_token_dim": 768, "global_cond_dim": 768,
-                                      "local_add_cond_dim": 257}, detected="StableAudio3",
-              input_shapes=STABLE_AUDIO.test_config.input_shapes | {"local_add_cond": lambda config, shape, tokens: (
-                  shape[0], config["local_add_cond_dim"], shape[2])}),
+    test_config=SmallConfig(SMALL3, NATIVE, SMALL3 | {"io_channels": 256, "cond_token_dim": 768, "global_cond_dim": 768,
+                                                      "local_add_cond_dim": 257}, detected="StableAudio3",
+                            input_shapes=STABLE_AUDIO.test_config.input_shapes | {
+                                "local_add_cond": lambda config, shape, tokens: (
+                                    shape[0], config["local_add_cond_dim"], shape[2])}),
 )

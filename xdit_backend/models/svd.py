@@ -1,26 +1,35 @@
-"""Stable Video Diffusion and SV3D: a U-Net of four levels, heads of 64, whose blocks also look along the frames of a
-video. ComfyUI hands on the frames as a batch, and with each what is said of the video, or of its camera.
+"""Stable Video Diffusion and SV3D: a U-Net of four levels with heads of 64, whose blocks also have layers along the
+frames of a video. ComfyUI passes the frames as a batch, each with the video's conditioning or that of its camera.
 
 # V videos, F frames
 """
 
 import torch
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import because, config_of, given, has, timestep
+from .common.inputs import because, config_of, from_conditioning, has, timestep
 from .common.native_module import number
-from .common.unet import EVEN, LATENT, OF_VIDEOS, PLAN, Architecture, config_rules, convert_of_videos, looks_along
+from .common.unet import (
+    EVEN,
+    LATENT,
+    OF_VIDEOS,
+    PLAN,
+    Architecture,
+    config_rules,
+    convert_of_videos,
+    has_temporal_layers,
+)
 
 RULES = config_rules(Architecture((1024,), num_heads=lambda width: width // 64, alone=0, block=0)).rules
 SAME = ("sample_size", "in_channels", "out_channels", "block_out_channels", "layers_per_block", "cross_attention_dim",
         "transformer_layers_per_block")
-EPS = 1e-5                                 # of ComfyUI's norms in residual blocks; diffusers has less in some
+EPS = 1e-5  # epsilon of ComfyUI's norms in residual blocks; diffusers' is smaller in some
 
 
 def _adapt(model, config):
-    """Each frame is handed to diffusers' forward as a video of one, so that it has a time and a vector of its own; the
-    blocks are told which of them are one video. The vector is ComfyUI's, ready made."""
+    """Pass each frame to diffusers' forward as a video of one frame, so that it has its own timestep and vector, and
+    tell the blocks which frames are one video. The vector has already been embedded by ComfyUI."""
     one_video, forward = ForwardValue(model), model.forward
 
     def of_frames(sample, num_frames, **inputs):
@@ -35,7 +44,7 @@ def _adapt(model, config):
         if "_res_block.norm" in name:
             module.eps = EPS
     model.forward, model.add_time_proj = of_frames, torch.nn.Identity()
-    model._keep_in_fp32_modules = ["time_mixer"]               # so ComfyUI's module has how it mixes them
+    model._keep_in_fp32_modules = ["time_mixer"]               # mixing factors are float32, as in ComfyUI's module
 
 
 def _kinds(name):
@@ -45,8 +54,8 @@ def _kinds(name):
 SVD = Family(
     name="Stable Video Diffusion", title="Stable Video Diffusion, SV3D", transformer=OF_VIDEOS, latent=LATENT,
     convert=convert_of_videos, config_from_tensors=("sample_size",),
-    recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and looks_along(shapes),
-    refusals=(EVEN, because("it reads no picture where it looks along frames",
+    recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and has_temporal_layers(shapes),
+    refusals=(EVEN, because("its temporal layers do not read the input image",
                             lambda shapes: not any(".time_stack.0.attn2." in name for name in shapes))),
     config=config_of(
         **{name: RULES[name] for name in SAME}, num_attention_heads=RULES["attention_head_dim"],
@@ -57,11 +66,11 @@ SVD = Family(
     num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
     conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim",
                   "num_video_frames": None}, counts=("num_video_frames",),
-    arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "added_time_ids": given("y"), "num_frames": number("num_video_frames")},
-    refused={"data": "the frames of a video, which are its batch, read each other"}, plan=PLAN,
+    arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+               "added_time_ids": from_conditioning("y"), "num_frames": number("num_video_frames")},
+    refused={"data": "the batch is the frames of one video, which read each other"}, plan=PLAN,
     keep_in_compute_dtype=("time_mixer",),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"sample_size": 96, "out_channels": 4, "cross_attention_dim": 24, "in_channels": 8,
          "block_out_channels": (32, 64, 64), "layers_per_block": 1, "num_attention_heads": (1, 2, 2),
          "down_block_types": ("CrossAttnDownBlockSpatioTemporal",) * 2 + ("DownBlockSpatioTemporal",),
@@ -70,10 +79,9 @@ SVD = Family(
         "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",
         {"image_size": 32, "use_checkpoint": False, "legacy": False, "use_spatial_transformer": True, "in_channels": 8,
          "out_channels": 4, "model_channels": 64, "num_res_blocks": [1, 1, 1], "channel_mult": [1, 1, 2],
-         "transformer_depth": [1, 1, 0], "transformer_depth_middle": 1,
-         "transformer_depth_output": [1, 1, 1, 1, 0, 0], "context_dim": 1024, "num_classes": "sequential",
-         "adm_in_channels": 768, "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64,
-         "use_temporal_resblock": True, "use_temporal_attention": True, "extra_ff_mix_layer": True,
-         "use_spatial_context": True, "merge_strategy": "learned_with_images", "merge_factor": 0.0,
-         "video_kernel_size": [3, 1, 1], "disable_temporal_crossattention": False},
+         "transformer_depth": [1, 1, 0], "transformer_depth_middle": 1, "transformer_depth_output": [1, 1, 1, 1, 0, 0],
+         "context_dim": 1024, "num_classes": "sequential", "adm_in_channels": 768, "use_linear_in_transformer": True,
+         "num_heads": -1, "num_head_channels": 64, "use_temporal_resblock": True, "use_temporal_attention": True,
+         "extra_ff_mix_layer": True, "use_spatial_context": True, "merge_strategy": "learned_with_images",
+         "merge_factor": 0.0, "video_kernel_size": [3, 1, 1], "disable_temporal_crossattention": False},
         detected="SVD_img2vid", input_shapes={"num_video_frames": lambda config, shape, tokens: shape[:1]}))

@@ -1,24 +1,23 @@
-"""TripoSplat, ComfyUI's own module: a row of tokens of a shape, refined alone, then in one sequence with those of a
-picture, also refined alone, and one of the camera; each block makes the places of its tokens of the tokens."""
+"""TripoSplat, ComfyUI's own module: a row of shape tokens, refined alone, then in one sequence with image tokens,
+also refined alone, and a camera token. Each block computes the positions of its tokens from the tokens."""
 
 from types import MethodType
 
 from torch import nn
 
-from .common.family import Family, Tiny
-from .common.inputs import blocks, config_of, has, optional_size, size, stored_dtype, type_of_arithmetic
-from .common.native_module import handed_on, same_names
+from .common.family import Family, SmallConfig
+from .common.inputs import blocks, compute_dtype_of, config_of, has, optional_size, size, stored_dtype
+from .common.native_module import native_arguments, same_names
 from .common.plan import BlockList, ModelPlan
-from .triposplat_latents import Row, call_shapes, first_part, pictures, split_parts, unfold
+from .triposplat_latents import Row, call_shapes, first_component, reference_images, split_components, unfold
 
 LATENT, SHAPE, ALL = Row((1, 1)), ("image",), ("image", "text", "camera")
 NATIVE, NORM = "comfy.ldm.triposplat.model:LatentSeqMMFlowModel", "blocks.0.attn.q_norm.gamma"
-WHOLE = "attn.qkv", "attn.out", "gate_map", "content_map", "final_map"
+UNSPLIT = "attn.qkv", "attn.out", "gate_map", "content_map", "final_map"
 
 
 class _Anchors(nn.Module):
-    """The fixed places of a shape's tokens, (1, T, C), for the first of them that the forward has. The class's forward
-    asks for them by `to`."""
+    """The fixed positions of shape tokens, (1, T, C), for the first T. The class's forward calls this through `to`."""
 
     def __init__(self, table):
         super().__init__()
@@ -29,29 +28,29 @@ class _Anchors(nn.Module):
 
 
 class _Requested:
-    """In the place of the class's table."""
+    """Placeholder for the class's table: `to` returns the positions of the forward's tokens."""
 
     def __init__(self, anchors):
         self.to = anchors
 
 
 def _of_patch(module, forward, rows, tokens, args, kwargs):
-    """Places of a patch's tokens."""
+    """Positions of a patch's tokens."""
     return module.table[:, rows.first_token:rows.first_token + args[0].shape[1]].to(args[0])
 
 
 def _adapt(model, config):
-    """Blocks make the places of their own tokens, which the class's forward does between them; what it calls there
-    does nothing. The time's sines are made on its device, and are of the weights' type."""
-    embedder, dtype = model.t_embedder, type_of_arithmetic(model)
+    """Move the position layers, which the class's forward runs between blocks, into the blocks, for the tokens of a
+    rank. Compute the timestep's sinusoids on its device, in the dtype of the weights."""
+    embedder, dtype = model.t_embedder, compute_dtype_of(model)
     embedder.forward = lambda times: embedder.mlp(_sines(embedder, times).to(stored_dtype(embedder.mlp[0], dtype())))
     model.anchors = _Anchors(model.pos_emb)
     del model.pos_emb
     model.pos_emb = _Requested(model.anchors)
     for name, tables in (("noise_refiner", model.noise_repo_layers), ("blocks", model.repo_layers)):
         for block, table in zip(model.get_submodule(name), tables, strict=True):
-            block.of_tokens, table.forward = (table,), _nothing                # no module of the block's own
-            block.forward = MethodType(_placed, block)
+            block.of_tokens, table.forward = (table,), _nothing                # a tuple: not a submodule of the block
+            block.forward = MethodType(_with_positions, block)
 
 
 def _sines(embedder, times):
@@ -63,14 +62,14 @@ def _nothing(hidden_states):
     return None
 
 
-def _placed(self, x, mod=None, rotary_emb=None, transformer_options=None):
+def _with_positions(self, x, mod=None, rotary_emb=None, transformer_options=None):
     table = self.of_tokens[0]
     return type(self).forward(self, x, mod=mod, rotary_emb=type(table).forward(table, x),
                               transformer_options=transformer_options)
 
 
-TINY = {"in_channels": 4, "model_channels": 48, "cond_channels": 24, "out_channels": 4, "num_blocks": 2,
-        "num_refiner_blocks": 2, "num_head_channels": 12, "cam_channels": 5, "cond2_channels": 6, "mlp_ratio": 4}
+SMALL = {"in_channels": 4, "model_channels": 48, "cond_channels": 24, "out_channels": 4, "num_blocks": 2,
+         "num_refiner_blocks": 2, "num_head_channels": 12, "cam_channels": 5, "cond2_channels": 6, "mlp_ratio": 4}
 
 TRIPOSPLAT = Family(
     name="TripoSplat", title="TripoSplat", transformer=NATIVE,
@@ -82,25 +81,26 @@ TRIPOSPLAT = Family(
         cam_channels=size("cam_out_layer.weight", 0), cond2_channels=optional_size("cond_embedder2.weight", 1),
         mlp_ratio=lambda shapes: shapes["blocks.0.mlp.mlp.0.weight"][0] // shapes["input_layer.weight"][0]),
     convert=same_names, latent=LATENT, time_scale=1000.0, adapt_model=_adapt, computes_as_made=True,
-    conditioning={"context": "cond_channels", "picture": None}, ignored=("latent_shapes",), unfold=unfold,
-    arguments=handed_on(LATENT, "context", times="t", ref_latents=pictures),
-    parts={"camera": lambda output: output}, split_parts=split_parts, first_part=first_part, call_shapes=call_shapes,
-    lengths={"camera": lambda conditioning: 1},
+    conditioning={"context": "cond_channels", "reference_image": None}, ignored=("latent_shapes",), unfold=unfold,
+    arguments=native_arguments(LATENT, "context", times="t", ref_latents=reference_images),
+    components={"camera": lambda output: output}, split_components=split_components, first_component=first_component,
+    call_shapes=call_shapes, lengths={"camera": lambda conditioning: 1},
     num_heads=lambda config: config["model_channels"] // config["num_head_channels"],
     width=lambda config: config["model_channels"], num_channels=lambda config: config["out_channels"],
     pixels=lambda config: (1, 1, 1),
     activation_factors={"alone": 17.06, "residual": 7.81, "whole": 14.47, "outside": 5.65, "held": 2.42, "block": 13.81,
-          "exchange": 19.86, "own": 0.24, "keys": 1.91, "attends": 9.69, "entered": 4.0},
+                        "exchange": 19.86, "own": 0.24, "keys": 1.91, "attends": 9.69, "entered": 4.0},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "num_refiner_blocks", streams={"x": SHAPE},
                           returns=(SHAPE,), attention={"attn": SHAPE}, paired="noise_repo_layers"),
                 BlockList("blocks", "blocks.", "num_blocks", returns=(ALL,), paired="repo_layers")),
         streams={"x": ALL}, attention={"attn": ALL}, outputs=("image", "camera"), positions={"anchors": _of_patch},
-        # whose places are of each head
-        unsplit=WHOLE, unstaged_blocks=("context_refiner",),
+        # not split: each head has its own positions
+        unsplit=UNSPLIT, unstaged_blocks=("context_refiner",),
         cacheable_outside={"cond_embedder": "run", "cond_embedder2": "run", "context_refiner": "run",
-                      "adaLN_modulation": "step"}),
-    test_config=Tiny(TINY, NATIVE, TINY | {"in_channels": 16, "out_channels": 16, "model_channels": 256,
-                                    "num_head_channels": 64, "cond2_channels": 128}, detected="TripoSplat",
-              input_shapes={"picture": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}),
+                           "adaLN_modulation": "step"}),
+    test_config=SmallConfig(SMALL, NATIVE, SMALL | {
+        "in_channels": 16, "out_channels": 16, "model_channels": 256, "num_head_channels": 64, "cond2_channels": 128},
+        detected="TripoSplat", input_shapes={
+            "reference_image": lambda config, shape, tokens: (shape[0], config["cond2_channels"], 2, 2)}),
 )

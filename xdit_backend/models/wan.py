@@ -1,14 +1,14 @@
 """Wan 2.1 and 2.2: one stream over frames, rows and columns; text and CLIP vision tokens by cross-attention; rotary
 positions. Bernini's references are tokens after the image's.
 
-Pictures come as channels beside the latent's, from ComfyUI; where Wan 2.2's 5B model keeps given frames, they have
-times of their own.
+ComfyUI concatenates input images to the latent's channels; where Wan 2.2's 5B model keeps conditioning frames instead,
+they have their own timesteps.
 """
 
 import torch
 import torch.nn.functional as F
 
-from .common.family import Family, Tiny
+from .common.family import Family, SmallConfig
 from .common.forward_state import ForwardValue
 from .common.inputs import (
     Unpacked,
@@ -16,24 +16,24 @@ from .common.inputs import (
     config_of,
     diffusers_converter,
     frame_times,
-    given,
+    from_conditioning,
     has,
-    only_parts,
+    only_prefixes,
     optional_size,
     size,
 )
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.position_slicing import Cut
 from .common.rope_scaling import with_scales
-from .wan_bernini import num_context_tokens, whole_context, with_context
+from .wan_bernini import expanded_context, num_context_tokens, with_context
 
 LATENT, ALL = Unpacked((1, 2, 2)), ("image", "reference")
 TABLE, TIMES = TokenArgument(1, ALL), TokenArgument(1, ALL, ndim=4)
 CONVERT = diffusers_converter("convert_wan_transformer_to_diffusers")
-PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "img_emb"}
+MODULES = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "img_emb"}
 
 
-# of families of their own
+# tensors of other families
 OTHERS = ("vace_patch_embedding.weight", "control_adapter.conv.weight", "audio_proj.audio_proj_glob_1.layer.weight",
           "face_adapter.fuser_blocks.0.k_norm.weight", "patch_embedding_pose.weight",
           "casual_audio_encoder.encoder.final_linear.weight", "patch_embedding_global.weight", "ref_conv.weight")
@@ -45,21 +45,20 @@ def _recognise(shapes):
 
 
 def _variant(shapes):
-    """What other models of this kind have beside its parts."""
+    """Name a variant of Wan that has additional modules and is not supported."""
     variants = {"Wan with audio (MultiTalk)": "audio_proj."}
     return next((f"of the variant {name}" for name, tensor in variants.items() if has(tensor)(shapes)), None)
 
 
 def _convert(tensors, config):
-    """diffusers' converter does not know the places of a first and a last picture."""
+    """Rename the positions of first and last frame, which diffusers' converter does not handle."""
     return CONVERT({name.replace("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"): tensor
                     for name, tensor in tensors.items()}, config)
 
 
 def _adapt(model, config):
-    """What diffusers computes otherwise: times are rounded to the type of the weights and embedded for each token, text
-    is taken to have 512 tokens.
-    """
+    """Follow ComfyUI where diffusers rounds timesteps to the dtype of the weights, embeds them for each token, and
+    assumes 512 text tokens."""
     embedder, sines, frame_sizes, num_vision_tokens = model.condition_embedder, [], [], ForwardValue(model)
     make_sines, embed, condition = embedder.timesteps_proj.forward, embedder.time_embedder.forward, embedder.forward
     model.patch_embedding.register_forward_hook(
@@ -73,7 +72,7 @@ def _adapt(model, config):
         num_vision_tokens.set(0 if vision is None else vision.shape[1])
         time, projected, *rest = condition(timestep, text, vision, timestep_seq_len)
         frame_size = frame_sizes.pop()
-        if timestep_seq_len is not None:                       # of frames: for all tokens of each
+        if timestep_seq_len is not None:                       # one per frame: repeat for all tokens of the frame
             time, projected = time.repeat_interleave(frame_size, 1), projected.repeat_interleave(frame_size, 1)
         return time, projected, *rest
 
@@ -81,31 +80,32 @@ def _adapt(model, config):
     embedder.time_embedder.forward = lambda rounded: embed(
         sines[0].to(rounded.dtype if rounded.dtype.itemsize > 4 else torch.float32).view(rounded.shape))
     if config.get("pos_embed_seq_len") is not None:
-        embedder.image_embedder.forward = _with_places(embedder.image_embedder)
+        embedder.image_embedder.forward = _with_positions(embedder.image_embedder)
     model.forward = with_context(model, with_scales(model, model.forward))
     if config.get("added_kv_proj_dim") is not None:
         for block in model.blocks:
             block.attn2.forward = _vision_and_text(block.attn2, num_vision_tokens)
 
 
-def _with_places(embedder):
-    """Of a first and a last picture: as many places as there are tokens,
-    and tokens beyond the last place are left out."""
+def _with_positions(embedder):
+    """Position embedding of a first and a last image for any number of tokens; tokens beyond the last position are
+    dropped."""
     def embedded(vision):
-        places = embedder.pos_embed
-        return embedder.norm2(embedder.ff(embedder.norm1(vision[:, :places.shape[1]] + places[:, :vision.shape[1]])))
+        positions = embedder.pos_embed
+        vision = vision[:, :positions.shape[1]] + positions[:, :vision.shape[1]]
+        return embedder.norm2(embedder.ff(embedder.norm1(vision)))
     return embedded
 
 
 def _vision_and_text(attn, num_vision_tokens):
-    """Cross-attention over a picture's tokens and over the text's, added. Without a picture, both are over the text."""
+    """Sum of cross-attention over an image's tokens and over the text's. Without an image, both are over the text."""
     def heads(tensor):
         return tensor.unflatten(2, (attn.heads, -1)).transpose(1, 2)
 
     def attend(hidden_states, context, *others):
         count = num_vision_tokens.get()
         vision, text = context.split([count, context.shape[1] - count], 1) if count else (context, context)
-        # all, then their norms
+        # all projections, then their norms
         query, key, vision_key = attn.to_q(hidden_states), attn.to_k(text), attn.add_k_proj(vision)
         query, key, vision_key = heads(attn.norm_q(query)), heads(attn.norm_k(key)), heads(
             attn.norm_added_k(vision_key))
@@ -118,7 +118,7 @@ def _vision_and_text(attn, num_vision_tokens):
 WAN = Family(
     name="Wan", title="Wan 2.1, 2.2 text- and image-to-video", transformer="WanTransformer3DModel",
     recognise=_recognise,
-    refusals=(_variant, only_parts(PARTS)),
+    refusals=(_variant, only_prefixes(MODULES)),
     config=config_of(
         patch_size=LATENT.patch, in_channels=size("patch_embedding.weight", 1),
         out_channels=size("head.head.weight", 0, 4),
@@ -134,9 +134,9 @@ WAN = Family(
     conditioning={"context": "text_dim", "clip_fea": "image_dim", "rope_scales": None, "context_latents": None},
     lengths={"reference": num_context_tokens(LATENT)},
     ignored=("reference_latent", "denoise_mask"),
-    arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": given("context"),
-               "encoder_hidden_states_image": given("clip_fea", where="image_dim"),
-               "rope_scales": given("rope_scales"), "context_latents": whole_context(LATENT)},
+    arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": from_conditioning("context"),
+               "encoder_hidden_states_image": from_conditioning("clip_fea", where="image_dim"),
+               "rope_scales": from_conditioning("rope_scales"), "context_latents": expanded_context(LATENT)},
     activation_factors={"alone": 11.2, "residual": 4.3, "whole": 11.2, "outside": 5.3, "held": 1.15, "block": 10.0,
                         "exchange": 13.0},
     plan=ModelPlan(
@@ -144,13 +144,12 @@ WAN = Family(
         streams={"hidden_states": ALL}, attention={"attn1": ALL},
         tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
         cacheable_outside={"condition_embedder.text_embedder": "run"}, audio_attention=("norm2", "attn2")),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7,
-         "out_channels": 4,
-         "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "image_dim": 20, "added_kv_proj_dim": 48,
-         "pos_embed_seq_len": 6},
+         "out_channels": 4, "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "image_dim": 20,
+         "added_kv_proj_dim": 48, "pos_embed_seq_len": 6},
         "comfy.ldm.wan.model:WanModel",
         {"model_type": "t2v", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096,
-         "out_dim": 16, "num_heads": 2,
-         "num_layers": 3, "text_len": 512}, more={"model_type": "i2v", "flf_pos_embed_token_number": 8}),
+         "out_dim": 16, "num_heads": 2, "num_layers": 3,
+         "text_len": 512}, more={"model_type": "i2v", "flf_pos_embed_token_number": 8}),
 )

@@ -1,5 +1,5 @@
-"""Bernini's reference videos and pictures, which ComfyUI's Wan reads as further tokens after the image's, for
-diffusers' Wan. Used in `amend`."""
+"""Bernini's reference videos and images for diffusers' Wan, which reads them, like ComfyUI's, as tokens after the
+image's. Installed by Family.adapt_model."""
 
 import torch
 
@@ -10,36 +10,37 @@ from .common.reference_latents import listed
 NAME, STREAM = "context_latents", "reference"
 
 
-def given_latents(conditioning):
-    """The reference latents of a call, (1 or B, C, F, rows, columns) each, in their order."""
+def context_latents(conditioning):
+    """The reference latents of a call, (1 or B, C, F, rows, columns) each, in order."""
     return listed(conditioning, NAME)
 
 
 def num_context_tokens(latent):
-    """For Family.lengths: their tokens. latent: how a latent is cut into tokens."""
-    return lambda conditioning: sum(latent.num_tokens(each.shape) for each in given_latents(conditioning))
+    """Entry of Family.lengths: number of tokens of the references. latent: rule that cuts a latent into tokens."""
+    return lambda conditioning: sum(latent.num_tokens(each.shape) for each in context_latents(conditioning))
 
 
-def whole_context(latent):
-    """The rule of an argument of the forward: the references as it takes them, one of each for each image; None without
-    any. It raises ConfigError for a model that takes more channels than they have, or times of frames."""
+def expanded_context(latent):
+    """Rule for the forward's references, each expanded to the batch size; None without any. Raises ConfigError for a
+    model with another number of channels, or for timesteps that differ between frames."""
     def rule(call):
-        found = given_latents(call.conditioning)
+        found = context_latents(call.conditioning)
         channels = call.config["in_channels"]
         wrong = next((each.shape[1] for each in found if each.shape[1] != channels), None)
         if wrong is not None:
             raise ConfigError("Load a Bernini or Wan text-to-video model: the reference latents of Bernini "
-                              f"Conditioning are of {wrong} channels, and this Wan takes {channels}.")
+                              f"Conditioning have {wrong} channels, and this Wan model takes {channels}.")
         if found and call.timestep.ndim > 1:
-            raise ConfigError("Remove the noise mask, or Bernini Conditioning: references have the time of the whole "
-                              "latent, and with a noise mask each frame of this Wan has a time of its own.")
+            raise ConfigError("Remove the noise mask, or Bernini Conditioning: references have one timestep, and with "
+                              "a noise mask each frame of this Wan model has its own.")
         return [latent.padded(each.expand(len(call.latent), *each.shape[1:])) for each in found] or None
     return rule
 
 
 def with_context(model, forward):
-    """The forward, that also takes `context_latents`, padded to whole tokens: they are embedded as the latent is, have
-    positions of their own, turned on by the number of the reference, and are no part of what is made."""
+    """Return the forward with an additional argument `context_latents`, padded to full tokens. References are
+    embedded like the latent, have their own positions, rotated further by the number of the reference, and are not
+    part of the output."""
     references, num_own = ForwardValue(model), ForwardValue(model)
     embed, rope, norm = model.patch_embedding, model.rope, model.norm_out
     embed_latent, turn, normalise = embed.forward, rope.forward, norm.forward
@@ -50,8 +51,8 @@ def with_context(model, forward):
             return tokens
         num_own.set(tokens[0, 0].numel())
         # (B, C, F, rows, columns) of each -> (B, C, 1, 1, T of all)
-        parts = [tokens, *(embed_latent(each.to(latent.dtype)) for each in references.get())]
-        return torch.cat([part.flatten(2) for part in parts], 2)[:, :, None, None]
+        all_tokens = [tokens, *(embed_latent(each.to(latent.dtype)) for each in references.get())]
+        return torch.cat([part.flatten(2) for part in all_tokens], 2)[:, :, None, None]
 
     def turned(latent):
         own = turn(latent)
@@ -72,11 +73,11 @@ def with_context(model, forward):
 
 
 def _turned_on(tables, number):
-    """Rotary tables (1, T, 1, H) turned on by a reference's number: as in ComfyUI's Wan, by that number of places along
-    an axis that has all of a head's dims."""
+    """Rotate tables (1, T, 1, H) further by a reference's number: as in ComfyUI's Wan, by that position along an
+    axis that has all channels of a head."""
     from diffusers.models.embeddings import get_1d_rotary_pos_embed
     cos, sin = tables
-    place = torch.tensor([float(number)], dtype=torch.float64, device=cos.device)
+    position = torch.tensor([float(number)], dtype=torch.float64, device=cos.device)
     more_cos, more_sin = (each.to(cos.dtype) for each in get_1d_rotary_pos_embed(
-        cos.shape[-1], place, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64))
+        cos.shape[-1], position, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64))
     return cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin

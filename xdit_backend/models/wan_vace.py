@@ -1,8 +1,8 @@
-"""Wan VACE: Wan with a second state for each token, made of a control video, which some blocks have a block of their
-own for.
+"""Wan VACE: Wan with a second hidden state for each token, computed from a control video; some blocks have an
+additional block for it.
 
-diffusers evaluates those first and for all tokens. Here both states travel side by side through the blocks, as one
-twice as wide, so that every method applies; results are the same.
+diffusers evaluates the additional blocks first and for all tokens. Here both states pass through the blocks
+concatenated, as one twice as wide, so that every method applies; results are the same.
 """
 
 import dataclasses
@@ -11,12 +11,12 @@ import types
 import torch
 
 from ..protocol.errors import ConfigError
-from .common.family import Tiny
+from .common.family import SmallConfig
 from .common.forward_state import ForwardValue
-from .common.inputs import blocks, config_of, has, only_parts, size
+from .common.inputs import blocks, config_of, has, only_prefixes, size
 from .common.plan import TokenArgument
 from .common.position_slicing import Cut
-from .wan import PARTS, WAN
+from .wan import MODULES, WAN
 
 TABLE, TIMES = TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
 NUM_VACE = blocks("vace_blocks.")
@@ -28,15 +28,15 @@ def _layers(shapes):
 
 
 def _latent(call):
-    """The latent, and its part of the control video as more channels."""
+    """The latent, with its patch of the control video concatenated to the channels."""
     latent, control = call.latent, call.conditioning["vace_context"][:, 0]
     if any(side % 2 for side in latent.shape[3:]):
-        raise ConfigError("Use a width and a height that are multiples of 16 pixels: Wan VACE takes latents of even "
-                          f"sides, and this one is of {latent.shape[3]} x {latent.shape[4]}.")
+        raise ConfigError("Use a width and a height that are multiples of 16 pixels: Wan VACE takes latents with even "
+                          f"sides, and this one has {latent.shape[3]} x {latent.shape[4]}.")
     if call.patch is not None:
         control = control.narrow(call.patch.dim, call.patch.start, latent.shape[call.patch.dim])
     if control.shape[2:] != latent.shape[2:]:
-        raise ConfigError("Use the latent that WanVaceToVideo gives: the control video is a latent of "
+        raise ConfigError("Use the latent that WanVaceToVideo returns: its control video has "
                           f"{tuple(control.shape[2:])} frames, rows and columns, and the latent has "
                           f"{tuple(latent.shape[2:])}.")
     return torch.cat([latent, control.expand(len(latent), *control.shape[1:])], 1)
@@ -53,7 +53,7 @@ def _several(arguments):
 
 
 def _adapt(model, config):
-    """The forward is that of diffusers' Wan; hidden states are those of the video beside those of the control."""
+    """Use the forward of diffusers' Wan; hidden states are those of video and control, concatenated."""
     from diffusers import WanTransformer3DModel
     model.forward = types.MethodType(WanTransformer3DModel.forward, model)
     WAN.adapt_model(model, config)
@@ -83,7 +83,7 @@ def _adapt(model, config):
     of_block = dict(zip(config["vace_layers"], model.vace_blocks))
     for index, block in enumerate(model.blocks):
         block.forward = block_forward(block, of_block.get(index))
-        # not as a module of the block: it has its own place in the model
+        # not a submodule of the block, since it is one of the model
         if index in of_block:
             object.__setattr__(block, "vace_attn1", of_block[index].attn1)
 
@@ -91,7 +91,7 @@ def _adapt(model, config):
 WAN_VACE = dataclasses.replace(
     WAN, name="Wan VACE", title="Wan VACE (2.1, 2.2)", transformer="WanVACETransformer3DModel",
     recognise=has("vace_patch_embedding.weight", "vace_blocks.0.before_proj.weight", "head.modulation"),
-    refusals=(only_parts(PARTS | {"vace_patch_embedding", "vace_blocks"}),),
+    refusals=(only_prefixes(MODULES | {"vace_patch_embedding", "vace_blocks"}),),
     config=config_of(**WAN.config.rules, vace_layers=_layers,
                      vace_in_channels=size("vace_patch_embedding.weight", 1)),
     adapt_model=_adapt, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"),
@@ -102,20 +102,19 @@ WAN_VACE = dataclasses.replace(
                   if name not in ("encoder_hidden_states_image", "context_latents")},
                "hidden_states": _latent, "vace_strength": _strength},
     activation_factors={"alone": 6.65, "residual": 5.1, "whole": 6.65, "outside": 4.2, "held": 1.3, "block": 7.35,
-                        "exchange": 6.2,
-          "keys": 1.2, "own": 0.55},
+                        "exchange": 6.2, "keys": 1.2, "own": 0.55},
     lengths={},
     plan=dataclasses.replace(WAN.plan, streams={"hidden_states": "image"},
                              attention={"attn1": ("image",), "vace_attn1": ("image",)},
                              tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
                              unstaged_blocks=("vace_blocks",), unsplit=("proj_in", "proj_out"), audio_attention=(),
-                             # a block here is two of ComfyUI's
+                             # a block here is two of ComfyUI's blocks
                              blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None, returns=("image",)),)),
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4,
-         "out_channels": 4,
-         "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 6},
+         "out_channels": 4, "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "vace_layers": [0, 2],
+         "vace_in_channels": 6},
         "comfy.ldm.wan.model:VaceWanModel",
         {"model_type": "vace", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096,
          "out_dim": 16, "num_heads": 2, "num_layers": 4, "text_len": 512, "vace_layers": 2, "vace_in_dim": 96}),

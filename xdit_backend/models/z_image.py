@@ -1,16 +1,16 @@
-"""Z-Image and its turbo: picture refined alone, text alone, then one sequence of both;
-each is padded to whole groups of tokens."""
+"""Z-Image and Z-Image-Turbo: image and text refined separately, then one sequence of both. Each is padded to full
+groups of tokens."""
 
 import torch
 
-from .common.family import Family, Tiny
-from .common.inputs import blocks, config_of, given, has, needs_diffusers, size, timestep
+from .common.family import Family, SmallConfig
+from .common.inputs import blocks, config_of, from_conditioning, has, needs_diffusers, size, timestep
 from .common.key_mapping import table
 from .common.plan import BlockList, ModelPlan, TokenArgument
 from .common.rope_scaling import scales_and_shifts
 from .common.z_image import EMBEDDER, GROUP, LATENT, embed_times, first_row, is_z_image, num_pads, padded, rotations_of
 
-PICTURE, ALL = ("image", "pad"), ("image", "pad", "text")
+IMAGE, ALL = ("image", "pad"), ("image", "pad", "text")
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)
 
 KEYS = table(
@@ -21,18 +21,18 @@ KEYS = table(
 
 
 def _adapt(model, config):
-    """A patch has its rows' positions, and the whole latent's padding."""
-    forward, pad, place = model.forward, model._pad_with_ids, []
+    """Give a patch its rows' positions, and the full latent's padding."""
+    forward, pad, position = model.forward, model._pad_with_ids, []
     embed_times(model, config)
 
-    def placed(*, first_row, num_pads, rope_scales=None, **inputs):
-        place[:] = first_row, num_pads, rope_scales
+    def with_position(*, first_row, num_pads, rope_scales=None, **inputs):
+        position[:] = first_row, num_pads, rope_scales
         return (torch.stack(forward(**inputs)[0]).squeeze(2),)
 
-    def placed_pads(features, counts, start, device, noise=None):
-        if start[0] == 1:                                      # text; the picture is counted from its end
+    def pad_with_positions(features, counts, start, device, noise=None):
+        if start[0] == 1:                                      # text; the image's positions begin after its end
             return pad(features, counts, start, device, noise)
-        first_row, num_pads, scales = place
+        first_row, num_pads, scales = position
         ids = model.create_coordinate_grid(counts, (start[0], first_row, 0), device).flatten(0, 2)
         if scales is not None:
             scale, shift = scales_and_shifts(scales).to(device)[1:].T
@@ -41,7 +41,7 @@ def _adapt(model, config):
         is_pad = torch.arange(len(features), device=device) >= len(ids)
         return features, torch.cat([ids, ids.new_zeros(num_pads, 3)]), is_pad, len(features), None
 
-    model.forward, model._pad_with_ids, model.rope_embedder = placed, placed_pads, rotations_of(model)
+    model.forward, model._pad_with_ids, model.rope_embedder = with_position, pad_with_positions, rotations_of(model)
 
 
 Z_IMAGE = Family(
@@ -63,25 +63,23 @@ Z_IMAGE = Family(
     ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     lengths={"text": lambda conditioning: padded(conditioning["context"].shape[1])},
     arguments={"x": lambda call: list(LATENT(call).unsqueeze(2)), "t": timestep(-1, 1),
-               "cap_feats": lambda call: list(given("context")(call)), "first_row": first_row,
-               "num_pads": num_pads, "rope_scales": given("rope_scales")},
+               "cap_feats": lambda call: list(from_conditioning("context")(call)), "first_row": first_row,
+               "num_pads": num_pads, "rope_scales": from_conditioning("rope_scales")},
     activation_factors={"alone": 16.0, "residual": 5.4, "whole": 9.2, "outside": 6.0, "held": 2.3, "block": 14.9,
-                        "exchange": 14.3,
-          "own": 0.0},
+                        "exchange": 14.3, "own": 0.0},
     plan=ModelPlan(
-        blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),
-                          added="noise_refiner", streams={"x": PICTURE},
-                          attention={"attention": PICTURE}, tokens={"freqs_cis": TokenArgument(1, PICTURE)}),
+        blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(IMAGE,),
+                          added="noise_refiner", streams={"x": IMAGE},
+                          attention={"attention": IMAGE}, tokens={"freqs_cis": TokenArgument(1, IMAGE)}),
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,), added="double_block")),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         cacheable={"adaLN_modulation": "step"}, cacheable_outside={"cap_embedder": "run", "context_refiner": "run"}),
-    test_config=Tiny(
+    test_config=SmallConfig(
         {"in_channels": 4, "dim": 64, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 4,
          "cap_feat_dim": 24, "axes_dims": [4, 6, 6], "axes_lens": [512, 128, 128]},
         "comfy.ldm.lumina.model:NextDiT",
         {"in_channels": 16, "dim": 384, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4,
-         "cap_feat_dim": 48,
-         "axes_dims": [24, 36, 36], "axes_lens": [1536, 512, 512], "qk_norm": True, "rope_theta": 256.0,
-         "ffn_dim_multiplier": 8 / 3,
-         "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}, detected="ZImage"),
+         "cap_feat_dim": 48, "axes_dims": [24, 36, 36], "axes_lens": [1536, 512, 512], "qk_norm": True,
+         "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3, "z_image_modulation": True, "time_scale": 1000.0,
+         "pad_tokens_multiple": 32}, detected="ZImage"),
 )

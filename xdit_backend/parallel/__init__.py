@@ -1,2 +1,2 @@
-"""The parallel methods, one file each: USP (Ulysses and Ring), PipeFusion, tensor, displaced patches, NAG,
-the VAE by rows."""
+"""The parallel methods: sequence parallelism (Ulysses and Ring), PipeFusion, displaced patches, tensor parallelism,
+and the VAE split into rows or tiles."""

@@ -1,8 +1,5 @@
-"""Exchanges of every layer's tensors between the ranks of a group: at once, or for the next call while this one
-computes on.
-
-The part of DistriFusion (arXiv 2402.19481) that communicates; displaced.py says what is sent. docs/algorithms.md
-section 9.
+"""Communication of displaced patch parallelism (DistriFusion, arXiv 2402.19481): layers' tensors are exchanged within a
+call, or asynchronously for the next call. docs/algorithms.md section 9.
 """
 
 from contextlib import contextmanager
@@ -13,58 +10,59 @@ import torch
 from ..distributed.collectives import Traffic, all_gather, on_wire, start_all_gather
 from ..partition import slot_bytes
 
-# that travel together: fewer, larger messages cost less, and the first should leave early
+# Fewer, larger messages have less overhead; smaller ones start earlier.
 BUCKET_BYTES = 2 ** 21
-MAX_STRIDE = 2.0               # a step is forecast as at most so many times as long as the one before it
+MAX_STRIDE = 2.0               # longest extrapolated step, in units of the previous one
 
 
 def extrapolation_weight(strength, time, last, before):
-    """The weight w with which x_before + w (x_last - x_before) is the forecast for `time`,
-    by what was at the other two times."""
+    """Weight w of the extrapolation to `time`, x_before + w (x_last - x_before), from the values at `before` and
+    `last`. strength: 0 keeps x_last, 1 is linear extrapolation."""
     return 1.0 + strength * min(max((time - last) / (last - before), -1.0), MAX_STRIDE)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A layer's place in a bucket."""
+    """Position of a layer in a bucket."""
 
     bucket: int
-    sides: tuple                           # of each side of the bucket: each rank's tensor, there
+    sides: tuple                           # for each side of the bucket: each rank's tensor, a view of it
 
 
 class Exchange:
-    """What the ranks last sent each other, layer by layer, for the calls of one conditioning. Dropped with it, after
-    drain().
+    """Tensors that the ranks last sent each other, by layer, for the calls of one conditioning. Call drain() before
+    dropping it.
 
-    Each call of the model is synchronous (everything sent is used at once) or stale (what the last call sent is used,
-    and what this one sends arrives for the next). share() is called for the same layers, in the same order, in every
-    call and on every rank. Consecutive layers lie in buckets, (ranks, bytes): as soon as the layers of one have run,
-    its own row goes to all other ranks in one all-gather, which is waited for where the next call comes to it. Buckets
-    stay where they are in memory.
+    A call of the model is synchronous (uses what is sent in it) or stale (uses what the previous call sent, while its
+    own tensors arrive for the next). In every call and on every rank, share() is called for the same layers in the same
+    order. Consecutive layers lie in buckets, (ranks, bytes): when the layers of a bucket have run, this rank's row is
+    sent to all others in one all-gather, which the next call awaits when it reaches the bucket. Buckets keep their
+    addresses.
 
-    forecast: how far what drifts goes on as it went between the last two calls, docs/algorithms.md section 2.9. A
-    bucket then has two sides, of the last call and of the one before, which change places: layer by layer the older is
-    overwritten with what both lead to, and read; when the bucket's layers have run, what this call sends arrives there.
+    extrapolation: strength with which drifting tensors are extrapolated from the last two calls, docs/algorithms.md
+    section 2.9. A bucket then has two sides, of the last call and of the one before it, which alternate: layer by layer
+    the older side is overwritten with the extrapolation and read; when the bucket's layers have run, this call's
+    tensors arrive there.
     """
 
     def __init__(self, group, num_ranks, rank, bucket_bytes=BUCKET_BYTES, extrapolation=0.0):
         self.group, self.num_ranks, self.rank, self._extrapolation = group, num_ranks, rank, extrapolation
-        self.once = {}                         # layer -> (which images, output), of layers that read the text alone
-        self.layers, self.shares = {}, {}      # layer -> displaced.StaleSplit, and what those share
-        self.derived = {}                      # by them in this call, of what the last one sent
-        self.is_stale, self.norms = False, "corrected"         # of the call at hand
+        self.once = {}                         # layer -> (image indices, output), of layers that read the text alone
+        self.layers, self.fractions = {}, {}   # layer -> displaced.StaleSplit, and the cache of their `fractions`
+        self.derived = {}                      # per call: their results from what the last call sent
+        self.is_stale, self.norms = False, "corrected"         # of the current call
         self._bucket_bytes = bucket_bytes
-        self._slots, self._buckets, self._works = {}, [], {}   # of a bucket: its sides
-        self._last, self._next = 0, 0          # which side is of the last call, and which is for the call at hand
-        # of the last two calls that were kept; of the forecast of the call at hand
+        self._slots, self._buckets, self._works = {}, [], {}   # a bucket is a tuple of its sides
+        self._last, self._next = 0, 0          # side of the last call, side of the current call
+        # times of the last two calls that were published; weight of the current call's extrapolation
         self._times, self._weight = (), 1.0
-        self._first_call = None                # layer -> what a first call has sent, until there are buckets
-        self._leaving = []                     # [(Slot, tensor, or None: it is there)] of the bucket at hand
+        self._first_call = None                # layer -> tensors of the first call, until there are buckets
+        self._leaving = []                     # [(Slot, tensor, or None if it is in the slot)] of the current bucket
         self._publishes, self._traffic = True, Traffic()
 
     @property
     def is_filled(self):
-        """Has a call sent what a stale one needs?"""
+        """True once a call has sent what a stale call needs."""
         return bool(self._slots)
 
     @property
@@ -77,40 +75,40 @@ class Exchange:
 
     @property
     def addresses(self):
-        """Where the buckets are in memory."""
+        """Addresses of the buckets' memory."""
         return [tuple(side.data_ptr() for side in sides) for sides in self._buckets]
 
     @contextmanager
     def call(self, traffic, is_stale, publishes=True, norms="corrected", time=0.0):
-        """One call of the model runs under this. publishes: what it sends is for the next call, too. norms: of
-        displaced_modes.Mode. time: the model's timestep; calls at one time overwrite each other.
+        """Context of one call of the model.
 
-        A stale call that publishes nothing leaves what the last one that did has sent.
+        publishes: its tensors are also for the next call; a stale call that publishes nothing leaves those of the last
+        publishing call. norms: of specs.Mode. time: the model's timestep; calls at the same time overwrite each other.
         """
         assert self.is_filled or not is_stale, "nothing was sent yet"
         self.is_stale, self.norms, self._publishes = is_stale, norms, publishes
         self._traffic, self.derived = traffic, {}
         self._first_call = {} if publishes and not self.is_filled else None
-        turns = publishes and self._extrapolation > 0 and time not in self._times[:1]
-        self._next = 1 - self._last if turns and self.is_filled else self._last
-        has_two = turns and len(self._times) == 2
+        alternates = publishes and self._extrapolation > 0 and time not in self._times[:1]
+        self._next = 1 - self._last if alternates and self.is_filled else self._last
+        has_two = alternates and len(self._times) == 2
         self._weight = extrapolation_weight(self._extrapolation, time, *self._times) if has_two else 1.0
         try:
             yield self
             self._leave()
             if self._first_call:
                 self._lay_out(self._first_call)
-            self._last, self._times = self._next, (time, *self._times[:1]) if turns else self._times
-        finally:                                               # also of a call that failed, which leaves nothing
+            self._last, self._times = self._next, (time, *self._times[:1]) if alternates else self._times
+        finally:                                               # a failed call leaves nothing to send
             self._first_call, self._leaving = None, []
 
     def share(self, key, fresh, shapes, drifts=False):
-        """Every rank's tensor of a layer, by rank: of this call if it is synchronous, else of the last one, this rank's
-        too.
+        """Every rank's tensor of a layer, as a list by rank: of this call if it is synchronous, else of the last one,
+        this rank's included. Every rank calls it.
 
-        fresh: this rank's, of shapes[rank], which nobody may change in this call; or several tensors, for one that is
-        them stacked, which are copied: of a stale call this rank's is then of this one. drifts: of a stale call, the
-        others' are to be forecast, where the exchange does that. What is returned is good until the next share.
+        fresh: this rank's tensor, of shapes[rank], which must not be modified during this call; or a tuple of tensors
+        to stack, which are copied: then a stale call returns this rank's fresh tensor. drifts: in a stale call,
+        extrapolate the others' if the exchange does that. The result is valid until the next share().
         """
         is_apart = isinstance(fresh, tuple)
         if not self.is_stale:
@@ -120,10 +118,10 @@ class Exchange:
             self._leave()
         self._wait(slot.bucket)
         if self._publishes:
-            if is_apart:                                       # a compiled block uses their memory for what comes next
-                for place, tensor in zip(slot.sides[self._next][self.rank], fresh):
-                    place.copy_(tensor)
-            # else later: what the own row has of the last call may still be read
+            if is_apart:                                       # compiled blocks reuse the tensors' memory
+                for target, tensor in zip(slot.sides[self._next][self.rank], fresh):
+                    target.copy_(tensor)
+            # Otherwise copied later: this rank's row of the last call may still be read.
             self._leaving.append((slot, None if is_apart else fresh))
         known = slot.sides[self._last]
         if not drifts or self._weight == 1.0:
@@ -135,18 +133,17 @@ class Exchange:
         return list(extrapolated)
 
     def same_shaped(self, key):
-        """{layer: every rank's tensor, of the last call} of all layers in the same bucket whose tensors have the same
-        shape."""
+        """{layer: every rank's tensor, of the last call} of the layers in the same bucket with the same shape."""
         slot = self._slots[key]
-        return {other: place.sides[self._last] for other, place in self._slots.items()
-                if place.bucket == slot.bucket and place.sides[0][0].shape == slot.sides[0][0].shape}
+        return {other: other_slot.sides[self._last] for other, other_slot in self._slots.items()
+                if other_slot.bucket == slot.bucket and other_slot.sides[0][0].shape == slot.sides[0][0].shape}
 
     def gather(self, fresh):
-        """Every rank's tensor of one shape, of this call, by rank; nothing is kept."""
+        """Gather a tensor of the same shape on all ranks, without caching it. Every rank calls it."""
         return all_gather(fresh[None], [1] * self.num_ranks, 0, self.group, self._traffic).unbind(0)
 
     def drain(self):
-        """Wait for all that is under way. Every rank calls it, between the same two calls."""
+        """Wait for all operations in flight. Every rank calls it, between the same two calls."""
         for index in list(self._works):
             self._wait(index)
 
@@ -158,12 +155,12 @@ class Exchange:
         elif self._publishes:
             slot = self._slots[key]
             self._wait(slot.bucket)
-            for part, row in zip(slot.sides[self._next], everyone):
-                part.copy_(_as_tensor(row, part.shape, part.dtype))
+            for tensor, row in zip(slot.sides[self._next], everyone):
+                tensor.copy_(_as_tensor(row, tensor.shape, tensor.dtype))
         return [_as_tensor(row, shape, fresh.dtype) for row, shape in zip(everyone, shapes)]
 
     def _leave(self):
-        """Send this rank's row of the bucket whose layers have all run."""
+        """Send this rank's row of the bucket whose layers have run."""
         if not self._leaving:
             return
         index = self._leaving[0][0].bucket
@@ -187,8 +184,7 @@ class Exchange:
                 bucket.copy_(arriving)
 
     def _lay_out(self, first_call):
-        """Make buckets of what a first call has sent, and free each layer of it as its bucket is made, since both would
-        not fit."""
+        """Make buckets of the first call's tensors, freeing each layer's as its bucket is made to save memory."""
         slots, buckets = {}, []
         for index, keys in enumerate(fill_buckets({key: rows.shape[1] for key, (rows, _, _) in first_call.items()},
                                                   self._bucket_bytes)):
@@ -207,7 +203,7 @@ class Exchange:
 
 
 def fill_buckets(sizes, bucket_bytes=BUCKET_BYTES):
-    """Layers (in their order) of each bucket: as many as it has room for, or one. sizes: {layer: bytes}."""
+    """Assign consecutive layers to buckets of at most bucket_bytes, or of one layer. sizes: {layer: bytes}."""
     buckets, filled = [], bucket_bytes
     for key, size in sizes.items():
         if filled + size > bucket_bytes:

@@ -1,6 +1,5 @@
-"""PipeFusion on one rank: stale keys and values, and the way of hidden states from stage to stage (arXiv 2405.14430).
-
-The attention hook calls patch_attention; the engine owns a Link and the KeyValues. docs/algorithms.md sections 2 and 3.
+"""PipeFusion (arXiv 2405.14430) on one rank: attention with stale keys and values, and transfers between stages.
+docs/algorithms.md sections 2 and 3.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -18,34 +17,34 @@ from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError, XDiTError
 from .sequence_parallel import all_keys, gather_heads, scatter_heads
 
-MAX_SENT = 16                  # messages that are kept for the stage after
+MAX_SENT = 16                  # sent messages to the next stage that may be unfinished
 
 
 def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
-    """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the axes calls
-    it.
+    """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the ring and
+    ulysses axes calls it.
 
-    Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by
-    an all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are
-    kept so.
-    attention: a sequence_parallel.Attention, whose mask is made here. layer: hooks.attention_dispatch.RunningAttention.
+    Fresh keys and values are replicated in the sequence group before they are cached: this rank's heads by Ulysses, all
+    tokens by an all-gather along the ring axis (docs/algorithms.md section 3). With grouped queries k and v have fewer
+    heads, in the cache too.
+    attention: a sequence_parallel.Attention without its mask. layer: hooks.attention_dispatch.RunningAttention.
     Returns like q.
     """
-    mesh, traffic, given = context.mesh, context.traffic, q_BNTH
+    mesh, traffic, query = context.mesh, context.traffic, q_BNTH
     (q_BNTH, k_BNTH, v_BNTH), scattered = scatter_heads(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, attention, mesh, traffic)
-    pieces = context.tokens.pieces(layer.key_streams)
+    order = context.tokens.gathered_order(layer.key_streams)
     if context.caches(layer.key[0]):
         k_BNTH, v_BNTH = context.key_values.update(layer.key, k_BNTH, v_BNTH, context, layer.key_streams)
-        pieces = pieces if context.patch is None else _cached_pieces(context, layer.key_streams, k_BNTH.shape[2])
-    if not any(attention.sizes):                               # this patch only brings keys for the next step's first
-        return given
-    mask = gathered_mask(context.masks, pieces, q_BNTH)
-    return gather_heads(attention.whole(q_BNTH, k_BNTH, v_BNTH, mask), scattered, mesh, traffic)
+        order = order if context.patch is None else _cached_order(context, layer.key_streams, k_BNTH.shape[2])
+    if not any(attention.sizes):                               # this patch only has keys for the next step's first one
+        return query
+    mask = gathered_mask(context.masks, order, q_BNTH)
+    return gather_heads(attention.local(q_BNTH, k_BNTH, v_BNTH, mask), scattered, mesh, traffic)
 
 
-def _cached_pieces(context, streams, num_keys):
-    """Where kept keys come from, as Tokens.pieces says it: other streams first, then the image."""
+def _cached_order(context, streams, num_keys):
+    """Order of the cached keys, as from Tokens.gathered_order: other streams first, then the image."""
     if "image" in context.masks:
         raise UnsupportedError("Use cfg_degree, ulysses_degree or ring_degree instead: this model masks tokens of "
                                "its image, which PipeFusion does not support yet.")
@@ -54,12 +53,12 @@ def _cached_pieces(context, streams, num_keys):
 
 
 class Link:
-    """This rank's place in the pipeline: hidden states arrive from the stage before and leave for the stage after.
+    """This rank's connections in the pipeline: receives hidden states from the previous stage, sends to the next.
 
-    Each pair of neighbours talks in one direction only, in the order of the host's commands, so a receive can be posted
-    long before its tensor is sent, and the transfer runs beside compute. Of a message that all tensor ranks of a stage
-    have, each sends its part to its like in the stage after, where they put it together. Sent tensors are kept until
-    they are gone; gloo reports that only to those who wait, so the sender waits for what it sent MAX_SENT messages ago,
+    Each pair of neighbours communicates in one direction only, in the order of the host's commands: receives are posted
+    early, and transfers overlap with computation. If all tensor ranks of a stage have the same message, each sends its
+    chunk to its counterpart in the next stage, which all-gathers it. Sent tensors are referenced until the transfer has
+    finished. gloo reports that only to a wait, so that the sender waits for the message sent MAX_SENT messages earlier,
     which has long arrived.
     """
 
@@ -74,7 +73,7 @@ class Link:
         self.num_posted = self.num_received = self.num_sent = 0
 
     def post_receive(self, num_elements, dtype):
-        """Make room for the next message of the stage before. Returns a handle for `receive`."""
+        """Post a receive of the previous stage's next message. Returns a handle for `receive`."""
         sizes = shard_sizes(num_elements, self._mesh.degrees["tensor"])
         buffer = torch.empty(sizes[self._mesh.ranks["tensor"]], dtype=dtype,
                              device=self._device if self._on_nccl else "cpu")
@@ -83,13 +82,13 @@ class Link:
 
     @property
     def arriving(self):
-        """(rank of the stage before, this rank): by whom and to whom messages are sent that this rank receives."""
+        """(rank of the previous stage, this rank): sender and receiver of the messages that this rank receives."""
         return self._before, dist.get_rank()
 
     def receive(self, handle, traffic=None):
-        """Wait for a posted message; every rank of the tensor axis does. traffic: of what they then tell each other.
+        """Wait for a posted message. Every rank of the tensor axis calls it. traffic: of their all-gather.
 
-        Raises XDiTError naming the stage that is silent; NCCL's watchdog ends the process instead.
+        Raises XDiTError naming the stage that sent nothing; with NCCL the watchdog ends the process instead.
         """
         buffer, work, sizes = handle
         with nullcontext() if traffic is None else traffic.waiting(buffer, recorded=False):
@@ -99,8 +98,8 @@ class Link:
         return buffer if len(sizes) == 1 else all_gather(buffer, sizes, 0, self._mesh.tensor_group, traffic)
 
     def send(self, message, traffic):
-        """Start sending to the stage after, and let go of what has arrived there.
-        Raises XDiTError if that stage takes nothing."""
+        """Begin to send to the next stage, and release messages that have arrived there. Raises XDiTError if that stage
+        receives nothing."""
         sizes = shard_sizes(message.numel(), self._mesh.degrees["tensor"])
         message = on_wire(message.split(sizes)[self._mesh.ranks["tensor"]], self._after_group)
         traffic.count(message.numel(), message)
@@ -114,11 +113,11 @@ class Link:
         self.num_sent += 1
 
     def let_go(self):
-        """Keep no message that has arrived."""
+        """Release messages that have arrived."""
         self._sent = [(work, cached) for work, cached in self._sent if not work.is_completed()]
 
     def _wait(self, work, otherwise):
-        # the stream waits; with a time-out this process would, and poll
+        # NCCL: the stream waits; with a timeout this process would wait and poll
         if self._on_nccl:
             work.wait()
             return

@@ -1,7 +1,5 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): puts together what the ranks' shares of layers give.
-
-Installed by the hooks on a model that holds a rank's share of its weights (checkpoints/tensor_sharding.py).
-docs/algorithms.md section 10.
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): communication of the ranks' weight shards, installed on a
+model whose weights are sharded (checkpoints/tensor_sharding.py). docs/algorithms.md section 10.
 """
 
 import collections
@@ -13,17 +11,17 @@ from ..distributed import custom_ops
 from ..distributed.collectives import all_gather, start_all_reduce
 from ..partition import block_indices, block_path, summed_modules
 
+# norm of an attention -> the linear whose output it normalises
 PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "norm_added_k": "add_k_proj",
              "q_rms_norm": "to_q", "norm_k_img": "to_k_img",
-             # norm of an attention -> what it norms
              "k_rms_norm": "to_k", "q_rms_norm_t": "to_q_t", "k_rms_norm_t": "to_k_t"}
 
 
 def install_tensor_hooks(model, plan, splits, current):
-    """Have attentions and feed-forwards add up the ranks' results, norms over all heads see all heads, and modulations
-    be gathered.
+    """Sum the ranks' results of attentions and feed-forwards, normalise over the heads of all ranks, and gather
+    modulations.
 
-    splits: of checkpoints.tensor_sharding.tensor_splits. current(): the ForwardContext of the forward that runs, whose
+    splits: from checkpoints.tensor_sharding.tensor_splits. current(): the ForwardContext of the running forward, whose
     mesh has the group.
     """
     weights = {name.removesuffix(".weight"): split for name, split in splits.items() if name.endswith(".weight")}
@@ -43,21 +41,20 @@ def install_tensor_hooks(model, plan, splits, current):
 
 
 def _summed(forward, only_first, current):
-    """Sum all outputs in one exchange. The first rank alone has the biases. only_first: the last block's text is not
-    projected, nor used."""
+    """Sum all outputs in one all-reduce. Biases are on the first rank only. only_first: the last block's text output is
+    neither projected nor used."""
     @functools.wraps(forward)
     def summed(*args, **kwargs):
         outputs = forward(*args, **kwargs)
         if torch.is_tensor(outputs):
             return _sums([outputs], current)[0] if outputs.numel() else outputs
-        parts = outputs[:1] if only_first or outputs[-1] is None else outputs
-        return (*_sums(list(parts), current), *outputs[len(parts):])
+        summed_outputs = outputs[:1] if only_first or outputs[-1] is None else outputs
+        return (*_sums(list(summed_outputs), current), *outputs[len(summed_outputs):])
     return summed
 
 
 def _sums(tensors, current):
-    """The sums of the ranks' tensors. While they travel, another forward computes, where one takes turns with this
-    one."""
+    """Sum the ranks' tensors. Another forward that is interleaved with this one runs during the all-reduce."""
     if torch.compiler.is_compiling():
         return custom_ops.tensor_sums(tensors)
     context = current()
@@ -67,7 +64,7 @@ def _sums(tensors, current):
 
 
 def _of_own_heads(forward, names, current):
-    """Cut these arguments, tensors or tuples of them, to this rank's heads."""
+    """Slice these arguments, tensors or tuples of tensors, to this rank's heads."""
     @functools.wraps(forward)
     def own(*args, **kwargs):
         mesh = current().mesh
@@ -82,11 +79,11 @@ def _of_own_heads(forward, names, current):
 
 
 def _install_gathered(model, plan, splits, current):
-    """Modulations, whose input (a time or a pooled text) is mostly the same: the first one gathers all that this rank's
-    blocks need, at once; all that its own block needs, where weights come from host memory block by block.
+    """Gather the outputs of modulations, whose input (a time or pooled text embedding) is mostly the same tensor.
 
-    A layer that gets another input after all computes with that, in an exchange of its own, and from then on is not
-    computed ahead.
+    The first one gathers those of all this rank's blocks in one all-gather; of its own block only, if weights are
+    streamed block by block. A layer that gets another input computes with it in an all-gather of its own, and is not
+    precomputed from then on.
     """
     linears = {path: model.get_submodule(path) for path in splits}
     forwards = {path: linear.forward for path, linear in linears.items()}
@@ -105,13 +102,13 @@ def _install_gathered(model, plan, splits, current):
         own = torch.cat([forwards[path](tensor) for path in paths], -1)
         joined = all_gather(own, [sum(of_rank) for of_rank in zip(*sizes)], own.ndim - 1, context.mesh.tensor_group,
                             context.traffic)
-        pieces = joined.split([size for of_rank in zip(*sizes) for size in of_rank], -1)
-        return [torch.cat(pieces[index::len(paths)], -1) for index in range(len(paths))]
+        chunks = joined.split([size for of_rank in zip(*sizes) for size in of_rank], -1)
+        return [torch.cat(chunks[index::len(paths)], -1) for index in range(len(paths))]
 
     def requested(path, tensor):
         context = current()
-        given, output = context.precomputed.get(path, (None, None))
-        if given is tensor and output is not None:
+        known_input, output = context.precomputed.get(path, (None, None))
+        if known_input is tensor and output is not None:
             context.precomputed[path] = (tensor, None)
             return output
         if output is not None:
@@ -133,8 +130,8 @@ def _install_gathered(model, plan, splits, current):
 
 
 def _gathered(forward, requested, sizes, current):
-    """The forward of such a layer. A graph is of every block's: it knows of no others, and gathers one by itself.
-    sizes: (degree) -> of each rank."""
+    """Forward of a modulation. A compiled graph serves every block, knows no other layers and gathers one by itself.
+    sizes: (degree) -> outputs of each rank."""
     def gathered(tensor):
         if torch.compiler.is_compiling():
             return custom_ops.tensor_gathered(forward(tensor), sizes(current().mesh.degrees["tensor"]))
@@ -143,23 +140,23 @@ def _gathered(forward, requested, sizes, current):
 
 
 def _activated(forward, current):
-    """A block's activation of the time before a modulation, computed once for all blocks, as one tensor."""
+    """A block's activation of the time embedding before a modulation, computed once for all blocks."""
     @functools.wraps(forward)
     def activated(tensor):
         if torch.compiler.is_compiling():
             return forward(tensor)
         precomputed = current().precomputed
         if id(tensor) not in precomputed:
-            precomputed[id(tensor)] = (tensor, forward(tensor))  # the tensor is kept, so that its id stays its own
+            precomputed[id(tensor)] = (tensor, forward(tensor))  # the reference keeps the id from being reused
         return precomputed[id(tensor)][1]
     return activated
 
 
 def _install_norms(attention, path, sizes, current):
-    """RMS norms over the heads of all ranks, which add up their squares: in one exchange for all that has been
-    projected by then.
+    """RMS norms over the heads of all ranks, which sum their squares in one all-reduce for all linears that have run by
+    then.
 
-    sizes: {norm: numbers of all ranks}.
+    sizes: {norm: number of elements on all ranks}.
     """
     def projected(name, forward):
         @functools.wraps(forward)
@@ -181,8 +178,8 @@ def _install_norms(attention, path, sizes, current):
     def normed(name, norm, tensor):
         context = current()
         known = context.precomputed.get(path, {})
-        given, squares = known.pop(name, (None, None))
-        if given is not tensor or squares is None:
+        known_input, squares = known.pop(name, (None, None))
+        if known_input is not tensor or squares is None:
             waiting = {other: of_other for other, (of_other, squares) in known.items() if squares is None}
             squares, *others = _sums([_squares(each) for each in (tensor, *waiting.values())], current)
             known.update({other: (of_other, sums) for (other, of_other), sums in zip(waiting.items(), others)})
@@ -199,12 +196,12 @@ def _install_norms(attention, path, sizes, current):
 
 
 def _projection(attention, name):
-    """The linear whose output a norm takes, as diffusers calls it, or ComfyUI."""
+    """The linear whose output a norm takes, by diffusers' or ComfyUI's name."""
     linear = getattr(attention, PROJECTED[name], None)
     return getattr(attention, PROJECTED[name].removeprefix("to_")) if linear is None else linear
 
 
 def _squares(tensor):
-    """Sums of the squares of each token's numbers, in float32 or better."""
+    """Sum of squares over the last dim, in float32 or better."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return torch.linalg.vector_norm(tensor, dim=-1, keepdim=True, dtype=wide).square()

@@ -1,6 +1,4 @@
-"""How much memory a decode or encode by rows takes, found on the meta device before it starts, and how to fit it.
-
-The engine asks RowPlanner. bench/vae.py compares its estimates with ActivationBytes.
+"""Memory of a decode or encode by rows, determined on the meta device before it starts, and the block size that fits.
 """
 
 import copy
@@ -16,22 +14,22 @@ from ..distributed.collectives import Traffic, all_gather
 from ..memory.system_memory import available_memory
 from ..partition import shard_sizes
 from ..protocol.errors import ConfigError
-from .vae_rows import Pieces, decode_rows, encode_rows, num_parts, split_dim
+from .vae_rows import SplitOptions, decode_rows, encode_rows, max_shards, split_dim
 
-MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
-HEADROOM = 1.5                 # so much, and what convolutions take beside their output need not be kept small
-MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
-MOST_TRIED = 16                # a size is found to this part of it
-MIN_ROWS = 2                   # of the latent: an image of one row cannot be padded by reflection
+MARGIN = 1.1                   # factor on estimates: allocators round up, and libraries allocate workspaces
+HEADROOM = 1.5                 # factor on estimates from which convolutions need no blocks, workspaces included
+MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all activations if that is more
+MOST_TRIED = 16                # the largest size that fits is found to within this fraction of it
+MIN_ROWS = 2                   # of the latent: reflection padding needs more than one row
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
 
 
 class ActivationBytes(TorchDispatchMode):
-    """While active, counts the memory of the tensors that torch's operators give out, until nothing refers to them.
+    """While active, counts the memory of tensors that torch's operators return, until they are freed.
 
-    What existed before is not counted, nor what an operator uses inside. Works on the meta device too, where a whole
-    decode costs a fraction of a second. `peak_bytes` is the most that lived at one time, `largest_row_bytes` what one
-    row (along row_dim) of the largest convolution takes, input and output, `num_convolutions` how many there were.
+    Tensors that existed before and an operator's temporary memory are not counted. Also works on the meta device, where
+    a complete decode takes a fraction of a second. `peak_bytes` is the maximum, `largest_row_bytes` the size of the
+    input and output of one row (along row_dim) of the largest convolution, `num_convolutions` their number.
     """
 
     def __init__(self, row_dim=-2):
@@ -69,15 +67,15 @@ class ActivationBytes(TorchDispatchMode):
             del self._references[key]
             self.activation_bytes -= num_bytes
 
-    def _note_convolution(self, given, output):
+    def _note_convolution(self, image, output):
         self.num_convolutions += 1
-        given_bytes, output_bytes = (tensor.numel() * tensor.element_size() for tensor in (given, output))
-        self.largest_row_bytes = max(self.largest_row_bytes, (given_bytes + output_bytes) // output.shape[self.row_dim])
+        input_bytes, output_bytes = (tensor.numel() * tensor.element_size() for tensor in (image, output))
+        self.largest_row_bytes = max(self.largest_row_bytes, (input_bytes + output_bytes) // output.shape[self.row_dim])
 
 
 class MemoryTraffic(TorchDispatchMode):
-    """While active, counts the bytes that torch's operators read and write, and those that convolutions of 3 x 3 would
-    borrow."""
+    """While active, counts the bytes that torch's operators read and write, and the halos that 3 x 3 convolutions would
+    fetch from other ranks."""
 
     def __init__(self):
         super().__init__()
@@ -96,115 +94,114 @@ class MemoryTraffic(TorchDispatchMode):
 
 
 def work_of(meta_vae, shape, scale=1):
-    """What there is to do to decode (scale 1) or encode a tensor of this shape: {field of planner.vae_cost.Work:
-    number}."""
-    given = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
+    """Work of decoding (scale 1) or encoding a tensor of this shape: {field of planner.vae_cost.Work: number}."""
+    meta_input = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
     with FlopCounterMode(display=False) as flops, MemoryTraffic() as moved:
         if scale == 1:
-            decode_rows(meta_vae, given)
+            decode_rows(meta_vae, meta_input)
         else:
-            encode_rows(meta_vae, given, scale)
+            encode_rows(meta_vae, meta_input, scale)
     return {"flops": float(flops.get_total_flops()), "moved_bytes": float(moved.moved_bytes),
             "exchanges": float(moved.exchanges), "halo_bytes": float(moved.halo_bytes)}
 
 
 @dataclass(frozen=True)
 class Need:
-    """What the busiest rank needs beside the weights."""
+    """Memory of the busiest rank, without the weights."""
 
     peak_bytes: int
-    row_bytes: int                 # what one row of the largest convolution takes, input and output
-    num_convolutions: int          # that on_convolution will be called for
+    row_bytes: int                 # input and output of one row of the largest convolution
+    num_convolutions: int          # number of calls of on_convolution
 
 
 def meta_copy(vae):
-    """The same autoencoder without bytes."""
+    """Copy of a VAE on the meta device."""
     without_bytes = {id(tensor): type(tensor)(tensor.detach().to("meta"), False)
                      if isinstance(tensor, torch.nn.Parameter)
                      else tensor.to("meta") for tensor in (*vae.parameters(), *vae.buffers())}
     return copy.deepcopy(vae, without_bytes)
 
 
-def need_of(meta_vae, shape, scale, num_ranks, whole=False, speeds=()):
-    """The Need for decoding (scale 1) or encoding a tensor of this shape by this many ranks; runs it on the meta
+def need_of(meta_vae, shape, scale, num_ranks, unblocked=False, speeds=()):
+    """The Need for decoding (scale 1) or encoding a tensor of this shape on this many ranks, from a run on the meta
     device.
 
-    outline: see meta_copy. scale: see encode_rows. whole: with convolutions all at once; else in about eight blocks,
-    of which peak_bytes has one. speeds: as Pieces has them.
+    meta_vae: see meta_copy. scale: see encode_rows. unblocked: convolutions run in one block; otherwise in about eight,
+    one of which is in peak_bytes. speeds: see SplitOptions.
     """
     shape = list(shape)
     dim = split_dim(meta_vae, shape, scale)
-    own_parts = max(shard_sizes(num_parts(shape, scale, dim), num_ranks, speeds, least=1))
-    shape[dim] = 1 + own_parts if dim == -3 else max(MIN_ROWS, own_parts) * scale
-    given = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
+    own_size = max(shard_sizes(max_shards(shape, scale, dim), num_ranks, speeds, least=1))
+    shape[dim] = 1 + own_size if dim == -3 else max(MIN_ROWS, own_size) * scale
+    meta_input = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []
-    pieces = Pieces() if whole else Pieces(dim, block_size=num_rows, on_convolution=convolutions.append)
+    options = SplitOptions() if unblocked else SplitOptions(dim, block_size=num_rows,
+                                                            on_convolution=convolutions.append)
     with ActivationBytes(dim) as footprint:
         if scale == 1:
-            decode_rows(meta_vae, given, pieces=pieces)
+            decode_rows(meta_vae, meta_input, options=options)
         else:
-            encode_rows(meta_vae, given, scale, pieces=pieces)
+            encode_rows(meta_vae, meta_input, scale, options=options)
     return Need(footprint.peak_bytes, footprint.largest_row_bytes,
-                footprint.num_convolutions if whole else len(convolutions))
+                footprint.num_convolutions if unblocked else len(convolutions))
 
 
 class RowPlanner:
-    """Chooses, for one autoencoder, how decode_rows and encode_rows go about a size.
-    Keeps what it has found for a size."""
+    """Chooses how decode_rows and encode_rows run for one VAE, by size. Caches what it has computed for a size."""
 
     def __init__(self, vae):
         self._meta_vae, self._device, self._needs, self._work = meta_copy(vae), vae.device, {}, {}
 
     def plan(self, shape, scale, ranks, free_bytes, speeds=(), traffic=None):
-        """Choose the block_size to decode (scale 1) or encode by; returns it, the number of convolutions to
-        come, and the speeds by which rows are shared out: those given, or none where only equal parts fit.
+        """Choose the block size to decode (scale 1) or encode with; returns (block_size, number of convolutions, speeds
+        that determine each rank's rows: those passed, or () if only equal shares fit).
 
-        Every rank calls it with the bytes that it may use, and all get one answer: None where there is room enough to
-        compute convolutions all at once, which is fastest, and else the largest blocks that fit. Raises ConfigError, on
-        every rank, when the busiest rank needs more than the fullest has; it names the number of devices that would do.
+        Every rank calls it with the bytes that it may use, and all get the same result: block_size None, which is
+        fastest, if convolutions fit unblocked, else the largest blocks that fit. Raises ConfigError on every rank if
+        the busiest rank needs more than the least that a rank may use, naming the number of devices that would suffice.
         """
         free_bytes = least_free(free_bytes, ranks, self._device, traffic)
         num_ranks = self.num_working(shape, scale, ranks.count)
         speeds = speeds[:num_ranks]
-        whole = self._need(shape, scale, num_ranks, True, speeds)
-        if whole.peak_bytes * HEADROOM <= free_bytes:
-            return None, whole.num_convolutions, speeds
+        unblocked = self._need(shape, scale, num_ranks, True, speeds)
+        if unblocked.peak_bytes * HEADROOM <= free_bytes:
+            return None, unblocked.num_convolutions, speeds
         need = self._need(shape, scale, num_ranks, False, speeds)
         if need.peak_bytes * MARGIN > free_bytes and speeds:
             need, speeds = self._need(shape, scale, num_ranks), ()
         if need.peak_bytes * MARGIN > free_bytes:
             raise ConfigError(_does_not_fit(self._meta_vae, shape, scale, ranks.count, need, free_bytes))
-        counted_bytes = need.peak_bytes // 8                   # of a block, in the peak
+        counted_bytes = need.peak_bytes // 8                   # the one block that is in the peak
         spare_bytes = int(free_bytes / MARGIN) - need.peak_bytes
         block_bytes = min(max(MIN_BLOCK_BYTES, counted_bytes), counted_bytes + spare_bytes)
         return max(1, block_bytes // need.row_bytes), need.num_convolutions, speeds
 
     def least_bytes(self, shape, scale, num_ranks):
-        """Bytes that the busiest of these ranks must have free to decode or encode a tensor of this shape:
-        below, `plan` refuses."""
+        """Bytes that the busiest of these ranks must have free to decode or encode a tensor of this shape; with less,
+        `plan` raises."""
         return int(self._need([1, *shape[1:]], scale, self.num_working(shape, scale, num_ranks)).peak_bytes * MARGIN)
 
     def unblocked_bytes(self, shape, scale, num_ranks):
-        """Bytes with which these ranks need not compute convolutions in blocks."""
+        """Free bytes from which these ranks compute convolutions unblocked."""
         return int(self._need([1, *shape[1:]], scale, self.num_working(shape, scale, num_ranks), True).peak_bytes
                    * HEADROOM)
 
     def work(self, shape, scale):
-        """See work_of; of one item of a batch."""
+        """Work of one item of a batch, see work_of."""
         shape = (1, *shape[1:])
         if (shape, scale) not in self._work:
             self._work[shape, scale] = work_of(self._meta_vae, shape, scale)
         return self._work[shape, scale]
 
     def num_working(self, shape, scale, num_ranks):
-        """How many of these ranks have something to do."""
-        return min(num_ranks, num_parts(shape, scale, split_dim(self._meta_vae, shape, scale)))
+        """Number of these ranks that have rows to compute."""
+        return min(num_ranks, max_shards(shape, scale, split_dim(self._meta_vae, shape, scale)))
 
-    def _need(self, shape, scale, num_ranks, whole=False, speeds=()):
-        key = (tuple(shape), scale, num_ranks, whole, speeds)
+    def _need(self, shape, scale, num_ranks, unblocked=False, speeds=()):
+        key = (tuple(shape), scale, num_ranks, unblocked, speeds)
         if key not in self._needs:
-            self._needs[key] = need_of(self._meta_vae, shape, scale, num_ranks, whole, speeds)
+            self._needs[key] = need_of(self._meta_vae, shape, scale, num_ranks, unblocked, speeds)
         return self._needs[key]
 
 
@@ -213,15 +210,15 @@ def _does_not_fit(meta_vae, shape, scale, num_ranks, need, free_bytes):
             else f"encoding {shape[-1]} x {shape[-2]} pixels")
     frames = f" and {shape[-3]} frames" if len(shape) == 5 else ""
     needed_bytes = need.peak_bytes * MARGIN
-    # Memory is a constant and a share of the rows.
-    rows = num_parts(shape, scale, split_dim(meta_vae, shape, scale))
+    # Memory is modelled as a constant plus a multiple of the rows.
+    rows = max_shards(shape, scale, split_dim(meta_vae, shape, scale))
     own_rows = -(-rows // num_ranks)
     half = need_of(meta_vae, shape, scale, 2 * num_ranks)
     half_rows = -(-rows // (2 * num_ranks))
     row_bytes = (needed_bytes - half.peak_bytes * MARGIN) / max(1, own_rows - half_rows)
     rows_that_fit = own_rows - (needed_bytes - free_bytes) / row_bytes if row_bytes > 0 else 0
     largest = _largest_that_fits(meta_vae, shape, scale, num_ranks, free_bytes)
-    hint = f"Use a picture of {largest[0]} x {largest[1]} pixels at most" if largest else "Use a smaller picture"
+    hint = f"Use an image of at most {largest[0]} x {largest[1]} pixels" if largest else "Use a smaller image"
     if rows_that_fit >= 1:
         hint = f"{hint}, {-(-rows // int(rows_that_fit))} devices like these"
     return (f"{hint}, or VAE {'Decode' if scale == 1 else 'Encode'} (Tiled): {what}{frames} needs "
@@ -229,8 +226,8 @@ def _does_not_fit(meta_vae, shape, scale, num_ranks, need, free_bytes):
 
 
 def _largest_that_fits(meta_vae, shape, scale, num_ranks, free_bytes):
-    """(width, height) in pixels of the largest picture of about these proportions, and as many frames, that would fit;
-    None where none would. Tried at numbers of rows of the latent between one and those that do not fit."""
+    """(width, height) in pixels of the largest image of about these proportions, with the same number of frames, that
+    would fit; None if none does. Bisects the number of latent rows."""
     rows, columns = shape[-2] // scale, shape[-1] // scale
     fits, too_many = 0, rows
     while too_many - fits > max(1, fits // MOST_TRIED):
@@ -247,25 +244,25 @@ def _largest_that_fits(meta_vae, shape, scale, num_ranks, free_bytes):
 
 
 def pixels_of(meta_vae, shape):
-    """Along one side of a latent row, of a decode."""
-    given = torch.empty((1, shape[1], *[1] * (len(shape) - 4), 8, 8), dtype=meta_vae.dtype, device="meta")
-    return decode_rows(meta_vae, given).tensor.shape[-2] // 8
+    """Pixels along one side of a latent row, from a small decode."""
+    meta_input = torch.empty((1, shape[1], *[1] * (len(shape) - 4), 8, 8), dtype=meta_vae.dtype, device="meta")
+    return decode_rows(meta_vae, meta_input).tensor.shape[-2] // 8
 
 
 def least_free(free_bytes, ranks, device, traffic=None):
-    """The least of what the ranks may use. Ranks on one device share what it has; of CPU workers, those on one
-    machine. traffic: the Traffic in which the exchange is counted."""
+    """The minimum over the ranks of the bytes that each may use; ranks on one device, or CPU workers on one machine,
+    divide its free memory. Every rank calls it. traffic: counts the communication."""
     index = -1 if device.type == "cpu" else device.index or 0
     own = torch.tensor([[free_bytes, index]], dtype=torch.int64, device=device)
     everyone = all_gather(own, [1] * ranks.count, 0, ranks.first(ranks.count),
                           traffic or Traffic()) if ranks.count > 1 else own
-    places = list(zip(ranks.machines, everyone[:, 1].tolist(), strict=True))
-    return min(free // places.count(place) for free, place in zip(everyone[:, 0].tolist(), places))
+    devices = list(zip(ranks.machines, everyone[:, 1].tolist(), strict=True))
+    return min(free // devices.count(where) for free, where in zip(everyone[:, 0].tolist(), devices))
 
 
 def free_bytes(device):
-    """Bytes that this process may still use on a device.
-    Of host memory what there is, or is left of a container's limit."""
+    """Bytes that this process may still use on a device; for CPUs the available system RAM, within a container's
+    limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,8 +1,8 @@
-"""Patch-parallel VAE: every rank decodes or encodes some rows (or frames), and the whole is exactly the VAE's own.
+"""Patch-parallel VAE: every rank decodes or encodes some of the rows, columns or frames, exactly as the VAE itself.
 
-The worker calls decode_rows and encode_rows. diffusers' autoencoders run unmodified; while one does, its calls of a few
-functions of torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py). Those
-that go over tiles by themselves have theirs shared out (vae_tiles.py).
+diffusers' autoencoders run unmodified: while one runs, a few functions of torch.nn.functional work on this rank's rows
+and fetch halos from other ranks (distributed/spatial_ops.py). Those that work by tiles have their tiles distributed
+(vae_tiles.py).
 """
 
 import copy
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0, SanaMultiscaleLinearAttention
 from torch.nn.functional import conv2d, conv3d, interpolate
-from torch.nn.functional import pad as pad_whole
+from torch.nn.functional import pad as torch_pad
 
 from ..autoencoders import FAMILIES, family_of
 from ..autoencoders.vae_family import TorchFunctions, replaced, torchs_own
@@ -32,8 +32,7 @@ NOT_FOLLOWED = "Use VAE Decode: a padding of this VAE is not followed by its con
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank makes of a picture or a latent: `tensor`, which begins at index `start` of dim `dim` (-3,
-    -2 or -1)."""
+    """Rows of an image or latent from one rank: `tensor`, which begins at index `start` of dim `dim` (-3, -2 or -1)."""
 
     tensor: torch.Tensor
     dim: int = -2
@@ -41,10 +40,10 @@ class Share:
 
 
 class Ranks:
-    """The ranks of a process group, and the groups of its first ones, made when they are first needed and kept."""
+    """The ranks of a process group, and the groups of its first ranks, which are created on demand and cached."""
 
     def __init__(self, group, machines=()):
-        """machines: the name of each rank's machine in the world; (): all ranks are on one."""
+        """machines: name of the machine of each rank of the world; (): all ranks are on one machine."""
         self._all, self._machines = dist.get_process_group_ranks(group), machines
         self._groups = {tuple(self._all): group}
 
@@ -54,25 +53,23 @@ class Ranks:
 
     @property
     def machines(self):
-        """The name of each rank's machine."""
+        """Name of each rank's machine."""
         return [self._machines[rank] if self._machines else "" for rank in self._all]
 
     @property
     def is_member(self):
-        """Is this process one of them?"""
+        """True if this process is one of the ranks."""
         return dist.get_rank() in self._all
 
     def only(self, count, start=0):
-        """`count` of these from `start` on, without the others. Every rank of the world calls it, in one order."""
+        """`count` of these ranks from `start` on. Every rank of the world calls it, in the same order."""
         some = copy.copy(self)
         some._all = self._all[start:start + count]
         some.first(count)
         return some
 
     def first(self, count):
-        """The group of the first `count` ranks, on these, and None on the others. Every rank of the world calls it, in
-        one order.
-        """
+        """Group of the first `count` ranks; None on the others. Every rank of the world calls it, in the same order."""
         some = tuple(self._all[:count])
         if some not in self._groups:
             self._groups[some] = make_group([some])
@@ -80,49 +77,49 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """How an image is cut: one piece for each rank, and of a rank's what a convolution computes at once."""
+class SplitOptions:
+    """Options of splitting an image among ranks, and the blocks in which a rank computes convolutions."""
 
-    dim: int | None = None         # -3, -2 or -1: frames, rows or columns; None: as split_dim says
-    speeds: tuple = ()             # of the ranks, relative, by which they have rows; (): alike
-    block_size: int | tuple[int, int] | None = None            # see conv_rows; None: all at once
-    # (RowSplit) is called before each convolution, or some tiles, on all ranks that have rows, and may raise on all of
-    # them to give up
+    dim: int | None = None         # -3, -2 or -1: frames, rows or columns; None: from split_dim
+    speeds: tuple = ()             # relative speeds of the ranks; (): identical
+    block_size: int | tuple[int, int] | None = None            # see conv_rows; None: one block
+    # (RowSplit), called before each convolution, or before some tiles, on all ranks that have rows; it may raise on all
+    # of them to abort
     on_convolution: Callable[[RowSplit], object] | None = None
 
 
 @torch.inference_mode()
-def decode_rows(vae, latent, ranks=None, traffic=None, pieces=Pieces()):
-    """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
+def decode_rows(vae, latent, ranks=None, traffic=None, options=SplitOptions()):
+    """Decode this rank's rows of an image. Every rank of `ranks` calls it, with the same full latent.
 
-    latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H',
-    W'): put together by rank, the shares are vae.decode(latent), as ComfyUI does it (autoencoders/). Where there are
-    more ranks than rows the last ones have nothing to do and get None; of tiles the fastest has all. Without ranks,
-    or alone, it decodes the whole picture. Raises UnsupportedError for a VAE that cannot be split exactly.
+    latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns a Share of (B, 3, H', W') or (B, 3, F', H', W');
+    concatenated by rank, they are vae.decode(latent) as ComfyUI computes it (autoencoders/). If there are more ranks
+    than rows, the last ones get None; with tiles the fastest rank gets the complete result. Without ranks, or with one,
+    it decodes the complete image. Raises UnsupportedError for a VAE that cannot be split exactly.
     """
-    return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, pieces)
+    return _run_split(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, options)
 
 
 @torch.inference_mode()
-def encode_rows(vae, image, scale, ranks=None, traffic=None, pieces=Pieces()):
-    """Encode this rank's rows of a picture, like decode_rows: the other way round, from the same whole picture.
+def encode_rows(vae, image, scale, ranks=None, traffic=None, options=SplitOptions()):
+    """Encode this rank's rows of an image. Every rank of `ranks` calls it, with the same full image.
 
-    picture: (B, C, H, W) or (B, C, F, H, W) on any device, of which a rank's rows alone are copied to its own; H and W
-    are multiples of `scale`, the pixels along one side of a latent row. Returns the rank's Share of the mean that
-    vae.encode gives.
+    image: (B, C, H, W) or (B, C, F, H, W) on any device; only this rank's rows are copied to the VAE's device. H and W
+    are multiples of `scale`, the pixels along one side of a latent row. Returns a Share of the mean that vae.encode
+    returns.
     """
     assert all(size % scale == 0 for size in image.shape[-2:]), f"{tuple(image.shape)} is no multiple of {scale}"
 
     def encode(rows):
         return _family(vae).encode(vae, rows.to(vae.device, vae.dtype))
 
-    return _in_parts(vae, encode, image, scale, ranks, traffic, pieces)
+    return _run_split(vae, encode, image, scale, ranks, traffic, options)
 
 
 def split_dim(vae, shape, scale):
-    """The dim that is split: the longest, whose halos are the smallest; of frames only where frames can be split.
+    """The dim to split: the longest, whose halos are the smallest; frames only for VAEs that can be split along them.
 
-    shape, scale: of what is decoded (scale 1) or encoded.
+    shape, scale: of the tensor to decode (scale 1) or encode.
     """
     rows, columns = shape[-2:]
     if scale == 1 and _family(vae).by_frames and shape[-3] - 1 > max(rows, columns):
@@ -130,50 +127,50 @@ def split_dim(vae, shape, scale):
     return -1 if columns > rows else -2
 
 
-def num_parts(shape, scale, dim):
-    """The most parts that `dim` can be split into: rows of the latent, or frames after its first."""
+def max_shards(shape, scale, dim):
+    """Largest number of shards of `dim`: rows of the latent, or frames after its first."""
     return shape[-3] - 1 if dim == -3 else shape[dim] // scale
 
 
-def _in_parts(vae, run, whole, scale, ranks, traffic, pieces):
-    """Run an autoencoder on this rank's part of `whole`, which has `scale` rows for each row of the latent."""
+def _run_split(vae, run, image, scale, ranks, traffic, options):
+    """Run a VAE on this rank's rows of `image`, an image or latent with `scale` rows per row of the latent."""
     run, num_ranks = partial(_run, vae, run), ranks.count if ranks else 1
     if _family(vae).tiles:
-        return _by_tiles(vae, run, whole, ranks, traffic, pieces)
-    dim = pieces.dim or split_dim(vae, whole.shape, scale)
-    count = num_parts(whole.shape, scale, dim)
-    if num_ranks == 1 and pieces.block_size is None:
+        return _by_tiles(vae, run, image, ranks, traffic, options)
+    dim = options.dim or split_dim(vae, image.shape, scale)
+    count = max_shards(image.shape, scale, dim)
+    if num_ranks == 1 and options.block_size is None:
         split = RowSplit.of_sizes([count], None, traffic or Traffic(), dim)
-        with TorchFunctions(**_with_callback(pieces.on_convolution, split)):
-            return Share(run(whole))
+        with TorchFunctions(**_with_callback(options.on_convolution, split)):
+            return Share(run(image))
     _check(vae)
     num_ranks = min(num_ranks, count)
     group = ranks and ranks.first(num_ranks)
     if ranks and group is None:
         return None
-    split = RowSplit.of_sizes(shard_sizes(count, num_ranks, pieces.speeds[:num_ranks], least=1), group,
+    split = RowSplit.of_sizes(shard_sizes(count, num_ranks, options.speeds[:num_ranks], least=1), group,
                               traffic or Traffic(), dim)
     if dim == -3:
-        return _by_frames(vae, run, whole, split, pieces)
-    return _by_rows(vae, run, whole, scale, split, pieces)
+        return _by_frames(vae, run, image, split, options)
+    return _by_rows(vae, run, image, scale, split, options)
 
 
-def _by_tiles(vae, run, whole, ranks, traffic, pieces):
-    """Every rank goes over all of `whole`, and computes its tiles; the fastest has the result."""
+def _by_tiles(vae, run, image, ranks, traffic, options):
+    """Every rank runs on the complete `image` but computes only its tiles; the fastest has the result."""
     num_ranks = ranks.count if ranks else 1
     group = ranks and ranks.first(num_ranks)
     if ranks and group is None:
         return None
     split = RowSplit.of_sizes([1] * num_ranks, group, traffic or Traffic())
-    with shared_tiles(vae, _family(vae).tiles, split, pieces.speeds, pieces.on_convolution) as has_all:
-        result = run(whole)
+    with shared_tiles(vae, _family(vae).tiles, split, options.speeds, options.on_convolution) as has_all:
+        result = run(image)
     return Share(result) if has_all else None
 
 
-def _run(vae, run, part):
-    """What `run` gives. Where it raises, a video autoencoder forgets the frames that it keeps for the next."""
+def _run(vae, run, image):
+    """Call `run`. If it raises, clear the frames that a video VAE has cached for its next chunk."""
     try:
-        return run(part)
+        return run(image)
     except BaseException:
         if hasattr(vae, "clear_cache"):
             vae.clear_cache()
@@ -181,7 +178,7 @@ def _run(vae, run, part):
 
 
 def _with_callback(on_convolution, split):
-    """torch's convolutions, before which on_convolution is called."""
+    """torch's convolutions, preceded by a call of on_convolution."""
     def after(convolution):
         def with_callback(*args, **kwargs):
             on_convolution(split)
@@ -190,10 +187,10 @@ def _with_callback(on_convolution, split):
     return {} if on_convolution is None else {"conv2d": after(conv2d), "conv3d": after(conv3d)}
 
 
-def _by_rows(vae, run, whole, scale, split, pieces):
+def _by_rows(vae, run, image, scale, split, options):
     own = split.scaled(scale)
-    latent_across = whole.shape[split.other_dim] // scale
-    functions = _RowFunctions(split, latent_across, pieces)
+    latent_across = image.shape[split.other_dim] // scale
+    functions = _RowFunctions(split, latent_across, options)
     with ExitStack() as stack:
         stack.enter_context(TorchFunctions(**functions.by_name()))
         for module in vae.modules():
@@ -201,57 +198,57 @@ def _by_rows(vae, run, whole, scale, split, pieces):
                 stack.enter_context(replaced(module, **_linear_attention(split, module.eps)))
             elif _family(vae).over_frames(module):
                 stack.enter_context(replaced(module, forward=partial(_with_own_keys, module.forward)))
-        result = run(whole.narrow(split.dim, own.start, own.size))
+        result = run(image.narrow(split.dim, own.start, own.size))
     if functions.waiting:
         raise UnsupportedError(NOT_FOLLOWED)
     return Share(result, split.dim, split.start * result.shape[split.other_dim] // latent_across)
 
 
-def _by_frames(vae, run, whole, split, pieces):
-    """Decode this rank's frames, all their rows. `split` is of the latent's frames after the first, which is the first
-    rank's.
+def _by_frames(vae, run, image, split, options):
+    """Decode this rank's frames, with all their rows. split: of the latent's frames after the first, which is on the
+    first rank.
 
-    A video has one frame for the latent's first and some for each further one, and the modules treat what comes first
-    differently. So each rank puts one frame first, at every scale: on the first rank the first, on others the one
-    before their own, which nothing reads and which is left out at the end.
+    A video has one frame for the latent's first and several for each further one, and modules treat the first frame
+    differently. Therefore each rank puts one frame first, at every scale: the first rank the first frame, others the
+    one before their own, whose output nothing reads and which is removed at the end.
     """
     lead = int(split.rank > 0)
-    with TorchFunctions(conv3d=_frame_convolution(split, vae.config.decoder_causal, pieces)):
-        result = run(whole.narrow(-3, split.start, 1 + split.size))
+    with TorchFunctions(conv3d=_frame_convolution(split, vae.config.decoder_causal, options)):
+        result = run(image.narrow(-3, split.start, 1 + split.size))
     times = (result.shape[-3] - 1) // split.size
     return Share(result[:, :, lead:], -3, lead * (1 + split.start * times))
 
 
-def _frame_convolution(split, causal, pieces):
-    def frame_conv(input, *arguments, **options):
-        """LTX's modules repeat their outermost frames before it. Those of other ranks belong there."""
-        convolution = Convolution(*arguments, **options)
+def _frame_convolution(split, causal, options):
+    def frame_conv(input, *arguments, **kwargs):
+        """Convolve after LTX's modules have repeated the outermost frames; other ranks' frames replace those."""
+        convolution = Convolution(*arguments, **kwargs)
         num_repeated = convolution.weight.shape[-3] - 1
         before = num_repeated if causal else num_repeated // 2
         lead, num_frames = int(split.rank > 0), input.shape[-3] - num_repeated
         further = split.scaled((num_frames - 1) // split.size)
         own_split = RowSplit((0, *(1 + start for start in further.starts[1:])), split.group, split.traffic, -3)
         own = input.narrow(-3, before + lead, num_frames - lead)
-        if pieces.on_convolution is not None:
-            pieces.on_convolution(split)
+        if options.on_convolution is not None:
+            options.on_convolution(split)
         out = conv_rows(own, convolution, own_split, Padding(before, num_repeated - before, "replicate"),
-                        pieces.block_size)
+                        options.block_size)
         return torch.cat([out[:, :, :1], out], -3) if lead else out
     return frame_conv
 
 
 @dataclass(frozen=True)
 class _RowFunctions:
-    """What takes the place of torch.nn.functional's functions while rows are decoded or encoded.
+    """Replacements of torch.nn.functional's functions while rows are decoded or encoded.
 
-    Only one dim is split, and an autoencoder scales both alike: the size of a tensor's other dim gives its scale and
-    with it the rows each rank holds.
+    Only one dim is split, and a VAE scales both by the same factor: the size of the other dim gives the scale, and with
+    it each rank's rows.
     """
 
     split: RowSplit                # of the latent
-    latent_across: int             # the size of its other dim
-    pieces: Pieces
-    waiting: list = field(default_factory=list)                # padding that `pad` has left to the convolution after it
+    latent_across: int             # size of its other dim
+    options: SplitOptions
+    waiting: list = field(default_factory=list)                # padding that `pad` has left to the next convolution
 
     def by_name(self):
         return {"conv2d": self.convolution, "conv3d": self.convolution, "group_norm": self.group_norm, "pad": self.pad,
@@ -260,27 +257,27 @@ class _RowFunctions:
     def _scaled(self, x):
         return self.split.scaled(x.shape[self.split.other_dim] // self.latent_across)
 
-    def convolution(self, input, *arguments, **options):
-        convolution, split, edges = Convolution(*arguments, **options), self._scaled(input), None
+    def convolution(self, input, *arguments, **kwargs):
+        convolution, split, edges = Convolution(*arguments, **kwargs), self._scaled(input), None
         if self.waiting:
             padded, split, edges = self.waiting.pop()
             if not _same_images(input, padded) or convolution.padding[split.dim]:
                 raise UnsupportedError(NOT_FOLLOWED)
-        if self.pieces.on_convolution is not None:
-            self.pieces.on_convolution(self.split)
-        return conv_rows(input, convolution, split, edges, self.pieces.block_size)
+        if self.options.on_convolution is not None:
+            self.options.on_convolution(self.split)
+        return conv_rows(input, convolution, split, edges, self.options.block_size)
 
     def group_norm(self, input, num_groups, weight=None, bias=None, eps=1e-5):
         return group_norm_rows(input, num_groups, weight, bias, eps, self.split)
 
     def pad(self, input, pad, mode="constant", value=None):
-        """Pads the whole dims at once, and leaves the split one to the convolution that follows."""
+        """Pad the unsplit dims now, and leave the split one to the next convolution."""
         here = 2 * (-self.split.dim - 1)                       # torch counts pairs from the last dim
         before, after = tuple(pad[here:here + 2]) or (0, 0)
         if min(before, after) < 0 or (before or after) and value:
             raise UnsupportedError(f"Use VAE Decode: {mode} padding by {tuple(pad)} with {value} cannot be split.")
         others = (*pad[:here], 0, 0, *pad[here + 2:])
-        padded = pad_whole(input, others, mode, value) if any(others) else input
+        padded = torch_pad(input, others, mode, value) if any(others) else input
         if before or after:
             self.waiting.append((padded, self._scaled(input), Padding(before, after, mode)))
         return padded
@@ -301,26 +298,25 @@ class _RowFunctions:
 
 
 def _same_images(tensor, other):
-    """Is it the other one, if with its images (of channels, frames) in another order,
-    of which the first is still the first?"""
+    """True if the tensors are the same or differ only in the order of their images (of channels, frames), the first
+    being the same."""
     if tensor is other or tensor.is_meta:
         return True
-    # Bytes, since what is not a number is not equal to itself.
+    # compares bytes, since NaN is not equal to itself
     first, other_first = (each[(0,) * (each.dim() - 2)].contiguous().view(torch.uint8) for each in (tensor, other))
     return tensor.numel() == other.numel() and torch.equal(first, other_first)
 
 
 def _with_own_keys(forward, *args, **kwargs):
-    """A module's forward, whose attention needs no tokens of other ranks."""
+    """Run a module's forward whose attention needs no tokens of other ranks."""
     with torchs_own("scaled_dot_product_attention"):
         return forward(*args, **kwargs)
 
 
 def _linear_attention(split, eps):
-    """What takes the place of the methods of Sana's attention.
-    It has two, for few tokens and for many, of one result."""
+    """Replacements for the two methods of Sana's attention, for few and for many tokens, which give the same result."""
     def attend(query, key, value):
-        with torch._C.DisableTorchFunction():                  # it pads by itself
+        with torch._C.DisableTorchFunction():                  # linear_attention_rows calls torch's own pad
             return linear_attention_rows(query, key, value, eps, split)
     return {"apply_linear_attention": attend, "apply_quadratic_attention": attend}
 
@@ -335,11 +331,12 @@ def _family(vae):
 
 def _check(vae):
     if getattr(vae, "use_tiling", False):
-        raise UnsupportedError("Tiling is on, which blends tiles, and rows are exact. Call vae.disable_tiling() first.")
+        raise UnsupportedError("Call vae.disable_tiling() first: tiling is enabled, and decoding by rows is exact, "
+                               "unlike blended tiles.")
     for name, processor in getattr(vae, "attn_processors", {}).items():
         if not isinstance(processor, (AttnProcessor2_0, FusedAttnProcessor2_0)):
-            raise UnsupportedError(f"{name} is {type(processor).__name__}, which does not use torch's attention and "
-                                   f"would see this rank's rows only. Use AttnProcessor2_0.")
+            raise UnsupportedError(f"Use AttnProcessor2_0: {name} is {type(processor).__name__}, which does not use "
+                                   "torch's attention and would see this rank's rows only.")
 
 
 def _pair(value):

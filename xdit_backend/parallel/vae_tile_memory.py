@@ -1,7 +1,5 @@
-"""How much memory a decode or encode by tiles takes, and what there is to do, found on the meta device before it
-starts: one tile of each shape is computed there, and the rest is what the autoencoder does around them.
-
-planner_of is called by the worker.
+"""Memory and work of a decode or encode by tiles, determined on the meta device: one tile of each shape is computed, in
+addition to the VAE's work around the tiles.
 """
 
 from dataclasses import dataclass
@@ -17,13 +15,13 @@ from .vae_tiles import num_rounds, with_tiles
 
 
 def planner_of(vae):
-    """What says how a decode or encode with this autoencoder is gone about: a RowPlanner or a TilePlanner."""
+    """The planner of this VAE's decodes and encodes: a RowPlanner or a TilePlanner."""
     return TilePlanner(vae) if family_of(vae).tiles else RowPlanner(vae)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of one item of a batch. peak_bytes: beside the weights, of the rank that blends. work: see work_of."""
+    """Tiles of one item of a batch. peak_bytes: on the blending rank, without the weights. work: see work_of."""
 
     peak_bytes: int
     num_tiles: int
@@ -45,31 +43,31 @@ def tiles_of(meta_vae, shape, scale):
         return tile.new_empty(shape_of(tile.shape))
 
     with ActivationBytes() as footprint, with_tiles(meta_vae, family_of(meta_vae).tiles, one):
-        given = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
+        meta_input = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
         if scale == 1:
-            decode_rows(meta_vae, given)
+            decode_rows(meta_vae, meta_input)
         else:
-            encode_rows(meta_vae, given, scale)
+            encode_rows(meta_vae, meta_input, scale)
     return Tiles(footprint.peak_bytes, num_tiles, work)
 
 
 def _one_tile(compute, tile):
-    """(bytes, {field of planner.vae_cost.Work: number}). Half of the tiles travel between two ranks."""
+    """(peak bytes, {field of planner.vae_cost.Work: number}). Half of the tiles are sent, as between two ranks."""
     with ActivationBytes() as footprint, FlopCounterMode(display=False) as flops, MemoryTraffic() as moved:
-        made = compute(tile)
+        result = compute(tile)
     return int(HEADROOM * footprint.peak_bytes), {
         "flops": float(flops.get_total_flops()), "moved_bytes": float(moved.moved_bytes), "exchanges": 1.0,
-        "halo_bytes": made.nbytes / 2}
+        "halo_bytes": result.nbytes / 2}
 
 
 class TilePlanner:
-    """What RowPlanner says of rows, of tiles: every rank needs the same, and nothing is computed in blocks."""
+    """RowPlanner's counterpart for tiles: every rank needs the same memory, and nothing is computed in blocks."""
 
     def __init__(self, vae):
         self._meta_vae, self._device, self._found = meta_copy(vae), vae.device, {}
 
     def plan(self, shape, scale, ranks, free_bytes, speeds=(), traffic=None):
-        """(None, the rounds of tiles to come, the speeds by which tiles are shared out), as RowPlanner's."""
+        """(None, number of rounds of tiles, speeds that determine the tiles of each rank), like RowPlanner.plan."""
         free_bytes, tiles, speeds = (least_free(free_bytes, ranks, self._device, traffic), self._tiles(shape, scale),
                                      speeds[:ranks.count])
         if tiles.peak_bytes * MARGIN > free_bytes:
@@ -97,5 +95,5 @@ class TilePlanner:
 def _does_not_fit(shape, scale, needed_bytes, free_bytes):
     what = (f"decoding a latent of {shape[-1]} x {shape[-2]} and {shape[-3]} frames" if scale == 1
             else f"encoding {shape[-1]} x {shape[-2]} pixels and {shape[-3]} frames")
-    return (f"Use a smaller picture or fewer frames: {what} needs {needed_bytes / 2**30:.1f} GB on each device, and "
+    return (f"Use a smaller image or fewer frames: {what} needs {needed_bytes / 2**30:.1f} GB on each device, and "
             f"{free_bytes / 2**30:.1f} GB are free.")

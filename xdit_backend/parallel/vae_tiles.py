@@ -1,7 +1,5 @@
-"""Autoencoders that go over a picture or video by tiles of their own: ranks take turns at the tiles, and the fastest
-gets all of them, which it blends. Every tile is computed as it would be by one device, so that nothing differs.
-
-Used by vae_rows.py, and by vae_tile_memory.py for how often it asks who takes part.
+"""VAEs that decode or encode by tiles themselves: the tiles are distributed among the ranks and blended on the fastest
+one. Every tile is computed as on a single device, so that the result is identical.
 """
 
 from contextlib import contextmanager
@@ -14,67 +12,67 @@ import torch.distributed as dist
 from ..autoencoders.vae_family import replaced
 from ..distributed.collectives import on_wire
 
-MAX_SENT = 4                   # tiles on their way from a rank, which is that far ahead of the fastest at the most
+MAX_SENT = 4                   # unfinished sends of a rank: tiles by which it may be ahead of the blending rank
 
 
 def with_tiles(vae, tiles, one):
-    """While active, a VAE's methods of one tile are `one(compute, shape_of, tile)`: its own method, and what gives the
-    shape of its result. tiles: the family's."""
+    """Context in which a VAE's methods for one tile are replaced by one(compute, shape_of, tile): the method itself, a
+    function that gives the shape of its result, and its argument. tiles: the family's."""
     return replaced(vae, **{name: partial(one, getattr(vae, name), partial(shape_of, vae))
                             for name, shape_of in tiles.items()})
 
 
 @contextmanager
 def shared_tiles(vae, tiles, split, speeds=(), before_round=None):
-    """While active, each rank of a RowSplit computes its tiles alone. All of them run the same decode or encode.
+    """Context in which each rank of a RowSplit computes its own tiles. All of them run the same decode or encode.
 
-    Yields whether this rank gets every tile. The others' results have no bytes: they are on the meta device, where
-    blending is not computed. speeds: of the ranks, relative; (): alike. before_round(split): called by every rank at
-    the same tiles, about once for one of the slowest rank's; it may raise on all of them to give up.
+    Yields whether this rank gets every tile. On the others, results are on the meta device, so that blending computes
+    nothing. speeds: relative speeds of the ranks; (): identical. before_round(split): called by every rank before the
+    same tiles, about once per tile of the slowest rank; it may raise on all ranks to abort.
     """
     speeds, sent = speeds or (1,) * len(split.sizes), []
-    turns, blender = turns_of(speeds), speeds.index(max(speeds))
+    order, blender = tile_order(speeds), speeds.index(max(speeds))
 
     def one(compute, shape_of, tile):
-        rank, begins_round = next(turns)
+        rank, begins_round = next(order)
         if begins_round and before_round is not None:
             before_round(split)
         if rank == split.rank:
-            made = compute(tile)
+            result = compute(tile)
             if rank == blender:
-                return made
-            _send(made, blender, sent, split)
+                return result
+            _send(result, blender, sent, split)
         elif split.rank == blender:
             return _receive(shape_of(tile.shape), rank, tile, split)
         return torch.empty(shape_of(tile.shape), dtype=tile.dtype, device="meta")
 
-    with with_tiles(vae, tiles, one):
+    with with_tiles(vae, tiles, one), replaced(vae, has_every_tile=lambda: split.rank == blender):
         yield split.rank == blender
     for work, _ in sent:
         work.wait()
 
 
-def turns_of(speeds):
-    """For each tile, without end: (the rank that would be done with it first, of two the faster; is it the first tile,
-    or that after one of the slowest rank's?)."""
-    given, begins_round = [0] * len(speeds), True
+def tile_order(speeds):
+    """Yield for each tile, endlessly: (the rank that would finish it first, on ties the fastest; whether a round
+    begins, that is at the first tile and after each of the slowest rank's)."""
+    num_assigned, begins_round = [0] * len(speeds), True
     slowest = min(range(len(speeds)), key=lambda rank: (speeds[rank], -rank))
     while True:
-        rank = min(range(len(speeds)), key=lambda rank: ((given[rank] + 1) / speeds[rank], -speeds[rank]))
+        rank = min(range(len(speeds)), key=lambda rank: ((num_assigned[rank] + 1) / speeds[rank], -speeds[rank]))
         yield rank, begins_round
-        given[rank] += 1
+        num_assigned[rank] += 1
         begins_round = rank == slowest
 
 
 def num_rounds(num_tiles, speeds):
-    """How often shared_tiles calls before_round."""
-    return sum(begins_round for _, begins_round in islice(turns_of(speeds), num_tiles))
+    """Number of times that shared_tiles calls before_round."""
+    return sum(begins_round for _, begins_round in islice(tile_order(speeds), num_tiles))
 
 
-def _send(made, rank, sent, split):
-    """To a rank, in the background. sent: [(work, tensor)] of what was sent before, the tensors of which gloo needs
-    until they have arrived."""
-    message = on_wire(made.contiguous(), split.group)
+def _send(result, rank, sent, split):
+    """Begin to send to a rank. sent: [(work, tensor)] of earlier sends, whose tensors gloo requires to live until they
+    have arrived."""
+    message = on_wire(result.contiguous(), split.group)
     split.traffic.count(message.numel(), message)
     while len(sent) >= MAX_SENT:
         with split.traffic.waiting(message):

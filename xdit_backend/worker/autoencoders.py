@@ -13,7 +13,7 @@ from ..distributed.spatial_ops import all_sums
 from ..memory.copy_thread import CopyThread
 from ..memory.staging import StagingBuffers, on_device
 from ..parallel.vae_memory import ActivationBytes, free_bytes
-from ..parallel.vae_rows import Pieces, decode_rows, encode_rows
+from ..parallel.vae_rows import SplitOptions, decode_rows, encode_rows
 from ..parallel.vae_tile_memory import planner_of
 from ..protocol.shared_memory import map_segment
 from .busy_time import Clock
@@ -75,10 +75,10 @@ class Autoencoders:
                                                  self._clock.mark())
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps, check)
-            pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
+            options = SplitOptions(speeds=speeds, block_size=block_size, on_convolution=progress)
             with self._running(command), footprint if command.measure_memory else nullcontext():
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), ranks, traffic,
-                                    pieces)
+                                    options)
             if share is not None:
                 # BCHW -> BHWC, as ComfyUI's VAE gives it
                 pixels = family_of(vae).pixels(vae, share.tensor[0]).movedim(0, -1)
@@ -99,9 +99,9 @@ class Autoencoders:
         block_size, num_steps, speeds = self._plan_rows(command, image[:1].shape, scale, ranks, traffic)
         for index in range(len(image)):
             progress = self._progress("encoding", index, len(image), num_steps, check)
-            pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
+            options = SplitOptions(speeds=speeds, block_size=block_size, on_convolution=progress)
             with self._running(command):
-                share = encode_rows(vae, image[index:index + 1], scale, ranks, traffic, pieces)
+                share = encode_rows(vae, image[index:index + 1], scale, ranks, traffic, options)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
 

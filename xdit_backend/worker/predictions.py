@@ -185,7 +185,7 @@ class Predictions:
             self._staging.to_host(family.prediction(output, latent), rows)
         elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
             self._staging.to_host(family.prediction(output, latent), self._map(branch.prediction)[first:last])
-            for name, prediction in family.part_predictions(output).items():
+            for name, prediction in family.component_predictions(output).items():
                 if name in branch.parts:
                     self._staging.to_host(prediction, self._map(branch.parts[name])[first:last])
 
@@ -256,7 +256,7 @@ class Predictions:
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         call_conditioning = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
                   for name, tensor in self._call_conditioning(branch).items()}
-        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.parts else tensor
+        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.components else tensor
                          for name, tensor in call_conditioning.items()}
         keeping = {} if exchange is None else {"exchange": exchange, "first_image": first}
         if exchange is None and (command.keep or command.patch is not None):

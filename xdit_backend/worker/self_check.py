@@ -52,7 +52,7 @@ def _largest_error(family):
     conditioning = {name: torch.randint(3, shape, generator=generator) if name.endswith(("_idx", "_ids"))
                     else torch.randn(shape, generator=generator)
                     for name, shape in drawn_shapes(family, config, latent.shape, TEXT).items()}
-    if family.parts:
+    if family.components:
         conditioning |= {name: torch.randn(shape, generator=generator)
                          for name, shape in family.call_shapes(config, latent.shape).items()}
     timestep = torch.full((1,), 0.7 * family.time_scale)

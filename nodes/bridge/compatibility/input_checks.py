@@ -39,7 +39,7 @@ def check_links(**given):
 
 def check_call(family, x, timestep, context):
     """Refuse a call of the diffusion model by a node that is for another kind. Raises ConfigError."""
-    in_parts = family.parts and isinstance(x, list)
+    in_parts = family.components and isinstance(x, list)
     if not (in_parts or torch.is_tensor(timestep)) or (
             "context" in family.conditioning and not torch.is_tensor(context)):
         raise ConfigError("Use a sampler node, or the kind of model that the node is for: it calls this MODEL in a "
@@ -49,8 +49,9 @@ def check_call(family, x, timestep, context):
 def check_latent(setup, x, channels=None):
     """Refuse a latent of another model. channels: where it is not the latent alone. Raises ConfigError."""
     family, own, num_dims = setup.family, setup.latent_format.latent_channels, setup.latent_format.latent_dimensions
-    if family.parts and getattr(x, "is_nested", False):
-        x, own = family.split_parts(x.unbind(), torch.zeros(1), setup.transformer_config, {})[0], setup.num_channels
+    if family.components and getattr(x, "is_nested", False):
+        x = family.split_components(x.unbind(), torch.zeros(1), setup.transformer_config, {})[0]
+        own = setup.num_channels
     channels = channels or own
     if not torch.is_tensor(x) or x.is_nested or x.ndim != num_dims + 2 or x.shape[1] != channels:
         given = f"the shape {tuple(x.shape)}" if torch.is_tensor(x) and not x.is_nested else "several parts"

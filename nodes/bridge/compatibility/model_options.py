@@ -226,7 +226,7 @@ def _override(transformer_options):
 def _wrappers(wrappers):
     found = []
     for kind, by_name in wrappers.items():
-        names = [str(name) for name, functions in by_name.items() if functions and not (
+        names = [_name_of_wrappers(name, functions) for name, functions in by_name.items() if functions and not (
             kind == WrappersMP.DIFFUSION_MODEL
             and {getattr(function, "__name__", None) for function in functions} == {INSIDE.get(name)})]
         if names and kind == WrappersMP.DIFFUSION_MODEL:
@@ -234,6 +234,14 @@ def _wrappers(wrappers):
         elif names and kind not in WRAPPERS:
             found.append(f"wrappers of {kind} ({', '.join(names)})")
     return found
+
+
+def _name_of_wrappers(name, functions):
+    """The key under which a node has set wrappers; of those without one, the names of their functions."""
+    if name is not None:
+        return str(name)
+    return ", ".join(dict.fromkeys(f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__")
+                                   else type(function).__qualname__ for function in functions))
 
 
 def _callbacks(callbacks):
@@ -250,7 +258,9 @@ def _object_patches(patcher):
         known = (rest in patcher.remote.modules and is_module(value, patcher.remote.modules[rest][0])
                  or rest == DEFAULT_METHOD and "ref_latents_method" in patcher.remote.family.choices)
         if top == "diffusion_model" and not known:
-            found.append(f"a replaced {name}")
+            is_attention = rest.endswith(".comfy_attention")   # which a LoRA's file may set
+            found.append(f"an attention backend for one module ({rest.removesuffix('.comfy_attention')}; attention in "
+                         "xDiT Parallel Config is for all of them)" if is_attention else f"a replaced {name}")
     return found
 
 

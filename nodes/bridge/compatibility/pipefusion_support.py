@@ -85,7 +85,7 @@ def why_drained(sampler, conds, base_model, model_options):
     for key, text in GUIDANCE.items():
         if model_options.get(key):
             return text
-    if base_model.remote.family.parts:
+    if base_model.remote.family.components:
         return "a latent of several parts, which ComfyUI hands to the sampler as one row of numbers"
     function = getattr(sampler, "sampler_function", None)
     if function is None or not function.__module__.startswith("comfy.") or function.__name__ not in ELEMENTWISE:

@@ -12,6 +12,7 @@ from ....xdit_backend.planner.descriptions import describe_layout, layout_descri
 from ....xdit_backend.planner.planner import USUAL_JOB, branches_together
 from ....xdit_backend.protocol.specs import describe_exchange
 from ..compatibility.block_patches import free_u_of, guided_of, operations_of, scores_of, tiles_of
+from ..compatibility.comfyui_variants import variant_of
 from ..compatibility.input_checks import check_call, check_conditioning, check_finite, check_latent
 from ..compatibility.model_options import call_backend, refuse_call, refuse_changed_modules, scales_of, wrappers_inside
 from ..compatibility.pipefusion_support import COMPILE, DRAINED, WHOLE
@@ -182,21 +183,22 @@ class RemoteModel:
             width = self.setup.transformer_config[self.family.conditioning["context"]]
             context = x.new_zeros(len(x), 0, width)
         check_call(self.family, x, timestep, context)
-        extra = self.family.unfold(extra | scales_of(self.family, transformer_options))
+        x, rescaled_options, finish = self.family.rescale_components(x, timestep, extra, transformer_options)
+        extra = self.family.unfold(extra | scales_of(self.family, transformer_options) | variant_of(self.family))
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         dims = self.modules[""][0]
         extra = with_default_method(extra, dims, self._default_method)
         wrappers = wrappers_inside(dims, self.family, transformer_options)
-        return WrapperExecutor.new_class_executor(self._answer, dims, wrappers).execute(
-            x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)
+        return finish(WrapperExecutor.new_class_executor(self._answer, dims, wrappers).execute(
+            x, timestep, context=context, control=control, transformer_options=rescaled_options, **extra))
 
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
         from . import cfg_branches as branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
         call_conditioning, parts = self.family.per_call_inputs(timestep, transformer_options), {}
-        if self.family.parts and isinstance(x, list):
-            parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.parts, x[1:])}
-            x, timestep, call_conditioning = self.family.split_parts(x, timestep, self.setup.transformer_config,
+        if self.family.components and isinstance(x, list):
+            parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.components, x[1:])}
+            x, timestep, call_conditioning = self.family.split_components(x, timestep, self.setup.transformer_config,
                                                                      transformer_options)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
@@ -229,7 +231,7 @@ class RemoteModel:
         if scores is not None:
             scores.write(x.device)
         whole, *beside = (part.to(x.device) for part in (prediction, *parts.values()))
-        return [self.family.first_part(whole), *beside] if parts else whole
+        return [self.family.first_component(whole), *beside] if parts else whole
 
     def runs_branches_separately(self):
         """Are two branches two calls for the workers, and not one of twice the batch?"""

@@ -135,6 +135,21 @@ def _unscaled_tiny(model, latent):
     return latent / model.vae_scale.to(latent) + model.vae_shift.to(latent)
 
 
+def _goes_in_clips(model):
+    """Is a TAEHV MiniMax H3's, whose frames ComfyUI's VAE counts (from 0.34 on)?"""
+    return getattr(model, "is_h3", False)
+
+
+def _decoded_taehv(vae, frames):
+    model = vae.first_stage_model
+    return vae.upscale_ratio[0](frames) if _goes_in_clips(model) else frames * model.t_upscale - model.frames_to_trim
+
+
+def _encoded_taehv(vae, frames):
+    model = vae.first_stage_model
+    return vae.downscale_ratio[0](frames) if _goes_in_clips(model) else -(-frames // model.t_downscale)
+
+
 def _encoded_minimax(vae, frames):
     """The last frame is repeated until the last piece is full, and some of the latent's frames are dropped then."""
     model = vae.first_stage_model
@@ -184,9 +199,7 @@ KINDS = (
     Kind(FAMILIES["taehv"], lambda model: isinstance(model, comfy.taesd.taehv.TAEHV),
          lambda vae, latent: vae.first_stage_model.process_in(latent),
          lambda model, latent: model.process_out(latent),
-         decoded_frames=lambda vae, frames: (frames * vae.first_stage_model.t_upscale
-                                             - vae.first_stage_model.frames_to_trim),
-         encoded_frames=lambda vae, frames: -(-frames // vae.first_stage_model.t_downscale),
+         decoded_frames=_decoded_taehv, encoded_frames=_encoded_taehv,
          side=lambda vae: 8 * vae.first_stage_model.patch_size),
     Kind(FAMILIES["minimax_h3"], lambda model: isinstance(model, comfy.ldm.minimax.vae.MiniMaxH3VideoVAE),
          # so many as frames to fill a piece with would become, were they all

@@ -239,7 +239,7 @@ def test_text_that_is_longer_than_its_mask_is_refused(comfyui, kind):
     """As Conditioning (Concat) makes it, which joins the text and keeps the mask of the first."""
     (text, options), = comfyui.conditioning(kind, 1)
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="53 text tokens and an attention mask of 20"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="53 text tokens and an attention mask for 20"):
         comfyui.sample(comfyui.ours(kind, comfyui.config()), kind, steps=1,
                        positive=[[torch.cat([text, torch.zeros(1, 33, text.shape[2])], 1), options]])
 
@@ -308,7 +308,7 @@ def test_ltx_2_without_audio_is_refused_as_comfyui_leaves_parts_of_it_out(comfyu
                if not any(mark in name for mark in of_audio)}
     save_file(tensors, source.with_name("ltx-2.3-silent.safetensors"), metadata_of(source))
 
-    with pytest.raises(comfyui.errors.CheckpointError, match="leaves out its gates of attention"):
+    with pytest.raises(comfyui.errors.CheckpointError, match="ignores the attention gates"):
         comfyui.load_model.execute("ltx-2.3-silent.safetensors", "fp32", comfyui.config("cpu"))
     native = comfyui.nodes.UNETLoader().load_unet("ltx-2.3-silent.safetensors", "default")[0].model.diffusion_model
     left_out = tensors.keys() - native.state_dict().keys()

@@ -74,7 +74,7 @@ def test_memory_that_cannot_be_pinned_is_told_and_nothing_else_fails(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *_, **__: memory)
         offload.host_buffer((2, 1, 4, 512, 64), number)
-        with pytest.raises(RuntimeError, match="offload_keys_values has .* GB of host memory pinned"):
+        with pytest.raises(RuntimeError, match="offload_keys_values has .* GB of system RAM pinned"):
             offload.host_buffer((2, 1, 4, 512, 64), number)
 
     assert torch.ones(3, device=CUDA).sum().item() == 3

@@ -64,5 +64,5 @@ def test_a_window_is_of_places_in_the_whole():
 
 
 def test_parts_of_a_batch_on_ranks_of_their_own_are_refused(comfyui):
-    with pytest.raises(comfyui.errors.ConfigError, match="Set data_degree to 1.*timbre of a whole batch"):
+    with pytest.raises(comfyui.errors.ConfigError, match="Set data_degree to 1.*timbres of all images of a batch"):
         comfyui.ours(KIND, comfyui.config("cpu,cpu", data=2))

@@ -65,7 +65,7 @@ def test_a_latent_that_is_no_audio_of_its_is_refused(comfyui, rows):
 
 @pytest.mark.parametrize("strength", [0.99, 1.0, 0.1, 3.7])
 def test_a_strength_is_told_in_half_precision_without_a_loss(strength):
-    from xdit_backend.models.ace_step import _in_pieces
-    pieces = _in_pieces({"lyrics_strength": strength})["lyrics_strength"]
+    from xdit_backend.models.ace_step import _split_strength
+    pieces = _split_strength({"lyrics_strength": strength})["lyrics_strength"]
 
     assert torch.equal(pieces.bfloat16().float(), pieces) and pieces.sum() == torch.tensor(strength)

@@ -165,7 +165,7 @@ def test_what_stage_b_cannot_draw_is_refused_with_what_to_do(comfyui):
         with pytest.raises(comfyui.errors.ConfigError, match="Use a width and a height that are multiples of 8 pixels"):
             comfyui.sample(model, KINDS[1], latent=comfyui.latent(KINDS[1], 1, size))
     prompt[0][1]["stable_cascade_prior"] = torch.zeros(1, 4, 6, 6)
-    with pytest.raises(comfyui.errors.ConfigError, match="^Connect the latent that stage C has drawn"):
+    with pytest.raises(comfyui.errors.ConfigError, match="^Connect the latent that stage C generated"):
         comfyui.sample(model, KINDS[1], positive=prompt)
     net = controlled(comfyui, [32] * 9)[0][0][1]["control"]
     prompt = comfyui.conditioning(KINDS[1], 1)
@@ -174,5 +174,5 @@ def test_what_stage_b_cannot_draw_is_refused_with_what_to_do(comfyui):
         comfyui.sample(model, KINDS[1], positive=prompt)
     prompt = comfyui.conditioning(KINDS[1], 1)
     prompt[0][1]["pooled_output"] = None
-    with pytest.raises(comfyui.errors.ConfigError, match="^Encode the prompt with the CLIP that belongs to Stable Cas"):
+    with pytest.raises(comfyui.errors.ConfigError, match="^Encode the prompt with the CLIP of Stable Cascade"):
         comfyui.sample(model, KINDS[1], positive=prompt)

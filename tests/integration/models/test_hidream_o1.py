@@ -1,4 +1,4 @@
-"""HiDream-O1 as MODELs: the latents of ComfyUI's own KSampler at odd sizes, with reference pictures, and with what its
+"""HiDream-O1 as MODELs: the latents of ComfyUI's own KSampler at odd sizes, with reference images, and with what its
 own node does to the model; what is refused."""
 
 import pytest
@@ -14,12 +14,12 @@ WHOLE = {"num_patches": 3, "warmup_steps": 1000}               # no step is stal
 METHODS = LAYOUTS | {"pipefusion2": ("cpu,cpu", {"pipefusion": 2} | WHOLE)}
 
 
-def prompt(comfyui, seed, tokens=20, pictures=()):
-    """A prompt, with reference pictures of these rows and columns."""
+def prompt(comfyui, seed, tokens=20, images=()):
+    """A prompt, with reference images of these rows and columns."""
     [[text, options]] = comfyui.conditioning(KIND, seed, tokens)
     generator = torch.Generator().manual_seed(9)
-    pictures = [torch.rand(1, *size, 3, generator=generator) for size in pictures]
-    return [[text, options | ({"reference_latents": pictures} if pictures else {})]]
+    images = [torch.rand(1, *size, 3, generator=generator) for size in images]
+    return [[text, options | ({"reference_latents": images} if images else {})]]
 
 
 def latent(rows, columns, batch=1):
@@ -28,25 +28,25 @@ def latent(rows, columns, batch=1):
 
 @pytest.mark.parametrize("layout", METHODS)
 def test_latents_equal_native_ksampler(comfyui, layout):
-    """A sampler that draws noise at an odd number of tokens; a batch, and prompts of unlike lengths; two pictures."""
+    """A sampler that draws noise at an odd number of tokens; a batch, and prompts of unlike lengths; two images."""
     devices, degrees = METHODS[layout]
     model, native = comfyui.ours(KIND, comfyui.config(devices, **degrees)), comfyui.native(KIND)
-    for tokens, size, pictures, sampler in (
+    for tokens, size, images, sampler in (
             ((23, 23), (5, 7), (), "euler_ancestral"), ((17, 4), (3, 5, 2), (), "res_multistep"),
             ((21, 9), (3, 4), ((70, 90),), "euler"), ((16, 16), (4, 3, 2), ((64, 32), (90, 200)), "euler")):
-        arguments = {"positive": prompt(comfyui, 1, tokens[0], pictures), "sampler": sampler, "steps": 2,
-                     "negative": prompt(comfyui, 2, tokens[1], pictures), "latent": latent(*size)}
+        arguments = {"positive": prompt(comfyui, 1, tokens[0], images), "sampler": sampler, "steps": 2,
+                     "negative": prompt(comfyui, 2, tokens[1], images), "latent": latent(*size)}
 
         result = comfyui.sample(model, KIND, **arguments)
 
-        close(result, comfyui.sample(native, KIND, **arguments), TOLERANCE, (tokens, size, pictures))
+        close(result, comfyui.sample(native, KIND, **arguments), TOLERANCE, (tokens, size, images))
 
 
-def test_the_time_and_a_picture_matter(comfyui):
+def test_the_time_and_an_image_matter(comfyui):
     model = comfyui.ours(KIND, comfyui.config("cpu,cpu", ulysses=2))
     timeless = prompt(comfyui, 1)
     timeless[0][1]["text_input_ids"] = timeless[0][1]["text_input_ids"].clamp(max=7)
-    given = [prompt(comfyui, 1), prompt(comfyui, 1, pictures=((64, 64),)), timeless, prompt(comfyui, 1, 19)]
+    given = [prompt(comfyui, 1), prompt(comfyui, 1, images=((64, 64),)), timeless, prompt(comfyui, 1, 19)]
     want, *others = (comfyui.sample(model, KIND, steps=2, positive=each, latent=latent(3, 5)) for each in given)
 
     assert all(relative_error(other, want) > 100 * TOLERANCE for other in others)

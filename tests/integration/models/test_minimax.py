@@ -1,5 +1,5 @@
-"""MiniMax H3 through the nodes equals ComfyUI's own: video and sound, keyframes and references of every kind, text that
-pictures have made, schedules of its node, and files whose times are a curve."""
+"""MiniMax H3 through the nodes equals ComfyUI's own: video and audio, keyframes and references of every kind, text that
+images have made, schedules of its node, and files whose times are a curve."""
 
 import itertools
 
@@ -15,29 +15,29 @@ LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "ulysses2": ("cp
            "ring2": ("cpu,cpu", {"ring": 2}), "tensor2": ("cpu,cpu", {"tensor": 2}),
            "stages2": ("cpu,cpu", {"pipefusion": 2, "num_patches": 1}),
            "displaced2": ("cpu,cpu", {"displaced": 2, "displaced_mode": "full_sync"})}
-TEXT, FRAMES, SOUNDS, CANVAS = 11, 7, 9, (6, 9)                # of more than one group of five frames, odd columns
+TEXT, FRAMES, AUDIO_LENGTH, CANVAS = 11, 7, 9, (6, 9)          # of more than one group of five frames, odd columns
 
 
 def drawn(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def picture(seed, rows=6, columns=10, frames=1):
+def clean_latent(seed, rows=6, columns=10, frames=1):
     return drawn(seed, 1, 24, frames, rows, columns)
 
 
 def image(seed, rows, columns):
-    return {"kind": "image", "latent_h": rows, "latent_w": columns, "latent": picture(seed, rows, columns)}
+    return {"kind": "image", "latent_h": rows, "latent_w": columns, "latent": clean_latent(seed, rows, columns)}
 
 
-def video(seed, frames, sounds=0):
-    return {"kind": "video_audio" if sounds else "video", "latent_t": frames, "latent_h": 4, "latent_w": 6,
-            "ref_audio_t": sounds, "latent": picture(seed, 4, 6, frames),
-            "audio_latent": drawn(seed + 1, 1, 32, 2, sounds) if sounds else None}
+def video(seed, frames, audio_length=0):
+    return {"kind": "video_audio" if audio_length else "video", "latent_t": frames, "latent_h": 4, "latent_w": 6,
+            "ref_audio_t": audio_length, "latent": clean_latent(seed, 4, 6, frames),
+            "audio_latent": drawn(seed + 1, 1, 32, 2, audio_length) if audio_length else None}
 
 
-def audio(seed, sounds):
-    return {"kind": "audio", "ref_audio_t": sounds, "audio_latent": drawn(seed, 1, 32, 2, sounds)}
+def audio(seed, audio_length):
+    return {"kind": "audio", "ref_audio_t": audio_length, "audio_latent": drawn(seed, 1, 32, 2, audio_length)}
 
 
 def tags(*runs):
@@ -46,7 +46,7 @@ def tags(*runs):
 
 
 NUM_PIXELS = 1 + 4 * 4 + 1 + 4                                 # of so many frames, the last of which is a keyframe
-FIRST, LAST = ({"resolved_frame_index": index, "latent": picture(index + 20)} for index in (0, NUM_PIXELS - 1))
+FIRST, LAST = ({"resolved_frame_index": index, "latent": clean_latent(index + 20)} for index in (0, NUM_PIXELS - 1))
 CASES = {
     "text": {}, "tags": {"minimax_token_tags": tags((1, 3), (0, 4), (1, 2), (2, 1), (1, 1))},
     "first": {"minimax_keyframes": [FIRST], "minimax_frame_count": NUM_PIXELS},
@@ -61,14 +61,14 @@ ON_TWO = dict(zip(CASES, itertools.cycle([name for name in LAYOUTS if name != "o
 
 
 def prompts(case):
-    """Positive and negative; of another text, with the same pictures."""
+    """Positive and negative; of another text, with the same images."""
     return [[[drawn(seed, 1, TEXT, 24), CASES[case]]] for seed in (1, 2)]
 
 
 def sampled(comfyui, model, case, kind="minimax-h3", steps=3):
     positive, negative = prompts(case)
-    columns = CANVAS[1] + CANVAS[1] % 2 if case in ("first", "last", "both") else CANVAS[1]
-    latent = {"samples": in_parts(torch.zeros(1, 24, FRAMES, CANVAS[0], columns), torch.zeros(1, 32, 2, SOUNDS))}
+    columns = CANVAS[1] + CANVAS[1] % 2 if "minimax_keyframes" in CASES[case] else CANVAS[1]
+    latent = {"samples": in_parts(torch.zeros(1, 24, FRAMES, CANVAS[0], columns), torch.zeros(1, 32, 2, AUDIO_LENGTH))}
     found = comfyui.sample(model, kind, steps=steps, positive=positive, negative=negative, latent=latent)
     return found.unbind()
 
@@ -93,15 +93,34 @@ def compare(result, want):
 @pytest.mark.parametrize("case, layout", [
     *((case, "one") for case in CASES), *ON_TWO.items(),
     *(pytest.param("all", layout, marks=pytest.mark.slow) for layout in sorted({*LAYOUTS} - {"one", ON_TWO["all"]}))])
-def test_video_and_sound_equal_native(comfyui, native, case, layout):
+def test_video_and_audio_equal_native(comfyui, native, case, layout):
     devices, degrees = LAYOUTS[layout]
 
     compare(sampled(comfyui, comfyui.ours("minimax-h3", comfyui.config(devices, **degrees)), case), native(case))
 
 
+@pytest.mark.parametrize("layout", by_default({"one", "ulysses2", "stages2"}, list(LAYOUTS)))
+def test_guides_at_any_frame_of_images_and_audio_equal_native(comfyui, native, monkeypatch, layout):
+    """As Add Guide for MiniMax H3 gives them, of which ComfyUI 0.33.0 and earlier have only the first and the last
+    frame: an image in the middle, a clip, a clip with audio and audio alone, after references."""
+    import comfy.ldm.minimax.model
+    if not hasattr(comfy.ldm.minimax.model, "_ref_t_span"):
+        pytest.skip("this ComfyUI has keyframes at the first and the last frame only")
+    guides = [{"resolved_frame_index": 4, "latent": clean_latent(31)},
+              {"resolved_frame_index": 2, "latent": clean_latent(32, frames=2), "audio_latent": drawn(33, 1, 32, 2, 3)},
+              {"resolved_frame_index": 7, "audio_latent": drawn(34, 1, 32, 2, 2)}]
+    monkeypatch.setitem(CASES, "guides", {"minimax_keyframes": guides, "minimax_refs": [image(3, 4, 10), audio(11, 5)]})
+    devices, degrees = LAYOUTS[layout]
+
+    result = sampled(comfyui, comfyui.ours("minimax-h3", comfyui.config(devices, **degrees)), "guides")
+
+    compare(result, native("guides"))
+    assert relative_error(native("guides")[0], native("images")[0]) > 1e-3
+
+
 @pytest.mark.parametrize("case, other", [
     ("tags", "text"), ("last", "first"), ("both", "last"), ("images", "text"), ("video", "images"), ("all", "video")])
-def test_what_is_given_changes_the_video_and_the_sound(native, case, other):
+def test_what_is_given_changes_the_video_and_the_audio(native, case, other):
     assert min(relative_error(one, another) for one, another in zip(native(case), native(other))) > 1e-3
 
 

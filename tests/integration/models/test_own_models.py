@@ -262,7 +262,7 @@ def test_methods_that_a_family_cannot_have_are_refused_by_name(comfyui, folder_o
     config = comfyui.config("cpu,cpu", **{"displaced_mode": "full_sync", "num_patches": 1, method: 2})
 
     with pytest.raises(comfyui.errors.ConfigError,
-                       match=f"^Set {method}_degree to 1, and use cfg_degree.*=2 .* not run {name} so, because "):
+                       match=f"^Set {method}_degree to 1, and use cfg_degree.*=2 .* is not supported for {name}: "):
         comfyui.load_model.execute(folder_of(name)[0], "fp32", config)
 
 
@@ -288,7 +288,7 @@ def test_published_folders_are_recognised_and_load(comfyui, tmp_path, name):
     assert {f"diffusion_model.{key}" for key in module.state_dict()} == {
         key for key in model.model.state_dict() if key.startswith("diffusion_model.")}
     with pytest.raises(comfyui.errors.CheckpointError,
-                       match=f"is a {family_name} model, but a single file does not say all"):
+                       match=f"is a {family_name} model, but a single file lacks settings"):
         comfyui.proxy.load_proxy(str(folder / "diffusion_pytorch_model.safetensors"), "default", comfyui.config())
 
 

@@ -67,5 +67,5 @@ def test_a_reference_of_another_vae_is_refused(comfyui):
     positive = comfyui.conditioning("ltx-2.3", 1)
     positive[0][1]["ref_audio"] = {"tokens": torch.zeros(1, 4, 64)}
 
-    with pytest.raises(comfyui.errors.ConfigError, match="^Encode the reference sound with LTX-2's audio VAE"):
+    with pytest.raises(comfyui.errors.ConfigError, match="^Encode the reference audio with LTX-2's audio VAE"):
         comfyui.sample(comfyui.ours("ltx-2.3", comfyui.config("cpu")), "ltx-2.3", positive=positive)

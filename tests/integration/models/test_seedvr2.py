@@ -93,13 +93,13 @@ def test_the_video_and_the_text_of_the_file_are_given(comfyui):
 
 
 def test_videos_of_a_batch_are_not_shared_out(comfyui):
-    with pytest.raises(comfyui.errors.ConfigError, match="all videos of a batch the queries and keys of the first"):
+    with pytest.raises(comfyui.errors.ConfigError, match="first text's queries and keys for all videos"):
         comfyui.ours(KIND, comfyui.config("cpu,cpu", data=2))
 
 
 @pytest.mark.parametrize("degrees", [{"ring": 2}, {"displaced": 2}, {"pipefusion": 2}])
 def test_methods_that_part_a_windows_tokens_are_refused_with_the_reason(comfyui, degrees):
-    with pytest.raises(comfyui.errors.ConfigError, match="attends within windows of the whole video"):
+    with pytest.raises(comfyui.errors.ConfigError, match="attends within windows of the full video"):
         comfyui.ours(KIND, comfyui.config("cpu,cpu", **degrees))
 
 
@@ -124,7 +124,7 @@ def test_its_vae_is_refused_by_name(comfyui, what, tmp_path):
 def test_odd_sides_are_refused(comfyui):
     model = comfyui.ours(KIND, comfyui.config("cpu"))
 
-    with pytest.raises(comfyui.errors.ConfigError, match="SeedVR2 takes latents of even sides"):
+    with pytest.raises(comfyui.errors.ConfigError, match="SeedVR2 takes latents with even sides"):
         sampled(comfyui, model, (1, 5, 6), steps=1, cfg=1.0)
 
 

@@ -1,4 +1,4 @@
-"""TripoSplat as MODELs: tokens of a shape and a camera, the latents of ComfyUI's own KSampler; its picture, its preview
+"""TripoSplat as MODELs: tokens of a shape and a camera, the latents of ComfyUI's own KSampler; its image, its preview
 while it samples; as many tokens as its nodes make; what is refused."""
 
 from types import SimpleNamespace
@@ -18,14 +18,14 @@ LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,c
            "displaced2": ("cpu,cpu", {"displaced": 2, "displaced_mode": "full_sync"})}
 
 
-def prompts(comfyui, tokens=21, pictures=True):
+def prompts(comfyui, tokens=21, images=True):
     """As TripoSplat Conditioning makes them: the negative one is of zeros."""
     [[text, options]] = comfyui.conditioning(KIND, 1, tokens)
-    if not pictures:
+    if not images:
         return [[[text, {}]], [[torch.zeros_like(text), {}]]]
-    [picture] = options["reference_latents"]
-    return [[[text, {"reference_latents": [picture]}]],
-            [[torch.zeros_like(text), {"reference_latents": [torch.zeros_like(picture)]}]]]
+    [image] = options["reference_latents"]
+    return [[[text, {"reference_latents": [image]}]],
+            [[torch.zeros_like(text), {"reference_latents": [torch.zeros_like(image)]}]]]
 
 
 def latent(tokens, batch=1):
@@ -46,12 +46,12 @@ def compare(result, want):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_and_camera_equal_native_ksampler(comfyui, layout):
-    """Numbers of tokens that no layout divides; a batch; a prompt without a picture."""
+    """Numbers of tokens that no layout divides; a batch; a prompt without a image."""
     devices, degrees = LAYOUTS[layout]
     model, native = comfyui.ours(KIND, comfyui.config(devices, **degrees)), comfyui.native(KIND)
     for given, tokens, batch, sampler in ((prompts(comfyui), 67, 1, "euler_ancestral"),
                                           (prompts(comfyui, 9), 50, 3, "euler"),
-                                          (prompts(comfyui, pictures=False), 31, 1, "dpmpp_2m")):
+                                          (prompts(comfyui, images=False), 31, 1, "dpmpp_2m")):
         arguments = {"tokens": tokens, "batch": batch, "sampler": sampler}
 
         result = sampled(comfyui, model, given, **arguments)
@@ -68,11 +68,11 @@ def test_as_many_tokens_as_its_nodes_make_equal_native_ksampler(comfyui):
     compare(result, sampled(comfyui, comfyui.native(KIND), prompts(comfyui), **arguments))
 
 
-def test_the_picture_and_the_camera_matter(comfyui):
+def test_the_image_and_the_camera_matter(comfyui):
     model = comfyui.ours(KIND, comfyui.config("cpu,cpu", ring=2))
     given = prompts(comfyui)
     want = sampled(comfyui, model, given)
-    without = sampled(comfyui, model, prompts(comfyui, pictures=False))
+    without = sampled(comfyui, model, prompts(comfyui, images=False))
     turned = in_parts(torch.zeros(1, 67, 16), 3 * torch.ones(1, 1, 5))
     moved = comfyui.sample(model, KIND, positive=given[0], negative=given[1], latent={"samples": turned}, steps=2,
                            denoise=0.6).unbind()
@@ -109,8 +109,8 @@ def _without_vae(load):
 
 @pytest.mark.parametrize("samples, words", [
     (lambda: torch.zeros(1, 16, 8, 8), "several parts|TripoSplat"),
-    (lambda: in_parts(torch.zeros(1, 67, 12), torch.zeros(1, 1, 5)), "^Make it with TripoSplat Conditioning"),
-    (lambda: in_parts(torch.zeros(1, 67, 16), torch.zeros(1, 1, 4)), "^Make it with TripoSplat Conditioning"),
+    (lambda: in_parts(torch.zeros(1, 67, 12), torch.zeros(1, 1, 5)), "^Make the latent with TripoSplat Conditioning"),
+    (lambda: in_parts(torch.zeros(1, 67, 16), torch.zeros(1, 1, 4)), "^Make the latent with TripoSplat Conditioning"),
     (lambda: in_parts(torch.zeros(1, 8193, 16), torch.zeros(1, 1, 5)), "up to 8192 tokens")])
 def test_other_latents_are_refused_with_what_it_takes(comfyui, samples, words):
     positive, negative = prompts(comfyui)
@@ -120,7 +120,7 @@ def test_other_latents_are_refused_with_what_it_takes(comfyui, samples, words):
                        latent={"samples": samples()})
 
 
-def test_a_picture_of_another_vae_is_refused(comfyui):
+def test_a_image_of_another_vae_is_refused(comfyui):
     given = prompts(comfyui)
     for prompt in given:
         prompt[0][1]["reference_latents"] = [torch.zeros(1, 16, 4, 4)]

@@ -378,7 +378,7 @@ def test_references_of_other_channels_are_refused(comfyui):
     positive = comfyui.conditioning("wan-i2v", 1)
     positive[0][1]["context_latents"] = [torch.zeros(1, 16, 1, 16, 18)]
 
-    with pytest.raises(comfyui.errors.ConfigError, match="of 16 channels, and this Wan takes 36"):
+    with pytest.raises(comfyui.errors.ConfigError, match="have 16 channels, and this Wan model takes 36"):
         comfyui.sample(comfyui.ours("wan-i2v", comfyui.config("cpu")), "wan-i2v", positive=positive)
 
 
@@ -398,7 +398,7 @@ def test_guides_without_their_noise_mask_are_refused(comfyui, requested):
     arguments = {**arguments, "latent": {"samples": arguments["latent"]["samples"]}}
 
     with pytest.raises(comfyui.errors.UnsupportedError,
-                       match="adds guides where the latent has lost the noise mask"):
+                       match="adds guides with a latent that lacks their noise mask"):
         comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **arguments)
 
 

@@ -152,10 +152,11 @@ def test_scail_refuses_what_comfyuis_model_fails_at(comfyui, requested):
     one, two = comfyui.config("cpu"), comfyui.config("cpu,cpu", pipefusion=2, num_patches=2)
     for case, config, changed, words in (
             ("scail", one, {"reference_latents": [torch.zeros(1, 16, 1, 8, 7)]},
-             "^Make the reference picture and the latent of one width and height, .* of 8 x 7, and 11 x 7 belong"),
-            ("scail-2", one, {"driving_mask_28ch": torch.zeros(1, 1, 28, 4, 3)}, "^Make the mask of the pose, "),
+             "^Use one node that makes the reference image and the latent with the same .* has 8 x 7, .* needs 11 x 7"),
+            ("scail-2", one, {"driving_mask_28ch": torch.zeros(1, 1, 28, 4, 3)},
+             "^Use one node that makes the pose, the matching mask "),
             ("scail-2", one, {"ref_mask_28ch": torch.zeros(1, 6, 28, 11, 9)},
-             r"^Make the mask of the reference pictures, .* is of \(6, 11, 9\) .* and \(6, 11, 7\) belong"),
+             r"^Use one node that makes the reference images, .* has \(6, 11, 9\) .* needs \(6, 11, 7\)"),
             ("scail one frame", two, {}, "^Make a video of 5 frames or more, or set pipefusion_degree to 1")):
         kind, arguments = requested(case)
         positive = [[text, given | changed] for text, given in arguments["positive"]]

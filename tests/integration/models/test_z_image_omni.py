@@ -1,4 +1,4 @@
-"""Z-Image-Omni with pictures that it looks at, as ComfyUI's node TextEncodeZImageOmni gives them: latents, what SigLIP
+"""Z-Image-Omni with reference images, as ComfyUI's node TextEncodeZImageOmni gives them: latents, what SigLIP
 sees, and texts between; of each some, none or more. Equal ComfyUI's own, under every method."""
 
 from types import SimpleNamespace
@@ -19,8 +19,8 @@ CASES = {
     "two, one of them seen": ([(8, 12), (2, 6)], [(3, 2)], [40, 3, 7]),
     "three with texts alone": ([(4, 4), (10, 6), (2, 2)], [], [4, 33, 32, 6]),
     "without texts": ([(4, 6), (6, 6)], [(1, 4), (5, 7)], []),
-    "more texts than pictures": ([(6, 10)], [(4, 4)], [3, 8, 40, 2]),
-    "texts and sights without pictures": ([], [(2, 2)], [6])}
+    "more texts than references": ([(6, 10)], [(4, 4)], [3, 8, 40, 2]),
+    "texts and sights without references": ([], [(2, 2)], [6])}
 METHODS = [{"ulysses": 2}, {"cfg": 2}, *(pytest.param(each, marks=pytest.mark.slow) for each in (
     {"ring": 2}, {"tensor": 2}, {"data": 2}, {"displaced": 2, "displaced_mode": "full_sync"},
     {"ulysses": 2, "compile": "blocks"})), {"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}]
@@ -30,7 +30,7 @@ def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def pictures(comfyui, case, batch=1):
+def reference_inputs(comfyui, case, batch=1):
     """(latents, what is seen, texts) of a case."""
     config, (sizes, seen, texts) = comfyui.transformer_config(KIND), CASES[case]
     return ([drawn(batch, 16, *size, seed=seed) for seed, size in enumerate(sizes)],
@@ -38,7 +38,7 @@ def pictures(comfyui, case, batch=1):
             [drawn(batch, count, config["cap_feat_dim"], seed=seed + 20) for seed, count in enumerate(texts)])
 
 
-def with_pictures(prompt, latents, seen, texts):
+def with_references(prompt, latents, seen, texts):
     """A prompt, as ComfyUI's node gives it with these."""
     more = ({"reference_latents": latents} if latents else {}) | (
         {"reference_latents_text_embeds": texts} if texts else {}) | ({"clip_vision_outputs": [
@@ -48,22 +48,22 @@ def with_pictures(prompt, latents, seen, texts):
 
 
 def requested(comfyui, case, seed=1, tokens=20):
-    return with_pictures(comfyui.conditioning(KIND, seed, tokens), *pictures(comfyui, case))
+    return with_references(comfyui.conditioning(KIND, seed, tokens), *reference_inputs(comfyui, case))
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_pictures_equal_comfyuis_own_module(comfyui, case, batch):
+def test_references_equal_comfyuis_own_module(comfyui, case, batch):
     """At odd sizes, of one image and two."""
     family, config = families()[KIND], comfyui.transformer_config(KIND)
     ours, native = comfyui.ours(KIND, comfyui.config("cpu")), comfyui.module(KIND)
     given = conditioning_of(family, config, torch.Generator().manual_seed(5), {"context": 9}, batch)
-    given |= dict(zip(("ref_latents", "siglip_feats", "ref_contexts"), pictures(comfyui, case, batch)))
+    given |= dict(zip(("ref_latents", "siglip_feats", "ref_contexts"), reference_inputs(comfyui, case, batch)))
     for size in ((12, 10), (7, 9), (3, 16)):
         x, t = drawn(batch, 16, *size), torch.linspace(0.4, 0.7, batch)
         with torch.inference_mode():
             result = ours.model.diffusion_model.forward(x, t, **given)
-            # one after the other: ComfyUI fails of two, where there are more texts than pictures
+            # one after the other: ComfyUI fails of two, where there are more texts than references
             want, without = (torch.cat([native(x[i:i + 1], t[i:i + 1], num_tokens=9, **of(each, i))
                                         for i in range(batch)]) for each in (given, given | {"ref_latents": []}))
 
@@ -79,7 +79,7 @@ def of(given, image):
 
 
 @pytest.mark.parametrize("degrees", METHODS, ids=str)
-def test_pictures_equal_native_ksampler(comfyui, degrees):
+def test_references_equal_native_ksampler(comfyui, degrees):
     """The negative prompt has others; and in a second run none."""
     ours, native = comfyui.ours(KIND, comfyui.config("cpu,cpu", **degrees)), comfyui.native(KIND)
     for negative, size in (("one", (13, 18)), (None, (6, 10))):
@@ -91,7 +91,7 @@ def test_pictures_equal_native_ksampler(comfyui, degrees):
         close(result, comfyui.sample(native, KIND, **arguments), EXACT, size)
 
 
-def test_pictures_move_with_scale_rope(comfyui):
+def test_references_move_with_scale_rope(comfyui):
     """As the one that is drawn; what is seen of them does not."""
     arguments = {"positive": requested(comfyui, "one"), "latent": comfyui.latent(KIND, size=(9, 14)), "steps": 2}
     config = comfyui.config("cpu,cpu", pipefusion=2, num_patches=3, warmup_steps=9)
@@ -103,7 +103,7 @@ def test_pictures_move_with_scale_rope(comfyui):
     assert relative_error(comfyui.sample(comfyui.native(KIND), KIND, **arguments), want) > 100 * EXACT
 
 
-def test_stale_patches_with_pictures_equal_the_oracle(comfyui):
+def test_stale_patches_with_references_equal_the_oracle(comfyui):
     arguments = {"positive": requested(comfyui, "one"), "negative": requested(comfyui, "without texts", 2)}
 
     result = comfyui.sample(staged(comfyui, KIND), KIND, **arguments)
@@ -112,10 +112,10 @@ def test_stale_patches_with_pictures_equal_the_oracle(comfyui):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"reference_latents": [drawn(1, 16, 7, 6)]}, "takes references of even sides, and this latent is of 7 x 6"),
+    ({"reference_latents": [drawn(1, 16, 7, 6)]}, "takes references with even sides, and this latent has 7 x 6"),
     ({"clip_vision_outputs": [SimpleNamespace(image_sizes=[(3, 32, 32)], last_hidden_state=drawn(1, 4, 9))]},
-     "it gives 9 numbers for each patch of a picture, and this Z-Image-Omni takes 40")], ids=["odd", "vision"])
-def test_pictures_that_comfyui_fails_at_are_refused_with_their_size(comfyui, change, words):
+     "has 9 features per patch of an image, and this Z-Image-Omni takes 40")], ids=["odd", "vision"])
+def test_references_that_comfyui_fails_at_are_refused_with_their_size(comfyui, change, words):
     positive = requested(comfyui, "one")
     positive[0][1] |= change
 

@@ -55,6 +55,10 @@ def add_wrapper(kind):
                                                     lambda executor, *args, **kwargs: executor(*args, **kwargs))
 
 
+def wrapper_of_a_pack(executor, *args, **kwargs):
+    return executor(*args, **kwargs)
+
+
 CHANGES = {
     "injections": (inject, "injections such as a LoRA in bypass mode \\(bypass_lora\\)"),
     "weight-wrapper":
@@ -62,6 +66,9 @@ CHANGES = {
      "weight wrappers \\(diffusion_model.x_embedder.proj.weight\\)"),
     "object-patch-inside": (lambda model: model.add_object_patch("diffusion_model.depth", 2),
                             "a replaced diffusion_model.depth"),
+    "attention-of-a-lora": (
+        lambda model: model.add_object_patch("diffusion_model.joint_blocks.0.comfy_attention", object()),
+        "an attention backend for one module \\(joint_blocks.0; attention in xDiT Parallel Config is for all"),
     "another-model-inside": (lambda model: model.add_object_patch("diffusion_model", torch.nn.Linear(1, 1)),
                              "a replaced diffusion_model"),
     "compute-dtype": (lambda model: model.set_model_compute_dtype(torch.float8_e4m3fn),
@@ -90,6 +97,8 @@ CHANGES = {
     "replaced-block": (lambda model: model.set_model_patch_replace(print, "dit", "joint_block", 0),
                        "model patches that replace parts of the model"),
     "diffusion-model-wrapper": (add_wrapper("diffusion_model"), "nodes that wrap the diffusion model \\(a_pack\\)"),
+    "wrapper-without-a-key": (lambda model: model.add_wrapper("diffusion_model", wrapper_of_a_pack),
+                              "nodes that wrap the diffusion model \\(.*test_model_nodes.wrapper_of_a_pack\\)"),
     "wrapper": (add_wrapper("pack_wrapper"), "wrappers of pack_wrapper \\(a_pack\\)"),
     "callback": (lambda model: model.add_callback_with_key("pack_event", "a_pack", print),
                  "callbacks of pack_event \\(a_pack\\)"),

@@ -48,11 +48,14 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
     family, model, config = transformer(comfyui.base / "diffusion_models" / comfyui.file(kind))
     proxy = comfyui.ours(kind, comfyui.config("cpu"))
     stale = {}
+    variant_of = importlib.import_module(
+        f"{comfyui.pack.__name__}.nodes.bridge.compatibility.comfyui_variants").variant_of
 
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
         beside = family.per_call_inputs(timestep, transformer_options)
+        x, transformer_options, finish = family.rescale_components(x, timestep, extra, transformer_options)
         if isinstance(x, list):
-            x, timestep, beside = family.split_parts(x, timestep, config, transformer_options)
+            x, timestep, beside = family.split_components(x, timestep, config, transformer_options)
         size = family.patch_size(config)
         patches = cut_patches(x.shape, size, choose_num_patches(num_patches, 1, x.shape, size))
         schedule, sigma = transformer_options["sample_sigmas"], transformer_options["sigmas"].max()
@@ -64,7 +67,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
             stale["models"][key] = StaleModel(Example(model, family, config, *[None] * 4),
                                               ParallelConfig.forecast_keys_values)
         one = stale["models"][key]
-        one.example.conditioning = family.tensors(conditioning) | beside
+        one.example.conditioning = family.tensors(conditioning | variant_of(family)) | beside
         if warmup_steps >= len(schedule) - 1 or sigma > schedule[warmup_steps] * 1.001:
             prediction = one.predict(x, timestep)
         else:
@@ -72,7 +75,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
             prediction = torch.cat(
                 [one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
                  for patch, rows in patches], dim)
-        return [family.first_part(prediction), *one.others] if one.others else prediction
+        return finish([family.first_component(prediction), *one.others] if one.others else prediction)
 
     remote = proxy.model.remote                                # the workers are not asked; nothing is started
     remote.load = remote.unload = remote.end_run = lambda *base_model: None

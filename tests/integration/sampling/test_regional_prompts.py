@@ -15,7 +15,7 @@ LAYOUTS = [("sd3", {"cfg": 2}), ("sd3", {"pipefusion": 2, "num_patches": 4}),
                ("sdxl", {"displaced": 2, "displaced_mode": "full_sync"})))]
 
 
-def split_parts(comfyui, kind, how):
+def split_components(comfyui, kind, how):
     """A prompt for a part of the picture, and another one for the rest of it or for all."""
     nodes, first, other = comfyui.nodes, comfyui.conditioning(kind, 1), comfyui.conditioning(kind, 3, tokens=27)
     mask = torch.zeros(1, 64, 64)
@@ -35,7 +35,7 @@ def test_masks_and_areas_equal_native(comfyui, kind, degrees):
     """PipeFusion with patches too: every step is whole where a prompt is for a part."""
     model = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees))
     for how in ("mask", "mask bounds", "area", "percentage"):
-        arguments = {"positive": split_parts(comfyui, kind, how), "steps": 2}
+        arguments = {"positive": split_components(comfyui, kind, how), "steps": 2}
 
         result, reference = comfyui.sample(model, kind,
                                            **arguments), comfyui.sample(comfyui.native(kind), kind, **arguments)

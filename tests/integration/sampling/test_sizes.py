@@ -93,12 +93,12 @@ def inputs(comfyui, kind, size, batch):
     if family.name == "Mochi":                                 # whose module asks for it
         given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
     times = torch.tensor([0.9, 0.3])[:batch] * family.time_scale
-    if family.parts:                                           # without sound, and with some of every length
+    if family.components:                                           # without sound, and with some of every length
         length = 3 * size[0] - 3 if kind.startswith("ltx") else size[0]
-        shape = family.call_shapes(comfyui.transformer_config(kind), x.shape, length).get(*family.parts)
-        length = length or shape is not None and "audio" not in family.parts
+        shape = family.call_shapes(comfyui.transformer_config(kind), x.shape, length).get(*family.components)
+        length = length or shape is not None and "audio" not in family.components
         beside = [torch.randn(shape, generator=torch.Generator().manual_seed(8))] if length else []
-        x = [family.first_part(x), *beside]
+        x = [family.first_component(x), *beside]
         times = (times, 0.8 * times) if kind.startswith("ltx") else times
     return x, times, given
 
@@ -142,9 +142,9 @@ def test_sizes_equal_comfyuis_own_module_on_two_workers(comfyui, kind, layout):
 
 
 @pytest.mark.parametrize("kind, size, words", [
-    ("sd3", (130, 16), "^Use a smaller latent: .* has positions for 1024 x 1024 pixels, and it is of 128 x 1040"),
+    ("sd3", (130, 16), "^Use a smaller latent: .* has positions for 1024 x 1024 pixels, and the latent has 128 x 1040"),
     ("cosmos-predict1", (2, 4, 242),
-     "has positions for 1017 frames of 1920 x 1920 pixels, and the latent is of 9 frames of 1936 x 32 pixels")])
+     "has positions for 1017 frames of 1920 x 1920 pixels, and the latent has 9 frames of 1936 x 32 pixels")])
 def test_a_latent_larger_than_the_table_of_positions_is_refused(comfyui, kind, size, words):
     ours = comfyui.ours(kind, comfyui.config("cpu")).model.diffusion_model
     given = conditioning_of(families()[kind], comfyui.transformer_config(kind), torch.Generator(), {"context": 20})

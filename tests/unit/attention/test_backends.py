@@ -112,7 +112,7 @@ def test_a_package_that_is_missing_or_broken_or_too_old_is_named(tmp_path, monke
         with pytest.raises(UnsupportedError, match="gives no log-sum-exp .* install sageattention 2"):
             attend_with_lse(q, k, v, BackendUse("sage", True))
         sys.modules["sageattention"].DTYPES = ()
-        with pytest.raises(UnsupportedError, match=r"SageAttention refuses queries of shape \(1, 2, 5, 64\) and type"):
+        with pytest.raises(UnsupportedError, match=r"SageAttention rejects queries of shape \(1, 2, 5, 64\) and type"):
             attend(q, k, v, BackendUse("sage"))
         monkeypatch.setattr(backends, "capability_of", lambda device: (8, 9))
         unusable = backends.unusable(torch.device("cuda:0"))

@@ -723,25 +723,25 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("base, extra, words", [
-    (CHROMA_RADIANCE, {"img_in_patch.weight": (3072, 3, 32, 32)}, "its patches are not of 16 x 16 pixels"),
+    (CHROMA_RADIANCE, {"img_in_patch.weight": (3072, 3, 32, 32)}, "its patches are not 16 x 16 pixels"),
     (published_pixels.Z_IMAGE_PIXEL, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
-    (published_pixels.PIXELDIT, {"core.s_embedder.proj.weight": (1536, 3072)}, "its patches are not of 16 x 16"),
-    (published_pixels.Z_IMAGE_PIXEL, {"x_embedder.weight": (3840, 768)}, "its patches are not of 32 x 32 pixels"),
+    (published_pixels.PIXELDIT, {"core.s_embedder.proj.weight": (1536, 3072)}, "its patches are not 16 x 16"),
+    (published_pixels.Z_IMAGE_PIXEL, {"x_embedder.weight": (3840, 768)}, "its patches are not 32 x 32 pixels"),
     (published_cascade.STAGE_C, {"up_blocks.0.3.mapper.weight": (4096, 64)},
-     "its levels are no repetitions of residual, time and attention blocks"),
+     "its levels do not repeat the same residual, time and attention blocks"),
     (HUNYUAN_VIDEO15, {"guidance_in.in_layer.weight": (2048, 256)}, "it takes guidance as an input"),
-    (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attentions between video and sound"),
-    (LTX_2B, {"prompt_adaln_single.linear.weight": (1, 1)}, "LTX-2 without sound"),
-    (LTX_2B, {"transformer_blocks.0.attn1.to_gate_logits.weight": (32, 2048)}, "LTX-2.3 without its sound"),
+    (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attention layers between video and audio"),
+    (LTX_2B, {"prompt_adaln_single.linear.weight": (1, 1)}, "LTX-2 without audio"),
+    (LTX_2B, {"transformer_blocks.0.attn1.to_gate_logits.weight": (32, 2048)}, "LTX-2.3 without audio"),
     (LTX23_22B, {"caption_projection.linear_1.weight": (4096, 3840)}, "projects its text by one layer"),
     (WAN_I2V, {"audio_proj.audio_proj_glob_1.layer.bias": (1,)}, "Wan with audio"),
     (WAN_14B, {"more_blocks.0.before_proj.weight": (1, 1)}, "more_blocks"),
     (HUNYUAN_IMAGE_REFINER, {"img_in.proj.weight": (3328, 128, 1, 2, 2)}, "larger patches than the refiner"),
     (HUNYUAN_IMAGE_REFINER, {"byt5_in.fc1.weight": (2048, 1472)}, "it reads glyphs"),
-    (SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "it reads no picture where it looks along frames"),
+    (SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "its temporal layers do not read the input image"),
     (unet((320, 640, 1280), (0, 2, 4), 4, 2048, 2816),
      {"input_blocks.5.1.transformer_blocks.2.attn2.to_k.weight": (640, 2048)},
-     "where diffusers' U-Net cannot have them")], ids=lambda value: value if isinstance(value, str) else "")
+     "that diffusers' U-Net does not support")], ids=lambda value: value if isinstance(value, str) else "")
 def test_variants_that_cannot_be_run_are_refused_by_name(tmp_path, base, extra, words):
     write_header(tmp_path / "model.safetensors", {**base, **extra})
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xdit_backend.demo_model.text import MAX_WORDS, WIDTH, TextEncoder, arrange, pieces_of, tokens_of
+from xdit_backend.demo_model.text import MAX_WORDS, WIDTH, TextEncoder, arrange, subword_buckets, tokens_of
 from xdit_backend.protocol.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ def test_punctuation_and_capitals_do_not_matter():
 
 
 def test_a_plural_shares_most_pieces_with_its_singular():
-    apple, apples, guitar = (set(pieces_of(word)) for word in ("apple", "apples", "guitar"))
+    apple, apples, guitar = (set(subword_buckets(word)) for word in ("apple", "apples", "guitar"))
 
     assert len(apple & apples) > len(apple) / 2
     assert len(apple & guitar) <= 1
@@ -40,7 +40,7 @@ def test_the_order_of_words_matters():
 
 
 def test_a_long_prompt_is_refused_with_the_number_of_its_words():
-    with pytest.raises(ConfigError, match="^Shorten the prompt: it has 25 words, and the demo model reads 24"):
+    with pytest.raises(ConfigError, match="^Shorten the prompt: it has 25 words, and the demo model reads at most 24"):
         TextEncoder().encode(["word " * 25])
 
 

@@ -8,12 +8,12 @@ from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoi
 
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loader import load_transformer
-from xdit_backend.demo_model import autoencoder, export, loop, pictures, small, transformer
+from xdit_backend.demo_model import autoencoder, emoji, export, loop, small, transformer
 
 
 @pytest.fixture
 def entry():
-    return pictures.Entry("\U0001F408", "cat", ("pet", "animal"), 1.0)
+    return emoji.Entry("\U0001F408", "cat", ("pet", "animal"), 1.0)
 
 
 def train_line(folder, steps, stop_after=None, seed=0):
@@ -111,13 +111,13 @@ def test_a_glyph_covers_its_background_where_it_is_opaque():
     glyph = torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
     glyph[:, 0], glyph[:, 3, :2] = 255, 255                    # red, opaque in its upper half
 
-    picture = pictures.compose(glyph, torch.tensor([[0, 0, 255]]))
+    image = emoji.compose(glyph, torch.tensor([[0, 0, 255]]))
 
-    assert picture[0, :, 0, 0].tolist() == [1, -1, -1] and picture[0, :, 3, 3].tolist() == [-1, -1, 1]
+    assert image[0, :, 0, 0].tolist() == [1, -1, -1] and image[0, :, 3, 3].tolist() == [-1, -1, 1]
 
 
 def test_captions_name_the_thing_or_what_it_is_like(entry):
-    captions = {pictures.caption(entry, "orange", random.Random(seed)) for seed in range(50)}
+    captions = {emoji.caption(entry, "orange", random.Random(seed)) for seed in range(50)}
 
     assert "cat on an orange background" in captions and len(captions) > 3
     assert all(caption.endswith(" on an orange background") for caption in captions)
@@ -126,14 +126,14 @@ def test_captions_name_the_thing_or_what_it_is_like(entry):
 
 def test_missing_packages_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="fonts-noto-color-emoji"):
-        pictures.read_entries(tmp_path)
+        emoji.read_entries(tmp_path)
 
 
 def test_a_small_unet_is_read_back_as_it_was_trained(tmp_path, monkeypatch):
     """Two steps of training; the file is a U-Net of SD 1.5's kind, and its model the one that was written."""
     monkeypatch.setattr(transformer, "BATCH", 4)
     torch.manual_seed(0)
-    entries = [pictures.Entry("\U0001F408", name, ("animal",), 1.0) for name in ("cat", "dog")]
+    entries = [emoji.Entry("\U0001F408", name, ("animal",), 1.0) for name in ("cat", "dog")]
     rows, shown = torch.tensor([[0, 1] * 6, [2, 3] * 6]), []
     model = small.new_unet()
 

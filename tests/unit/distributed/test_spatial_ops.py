@@ -272,7 +272,7 @@ def test_moments_of_channels_give_those_of_groups(batch, channels, num_groups):
 def test_moments_of_a_large_group_are_found_by_channels(monkeypatch, most, num_copies):
     """Of 3 images, so that no wider copy is of more than `most` numbers, or of a channel of them all."""
     monkeypatch.setattr(group_norm, "NORM_ELEMENTS", most)
-    monkeypatch.setattr(group_norm, "MOST_PARTS", 10 ** 6)
+    monkeypatch.setattr(group_norm, "MAX_CHUNKS", 10 ** 6)
     sizes, moments = [], group_norm._moments
     monkeypatch.setattr(group_norm, "_moments", lambda x, channels: sizes.append(x.numel()) or moments(x, channels))
     x = torch.randn(3, 12, 5, 3, dtype=torch.float64) * 3 + torch.arange(12)[:, None, None]

@@ -134,13 +134,13 @@ def test_reference_latents_are_tokens_of_their_own(name, layout):
     within(max(max(result) for result in results), EXACT)
 
 
-SOUNDS = [SHAPES["uneven"] | {"audio": length, "batch": 2} for length in (1, 3, 0, 9)]
+AUDIO_SIZES = [SHAPES["uneven"] | {"audio": length, "batch": 2} for length in (1, 3, 0, 9)]
 
 
 @pytest.mark.parametrize("layout", ["ring3", "ring2-ulysses2", pytest.param("ulysses4", marks=pytest.mark.slow)])
 def test_audio_of_any_length_is_a_stream_of_its_own(layout):
     """Of fewer tokens than there are ranks, and none."""
-    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), "LTX-2", LAYOUTS[layout], SOUNDS)
+    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), "LTX-2", LAYOUTS[layout], AUDIO_SIZES)
 
     within(max(max(result) for result in results), EXACT)
 
@@ -360,7 +360,7 @@ def with_another_attention(rank, world_size):
 
 
 def test_an_attention_that_is_not_reached_is_an_error():
-    with pytest.raises(UnsupportedError, match="The attention attn of block 0 did not call"):
+    with pytest.raises(UnsupportedError, match="the attention attn of block 0 did not call"):
         run_ranks(with_another_attention, 2)
 
 

@@ -50,7 +50,7 @@ def test_it_is_said_which_families_take_controlnets():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_one_small_file(name):
-    """About 50 lines; imports, a table of keys, and what a model computes of its own, come on top."""
+    """Excluding imports, a key table and private functions, a family is at most 64 lines."""
     source = inspect.getsource(MODULES[name])
     keys = re.search(r"^KEYS = table\(.*?\n\n", source, re.MULTILINE | re.DOTALL)
     functions = [value for value in vars(MODULES[name]).values() if inspect.isfunction(value)
@@ -59,7 +59,7 @@ def test_a_family_is_one_small_file(name):
     others = [keys.group() if keys else "", *imports, *(inspect.getsource(function) for function in functions)]
     num_lines = lambda text: len([line for line in text.splitlines() if line.strip()])  # noqa: E731
 
-    assert num_lines(source) - sum(num_lines(other) for other in others) <= 52
+    assert num_lines(source) - sum(num_lines(other) for other in others) <= 64
 
 
 # the others are folders

@@ -532,7 +532,7 @@ def bessel_factor():
 
 
 def even_shares():
-    StaleSplit.shares = lambda self, like: like.new_full((len(self.sizes),), 1 / len(self.sizes))
+    StaleSplit.fractions = lambda self, like: like.new_full((len(self.sizes),), 1 / len(self.sizes))
 
 
 def text_of_the_first_run():

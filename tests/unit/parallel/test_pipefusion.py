@@ -366,7 +366,7 @@ def own_shard_is_kept_only():
         result = update(self, key, keys, values, context, streams)
         if old is not None and context.patch is not None:
             entry, offset = self.cached[key], 0
-            for index, (stream, start, size) in enumerate(context.tokens.pieces(streams)):
+            for index, (stream, start, size) in enumerate(context.tokens.gathered_order(streams)):
                 slot = start if stream == "text" else entry.num_text + context.first_token + start
                 if index // len(streams) != context.tokens.shard:
                     entry.both_KBNTH[:, :, :, slot:slot + size] = old[:, :, :, slot:slot + size]

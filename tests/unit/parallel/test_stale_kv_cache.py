@@ -160,7 +160,6 @@ def test_host_memory_that_cannot_be_pinned_is_told(monkeypatch):
     offload = LateDevice(monkeypatch.setattr, refused_after=1).offload()
     offload.host_buffer((2, 1, 1, 1000, 500), torch.ones(1))
 
-    with pytest.raises(RuntimeError, match=r"^CUDA error: offload_keys_values has 0.00413 GB of host memory pinned, "
-                                           r"and the "
-                       r"system gives no 0.008 GB more \(cudaHostRegister: 2\)\. Free host memory"):
+    with pytest.raises(RuntimeError, match=r"^CUDA error: free system RAM, .*: offload_keys_values has 0.00413 GB of "
+                       r"system RAM pinned, and the system cannot pin 0.008 GB more \(cudaHostRegister: 2\)\."):
         offload.host_buffer((2, 1, 1, 2000, 500), torch.ones(1))

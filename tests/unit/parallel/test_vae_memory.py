@@ -23,7 +23,7 @@ from xdit_backend.parallel.vae_memory import (
     meta_copy,
     need_of,
 )
-from xdit_backend.parallel.vae_rows import Pieces, Ranks, decode_rows, encode_rows
+from xdit_backend.parallel.vae_rows import Ranks, SplitOptions, decode_rows, encode_rows
 from xdit_backend.protocol.errors import ConfigError
 
 SIZE = (1, 48, 8)
@@ -34,9 +34,9 @@ def peak_bytes(rank, world_size, kind, way, block_size):
     given = latent(kind, *SIZE, torch.float32) if way == "decode" else image(kind, *SIZE, torch.float32)
     with ActivationBytes() as footprint:
         if way == "decode":
-            decode_rows(vae, given, ranks, pieces=Pieces(block_size=block_size))
+            decode_rows(vae, given, ranks, options=SplitOptions(block_size=block_size))
         else:
-            encode_rows(vae, given, KINDS[kind].scale, ranks, pieces=Pieces(block_size=block_size))
+            encode_rows(vae, given, KINDS[kind].scale, ranks, options=SplitOptions(block_size=block_size))
     return footprint.peak_bytes
 
 
@@ -49,7 +49,7 @@ def test_measured_memory_is_what_was_estimated(kind, way, world_size):
     shape, scale = ((latent(kind, *SIZE).shape, 1) if way == "decode"
                     else (image(kind, *SIZE).shape, KINDS[kind].scale))
     meta_model = meta_copy(tiny_vae(kind, torch.float32))
-    need = need_of(meta_model, shape, scale, world_size, whole=world_size == 1)
+    need = need_of(meta_model, shape, scale, world_size, unblocked=world_size == 1)
 
     measured = max(run_ranks(peak_bytes, world_size, kind, way, None if world_size == 1 else 8))
 
@@ -59,7 +59,7 @@ def test_measured_memory_is_what_was_estimated(kind, way, world_size):
 def peak_bytes_by_frames(rank, world_size, shape):
     with ActivationBytes() as footprint:
         share = decode_rows(tiny_vae("ltx", torch.float32), torch.ones(shape), Ranks(dist.group.WORLD),
-                            pieces=Pieces(block_size=4))
+                            options=SplitOptions(block_size=4))
     return footprint.peak_bytes, share.dim
 
 
@@ -135,7 +135,7 @@ def test_every_rank_refuses_what_does_not_fit_on_one_and_says_what_would_do():
     assert first == second
     assert "decoding a latent of 12 x 64 needs" in first and "on each of 2 devices" in first
     assert any(f", {number} devices like these, or VAE Decode" in first for number in (7, 8))
-    width, height = map(int, re.search(r"a picture of (\d+) x (\d+) pixels at most, ", first).groups())
+    width, height = map(int, re.search(r"an image of at most (\d+) x (\d+) pixels, ", first).groups())
     pixels = 4                                                 # of this tiny VAE, along one side of a row
     meta_model, rows = meta_copy(tiny_vae("sd", torch.float32)), height // pixels
     columns = width // pixels
@@ -149,7 +149,7 @@ def test_refuses_what_fits_on_no_number_of_devices():
     message, = run_ranks(plan, 1, "wan", image("wan", 1, 2, 2).shape, 8, [1000])
 
     assert ("encoding 16 x 16 pixels and 9 frames needs" in message
-            and "Use a smaller picture, or VAE Encode (Tiled)" in message)
+            and "Use a smaller image, or VAE Encode (Tiled)" in message)
 
 
 def test_tells_the_free_memory_of_this_machine_or_of_its_container(monkeypatch):
@@ -199,7 +199,7 @@ def decode_thin(rank, world_size, side, attention):
         if isinstance(module, torch.nn.Conv2d):
             module.register_forward_hook(note)
     with ActivationBytes() as footprint:
-        share = decode_rows(vae, given, Ranks(dist.group.WORLD), pieces=Pieces(block_size=64))
+        share = decode_rows(vae, given, Ranks(dist.group.WORLD), options=SplitOptions(block_size=64))
     return share.start, share.tensor[:, :, :2].clone(), max(shares), footprint.peak_bytes
 
 
@@ -250,7 +250,7 @@ def test_of_10240_pixels_each_of_8_ranks_has_an_eighth_of_the_rows_and_of_the_me
     """Stable Diffusion's decoder, with its attention, on the meta device: 322 GB in float32, or 40 GB on each rank."""
     ranks = (0, 3)
     with torch.device("meta"):
-        alone, eighth = (need_of(AutoencoderKL(**STABLE_DIFFUSION).eval(), LARGE, 1, count, whole=True).peak_bytes
+        alone, eighth = (need_of(AutoencoderKL(**STABLE_DIFFUSION).eval(), LARGE, 1, count, unblocked=True).peak_bytes
                          for count in (1, 8))
 
     results, = run_ranks(decode_without_bytes, 1, ranks)

@@ -17,7 +17,7 @@ from tests.support.tolerances import within
 from tests.support.vae_zoo import KINDS, decoded, encoded, image, latent, tiny_vae
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.spatial_ops import all_sums
-from xdit_backend.parallel.vae_rows import Pieces, Ranks, decode_rows, encode_rows, split_dim
+from xdit_backend.parallel.vae_rows import Ranks, SplitOptions, decode_rows, encode_rows, split_dim
 from xdit_backend.protocol.errors import UnsupportedError
 
 FUNCTIONS = ("conv2d", "conv3d", "group_norm", "pad", "interpolate", "scaled_dot_product_attention")
@@ -68,7 +68,7 @@ def give_up(rank, world_size):
     def twice(way, vae, *args):
         requested.clear()
         with pytest.raises(GivenUp):
-            way(vae, *args, ranks, pieces=Pieces(on_convolution=step))
+            way(vae, *args, ranks, options=SplitOptions(on_convolution=step))
         cached = sum(isinstance(each, torch.Tensor) for value in vars(vae).values() if isinstance(value, list)
                    for each in value)
         return len(requested), cached, way(vae, *args, ranks)
@@ -98,12 +98,13 @@ def test_all_ranks_leave_a_image_at_one_convolution_and_the_next_is_right(world_
 def decode(rank, world_size, kind, latent, mutant=None, block_size=None):
     apply_mutant(mutant)
     return decode_rows(tiny_vae(kind, latent.dtype), latent, Ranks(dist.group.WORLD),
-                       pieces=Pieces(block_size=block_size))
+                       options=SplitOptions(block_size=block_size))
 
 
 def decode_sizes(rank, world_size, kind, speeds=()):
     ranks, vae = Ranks(dist.group.WORLD), tiny_vae(kind)
-    return [decode_rows(vae, latent(kind, *size), ranks, pieces=Pieces(speeds=speeds)) for size in sizes_of(kind)]
+    return [decode_rows(vae, latent(kind, *size), ranks, options=SplitOptions(speeds=speeds))
+            for size in sizes_of(kind)]
 
 
 # any number: test_spatial_ops.py; on two workers: vae/test_vae_decode.py
@@ -195,7 +196,7 @@ def frames(size):
 def decode_frames(rank, world_size, kind, sizes, mutant=None, block_size=None):
     apply_mutant(mutant)
     ranks, vae = Ranks(dist.group.WORLD), tiny_vae(kind)
-    return [decode_rows(vae, frames(size), ranks, pieces=Pieces(-3, block_size=block_size)) for size in sizes]
+    return [decode_rows(vae, frames(size), ranks, options=SplitOptions(-3, block_size=block_size)) for size in sizes]
 
 
 @pytest.mark.parametrize("world_size, block_size", [(1, 2), (2, None), (2, 3), (3, None), (4, None)])
@@ -271,7 +272,7 @@ def test_encode_test_notices(kind, mutant):
 def test_what_is_not_a_number_is_encoded_too():
     """Half precision overflows in some VAEs. CogVideoX's downsampler has its padded frames in another order."""
     latent = encode_rows(tiny_vae("cogvideox"), torch.full_like(image("cogvideox", 1, 2, 2), torch.nan), 8,
-                         pieces=Pieces(block_size=4)).tensor
+                         options=SplitOptions(block_size=4)).tensor
 
     assert latent.isnan().all()
 

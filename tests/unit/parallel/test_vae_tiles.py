@@ -13,9 +13,9 @@ from xdit_backend.comfyui.install_location import find_comfyui
 from xdit_backend.distributed.spatial_ops import all_sums
 from xdit_backend.parallel import vae_tiles
 from xdit_backend.parallel.vae_memory import MARGIN, ActivationBytes
-from xdit_backend.parallel.vae_rows import Pieces, Ranks, decode_rows, encode_rows
+from xdit_backend.parallel.vae_rows import Ranks, SplitOptions, decode_rows, encode_rows
 from xdit_backend.parallel.vae_tile_memory import TilePlanner, planner_of
-from xdit_backend.parallel.vae_tiles import num_rounds, turns_of
+from xdit_backend.parallel.vae_tiles import num_rounds, tile_order
 from xdit_backend.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(find_comfyui() is None, reason="there is no ComfyUI; set XDIT_COMFYUI to its folder")
@@ -38,11 +38,11 @@ def own(shape):
         return vae.decode(given(shape)) if shape[1] == 24 else vae.encode(given(shape))
 
 
-def transformed(vae, shape, ranks, pieces=None):
-    pieces = pieces or Pieces()
+def transformed(vae, shape, ranks, options=None):
+    options = options or SplitOptions()
     if shape[1] == 24:
-        return decode_rows(vae, given(shape), ranks, pieces=pieces)
-    return encode_rows(vae, given(shape), 16, ranks, pieces=pieces)
+        return decode_rows(vae, given(shape), ranks, options=options)
+    return encode_rows(vae, given(shape), 16, ranks, options=options)
 
 
 def by_tiles(rank, world_size, shapes, speeds=(), mutant=None):
@@ -57,7 +57,7 @@ def by_tiles(rank, world_size, shapes, speeds=(), mutant=None):
     vae._encode_moments = lambda tile: computed.append(tile) or encode_moments(tile)
     for shape in shapes:
         computed.clear()
-        told.append((transformed(vae, shape, ranks, Pieces(speeds=speeds)), len(computed)))
+        told.append((transformed(vae, shape, ranks, SplitOptions(speeds=speeds)), len(computed)))
     return told
 
 
@@ -125,7 +125,7 @@ def give_up(rank, world_size, shape):
         if all_sums(torch.tensor(float(rank == 1 and len(requested) == 2)), split):
             raise GivenUp
     with pytest.raises(GivenUp):
-        transformed(vae, shape, ranks, Pieces(on_convolution=step))
+        transformed(vae, shape, ranks, SplitOptions(on_convolution=step))
     return len(requested), transformed(vae, shape, ranks)
 
 
@@ -141,20 +141,20 @@ def test_all_ranks_leave_at_one_tile_and_the_next_result_is_right():
 
 
 def taken(num_tiles, speeds):
-    ranks = [rank for rank, _ in itertools.islice(turns_of(speeds), num_tiles)]
+    ranks = [rank for rank, _ in itertools.islice(tile_order(speeds), num_tiles)]
     return [ranks.count(rank) for rank in range(len(speeds))]
 
 
 def test_ranks_take_turns_by_their_speed():
-    assert [rank for rank, _ in itertools.islice(turns_of((1, 1, 1)), 6)] == [0, 1, 2, 0, 1, 2]
+    assert [rank for rank, _ in itertools.islice(tile_order((1, 1, 1)), 6)] == [0, 1, 2, 0, 1, 2]
     assert taken(27, (1, 2)) == [9, 18]
     assert taken(5, (1, 10)) == [0, 5]                         # the slow one would be done last
-    assert [rank for rank, _ in itertools.islice(turns_of((1, 2)), 3)] == [1, 1, 0]
+    assert [rank for rank, _ in itertools.islice(tile_order((1, 2)), 3)] == [1, 1, 0]
 
 
 def test_ranks_are_asked_when_the_slowest_has_taken_its_turn():
     """Not before it, when all others would wait for it to begin."""
-    assert [begins for _, begins in itertools.islice(turns_of((2, 1)), 7)] == [
+    assert [begins for _, begins in itertools.islice(tile_order((2, 1)), 7)] == [
         True, False, False, True, False, False, True]
     assert num_rounds(7, (2, 1)) == 3 and num_rounds(7, (1,)) == 7
 
@@ -202,7 +202,7 @@ def test_every_rank_refuses_what_does_not_fit_on_one():
 
     assert run_ranks(plan, 2, shape, [2 ** 62, 2 * needed + 4]) == [(None, 2, ())] * 2     # the two share a machine
     first, second = run_ranks(plan, 2, shape, [2 ** 62, 2 * needed - 4])
-    assert first == second and first.startswith("Use a smaller picture or fewer frames: decoding a latent of 6 x 4 and "
+    assert first == second and first.startswith("Use a smaller image or fewer frames: decoding a latent of 6 x 4 and "
                                                 "12 frames needs 0.0 GB on each device")
 
 

@@ -42,8 +42,8 @@ def with_plan(name, **changed):
     pytest.param(with_plan("Wan HuMo", cacheable_outside={"text_embedding": "run", "time_projection": "run",
                                                      "patch_embedding": "run"}), id="what stays"),
     pytest.param(with_plan("Wan SCAIL", positions={}), id="frames before"),
-    pytest.param(dataclasses.replace(with_plan("Wan Animate", places=None), adapt_model=lambda model, config: None),
-                 id="code between blocks")])
+    pytest.param(dataclasses.replace(with_plan("Wan Animate", token_index_argument=None),
+                                     adapt_model=lambda model, config: None), id="code between blocks")])
 def test_a_class_that_differs_from_its_plan_is_refused(family):
     with pytest.raises(CheckpointError, match=f"{family.name} runs as ComfyUI's own module, and .* of ComfyUI .*cut "
                                               f"in two"):

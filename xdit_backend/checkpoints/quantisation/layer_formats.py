@@ -53,9 +53,10 @@ FORMATS = {
     "int8_tensorwise": Format(("I8",), torch.int8, rounds_inputs=True, agreed="each"),
     "convrot_w4a4": Format(("I8", "U8"), torch.uint8, numbers=2, rounds_inputs=True)}
 
+ATTENTION_CONFIG = ".comfy_attention.config"                            # suffix, see attention_configs
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}       # safetensors type -> format
 AUXILIARY = {"weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "comfy_quant", "scale_weight",
-          "scale_input"}
+             "scale_input"}
 SCALES = {"weight_scale", "weight_scale_2", "pre_quant_scale", "scale_weight"}
 IN_PARAMS = "convrot", "convrot_groupsize", "linear_dtype"     # options that may be nested in "params"
 OLD_NAMES = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
@@ -159,6 +160,7 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
                 whose = _nunchakus(name.removesuffix(end), shapes) or whose
                 raise _refusal(file_name, f"is quantised in a way that xDiT does not read ({name}: {whose})")
     auxiliary = {name for name in shapes if name.rpartition(".")[2] in AUXILIARY} | ({"scaled_fp8"} & shapes.keys())
+    auxiliary |= attention_configs(shapes)
     # without the marker, or together with the newer metadata, ComfyUI ignores such scales
     is_marked = "scaled_fp8" in shapes and "_quantization_metadata" not in metadata
     said = {name.removesuffix(".scale_weight"): {
@@ -185,6 +187,12 @@ def layers_of(shapes, dtypes, metadata, read, file_name, prefix=""):
     if lost:
         raise _refusal(file_name, f"has a scale {lost[0]} without a format")
     return found, auxiliary
+
+
+def attention_configs(names):
+    """Names of tensors by which a file selects the attention backend of a module, for versions of ComfyUI that read
+    them. xDiT uses the setting of xDiT Parallel Config, so these are not weights of the model."""
+    return {name for name in names if name.endswith(ATTENTION_CONFIG)}
 
 
 def _nunchakus(layer, shapes):

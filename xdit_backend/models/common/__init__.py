@@ -1,2 +1,1 @@
-"""What a family's file (models/) is written in: the plan of a model, and the words for files, names,
-positions and arguments."""
+"""The model description API: families, model plans, and rules for files, names, positions and arguments."""

@@ -1,23 +1,24 @@
-"""What the two stages of Stable Cascade have in common: networks of ComfyUI's whose levels are lists of residual,
-attention and time blocks. A file's names say which block is which.
+"""Shared code of the two stages of Stable Cascade: networks of ComfyUI's whose levels are lists of residual, attention
+and time blocks. The names of a file's tensors give the kind of each block.
 
-Pernias et al. 2023 (Wuerstchen, arXiv 2306.00637); shapes and arguments as of ComfyUI's comfy/ldm/cascade.
+Pernias et al. 2023 (Wuerstchen, arXiv 2306.00637); shapes and arguments as in ComfyUI's comfy/ldm/cascade.
 """
 
 from ...protocol.errors import ConfigError
-from .inputs import because, blocks, given
+from .inputs import because, blocks, from_conditioning
 from .key_mapping import table
 from .plan import ReplicatedPlan
 
-# what a block of each kind has of its own -> what the class calls the kind
+# module that only this kind of block has -> the class's letter for the kind
 KINDS = {"depthwise": "C", "mapper": "T", "attention": "A"}
 HEAD = 64                                  # width of an attention head
-TIMES, KERNEL, CLIP_TOKENS = 64, 3, 4      # width of a time; of residual blocks; tokens that a vector of CLIP's becomes
-WHY = ("each of its residual blocks weighs a channel by its size over the whole picture beside the other channels' "
-       "(global response norm), which a device that has a part of the picture or of the channels lacks")
+# width of the time embedding; kernel size of residual blocks; tokens per CLIP vector
+TIMES, KERNEL, CLIP_TOKENS = 64, 3, 4
+WHY = ("each of its residual blocks scales a channel by its norm over the full image relative to the other channels "
+       "(global response norm), which a device with only a shard of the image or of the channels cannot compute")
 REFUSED = dict.fromkeys(("ulysses", "ring", "pipefusion", "displaced", "tensor"), WHY)
 
-# as it is published, a layer of torch's own; ComfyUI takes it apart
+# published files have torch's fused attention projection, which ComfyUI splits
 KEYS = table((r"attn\.in_proj_(weight|bias)$", (r"attn.to_q.\1", r"attn.to_k.\1", r"attn.to_v.\1"), (1, 1, 1)))
 
 
@@ -26,7 +27,7 @@ def plan(control=lambda config: []):
 
 
 def _kinds(shapes, side, level):
-    """The kinds of the blocks of a level, in order, such as "CTACTA"."""
+    """Kinds of the blocks of a level, in order, such as "CTACTA"."""
     found, prefix = {}, f"{side}.{level}."
     for number, part in (name[len(prefix):].split(".")[:2] for name in shapes if name.startswith(prefix)):
         if part in KINDS:
@@ -35,7 +36,7 @@ def _kinds(shapes, side, level):
 
 
 def _of_levels(rule, *sides):
-    """A tuple of a rule's answers for each level of a side; of both, one for each."""
+    """Apply a rule to each level of a side, and return a tuple; for two sides, a tuple for each."""
     def found(shapes):
         of_sides = tuple(tuple(rule(shapes, side, level) for level in range(blocks(f"{side}.")(shapes)))
                          for side in sides)
@@ -44,7 +45,7 @@ def _of_levels(rule, *sides):
 
 
 def _order(shapes, side, level):
-    """The blocks of which a level is so many repetitions, such as "CTA"."""
+    """Kinds of the blocks that a level repeats, such as "CTA"."""
     first, *_ = _kinds(shapes, side, level)[1:].split("C")
     return f"C{first}"
 
@@ -54,7 +55,7 @@ def _width(shapes, side, level):
 
 
 def _heads(shapes, side, level):
-    """-1 where a level has no attention, as the class has it."""
+    """Number of attention heads; -1 for a level without attention, as in the class."""
     return _width(shapes, side, level) // HEAD if "A" in _kinds(shapes, side, level) else -1
 
 
@@ -64,7 +65,7 @@ def _is_uneven(shapes):
                for of_side, own in zip(kinds, (orders, orders[::-1])) for of_level, order in zip(of_side, own))
 
 
-REFUSALS = (because("its levels are no repetitions of residual, time and attention blocks", _is_uneven),)
+REFUSALS = (because("its levels do not repeat the same residual, time and attention blocks", _is_uneven),)
 
 
 def rules(patch_size):
@@ -83,12 +84,12 @@ def rules(patch_size):
 
 
 def vector(name):
-    """A pooled text, which the forward cannot do without."""
-    rule = given(name)
+    """Rule for a pooled text embedding, which the forward requires. Raises ConfigError without one."""
+    rule = from_conditioning(name)
 
     def found(call):
         if name not in call.conditioning:
-            raise ConfigError("Encode the prompt with the CLIP that belongs to Stable Cascade: the conditioning has no "
-                              "pooled text, which its model reads.")
+            raise ConfigError("Encode the prompt with the CLIP of Stable Cascade: the conditioning has no pooled text, "
+                              "which the model needs.")
         return rule(call)
     return found

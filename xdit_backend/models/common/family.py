@@ -1,5 +1,4 @@
-"""A family of models, as data: all that its file in models/ says, in the words of inputs.py, key_mapping.py,
-plan.py and position_slicing.py."""
+"""Description of a model family as data: recognition, configuration, inputs, plan and test configuration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,12 +8,13 @@ import torch
 
 from ...protocol.errors import UnsupportedError
 from .plan import ModelPlan, ReplicatedPlan, UNetPlan
-from .split_linear import halved
+from .split_linear import split_tensors
 
 
 @dataclass(frozen=True)
 class ConfigRules:
-    """A config of diffusers from {name: shape} of a file: {key: a function of the shapes, or the value itself}."""
+    """Derive a config from the shapes of a file, {name: shape}. rules: {key: a function of the shapes, or a
+    constant}."""
 
     rules: dict
 
@@ -23,221 +23,271 @@ class ConfigRules:
 
 
 @dataclass(frozen=True)
-class Tiny:
-    """The family at a size for tests. ComfyUI's class also says what it calls the tensors of a diffusers folder
-    (nodes/bridge/model/diffusers_keys.py)."""
+class SmallConfig:
+    """A small configuration of the family for tests and for the self-check of ComfyUI's classes.
 
-    config: dict                           # arguments of the diffusers class
-    native: str = ""                       # ComfyUI's class, "module:Class"
-    arguments: dict = field(default_factory=dict)              # of ComfyUI's class
-    frames: int = 3                        # of a latent that has a dim for them
-    rows: int | None = None                # of a latent that has so many, whatever it is of
-    # conditioning -> (config, shape of the latent, tokens of text) -> its shape, where a width in the config does not
-    # say it; of a family that is ComfyUI's own module, without which that is not compared before it runs
+    The keys of ComfyUI's class at this size are also used to convert the tensors of diffusers folders
+    (nodes/bridge/model/diffusers_keys.py).
+    """
+
+    # arguments of the diffusers class; of ComfyUI's class where the family's transformer is one
+    config: dict
+    # ComfyUI's class, "module:Class"; "": ComfyUI has none (DiT)
+    native: str = ""
+    # arguments of ComfyUI's class
+    arguments: dict = field(default_factory=dict)
+    # latent frames of test inputs, where latents have a frame dim
+    frames: int = 3
+    # rows of every latent, where the model fixes them (ACE-Step); None: as many as a test wants
+    rows: int | None = None
+    # conditioning -> (config, shape of the latent, number of text tokens) -> its shape, where no width in the config
+    # gives it. Required for every such input of a family that runs ComfyUI's class, or the self-check skips that input
+    # (Wan S2V).
     input_shapes: dict[str, Callable] = field(default_factory=dict)
-    thin: Callable = lambda model: None    # puts something small in the place of what the class has of one size alone
-    detected: str | None = None            # name in comfy.supported_models that takes published widths for granted
-    more: dict = field(default_factory=dict)                   # arguments with which ComfyUI's class has more tensors
+    # (model) -> None: replaces modules whose size the class fixes with small ones
+    thin: Callable = lambda model: None
+    # class in comfy.supported_models whose detection assumes published widths; tests patch it for this size
+    detected: str | None = None
+    # further arguments with which ComfyUI's class has all tensors that a file may have
+    more: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """How ComfyUI is to sample a family that it has no model of (nodes/bridge/model/custom_base_model.py). Such models
-    are diffusers folders."""
+    """Sampling settings of a family that ComfyUI has no model of. Such models are diffusers folders (DiT, Sana, Latte);
+    their MODEL is a plain BaseModel (nodes/bridge/model/custom_base_model.py)."""
 
     prediction: str                        # name in comfy.model_base.ModelType
-    settings: dict                         # of ComfyUI's sampling: those of the model's own scheduler
+    settings: dict                         # ComfyUI's sampling_settings, equivalent to the model's own scheduler
     latent_format: str                     # name in comfy.latent_formats
-    latent: dict = field(default_factory=dict)                 # what differs from that format
+    latent: dict = field(default_factory=dict)                 # attributes of the latent format to override
     memory: float = 1.0                    # ComfyUI's memory_usage_factor
-    labels: str | None = None              # config argument with the number of classes, of models that take no text
+    labels: str | None = None              # config argument with the number of classes, for class-conditional models
 
 
 @dataclass(frozen=True)
 class Family:
-    """Everything this project knows of one model family.
+    """Everything that this project knows about one model family.
 
-    `shapes` is {name of a tensor in a file: its shape}, `config` the arguments of the diffusers class.
+    `shapes` is {name of a tensor in a file: its shape}; `config` holds the arguments of the diffusers class (or of
+    ComfyUI's). Fields without a default are needed by every family; a comment names an example of the others.
     """
 
-    name: str
-    title: str                             # what a person reads in tables
-    transformer: str                       # name of the class in diffusers; or ComfyUI's, "comfy.ldm.module:Class"
+    # --- required ---
+    name: str                              # key in FAMILIES, and the name in error messages
+    title: str                             # name in tables for users
+    transformer: str                       # name of the diffusers class; or ComfyUI's, "comfy.ldm.module:Class"
     plan: ModelPlan | UNetPlan | ReplicatedPlan
-    recognise: Callable                    # (shapes) -> does a file with these tensors belong to this family?
-    config: ConfigRules                    # (shapes) -> arguments of the diffusers class
-    convert: Callable                      # (tensors, config) -> tensors under diffusers' names; some are on meta
+    recognise: Callable                    # (shapes) -> bool: does a file with these tensors belong to this family?
+    config: ConfigRules                    # (shapes) -> arguments of the class
+    convert: Callable                      # (tensors, config) -> tensors by the class's names; some are on meta
     latent: Any                            # inputs.Packed or inputs.Unpacked: latents to hidden states and back
-    # argument of diffusers' forward -> its value, or a function of CallInputs
+    # argument of the class's forward -> its value, or a rule (CallInputs) -> value
     arguments: dict
-    # argument of ComfyUI's model that is supported -> the config's argument that says how wide it is, or None
+    # supported conditioning of ComfyUI's model -> the config argument with its width, or None if it has none. Workers
+    # receive no other; a workflow with any other conditioning is rejected unless `ignored` lists it.
     conditioning: dict[str, str | None]
-    test_config: Tiny
-    # attention whose queries and keys are the image -> (CallInputs) -> (1, T of the latent or patch, 2), or None: query
-    # q has a_q b_k + b_q a_k added to what key k weighs, before the softmax, for the two numbers a and b of each token
+    test_config: SmallConfig
+
+    # --- conditioning and inputs ---
+    # self-attention module of the image tokens -> rule (CallInputs) -> (1, T, 2) or None, T tokens of the latent or
+    # patch. With the two numbers a and b of each token, a_q b_k + b_q a_k is added to the score of query q and key k
+    # before the softmax (LTX-Video's guides).
     biases: dict[str, Callable] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()          # arguments that ComfyUI's model ignores too
-    runs_without_text: bool = False        # has ComfyUI's model a branch whose context is None?
-    # conditioning that is a word -> {a word that is supported: the word that it means}
+    ignored: tuple[str, ...] = ()          # conditioning that ComfyUI's model ignores too
+    runs_without_text: bool = False        # ComfyUI's model accepts a branch whose context is None (Wan SCAIL)
+    # conditioning that is a string -> {supported value: its canonical name} (Flux's ref_latents_method)
     choices: dict[str, dict[str, str]] = field(default_factory=dict)
-    counts: tuple[str, ...] = ()           # conditioning that is a number, which workers get as a shape: (number,)
+    # conditioning that is an integer. Workers receive it as the shape of a tensor, so that reading it does not wait for
+    # the device (SVD's num_video_frames).
+    counts: tuple[str, ...] = ()
     # conditioning -> the conditioning without which ComfyUI's model ignores it
     only_with: dict[str, str] = field(default_factory=dict)
-    # each (shapes) -> why a file of this family cannot be run, or None
-    refusals: tuple[Callable, ...] = ()
-    # tensor in or beside the diffusion model -> why a file with it cannot be run
-    refused_tensors: dict[str, str] = field(default_factory=dict)
-    # stream beside the image -> (conditioning) -> number of its tokens. "text": the tokens of the context
+    # stream other than the image -> (conditioning) -> number of its tokens. "text" defaults to the context's tokens.
     lengths: dict[str, Callable] = field(default_factory=dict)
-    # stream whose tokens have another width than the image's -> the config's argument that says which
+    # stream whose tokens are not as wide as the image's -> the config argument with their width (Mochi)
     stream_widths: dict[str, str] = field(default_factory=dict)
-    multiple: int = 1                      # image tokens are padded to a multiple of this, by a stream "pad" after them
-    sign: float = 1.0                      # of the prediction
+    # image tokens are padded to a multiple of this by a stream "pad" after them (Z-Image)
+    multiple: int = 1
+    sign: float = 1.0                      # factor from the class's prediction to ComfyUI's: 1 or -1 (Lumina 2)
     time_scale: float = 1000.0             # ComfyUI's timestep at sigma 1
-    cfg: str = "yes"                       # what the table of models says of guidance
-    sampled: Sampled | None = None         # of a family that ComfyUI has no model of
-    # method that it cannot run under, such as "ring" -> why, as it follows "because"
+    # (timestep (B,), transformer_options) -> {conditioning: tensor (B, ...) of this call only}, such as the next sigma
+    # of a step (MeanFlow models: Hunyuan Image distilled)
+    per_call_inputs: Callable = lambda timestep, options: {}
+    # (conditioning of ComfyUI) -> the same with the entries of a nested dict as keys of their own (MiniMax H3)
+    unfold: Callable = lambda arguments: arguments
+
+    # --- rejected models and settings ---
+    # each (shapes) -> the reason why a file of this family cannot be run, or None
+    refusals: tuple[Callable, ...] = ()
+    # tensor inside or outside the diffusion model -> the reason why a file with it cannot be run
+    refused_tensors: dict[str, str] = field(default_factory=dict)
+    # parallel method that the family cannot use, such as "ring" -> the reason, phrased to follow "because"
     refused: dict[str, str] = field(default_factory=dict)
-    branches_apart: bool = False           # ComfyUI's class gives a branch others in a batch with the other
-    # Changes diffusers' model, before it has weights, where it computes otherwise than ComfyUI's. What it remembers
-    # while blocks run must be in a ContextVar, since another forward may take turns with this one.
-    adapt_model: Callable = lambda model, config: None
-    # the arguments of ComfyUI's class, of the config's
-    class_arguments: Callable = lambda config: config
-    computes_as_made: bool = False         # ComfyUI's class computes with its tables as it is made: not on meta
-    # how the paths of linears end that amend has halved (split_linear.py): a folder has them whole
-    split_linears: str = ""
-    # config arguments that ComfyUI reads from the tensors; config.json of a folder is not asked for them
-    config_from_tensors: tuple[str, ...] = ()
-    keep_in_compute_dtype: tuple[str, ...] = ()                # modules, parameters that ComfyUI does not store smaller
-    unsupported_dtypes: tuple[str, ...] = ()                   # in which its numbers overflow
-    # tensors whose values tell ComfyUI how to sample; they may stand beside the diffusion model in a file
-    values: tuple[str, ...] = ()
-    read_by_nodes: tuple[str, ...] = ()    # buffers whose numbers nodes of ComfyUI take from the MODEL
-    needed_values: tuple[str, ...] = ()    # those of them without which ComfyUI makes no model
-    # of names of tensors with which ComfyUI prepares the text once, before LoRA hooks take effect
-    text_prefixes: tuple[str, ...] = ()
-    # setting in a file's metadata that ComfyUI's model reads -> the values that are run; the first is the default.
-    # The config has it under "_" and its name.
-    settings: dict[str, tuple] = field(default_factory=dict)
-    # (ComfyUI's arguments) -> what they ask for that diffusers' model does not do, or None
+    # (conditioning of ComfyUI) -> the requested feature that the class does not implement, or None
     unsupported_arguments: Callable = lambda arguments: None
-    # (ComfyUI's arguments) -> the rope options that ComfyUI's BaseModel of this family sets itself, or None
+    unsupported_dtypes: tuple[str, ...] = ()                   # compute dtypes in which activations overflow
+
+    # --- numerics and construction ---
+    cfg: str = "yes"                       # entry of the table of models in the column on guidance
+    # ComfyUI's class computes a branch differently when it is batched with the other; each branch then runs alone
+    branches_apart: bool = False
+    # (model, config) -> None: changes a diffusers model, before its weights are loaded, where it computes differently
+    # from ComfyUI's. State of a forward must be in a ContextVar or ForwardValue, since forwards can be interleaved.
+    adapt_model: Callable = lambda model, config: None
+    # (config) -> arguments of the constructor of ComfyUI's class (HiDream-O1: a dict of many)
+    class_arguments: Callable = lambda config: config
+    # ComfyUI's class computes tables in its constructor, and so cannot be built on the meta device (ACE-Step 1.5)
+    computes_as_made: bool = False
+    # path suffix of the linears that adapt_model has split (split_linear.py): a diffusers folder has them fused (Ovis)
+    split_linears: str = ""
+    keep_in_compute_dtype: tuple[str, ...] = ()                # modules, parameters that ComfyUI does not store smaller
+    # (conditioning of ComfyUI) -> the RoPE options that ComfyUI's BaseModel of this family sets itself, or None
+    # (LongCat)
     rope_options: Callable = lambda arguments: None
-    # setting in a folder's config.json -> the tensor by which single files say the same: its presence, or its length
+    # activations of the published model, as keywords of planner.memory_model.ActivationFootprint; {}: its defaults
+    activation_factors: dict[str, float] = field(default_factory=dict)
+
+    # --- files and folders ---
+    # tensors whose values, not only shapes, ComfyUI reads to choose the sampling; a file may have them outside the
+    # diffusion model (SDXL's v_pred)
+    values: tuple[str, ...] = ()
+    read_by_nodes: tuple[str, ...] = ()    # buffers whose values nodes of ComfyUI read from the MODEL (SeedVR2)
+    needed_values: tuple[str, ...] = ()    # those of `values` without which ComfyUI cannot build its model
+    # prefixes of tensors with which ComfyUI processes the text once on the host, before LoRA hooks take effect (Anima)
+    text_prefixes: tuple[str, ...] = ()
+    # key of a file's metadata that ComfyUI's model reads -> the supported values, the default first. The config has the
+    # value as "_" + key (LTX-Video).
+    settings: dict[str, tuple] = field(default_factory=dict)
+    # config arguments that ComfyUI infers from the tensors; they are not read from a folder's config.json
+    config_from_tensors: tuple[str, ...] = ()
+    # config.json setting of a folder -> the tensor that expresses it in single files, by its presence or its length
+    # (Qwen-Image)
     marker_tensors: dict[str, str] = field(default_factory=dict)
-    # part of a folder that belongs to the model -> (name of a tensor there) -> ComfyUI's name, which begins with one of
-    # text_prefixes; or None
+    # subfolder of a diffusers folder with tensors of the model -> (name of a tensor there) -> ComfyUI's name, which
+    # begins with one of text_prefixes, or None (Anima's text conditioner)
     extra_parts: dict[str, Callable] = field(default_factory=dict)
-    # (checkpoints.diffusers_folder.Folder) -> its settings in the words of a file's metadata, or None
+    # (checkpoints.diffusers_folder.Folder) -> its settings as the metadata of a single file, or None (LTX-Video)
     folder_metadata: Callable = lambda folder: None
     folder_arguments: tuple[str, ...] = ()                     # config arguments that folder_metadata has read
-    # Of latents with several parts: conditioning that holds a part after the first -> (the forward's output of it) ->
-    # the part. The forward then returns a tuple.
-    parts: dict[str, Callable] = field(default_factory=dict)
-    # (latents, times, config, transformer_options) -> (the first part, its timestep, {conditioning: tensor of this call
-    # alone}). times: of each part, or one of all
-    split_parts: Callable | None = None
-    # (prediction of the first part, as split_parts has that) -> as ComfyUI has it
-    first_part: Callable = lambda prediction: prediction
-    # (config, shape of the first part, length of the second or None) -> {name: shape} of what split_parts makes
+    sampled: Sampled | None = None         # for families that ComfyUI has no model of
+
+    # --- latents with several components, such as video and audio (LTX-2) ---
+    # conditioning that holds a component after the first -> (the forward's output for it) -> the component. The forward
+    # then returns a tuple with one output for each component.
+    components: dict[str, Callable] = field(default_factory=dict)
+    # (latents, times, config, transformer_options) -> (first component, its timestep, {conditioning: tensor of this
+    # call only}). times: one for each component, or one for all.
+    split_components: Callable | None = None
+    # (prediction in the layout of split_components' first component) -> the prediction in ComfyUI's layout
+    first_component: Callable = lambda prediction: prediction
+    # (config, shape of the first component, length of the second or None) -> {conditioning: shape} returned by
+    # split_components
     call_shapes: Callable | None = None
-    options: tuple[str, ...] = ()          # keys of ComfyUI's transformer_options that split_parts reads
-    # (timestep (B,), transformer_options) -> {conditioning: tensor (B, ...) of this call alone}
-    per_call_inputs: Callable = lambda timestep, options: {}
-    # (ComfyUI's arguments) -> the same, with what is in a dict of many under names of its own
-    unfold: Callable = lambda arguments: arguments
-    # what lives at once of its published model, as planner.memory_model.ActivationFootprint has it; {}: as of most
-    activation_factors: dict[str, float] = field(default_factory=dict)
-    # --- sizes: functions of the config ---
-    num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, which shares out no tokens
+    options: tuple[str, ...] = ()          # keys of transformer_options that split_components reads
+    # (latents, timestep, ComfyUI's arguments, transformer_options) -> (latents as the model takes them,
+    # transformer_options for split_components, function from the model's prediction to that for the given latents).
+    # ComfyUI's class does this outside the wrappers of its forward (MiniMax H3).
+    rescale_components: Callable = lambda latents, timestep, arguments, options: (latents, options, lambda found: found)
+
+    # --- sizes, as functions of the config ---
+    num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, whose tokens are not sharded
     num_key_heads: Callable = lambda config: None                          # None: as many as num_heads
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]      # of a token
     num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]        # of a prediction
-    in_channels: Callable = lambda config: config["in_channels"]           # of what the class takes
-    pixels: Callable = lambda config: (1, 8, 8)                # frames, rows, columns of the picture per latent pixel
+    in_channels: Callable = lambda config: config["in_channels"]           # of the class's input
+    pixels: Callable = lambda config: (1, 8, 8)                # frames, rows, columns of pixels per latent pixel
 
     def with_split_linears(self, tensors):
-        """Tensors of a folder, {name: tensor}, with halves of what the model has in halves."""
-        return halved(tensors, self.split_linears)
+        """Split the fused linears of a diffusers folder, {name: tensor}, that the model has as two."""
+        return split_tensors(tensors, self.split_linears)
 
     def taken_channels(self, config):
-        """Channels of what ComfyUI hands to its model: those of the latent, and of pictures that it adds to them."""
+        """Channels of ComfyUI's input to its model: those of the latent, and those of images concatenated to it."""
         return self.latent.channels(self.in_channels(config))
 
     def refuse(self, shapes, other_tensors=()):
-        """Why a file of this family cannot be run; None where it can. other_tensors: names of what else is in it."""
+        """Return the reason why a file of this family cannot be run, or None. other_tensors: names outside the
+        diffusion model."""
         return next((reason for refusal in self.refusals if (reason := refusal(shapes))),
                     next((reason for name,
                           reason in self.refused_tensors.items() if name in shapes or name in other_tensors),
                          None))
 
     def tensors(self, conditioning):
-        """What is understood of ComfyUI's conditioning as tensors, which is what workers take.
+        """Convert the supported conditioning of ComfyUI to tensors, which is what workers receive.
 
-        A number is a tensor of one. Of a list, `name.0` and so on, but for what is None; a word is part of a name.
-        Raises UnsupportedError for words that are not understood.
+        A number becomes a tensor of one element, a list the keys `name.0`, `name.1`, ... without entries that are None,
+        and a string a part of the key. Raises UnsupportedError for unsupported strings.
         """
         found, conditioning = {}, self.unfold(conditioning)
         for name in self.conditioning:
             value = conditioning.get(name) if conditioning.get(self.only_with.get(name, name)) is not None else None
             if isinstance(value, (list, tuple)):
-                found |= {f"{name}.{number}": _as_tensor(each) for number, each in enumerate(value) if each is not None}
+                as_tensor = _as_length if name in self.counts else _as_tensor
+                found |= {f"{name}.{number}": as_tensor(each) for number, each in enumerate(value) if each is not None}
             elif isinstance(value, str):
-                words = self.choices.get(name, {})
-                if value not in words:
+                choices = self.choices.get(name, {})
+                if value not in choices:
                     raise UnsupportedError("Change it in the node that sets it, or use Load Diffusion Model: xDiT "
-                                           f"runs {self.name} with {name} = {' or '.join(words) or 'nothing'}, and "
+                                           f"runs {self.name} with {name} = {' or '.join(choices) or 'nothing'}, and "
                                            f"this workflow's conditioning has {value}.")
-                found[f"{name}.{words[value]}"] = torch.zeros(1)
+                found[f"{name}.{choices[value]}"] = torch.zeros(1)
             elif value is not None:
-                found[name] = torch.zeros(int(value)) if name in self.counts else _as_tensor(value)
+                found[name] = _as_length(value) if name in self.counts else _as_tensor(value)
         return found
 
     def inputs(self, latent, timestep, conditioning, config, patch=None):
-        """Arguments of the diffusers forward. timestep: as ComfyUI gives it, (B,), or one for each frame or token of
-        the whole latent, (B, N). patch: a specs.Patch where the latent is one."""
+        """Return the arguments of the forward.
+
+        timestep: ComfyUI's, (B,), or one for each frame or token of the full latent, (B, N). patch: a specs.Patch if
+        the latent is one.
+        """
         call = CallInputs(latent, timestep, conditioning, config, patch)
         return {name: rule(call) if callable(rule) else rule for name, rule in self.arguments.items()}
 
     def argument(self, name, latent, timestep, conditioning, config):
-        """One of `inputs`, of a whole latent."""
+        """Return one of the `inputs` of a full latent."""
         return self.arguments[name](CallInputs(latent, timestep, conditioning, config))
 
     def biases_of(self, latent, timestep, conditioning, config, patch=None):
-        """What of `biases` such a call has, given as `inputs` is."""
+        """Evaluate `biases` for a call; arguments as of `inputs`. Rules that return None are left out."""
         call = CallInputs(latent, timestep, conditioning, config, patch)
         found = {name: rule(call) for name, rule in self.biases.items()}
         return {name: bias for name, bias in found.items() if bias is not None}
 
     def prediction(self, output, latent):
-        """The forward's output as the latent's rows and columns, in ComfyUI's sign."""
-        prediction = self.latent.unpack(output[0] if self.parts else output, latent)
+        """Convert the forward's output to the layout of the latent and ComfyUI's sign."""
+        prediction = self.latent.unpack(output[0] if self.components else output, latent)
         return prediction if self.sign == 1 else prediction * self.sign
 
-    def part_predictions(self, output):
-        """The forward's output of the latent's parts after the first: {name: like the part}."""
-        return ({name: unpack(tokens) * self.sign for (name, unpack), tokens in zip(self.parts.items(), output[1:])}
-                if self.parts else {})
+    def component_predictions(self, output):
+        """Convert the forward's output for the latent's components after the first: {name: prediction shaped like
+        the component}."""
+        return {name: unpack(tokens) * self.sign
+                for (name, unpack), tokens in zip(self.components.items(), output[1:])} if self.components else {}
 
     def token_counts(self, shape, conditioning, patch=None):
-        """Tokens of every stream: {"image": ..., "text": ...}.
-        shape: of the latent or the patch; conditioning: of a whole forward."""
+        """Count the tokens of every stream: {"image": ..., "text": ...}.
+
+        shape: of the latent or the patch. conditioning: of a full forward.
+        """
         if self.is_unet:
             return {"image": self.latent.num_tokens(shape)}
-        whole = [patch.whole if patch is not None and dim == patch.dim else length for dim, length in enumerate(shape)]
+        full = [patch.whole if patch is not None and dim == patch.dim else length for dim, length in enumerate(shape)]
         streams, lengths = self.plan.stream_names, {
             "text": lambda conditioning: conditioning["context"].shape[1],
-            "pad": lambda conditioning: -self.latent.num_tokens(whole) % self.multiple} | self.lengths
+            "pad": lambda conditioning: -self.latent.num_tokens(full) % self.multiple} | self.lengths
         return {"image": self.latent.num_tokens(shape)} | {
             stream: length(conditioning) for stream, length in lengths.items() if stream in streams}
 
     def tokens_a_row(self, shape):
-        """How many tokens of a latent of this shape one rank has together: those of a row, or 1."""
-        return self.latent.counts(shape)[-1] if not self.is_unet and self.plan.rows else 1
+        """Smallest number of consecutive tokens that stay on one rank: a row of tokens for plans that need full
+        rows, else 1."""
+        return self.latent.counts(shape)[-1] if not self.is_unet and self.plan.row_count_argument else 1
 
     def stream_width(self, config, streams, block):
-        """Of a token of these streams, which are one tensor that this block gives."""
+        """Width of a token of these streams, which are joined in one tensor that the block with this index returns."""
         list_ = [each for each in self.blocks for _ in range(config[each.count])][block]
         if list_.width is not None and "image" in streams:
             return config[list_.width]
@@ -245,11 +295,11 @@ class Family:
         return self.width(config) if name is None else config[name]
 
     def control_shapes(self, config, shape):
-        """{place: (T, C), or (C, rows, columns) of a U-Net}: what a ControlNet may add where, to each image of a latent
-        of this shape. None where any number of rows or columns will do.
+        """Shapes of what a ControlNet may add for each image of a latent of this shape: {key: (T, C)}, or (C, rows,
+        columns) for a U-Net. A None stands for any number of rows or columns.
 
-        A place is a list of what ComfyUI's ControlNets give, and the number of the block there: "output.3". {} where
-        ComfyUI's model takes none.
+        A key is a list of ComfyUI's ControlNet output and the block's number in it: "output.3". Returns {} if ComfyUI's
+        model takes no ControlNet.
         """
         if self.is_replicated:
             return {f"input.{number}": (channels, None, None)
@@ -270,42 +320,46 @@ class Family:
 
     @property
     def is_comfyuis(self):
-        """Is its transformer a class of ComfyUI's?"""
+        """Whether the transformer is a class of ComfyUI's."""
         return ":" in self.transformer
 
     @property
     def is_unet(self):
-        """Is it a U-Net, without lists of blocks that tokens pass from end to end?"""
+        """Whether the model is a U-Net, which has no lists of blocks that tokens pass from end to end."""
         return isinstance(self.plan, UNetPlan | ReplicatedPlan)
 
     @property
     def is_replicated(self):
-        """Is it a network that each rank runs whole?"""
+        """Whether each rank runs the full network, without splitting its tokens or weights."""
         return isinstance(self.plan, ReplicatedPlan)
 
     @property
     def takes_unet_patches(self):
-        """Does ComfyUI's model heed what nodes put into U-Nets?"""
+        """Whether ComfyUI's model applies the model patches that nodes make for U-Nets."""
         return isinstance(self.plan, UNetPlan)
 
     @property
     def takes_controlnets(self):
-        """Does ComfyUI's model add what a ControlNet gives?"""
+        """Whether ComfyUI's model adds the output of a ControlNet."""
         return (bool(self.plan.control(self.test_config.config)) if self.is_replicated
                 else self.is_unet or any(list_.control for list_ in self.blocks))
 
     @property
     def has_frames_as_batch(self):
-        """Are the images of a latent the frames of one video?"""
+        """Whether the images of a batch are the frames of one video."""
         return "num_video_frames" in self.counts
 
     @property
     def blocks(self):
-        """The plan's lists of blocks; a U-Net has none."""
+        """The plan's block lists; () for a U-Net."""
         return () if self.is_unet else self.plan.blocks
 
     def num_blocks(self, config):
         return sum(config[list_.count] for list_ in self.blocks)
+
+
+def _as_length(value):
+    return torch.zeros(int(value))
 
 
 def _as_tensor(value):
@@ -314,7 +368,8 @@ def _as_tensor(value):
 
 @dataclass(frozen=True)
 class CallInputs:
-    """One call of a model, as ComfyUI makes it: what the rules of `Family.arguments` read."""
+    """One call of a model by ComfyUI: what the rules of `Family.arguments` read. patch: a specs.Patch if the latent
+    is one."""
 
     latent: object
     timestep: object

@@ -1,4 +1,4 @@
-"""A value that a model's forward leaves for its blocks. Families' files make them in `amend`."""
+"""A value that a model's forward sets for its blocks. Created in Family.adapt_model."""
 
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -7,9 +7,9 @@ import torch
 
 
 class ForwardValue:
-    """Of the forward that runs: others may take turns with it.
+    """A value of the running forward; forwards can be interleaved.
 
-    A graph of a compiled block finds what `foresee` has read, since the compiler knows no ContextVar.
+    Inside a graph of a compiled block, which cannot read a ContextVar, get() returns the value of the last `capture`.
     """
 
     def __init__(self, model, default=None):
@@ -22,7 +22,7 @@ class ForwardValue:
 
     @contextmanager
     def holding(self, value):
-        """Around a forward."""
+        """Context manager that sets the value during a forward."""
         before = self._now.set(value)
         try:
             yield
@@ -32,8 +32,8 @@ class ForwardValue:
     def get(self):
         return self._known if torch.compiler.is_compiling() else self._now.get()
 
-    def foresee(self):
-        """Have graphs find the value of the forward that runs. Called before each block of it."""
+    def capture(self):
+        """Make the running forward's value visible to compiled graphs. Called before each of its blocks."""
         self._known = self._now.get()
 
     def __bool__(self):

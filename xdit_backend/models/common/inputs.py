@@ -1,5 +1,4 @@
-"""Words for describing a family as data: what a file's shapes say, how latents become tokens, what the forward is
-given.
+"""Rules for the files of families: sizes from a file's shapes, latents as tokens, and arguments of the forward.
 
 # B batch, C channels, T tokens
 """
@@ -18,62 +17,61 @@ from ...protocol.errors import ConfigError, UnsupportedError
 from .family import ConfigRules
 from .limits import count_blocks
 from .reference_latents import method_of, reference_positions, references
-from .rope_scaling import moved
+from .rope_scaling import scaled_positions
 
 # --- rules over the shapes of a file: {name: shape} ---
 
 def size(name, dim, divided_by=1):
-    """One size of a tensor."""
+    """Size of one dim of a tensor."""
     return lambda shapes: shapes[name][dim] // divided_by
 
 
 def optional_size(name, dim):
-    """One size of a tensor; None where the file lacks it."""
+    """Size of one dim of a tensor; None if the file lacks the tensor."""
     return lambda shapes: shapes[name][dim] if name in shapes else None
 
 
 def blocks(prefix):
-    """Number of blocks named `prefix`0., `prefix`1., ..., of which there are at most MAX_BLOCKS."""
+    """Number of blocks named `prefix`0., `prefix`1., ..., at most MAX_BLOCKS."""
     return lambda shapes: count_blocks(prefix, shapes)
 
 
 def has(*names):
-    """Are all these tensors there? A name that ends in "." stands for any tensor under it."""
+    """Whether all these tensors exist. A name that ends in "." matches any tensor under it."""
     return lambda shapes: all(name in shapes or name.endswith(".") and any(other.startswith(name) for other in shapes)
                               for name in names)
 
 
 def config_of(**rules):
-    """A config from shapes: rules are asked, anything else stands as it is."""
+    """A config from shapes. Functions are called with the shapes; other values are constants."""
     return ConfigRules(rules)
 
 
 def because(reason, condition):
-    """A refusal for Family.refusals: the reason, where the condition holds for the shapes."""
+    """Entry of Family.refusals: the reason, if the condition holds for the shapes."""
     return lambda shapes: reason if condition(shapes) else None
 
 
-def only_parts(known):
-    """A refusal for Family.refusals: of files with tensors under other names than these, up to the first "."."""
-    def more_parts(shapes):
+def only_prefixes(known):
+    """Entry of Family.refusals: rejects files with tensors whose first name component is not in `known`."""
+    def extra_prefixes(shapes):
         extra = sorted({name.split(".")[0] for name in shapes} - known)
-        return f"it has parts that models xDiT knows lack ({', '.join(extra)})" if extra else None
-    return more_parts
+        return f"it has modules that the models xDiT supports lack ({', '.join(extra)})" if extra else None
+    return extra_prefixes
 
 
 def in_config_json(shapes):
-    """The rule for what config.json of a diffusers folder alone says."""
+    """Config rule for a setting that only config.json of a diffusers folder has."""
 
 
 def folder_alone(shapes):
-    """A refusal for Family.refusals: of every single file."""
-    return ("a single file does not say all that config.json does: put it with that into a folder of "
-            "models/diffusers, under transformer")
+    """Entry of Family.refusals: rejects every single file."""
+    return ("a single file lacks settings that config.json has: put both into a folder of models/diffusers, under "
+            "transformer")
 
 
 def needs_diffusers(version):
-    """A refusal for Family.refusals: of a diffusers that is older,
-    whose transformer's forward takes other arguments."""
+    """Entry of Family.refusals: rejects an older diffusers, whose transformer's forward takes other arguments."""
     def older_diffusers(shapes):
         installed = importlib.metadata.version("diffusers")
         return (f"it needs diffusers {version} or newer, and this is {installed}"
@@ -82,21 +80,22 @@ def needs_diffusers(version):
 
 
 def diffusers_converter(name):
-    """A converter of diffusers' single-file loader, for Family.convert. Only those that read widths from the tensors.
+    """Converter of diffusers' single-file loader, for Family.convert. Only for converters that read widths from the
+    tensors.
 
-    Tensors that it leaves out keep their names, so that they are noticed.
+    Tensors that the converter leaves out keep their names, so that unknown ones are reported.
     """
     def convert(tensors, config):
         left = dict(tensors)
-        with _UncopiedParts():
+        with _SingleCatWithoutCopy():
             converted = getattr(importlib.import_module("diffusers.loaders.single_file_utils"), name)(left)
         return {**left, **converted}
     return convert
 
 
-class _UncopiedParts(TorchFunctionMode):
-    """torch.cat of one tensor, which is how diffusers' converters write a part of a fused one, is that tensor: a map of
-    the file stays one, and a rank reads what it needs of it."""
+class _SingleCatWithoutCopy(TorchFunctionMode):
+    """Return the tensor itself from torch.cat of one tensor, which diffusers' converters use to write one chunk of a
+    fused weight. Memory-mapped tensors stay memory-mapped, and a rank reads only what it needs."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.cat and args and len(args[0]) == 1:
@@ -113,26 +112,26 @@ ALL_FRAMES = 1 << 30
 class Unpacked:
     """Latents that the model itself cuts into tokens. patch: latent pixels of a token along each dim after C.
 
-    Padded at their end to whole patches, wrapping around, as ComfyUI's models do. A prediction may have more channels
-    than the latent (variances): they are left out.
+    Latents are padded at their end to full patches, wrapping around, as ComfyUI's models do. Channels of a prediction
+    beyond the latent's (variances) are dropped.
     """
 
     patch: tuple[int, ...]
-    wraps = True                           # is a latent's end padded with its beginning?
+    wraps = True                           # padding at a latent's end repeats its beginning
 
     def counts(self, shape):
-        """Tokens along each dim of a latent of this shape."""
+        """Number of tokens along each dim of a latent of this shape."""
         return [-(-length // patch) for length, patch in zip(shape[2:], self.patch)]
 
     def num_tokens(self, shape):
         return math.prod(self.counts(shape))
 
     def sequences(self, shape):
-        """Sequences of tokens that a latent of this shape is in blocks, each an image of their batch."""
+        """Number of token sequences per image: in the blocks, each is an image of the batch."""
         return 1
 
     def channels(self, in_channels):
-        """Channels of a latent, where the diffusers class has this for `in_channels`."""
+        """Channels of a latent, for a class whose `in_channels` are these."""
         return in_channels
 
     def padded(self, latent):
@@ -148,8 +147,8 @@ class Unpacked:
 
 
 @dataclass(frozen=True)
-class Whole(Unpacked):
-    """Latents that the model itself pads to whole patches, with zeros."""
+class PaddedByModel(Unpacked):
+    """Latents that the model itself pads to full patches, with zeros."""
 
     wraps = False
 
@@ -159,10 +158,10 @@ class Whole(Unpacked):
 
 @dataclass(frozen=True)
 class PerFrame(Unpacked):
-    """Latents (B, C, F, H, W) of whose frames each is a sequence of its own; where these are cut, all are cut at the
-    same places.
+    """Latents (B, C, F, H, W) of which each frame is a sequence of its own. All frames are cut into patches at the same
+    rows.
 
-    patch: its first is ALL_FRAMES, since a place has all of them.
+    patch: the first entry is ALL_FRAMES, since a patch has the same rows of all frames.
     """
 
     def sequences(self, shape):
@@ -174,9 +173,9 @@ class PerFrame(Unpacked):
 
 @dataclass(frozen=True)
 class Packed(Unpacked):
-    """Latents that travel as tokens (B, T, C * pixels of a token), those of reference latents after the image's.
+    """Latents passed to the model as tokens (B, T, C * pixels of a token), followed by the tokens of reference latents.
 
-    method, step: how references are placed where a workflow does not say; see reference_latents.reference_positions.
+    method, step: position of references in workflows that do not set it; see reference_latents.reference_positions.
     """
 
     method: str = "index"
@@ -186,8 +185,8 @@ class Packed(Unpacked):
         return in_channels // math.prod(self.patch)
 
     def __call__(self, call):
-        pieces = [self.tokens(latent) for latent in (call.latent, *references(call.conditioning))]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        tokens = [self.tokens(latent) for latent in (call.latent, *references(call.conditioning))]
+        return tokens[0] if len(tokens) == 1 else torch.cat(tokens, 1)
 
     def tokens(self, latent):
         # (B, C, n, p, m, q) -> (B, n * m, C * p * q)
@@ -197,35 +196,36 @@ class Packed(Unpacked):
         return cut.permute(order).flatten(1 + dims).flatten(1, dims)
 
     def unpack(self, output, latent):
-        """Tokens after the latent's own (of reference pictures) are left out."""
+        """Convert tokens to the latent's layout. Tokens after the latent's own, those of references, are dropped."""
         counts, dims = self.counts(latent.shape), len(self.patch)
         cut = output[:, :math.prod(counts)].unflatten(1, counts).unflatten(1 + dims, (-1, *self.patch))
         order = (0, 1 + dims, *chain.from_iterable((1 + dim, 2 + dims + dim) for dim in range(dims)))
-        whole = cut.permute(order).reshape(len(output), -1,
-                                           *(count * patch for count, patch in zip(counts, self.patch)))
-        return super().unpack(whole, latent)
+        padded = cut.permute(order).reshape(len(output), -1,
+                                            *(count * patch for count, patch in zip(counts, self.patch)))
+        return super().unpack(padded, latent)
 
     def positions(self, call):
-        """(T, 3): each token's frame, row and column in the whole latent; of a reference, its index, row and column."""
-        starts, pieces = [0, 0, 0], []
+        """Position of each token, (T, 3): frame, row and column in the full latent; for a reference, its index, row
+        and column."""
+        starts, positions = [0, 0, 0], []
         if call.patch is not None:
             dim = call.patch.dim - 2
             starts[dim - len(self.patch)] = call.patch.start // self.patch[dim]
         for counts, at in zip(self.shapes(call)[0], ([0] * 3, *self.reference_positions(call))):
-            own = moved([torch.arange(float(start), float(start + count), device=call.latent.device)
-                         for start, count in zip(starts, counts)], call)
-            pieces.append(torch.cartesian_prod(*(first + place if first else place for first, place in zip(at, own))))
+            axes = scaled_positions([torch.arange(float(start), float(start + count), device=call.latent.device)
+                                     for start, count in zip(starts, counts)], call)
+            positions.append(torch.cartesian_prod(*(first + own if first else own for first, own in zip(at, axes))))
             starts = 0, 0, 0                                   # of a reference
-        return torch.cat(pieces)
+        return torch.cat(positions)
 
     def shapes(self, call):
-        """[[(frames, token rows, token columns), those of each reference ...]] for each image."""
+        """Token counts for each image: [[(frames, token rows, token columns), those of each reference, ...], ...]."""
         latents = call.latent, *references(call.conditioning)
         return [[tuple([1] * (3 - len(self.patch)) + self.counts(latent.shape))
                  for latent in latents]] * len(call.latent)
 
     def reference_positions(self, call):
-        """[(index, token row, token column)] at which references begin."""
+        """Position at which each reference begins: [(index, token row, token column), ...]."""
         return reference_positions(call, self.patch[-1], method_of(call.conditioning, self.method), self.step)
 
     def num_reference_tokens(self, conditioning):
@@ -233,38 +233,38 @@ class Packed(Unpacked):
 
 
 def num_tokens_of(latent, name):
-    """For Family.lengths, of a conditioning that is cut into tokens as the latent is."""
+    """Entry of Family.lengths for a conditioning that is cut into tokens like the latent."""
     return lambda conditioning: latent.num_tokens(conditioning[name].shape) if name in conditioning else 0
 
 
-def whole_shape(call):
-    """Of the latent; where that is a patch, of the one that it is of."""
+def full_shape(call):
+    """Shape of the latent, or of the full latent if the call has a patch of it."""
     shape = list(call.latent.shape)
     if call.patch is not None:
         shape[call.patch.dim] = call.patch.whole
     return shape
 
 
-def token_rows(call, latent):
-    """(first token, tokens, tokens of the whole) of what is asked about. latent: the Unpacked or Packed of its
-    family."""
+def token_range(call, latent):
+    """Return (first token, number of tokens, number of tokens of the full latent) of a call. latent: the family's
+    Unpacked or Packed."""
     counts = latent.counts(call.latent.shape)
-    count = whole = math.prod(counts)
+    count = math.prod(counts)
     if call.patch is None:
-        return 0, count, whole
+        return 0, count, count
     dim = call.patch.dim - 2
     a_row = count // counts[dim]
     return call.patch.start // latent.patch[dim] * a_row, count, -(-call.patch.whole // latent.patch[dim]) * a_row
 
 
 def even_sides(name, latent):
-    """The rule of an Unpacked for a model of ComfyUI's that fails at odd sides: they are refused. name: of the
-    family."""
+    """Rule of an Unpacked for a model of ComfyUI's that fails at odd sides. Raises ConfigError for those. name: of
+    the family."""
     def rule(call):
         rows, columns = call.latent.shape[-2:]
         if rows % 2 or columns % 2:
-            raise ConfigError(f"Use a width and a height that are multiples of 16 pixels: {name} takes latents of "
-                              f"even sides, and this one is of {rows} x {columns}.")
+            raise ConfigError(f"Use a width and a height that are multiples of 16 pixels: {name} takes latents with "
+                              f"even sides, and this one has {rows} x {columns}.")
         return latent(call)
     return rule
 
@@ -272,32 +272,34 @@ def even_sides(name, latent):
 # --- rules for other arguments of the forward ---
 
 def timestep(times=1, plus=0):
-    """plus + times * the timestep that ComfyUI gives."""
+    """plus + times * ComfyUI's timestep."""
     return lambda call: call.timestep if (times, plus) == (1, 0) else plus + times * call.timestep
 
 
-def type_of_arithmetic(model):
-    """For Family.amend. () -> the type of the latent in this call of the model, which ComfyUI's models round the time's
-    sines to; diffusers takes that of the time, or of weights that may be held in fewer bits.
+def compute_dtype_of(model):
+    """Return a function () -> dtype of the latent in the current call of the model. For Family.adapt_model.
+
+    ComfyUI's models round the sinusoids of the timestep to this dtype; diffusers rounds them to the dtype of the
+    timestep, or of weights that may be stored in fewer bits.
     """
     now = []
 
     def remember(module, args, kwargs):
-        latent = next(iter(kwargs.values()))                   # of Family.arguments, the first
+        latent = next(iter(kwargs.values()))                   # the first of Family.arguments
         now[:] = [latent[0].dtype]
     model.register_forward_pre_hook(remember, with_kwargs=True)
     return lambda: now[0]
 
 
 def stored_dtype(layer, otherwise):
-    """For Family.amend, where ComfyUI's class computes in the type that this layer's weights are held in. That; or
-    `otherwise`, where they are packed or of 8 bits."""
-    held = layer.weight.dtype
-    return held if held.is_floating_point and held.itemsize > 1 else otherwise
+    """Dtype of a layer's weight, or `otherwise` if the weight is packed or has 8 bits. For Family.adapt_model, where
+    ComfyUI's class computes in the dtype of this layer's weights."""
+    dtype = layer.weight.dtype
+    return dtype if dtype.is_floating_point and dtype.itemsize > 1 else otherwise
 
 
 def frame_times(call):
-    """The timestep as ComfyUI gives it, (B,), or (B, frames) where they differ; a patch has its own frames."""
+    """ComfyUI's timestep, (B,), or (B, frames) if frames differ; for a patch, those of its own frames."""
     times = call.timestep
     if times.ndim == 1:
         return times
@@ -305,9 +307,12 @@ def frame_times(call):
     return times[:, start:start + call.latent.shape[2]]
 
 
-def given(name, times=1, where=None, else_zeros=None):
-    """A conditioning, one for each image. where: only if this of the config is set, else None. else_zeros: where a
-    workflow has none, zeros as wide as this of the config says."""
+def from_conditioning(name, times=1, where=None, else_zeros=None):
+    """A conditioning, expanded to the batch size.
+
+    times: factor. where: config argument that must be set; otherwise None is passed. else_zeros: config argument with
+    the width of the zeros that replace a missing conditioning; without it, None is passed.
+    """
     def rule(call):
         if where is not None and not call.config[where]:
             return None
@@ -320,47 +325,48 @@ def given(name, times=1, where=None, else_zeros=None):
 
 
 def text_positions(call):
-    """(T, 3): text has no place in the picture."""
+    """Positions of the text tokens, (T, 3): all zero."""
     return torch.zeros(call.conditioning["context"].shape[1], 3, device=call.latent.device)
 
 
 def text_mask(call):
-    """(B, T) bool, which text tokens are real, as ComfyUI's `attention_mask` says; None where it says nothing."""
-    mask = given("attention_mask")(call)
+    """Mask of the real text tokens, (B, T) bool, from ComfyUI's `attention_mask`; None without one."""
+    mask = from_conditioning("attention_mask")(call)
     num_tokens = call.conditioning["context"].shape[1]
     if mask is not None:
         check_mask(mask.shape[1], num_tokens)
     if mask is not None and mask.is_floating_point():
-        raise UnsupportedError("Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model: the "
-                               "conditioning weighs text tokens by an attention mask of fractions, which xDiT does "
-                               "not support.")
+        raise UnsupportedError("Use a text encoder whose attention mask has only ones and zeros, or Load Diffusion "
+                               "Model: the conditioning has an attention mask with fractions, which xDiT does not "
+                               "support.")
     return None if mask is None else mask.bool()
 
 
 def check_mask(num_masked, num_tokens):
-    """Raise UnsupportedError where a mask is of another number of text tokens than there are."""
+    """Raise UnsupportedError if a mask does not have one entry for each text token."""
     if num_masked != num_tokens:
         raise UnsupportedError("Join the prompts as text, in one Text Encode node: the conditioning has "
-                               f"{num_tokens} text tokens and an attention mask of {num_masked}, as Conditioning "
-                               "(Concat) makes of prompts with masks.")
+                               f"{num_tokens} text tokens and an attention mask for {num_masked}, which Conditioning "
+                               "(Concat) produces from prompts with masks.")
 
 
 def all_text(call):
-    """(B, T): a mask that says that every text token is real, for forwards that cannot do without one."""
+    """A mask (B, T) in which every text token is real, for forwards that require one."""
     return torch.ones(call.conditioning["context"].shape[:2], dtype=torch.bool, device=call.latent.device)
 
 
 def frames_first(model, config):
-    """A rule for Family.amend: its forward takes, and gives, (B, C, F, rows, columns)."""
+    """Entry of Family.adapt_model: the forward takes and returns (B, C, F, rows, columns)."""
     forward = model.forward
     model.forward = lambda *, hidden_states, **inputs: tuple(
         output.transpose(1, 2) for output in forward(hidden_states=hidden_states.transpose(1, 2), **inputs))
 
 
 def sigma_after(timestep, options):
-    """For Family.per_call_inputs: {"sigma_after": the noise level that this step goes to, (B,)}.
+    """The noise level at the end of this step: {"sigma_after": (B,)}. For Family.per_call_inputs.
 
-    {} where a sampler asks for a level between those of its schedule: ComfyUI's models are then told none.
+    Returns {} if the sampler evaluates the model at a sigma between those of its schedule, for which ComfyUI's models
+    receive none.
     """
     schedule, sigmas = options.get("sample_sigmas"), options.get("sigmas")
     if schedule is None or sigmas is None:

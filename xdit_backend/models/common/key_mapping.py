@@ -1,4 +1,4 @@
-"""Tensors under a file's names -> under diffusers' names, by a table of rules. For Family.convert."""
+"""Conversion of tensor names: from a file's to diffusers', by a table of rules."""
 
 import re
 
@@ -8,32 +8,35 @@ SWAPPED = "swapped"
 
 
 def table(*rules):
-    """A converter from rules, applied to each tensor's name in order, each to what the ones before have left of it.
+    """Build a converter from rules, which are applied to each tensor's name in order, each to the result of those
+    before.
 
-    (pattern, replacement): as re.sub. (pattern, None): the tensor is dropped. (pattern, replacements, shares): it is
-    cut along dim 0 into one piece for each replacement; a share is a number, or names one in the config. (pattern,
-    replacement, SWAPPED): the halves of dim 0 change places, where one side says shift and scale, and the other scale
-    and shift.
+    (pattern, replacement): as in re.sub.
+    (pattern, None): the tensor is dropped.
+    (pattern, replacements, sizes): the tensor is split along dim 0, into one chunk per replacement; a size is a
+      relative number, or the name of one in the config.
+    (pattern, replacement, SWAPPED): the halves of dim 0 are swapped, where one side has shift, scale and the other
+      scale, shift.
     """
     compiled = [(re.compile(pattern), *rest) for pattern, *rest in rules]
-    return lambda tensors, config: {new: piece for name, tensor in tensors.items()
-                                    for new, piece in _renamed(name, tensor, compiled, config)}
+    return lambda tensors, config: {new: value for name, tensor in tensors.items()
+                                    for new, value in _renamed(name, tensor, compiled, config)}
 
 
 def _renamed(name, tensor, rules, config):
-    pieces = [(name, tensor)]
+    renamed = [(name, tensor)]
     for pattern, replacement, *how in rules:
-        if not pattern.search(pieces[0][0]):
+        if not pattern.search(renamed[0][0]):
             continue
         if replacement is None:
             return []
         if how == [SWAPPED]:
-            pieces = [(pattern.sub(replacement, each), torch.cat(piece.chunk(2)[::-1])) for each, piece in pieces]
+            renamed = [(pattern.sub(replacement, each), torch.cat(value.chunk(2)[::-1])) for each, value in renamed]
         elif how:
-            shares = [config[share] if isinstance(share, str) else share for share in how[0]]
-            a_share = tensor.shape[0] // sum(shares)
-            pieces = [(pattern.sub(new, name), piece) for (name, whole) in pieces
-                      for new, piece in zip(replacement, whole.split([share * a_share for share in shares]))]
+            sizes = [config[size] if isinstance(size, str) else size for size in how[0]]
+            unit = tensor.shape[0] // sum(sizes)
+            renamed = [(pattern.sub(new, name), chunk) for (name, fused) in renamed
+                       for new, chunk in zip(replacement, fused.split([size * unit for size in sizes]))]
         else:
-            pieces = [(pattern.sub(replacement, each), piece) for each, piece in pieces]
-    return pieces
+            renamed = [(pattern.sub(replacement, each), value) for each, value in renamed]
+    return renamed

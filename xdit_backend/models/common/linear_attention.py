@@ -1,4 +1,4 @@
-"""Linear attention of diffusers' models, which says the sums over tokens that ranks add up. Used by Sana's families.
+"""Linear attention for diffusers' models, which exposes its sums over tokens so that ranks can add them up.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -9,8 +9,8 @@ import torch
 
 
 def attending(attend):
-    """A rule for Family.amend: attn1 of each block has this forward, since diffusers' says no sums, and rounds them to
-    float32."""
+    """For Family.adapt_model: replace the forward of attn1 in each block. That of diffusers neither exposes its sums
+    nor keeps a dtype wider than float32."""
     def adapt_model(model, config):
         for block in model.transformer_blocks:
             block.attn1.forward = MethodType(attend, block.attn1)
@@ -18,7 +18,7 @@ def attending(attend):
 
 
 def projected(attention, hidden_states):
-    """Queries and keys, none of them below 0, and values: (B, N, T, H), in float32 or wider."""
+    """Queries and keys, none below 0, and values: (B, N, T, H), in float32 or wider."""
     def heads(tensor):
         return tensor.unflatten(2, (attention.heads, -1)).transpose(1, 2).to(wide)
 

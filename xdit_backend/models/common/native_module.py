@@ -1,40 +1,41 @@
-"""Words for families whose transformer is ComfyUI's own module: what ComfyUI hands to its model goes to it as it is,
-under the names that files have."""
+"""Rules for families whose transformer is ComfyUI's own class: it receives ComfyUI's arguments unchanged, and its
+tensors have the names that files have."""
 
-from .inputs import given
+from .inputs import from_conditioning
 from .reference_latents import references
 
 
 def same_names(tensors, config):
-    """The rule of Family.convert: files of ComfyUI have the module's names."""
+    """For Family.convert: files already have the module's names."""
     return tensors
 
 
-def handed_on(latent, *conditioning, times="timestep", **others):
-    """Arguments of the forward, ComfyUI's: the latent, the time, and conditioning under its names. times: what the
-    forward calls the time."""
-    return {"x": latent, times: lambda call: call.timestep, **{name: given(name) for name in conditioning}, **others}
+def native_arguments(latent, *conditioning, times="timestep", **others):
+    """Arguments of the forward of ComfyUI's class: the latent, the timestep, and conditioning by the same names.
+    times: the forward's name for the timestep."""
+    return {"x": latent, times: lambda call: call.timestep, **{name: from_conditioning(name) for name in conditioning},
+            **others}
 
 
 def number(name):
-    """A conditioning that is one of Family.counts, as a number again."""
+    """A conditioning in Family.counts as a number."""
     return lambda call: None if name not in call.conditioning else call.conditioning[name].shape[0]
 
 
-def whole_references(call):
-    """Reference latents, one of each for each image; None where there are none."""
+def batched_references(call):
+    """Reference latents, each expanded to the batch size; None without any."""
     found = [latent.expand(len(call.latent), *latent.shape[1:]) for latent in references(call.conditioning)]
     return found or None
 
 
 def num_reference_tokens(latent):
-    """For Family.lengths, of reference latents that are cut into tokens as the latent is."""
+    """Entry of Family.lengths for reference latents that are cut into tokens like the latent."""
     return lambda conditioning: sum(latent.num_tokens(each.shape) for each in references(conditioning))
 
 
-def whole_sizes(rows, args, kwargs):
-    """For position_slicing.Cut: the call's arguments for the whole latent, where the first are its frames, rows and
-    columns."""
+def full_sizes(rows, args, kwargs):
+    """For position_slicing.Cut: the call's arguments for the full latent, if the first three are its frames, rows
+    and columns."""
     sizes = list(args[:3])
     sizes[rows.axis] = rows.whole_rows
     return [*sizes, *args[3:]], kwargs

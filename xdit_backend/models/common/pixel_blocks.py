@@ -1,5 +1,5 @@
-"""What families of PixelDiT's kin do beside ComfyUI's class: its two kinds of blocks over some of a picture's tokens,
-and the names of its files. For Family.amend, Family.convert and the rules of a config.
+"""Shared code of PixelDiT's families, which run as ComfyUI's class: its two kinds of blocks over some of an image's
+tokens, tensor names and config rules.
 
 # B batch, T tokens, P pixels of a patch, C channels of a pixel's own token
 """
@@ -10,21 +10,22 @@ from types import MethodType
 import torch
 
 PREFIX, MARK = "core.", ".adaLN_modulation.0."
-SIDE = 16                                  # of a patch, in pixels
+SIDE = 16                                  # of a patch in pixels
 
 
 def of_file(name, dim):
-    """The rule for one size of a tensor, which files may have under "core."."""
+    """Config rule: size of one dim of a tensor, whose name in a file may begin with "core."."""
     return lambda shapes: shapes[(PREFIX if f"{PREFIX}y_pos_embedding" in shapes else "") + name][dim]
 
 
 def under_core(rule):
-    """A rule over names without "core."."""
+    """Wrap a rule for names without "core."."""
     return lambda shapes: rule({name.removeprefix(PREFIX): shape for name, shape in shapes.items()})
 
 
 def convert(tensors, config):
-    """What modulates pixels is of six kinds in turn, for each pixel of a patch; ComfyUI's class has three and three."""
+    """Split the modulation of pixels, which a file interleaves in six kinds for each pixel of a patch, into
+    ComfyUI's two modules of three kinds."""
     found = {}
     for name, tensor in tensors.items():
         name = name.removeprefix(PREFIX)
@@ -40,13 +41,13 @@ def convert(tensors, config):
 
 
 def adapt_model(model, config):
-    """A token of the second list is the patch's token of the first, and its pixels after that: (B, T, hidden + C * P).
-    Blocks know which tokens of the whole picture they have."""
+    """Carry pixels with their patch's token: a token of the second block list is the patch's token of the first,
+    followed by its pixels, (B, T, hidden + C * P). Blocks receive the indices of their tokens in the full image."""
     embedder, tokens = model.pixel_embedder, []
     embed, condition = embedder.forward, model._pre_pixel_blocks
 
-    def conditioned(s, **given):
-        tokens[:] = [condition(s, **given)]
+    def conditioned(s, **others):
+        tokens[:] = [condition(s, **others)]
         return tokens[0]
 
     def embedded(inputs, patch_size):
@@ -56,35 +57,35 @@ def adapt_model(model, config):
     model._pre_pixel_blocks, embedder.forward = conditioned, embedded
     embedder.pixels = lambda inputs, patch_size: embed(inputs, patch_size).flatten(1).unflatten(0, (len(inputs), -1))
     for block in model.patch_blocks:
-        block.forward = MethodType(with_places, block)
+        block.forward = MethodType(with_token_indices, block)
     for block in model.pixel_blocks:
-        block._rope_fn = functools.partial(_places_alone, block._rope_fn)
-        block.forward = MethodType(draw, block)
+        block._rope_fn = functools.partial(_own_positions, block._rope_fn)
+        block.forward = MethodType(run_pixel_block, block)
     model.final_layer.forward = MethodType(_of_pixels, model.final_layer)
 
 
-def with_places(self, x, y, c, pos_img, pos_txt=None, places=None, transformer_options={}):
-    """ComfyUI's forward gives no mask, in the place of `places`."""
+def with_token_indices(self, x, y, c, pos_img, pos_txt=None, token_indices=None, transformer_options={}):
+    """The block's forward; `token_indices` takes the position of the mask, which ComfyUI's forward never passes."""
     return type(self).forward(self, x, y, c, pos_img, pos_txt, None, transformer_options)
 
 
-def draw(self, x, s_cond, image_height, image_width, patch_size, places=None, **given):
-    """A block over tokens that are not all of a picture: as of one row, each with the place that it has."""
+def run_pixel_block(self, x, s_cond, image_height, image_width, patch_size, token_indices=None, **others):
+    """A block over some tokens of an image: they are passed as an image of one token row, with their own positions."""
     condition, pixels = x.split([self.context_dim, x.shape[2] - self.context_dim], 2)
-    size, options = (image_height, image_width), given["transformer_options"]
-    if places is not None:
-        (own, num_tokens), columns = places, image_width // patch_size
+    size, options = (image_height, image_width), others["transformer_options"]
+    if token_indices is not None:
+        (own, num_tokens), columns = token_indices, image_width // patch_size
         options = options | {"rope_options": options.get("rope_options", {})
-                             | {"own": own, "whole": (num_tokens // columns, columns)}}
+                             | {"own": own, "full_size": (num_tokens // columns, columns)}}
         size = patch_size, len(own) * patch_size
-    drawn = type(self).forward(self, pixels.reshape(-1, patch_size ** 2, self.pixel_dim), condition.flatten(0, 1),
-                               *size, patch_size, None, options)
-    return torch.cat([condition, drawn.view_as(pixels)], 2)
+    output = type(self).forward(self, pixels.reshape(-1, patch_size ** 2, self.pixel_dim), condition.flatten(0, 1),
+                                *size, patch_size, None, options)
+    return torch.cat([condition, output.view_as(pixels)], 2)
 
 
-def _places_alone(positions, head_size, height, width, own=None, whole=None, **options):
+def _own_positions(positions, head_size, height, width, own=None, full_size=None, **options):
     return positions(head_size, height, width, **options) if own is None else positions(
-        head_size, *whole, **options)[own]
+        head_size, *full_size, **options)[own]
 
 
 def _of_pixels(self, tokens):
@@ -93,13 +94,14 @@ def _of_pixels(self, tokens):
 
 
 def pixels_of_patch(module, forward, rows, tokens, args, kwargs):
-    """Pixels have their places in the whole picture, each row of which is as far from the next as in any other."""
+    """Embed the pixels of a patch at their positions in the full image. Positions depend on the image's height, not
+    its content."""
     latent, patch_size = args
-    whole = latent.new_zeros(*latent.shape[:2], rows.whole_rows, latent.shape[3])
-    whole.narrow(2, rows.patch.start, latent.shape[2]).copy_(latent)
-    return forward(whole, patch_size).narrow(1, rows.first_token, tokens.counts["image"])
+    full = latent.new_zeros(*latent.shape[:2], rows.whole_rows, latent.shape[3])
+    full.narrow(2, rows.patch.start, latent.shape[2]).copy_(latent)
+    return forward(full, patch_size).narrow(1, rows.first_token, tokens.counts["image"])
 
 
-def whole_rows(rows, args, kwargs):
-    """Rows and columns of tokens of the whole picture."""
+def full_rows(rows, args, kwargs):
+    """The call's arguments with the number of token rows of the full image."""
     return [rows.whole_token_rows, *args[1:]], kwargs

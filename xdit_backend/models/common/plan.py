@@ -1,5 +1,4 @@
-"""The plan of a model, as data: which modules are its blocks, where tokens enter and leave, what attends.
-Part of a Family."""
+"""Model plans: which modules are blocks, where tokens enter and leave them, and which modules compute attention."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,10 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TokenArgument:
-    """A tensor with a token dim, holding all tokens of the streams one after the other (or a tuple of such tensors).
+    """A tensor with a token dim, which holds all tokens of the streams in this order (or a tuple of such tensors).
 
-    ndim: it has tokens only where it has so many dims, such as times that differ from token to token. Where it has one
-    row only, that is for all tokens.
+    ndim: the tensor has tokens only if it has this many dims, such as timesteps that differ between tokens. A tensor
+    with one row along dim applies to all tokens.
     """
 
     dim: int
@@ -21,24 +20,30 @@ class TokenArgument:
 
 @dataclass(frozen=True)
 class BlockList:
-    """A ModuleList of transformer blocks, in execution order. None in the last four: as the ModelPlan says."""
+    """A ModuleList of transformer blocks, in execution order.
 
-    name: str
-    file_prefix: str                       # of its blocks' tensors in ComfyUI's and the publisher's files
-    count: str = "num_layers"              # argument of the diffusers class that says how many blocks there are
-    returns: tuple = ("image",)            # what a block returns, in order: streams, or tuples of joined streams
-    image_fraction: float = 1.0               # part of a block's parameters that an image token passes through
-    # which of a ControlNet's lists ComfyUI's model adds to the image after each block: "input" or "output". Where there
-    # are skips, it is added to those.
+    The last four fields override those of the ModelPlan for this list; None: as the ModelPlan has them.
+    """
+
+    name: str                              # attribute of the model
+    file_prefix: str                       # of the blocks' tensors in ComfyUI's and the publisher's files
+    count: str = "num_layers"              # config argument with the number of blocks
+    # what a block returns, in order: streams, or tuples of streams that are joined in one tensor
+    returns: tuple = ("image",)
+    # fraction of a block's parameters that an image token passes through, for the cost model (SD3: 0.5)
+    image_fraction: float = 1.0
+    # list of a ControlNet's output that ComfyUI's model adds to the image tokens after each block: "input" or "output";
+    # None: it adds none. In models with skips it is added to the skips.
     control: str | None = None
-    patched: str | None = None             # what ComfyUI's block patches call these blocks, "double" or "single"
-    # what its patches that add to the image after each of these blocks are called, such as "double_block"
+    # kind of these blocks in ComfyUI's block patches ("patches_replace"): "double" or "single"
+    patched: str | None = None
+    # kind of ComfyUI's patches that add to the image tokens after each of these blocks, such as "double_block"
     added: str | None = None
-    # argument of the class, or rule under "_" of the family, that says how wide their image tokens are, where these are
-    # not as wide as the family's
+    # config argument with the width of the image tokens in these blocks, if not the family's width (PixelDiT)
     width: str | None = None
-    paired: str | None = None              # a ModuleList of as many blocks, each called by the block of its number
-    # where these streams differ from those of the list before, the model's forward joins or separates tensors between
+    # another ModuleList of the same length, whose module i block i calls (TripoSplat)
+    paired: str | None = None
+    # where these streams differ from those of the list before, the forward joins or splits tensors between the lists
     streams: dict[str, str | tuple[str, ...]] | None = None
     attention: dict[str, tuple[str, ...]] | None = None
     tokens: dict[str, TokenArgument | tuple[TokenArgument | None, ...]] | None = None
@@ -46,85 +51,103 @@ class BlockList:
 
     @property
     def names(self):
-        """Of the ModuleLists whose blocks make one block."""
+        """Names of the ModuleLists whose modules together make one block."""
         return (self.name,) if self.paired is None else (self.name, self.paired)
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Where the tokens of a diffusers transformer are. A BlockList may say otherwise of its own blocks.
+    """Location of the tokens in a transformer: its blocks, their token arguments and their attention.
 
-    A stream is a kind of token that passes the blocks: "image" is the latent's; others, such as "text", take part in
-    self-attention beside it. A text that only cross-attention reads is no stream.
+    A stream is a kind of token that passes through the blocks: "image" is the latent's; others, such as "text", take
+    part in self-attention with it. Text that only cross-attention reads is no stream. The first three fields are needed
+    by every family, `tokens` and `positions` by every family with position embeddings; a comment names an example of
+    the others.
     """
 
+    # --- blocks, streams and attention ---
     blocks: tuple[BlockList, ...]
-    # block argument that carries hidden states (B, T, C) -> the stream, or the streams that follow one another in it
+    # block argument with hidden states (B, T, C) -> its stream, or the streams that are joined in it, in order
     streams: dict[str, str | tuple[str, ...]]
-    # self-attention inside a block (".": the block itself) -> its streams, in the order of the sequence. Those that are
-    # no hidden states of the block come as one of `tokens`.
+    # self-attention module inside a block (".": the block itself) -> its streams, in the order of the sequence. Streams
+    # that are no hidden states of the block are one of `tokens`.
     attention: dict[str, tuple[str, ...]]
-    # module inside a block where streams attend to others -> (streams of the queries, streams of the keys)
+    # attention module inside a block -> (streams of the queries, streams of the keys) (LTX-2: audio to video)
     cross_attention: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("image",)  # streams that the forward needs after the last block
-    # other block arguments with a token dim, such as rotary tables; a tuple where the argument is one, None in it for
-    # what has none
+    # other block arguments with a token dim, such as rotary tables. For an argument that is a tuple, a tuple with None
+    # for elements without tokens.
     tokens: dict[str, TokenArgument | tuple[TokenArgument | None, ...]] = field(default_factory=dict)
-    # block argument that says which tokens may be attended to, (B, T) or (B, 1, 1, T) -> the streams of T; () where it
-    # never masks any. A block gets None in its place.
+    # block argument that masks keys, (B, T) or (B, 1, 1, T) -> the streams of T; (): it never masks any. Blocks receive
+    # None in its place.
     masks: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # module whose first arguments diffusers' forward rounds to half precision -> (the forward's arguments that they
-    # come from, the factor). It gets them unrounded, as in ComfyUI's models.
-    full_precision_inputs: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
-    # module outside the blocks that derives positions from the latent's shape -> how a patch gets its
-    # (position_slicing.py)
+    # module outside the blocks that derives positions from the size of the latent -> its rule for a patch, which
+    # position_slicing.py describes
     positions: dict[str, Callable] = field(default_factory=dict)
-    # module inside a block whose input is the same for all patches -> "step" (time, pooled text) or "run" (text only).
-    # PipeFusion evaluates it once in that span.
+    # (attention module of a block) -> number of tokens (before, after) its own that a token attends to; None: all
+    # (ACE-Step 1.5). The distance is that of token indices in the full sequence of one stream, and replaces the mask
+    # that the module computes for its own tokens.
+    window: Callable = lambda attention: None
+    needs_text: bool = False               # blocks fail without text tokens, and receive a placeholder (Qwen-Image)
+    tokens_first: bool = False             # blocks take and return hidden states as (T, B, C) (ERNIE-Image)
+
+    # --- U-shaped models (Hunyuan-DiT) ---
+    # (number of blocks) -> {block that takes a skip: block whose output it is}
+    skips: Callable = lambda num_blocks: {}
+    skip_name: str = "skip"                # block argument that takes the skip
+
+    # --- modules that need more than their own tokens ---
+    # modules inside a block that mix tokens by sums alone (linear attention: Sana). They call `total`, an argument that
+    # adapt_model adds to their forward, to turn sums over this rank's tokens into sums over all tokens.
+    token_reductions: tuple[str, ...] = ()
+    # block argument with the number of token rows; each rank then has full rows (Sana: "height")
+    row_count_argument: str | None = None
+    # modules inside a block on (B, C, rows, columns) that read one row beyond their own on each side (Sana)
+    halos: tuple[str, ...] = ()
+    # module after the blocks on (B, C, rows, columns) that reads one row beyond its own on each side -> rows per row of
+    # tokens (Chroma Radiance). A patch reads the rows that its neighbours computed last.
+    boundary_halos: dict[str, int] = field(default_factory=dict)
+    # (block argument, streams): the block receives (token indices of this rank, (T,); number of all tokens), counted
+    # over the full streams in this order, for computation that depends on a token's position, such as reading the audio
+    # of its frame (Wan HuMo)
+    token_index_argument: tuple[str, tuple[str, ...]] | None = None
+    # the forward reads the latent after or between the blocks too; every pipeline stage then receives it (PixelDiT)
+    rereads_latent: bool = False
+
+    # --- caching and precision ---
+    # module inside a block whose input is the same for all patches -> "step" (timestep, pooled text) or "run" (text
+    # only). PipeFusion evaluates it once in that span.
     cacheable: dict[str, str] = field(default_factory=dict)
     cacheable_outside: dict[str, str] = field(default_factory=dict)             # such modules outside the blocks
-    unstaged_blocks: tuple[str, ...] = ()  # lists of blocks that no stage passes; tensor parallelism splits them too
-    unsplit: tuple[str, ...] = ()          # linears of blocks, by path, that tensor parallelism leaves whole
-    of_heads: tuple[str, ...] = ()         # arguments of attentions with heads in their last dim, or dim 1 of four
-    # (attention of a block) -> how many tokens (before, after) its own one attends to; None: all. Of attention over one
-    # stream alone: by the places of tokens in the whole, whatever mask the module makes of those it has
-    window: Callable = lambda attention: None
-    needs_text: bool = False               # blocks fail without text tokens, and get a placeholder instead
-    takes_output_patches: bool = False     # ComfyUI's model runs attn1_output_patch on its image tokens
-    # (number of blocks) -> {block that takes a skip: the block whose output it is}, of U-shaped models
-    skips: Callable = lambda num_blocks: {}
-    skip_name: str = "skip"                # the block argument that takes it
-    # Modules inside a block that mix tokens by sums alone (linear attention). They call `total`, an argument that amend
-    # has added to their forward, with the sums over this rank's tokens, to get those over all.
-    token_reductions: tuple[str, ...] = ()
-    # Modules inside a block, (B, T, C) to the same, that choose by numbers which of their parts compute (experts).
-    # A compiled block calls them as they are.
-    graph_breaks: tuple[str, ...] = ()
-    # linear of a block whose input networks of ComfyUI's LLLite change -> what they call it
-    lllite_targets: dict[str, str] = field(default_factory=dict)
-    # of a block to which ComfyUI's InfiniteTalk adds what it finds in sound: the norm that is given the hidden states
-    # before attention to the text, and that attention. (): ComfyUI's model heeds none
-    audio_attention: tuple[str, ...] = ()
-    tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
-    rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
-    halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own
-    rereads_latent: bool = False                  # the forward reads the latent after or between the blocks too
-    # such a module after the blocks, of the whole picture -> its rows to a row of tokens. A patch reads what its
-    # neighbours have given last.
-    boundary_halos: dict[str, int] = field(default_factory=dict)
-    # (block argument, streams): it is given (places of this rank's tokens, (T,); tokens of all), counted through the
-    # whole streams one after the other, for what a token does by its place, such as reading its frame's sound
-    places: tuple[str, tuple[str, ...]] | None = None
-    # stream of references, whose keys and values ComfyUI's Flux KV Cache keeps from a run's first call for its later
-    # ones; None: its model does not heed that
+    # stream of references whose keys and values ComfyUI's Flux KV Cache node computes in the first step and reuses in
+    # later ones; None: ComfyUI's model does not support it (Flux.2)
     cached_references: str | None = None
-    # prefixes of tensors of blocks that the forward also uses outside of blocks
+    # module whose first arguments diffusers' forward rounds to half precision -> (the forward's arguments that they are
+    # computed from, factor). The module receives them unrounded, as in ComfyUI's models.
+    full_precision_inputs: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
+    # modules inside a block, (B, T, C) to the same, that select which of their submodules compute by values (experts:
+    # HiDream). They run outside the compiled graph of a block.
+    graph_breaks: tuple[str, ...] = ()
+
+    # --- weights and tensor parallelism ---
+    unsplit: tuple[str, ...] = ()          # paths of linears in blocks that tensor parallelism replicates
+    of_heads: tuple[str, ...] = ()         # attention arguments with heads in their last dim, or dim 1 of four
+    # block lists that are not in `blocks` and no pipeline stage runs; tensor parallelism splits them too (Z-Image)
+    unstaged_blocks: tuple[str, ...] = ()
+    # prefixes of block tensors that the forward also uses outside the blocks (DiT)
     shared_parameters: tuple[str, ...] = ()
+
+    # --- model patches of ComfyUI ---
+    takes_output_patches: bool = False     # ComfyUI's model runs attn1_output_patch on its image tokens
+    # linear of a block whose input ComfyUI's LLLite networks change -> their name for it (Anima)
+    lllite_targets: dict[str, str] = field(default_factory=dict)
+    # (norm, attention) of a block to whose result ComfyUI's InfiniteTalk adds audio attention: the norm that receives
+    # the hidden states before the text cross-attention, and that cross-attention (Wan). (): not supported.
+    audio_attention: tuple[str, ...] = ()
 
     @property
     def lists(self):
-        """The block lists, each with all that is said of it here.
-        What one tensor holds is always a tuple of streams."""
+        """The block lists with the plan's defaults filled in, and the streams of each tensor always as a tuple."""
         unit = lambda stream: stream if isinstance(stream, tuple) else (stream,)  # noqa: E731
         lists = []
         for list_ in self.blocks:
@@ -145,24 +168,27 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class UNetPlan:
-    """Where a U-Net mixes the rows of its images: its convolutions, norms and self-attention. It has no lists of blocks
-    that tokens pass."""
+    """Structure of a U-Net, which mixes the rows of its images in convolutions, norms and self-attention, and has no
+    lists of blocks that tokens pass from end to end."""
 
-    first: str                             # the convolution that reads the latent itself
+    first: str                             # the convolution that reads the latent
     num_levels: Callable                   # (config) -> number of image sizes, each half the one before
-    skips: Callable                        # (config) -> [(channels, level)] from the way down to the way up, in order
+    skips: Callable                        # (config) -> [(channels, level)] of the skips, in the encoder's order
 
 
 @dataclass(frozen=True)
 class ReplicatedPlan:
-    """Of a U-shaped network of ComfyUI's that each rank runs whole: images and branches alone are shared out. Its
-    `down_blocks` and `up_blocks` are lists of lists of blocks, in execution order."""
+    """Structure of a U-shaped network of ComfyUI's that each rank runs in full: only images and branches are split
+    across ranks (Stable Cascade). Its `down_blocks` and `up_blocks` are lists of lists of blocks, in execution order.
+
+    The last four fields are as in ModelPlan.
+    """
 
     num_levels: Callable                   # (config) -> number of image sizes, each half the one before
-    # (config) -> [channels] of what the forward takes of a ControlNet's list "input", in its order; each is made as
-    # large as the image where it is added
+    # (config) -> [channels] of the entries that the forward takes from a ControlNet's list "input", in order; each is
+    # resized to the image where it is added
     control: Callable = lambda config: []
-    takes_output_patches: bool = False     # as of ModelPlan; none of those that ComfyUI's U-Nets heed either
+    takes_output_patches: bool = False
     cached_references: str | None = None
     lllite_targets: dict[str, str] = field(default_factory=dict)
     rereads_latent: bool = False

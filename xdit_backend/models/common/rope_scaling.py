@@ -1,11 +1,11 @@
-"""ComfyUI's Scale ROPE: places of frames, rows and columns that are stretched and moved. The conditioning
-`rope_scales` says how: scale and shift of frames, rows and columns, (B, 6), the bits of float64."""
+"""ComfyUI's Scale ROPE: scaled and shifted positions of frames, rows and columns. The conditioning `rope_scales` has
+scale and shift of frames, rows and columns, (B, 6), as the bits of float64."""
 
 import torch
 
 from .forward_state import ForwardValue
 
-AXES = "tyx"                               # frames, rows and columns, as ComfyUI's options have them
+AXES = "tyx"                               # frames, rows and columns in the names of ComfyUI's options
 
 
 def scales_and_shifts(rope_scales):
@@ -14,31 +14,31 @@ def scales_and_shifts(rope_scales):
 
 
 def moves(call):
-    """The argument transformer_options of a class of ComfyUI's that reads them."""
+    """The argument transformer_options of a ComfyUI class that reads the RoPE options."""
     if "rope_scales" not in call.conditioning:
         return {}
-    given = scales_and_shifts(call.conditioning["rope_scales"]).tolist()
-    return {"rope_options": {f"{name}_{axis}": value for axis, pair in zip(AXES, given)
+    pairs = scales_and_shifts(call.conditioning["rope_scales"]).tolist()
+    return {"rope_options": {f"{name}_{axis}": value for axis, pair in zip(AXES, pairs)
                              for name, value in zip(("scale", "shift"), pair)}}
 
 
 def with_first_row(options, row):
-    """ComfyUI's transformer_options, for rows of a latent from this one on."""
-    given = options.get("rope_options", {})
-    first = row * given.get("scale_y", 1.0) + given.get("shift_y", 0.0)
-    return options | {"rope_options": given | {"shift_y": first}}
+    """ComfyUI's transformer_options for the rows of a latent from `row` on."""
+    rope = options.get("rope_options", {})
+    first = row * rope.get("scale_y", 1.0) + rope.get("shift_y", 0.0)
+    return options | {"rope_options": rope | {"shift_y": first}}
 
 
-def moved(places, call):
-    """Places along frames, rows and columns, [(n,), ...] of the latent's own tokens, stretched and moved."""
+def scaled_positions(positions, call):
+    """Scale and shift the positions of the latent's own tokens along frames, rows and columns, [(n,), ...]."""
     if "rope_scales" not in call.conditioning:
-        return places
-    return [place * scale + shift for place, (scale, shift) in zip(
-        places, scales_and_shifts(call.conditioning["rope_scales"]).to(places[0].device))]
+        return positions
+    return [position * scale + shift for position, (scale, shift) in zip(
+        positions, scales_and_shifts(call.conditioning["rope_scales"]).to(positions[0].device))]
 
 
 def with_scales(model, forward):
-    """The forward of diffusers' Wan, that also takes `rope_scales`."""
+    """Return the forward of diffusers' Wan with an additional argument `rope_scales`."""
     scales, rope = ForwardValue(model), model.rope
     make = rope.forward
 
@@ -46,7 +46,7 @@ def with_scales(model, forward):
         if scales.get() is None:
             return make(hidden_states)
         plain = rope.freqs_cos, rope.freqs_sin
-        rope.freqs_cos, rope.freqs_sin = _at_places(rope, scales.get())
+        rope.freqs_cos, rope.freqs_sin = _scaled_tables(rope, scales.get())
         try:
             return make(hidden_states)
         finally:
@@ -60,8 +60,11 @@ def with_scales(model, forward):
 
 
 def with_rotations(model, forward, owner, name, at):
-    """The forward, that also takes `rope_scales`. owner.name: the function that makes rotations of ids; where places
-    are moved, at(ids, scales and shifts) does."""
+    """Return the forward with an additional argument `rope_scales`.
+
+    owner.name: the function from position ids to rotations. at(ids, scales and shifts) replaces it when positions are
+    scaled.
+    """
     scales, make = ForwardValue(model), getattr(owner, name)
 
     def rotations(ids):
@@ -74,18 +77,19 @@ def with_rotations(model, forward, owner, name, at):
     return forward_with
 
 
-def complex_rotations(places, sizes, theta):
-    """(..., sum of sizes / 2), complex128, of places (..., axes) in float64."""
+def complex_rotations(positions, sizes, theta):
+    """Rotations (..., sum of sizes / 2), complex128, of positions (..., axes) in float64."""
     return torch.cat([torch.polar(torch.ones_like(angles), angles) for angles in (
-        places[..., axis, None] / theta ** (torch.arange(0, size, 2, dtype=torch.float64, device=places.device) / size)
+        positions[..., axis, None] / theta ** (
+            torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size)
         for axis, size in enumerate(sizes))], -1)
 
 
-def _at_places(rope, scales):
-    """A rotary embedding's tables, with what belongs to the places that frames, rows and columns have."""
+def _scaled_tables(rope, scales):
+    """A rotary embedding's tables at the scaled positions of frames, rows and columns."""
     from diffusers.models.embeddings import get_1d_rotary_pos_embed
-    given = scales_and_shifts(scales)[..., None]
-    places = torch.arange(rope.max_seq_len, dtype=torch.float64, device=scales.device) * given[:, 0] + given[:, 1]
+    pairs = scales_and_shifts(scales)[..., None]
+    positions = torch.arange(rope.max_seq_len, dtype=torch.float64, device=scales.device) * pairs[:, 0] + pairs[:, 1]
     tables = [get_1d_rotary_pos_embed(dim, each, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
-              for dim, each in zip((rope.t_dim, rope.h_dim, rope.w_dim), places)]
+              for dim, each in zip((rope.t_dim, rope.h_dim, rope.w_dim), positions)]
     return [torch.cat(table, 1) for table in zip(*tables)]

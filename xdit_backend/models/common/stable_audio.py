@@ -1,41 +1,43 @@
-"""What Stable Audio Open and Stable Audio 3 have in common, which are of one class of ComfyUI's: sound as one row of
-tokens after some that stand in front of it."""
+"""Shared code of Stable Audio Open and Stable Audio 3, which use one class of ComfyUI's: audio as one row of tokens
+after a few conditioning tokens in front."""
 
 import torch
 
-from .inputs import Whole
+from .inputs import PaddedByModel
 from .key_mapping import table
 from .plan import BlockList, ModelPlan, TokenArgument
 from .position_slicing import Cut
 
-LATENT, ALL = Whole((1,)), ("front", "image")
+LATENT, ALL = PaddedByModel((1,)), ("front", "image")
 NATIVE, LAYER = "comfy.ldm.audio.dit:AudioDiffusionTransformer", "transformer.layers.0."
 ROTARY, SHARED = "transformer.rotary_pos_emb.inv_freq", "transformer.global_cond_embedder.0.weight"
 CONDITIONERS, NUMBERED = "conditioner.conditioners.", ("0.weights", "1.weight", "1.bias")
-# ComfyUI leaves out biases of norms, which are zero; what says numbers stands beside the model in an all-in-one file
+# ComfyUI drops the biases of norms, which are zero, and the number conditioners, which an all-in-one file has outside
+# the diffusion model
 CONVERT = table((r"^conditioner\.", None), (r"\.(cross_attend_norm|ff_norm|pre_norm)\.beta$", None))
 
 
 def seconds(name):
-    """Names of the tensors with which ComfyUI says a number of seconds to the model."""
+    """Names of the tensors with which ComfyUI embeds a number of seconds."""
     return tuple(f"{CONDITIONERS}{name}.embedder.embedding.{leaf}" for leaf in NUMBERED)
 
 
 def positions(module, forward, rows, tokens, args, kwargs):
-    """Of what stands in front, and of a patch of the sound. args: how many tokens there are here, with those."""
-    whole = Cut((TokenArgument(0, ALL), None), lambda rows, args, kwargs: (
+    """Positions of the tokens in front and of a patch of the audio. args: the number of tokens here, including those
+    in front."""
+    cut = Cut((TokenArgument(0, ALL), None), lambda rows, args, kwargs: (
         [tokens.held("front") + rows.num_tokens, *args[1:]], kwargs))
-    return whole(module, forward, rows, tokens, args, kwargs)
+    return cut(module, forward, rows, tokens, args, kwargs)
 
 
 def projects_text(shapes):
-    """Are text tokens made as wide as those of the sound?"""
-    width, given = shapes["to_cond_embed.0.weight"]
-    return width != given
+    """Whether the model projects text tokens to the width of the audio tokens."""
+    width, text_width = shapes["to_cond_embed.0.weight"]
+    return width != text_width
 
 
 def adapt_model(model, config):
-    """Frequencies are the file's; until it is read, the class has what memory held."""
+    """Initialise the rotary frequencies, which the class leaves uninitialised until the file's are loaded."""
     rotary = model.transformer.rotary_pos_emb
     steps = torch.arange(len(rotary.inv_freq), device=rotary.inv_freq.device) / len(rotary.inv_freq)
     rotary.inv_freq = (10000.0 ** -steps).to(rotary.inv_freq.dtype)

@@ -1,7 +1,8 @@
-"""What the U-Net families share: arguments of diffusers' class from a file's shapes, names of tensors, what its forward
-is given.
+"""Shared code of the U-Net families: arguments of diffusers' class from a file's shapes, tensor names and arguments of
+the forward.
 
-A U-Net has no list of blocks that tokens pass: it works on images, each level on one of half the size.
+A U-Net has no list of blocks that tokens pass through: it works on images, and each level on images of half the size of
+the level before.
 """
 
 import functools
@@ -12,32 +13,31 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .family import Family, Tiny
-from .inputs import Unpacked, because, blocks, config_of, given, has, size, timestep
+from .family import Family, SmallConfig
+from .inputs import Unpacked, because, blocks, config_of, from_conditioning, has, size, timestep
 from .key_mapping import table
 from .plan import UNetPlan
 
 LATENT = Unpacked((1, 1))
 
 OF_VIDEOS = "UNetSpatioTemporalConditionModel"
-CLASSES = "UNet2DConditionModel", OF_VIDEOS                    # of diffusers, whose files have the publisher's names
+CLASSES = "UNet2DConditionModel", OF_VIDEOS  # diffusers' classes of models whose files have the publisher's names
 
-# what the publisher's names begin with -> diffusers'
+# prefix of the publisher's names -> diffusers'
 OUTSIDE = {"input_blocks.0.0.": "conv_in.", "out.0.": "conv_norm_out.", "out.2.": "conv_out.",
-           "time_embed.0.": "time_embedding.linear_1.",
-           "time_embed.2.": "time_embedding.linear_2.", "label_emb.weight": "class_embedding.weight",
-           "label_emb.0.0.": "class_embedding.linear_1.",
+           "time_embed.0.": "time_embedding.linear_1.", "time_embed.2.": "time_embedding.linear_2.",
+           "label_emb.weight": "class_embedding.weight", "label_emb.0.0.": "class_embedding.linear_1.",
            "label_emb.0.2.": "class_embedding.linear_2.", "middle_block.0.": "mid_block.resnets.0.",
            "middle_block.1.": "mid_block.attentions.0.", "middle_block.2.": "mid_block.resnets.1."}
 IN_RESNET = {"in_layers.0.": "norm1.", "in_layers.2.": "conv1.", "emb_layers.1.": "time_emb_proj.",
              "out_layers.0.": "norm2.", "out_layers.3.": "conv2.", "skip_connection.": "conv_shortcut."}
 KEYS = table(
-    # say how a file is sampled; with which ComfyUI projects what a vision model says of a picture
+    # sampling markers; projection of the CLIP vision embedding, which ComfyUI computes itself
     (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr|cc_projection\..*)$", None),
     *((rf"^{re.escape(own)}", other) for own, other in OUTSIDE.items()),
     *((rf"(resnets\.\d+(?:\.time_stack)?)\.{re.escape(own)}", rf"\1.{other}") for own, other in IN_RESNET.items()))
 OF_RESNET = re.compile(rf"(resnets\.\d+\.(?:time_stack\.)?)({'|'.join(map(re.escape, IN_RESNET.values()))})")
-# of U-Nets of videos, in diffusers' names of the others: what looks along frames is beside what it follows
+# for video U-Nets, from diffusers' names of image U-Nets: temporal layers are next to the spatial ones that they follow
 VIDEO_KEYS = table((r"^class_embedding\.", "add_embedding."),
                    (r"(resnets\.\d+)\.(?=norm|conv|time_emb_proj)", r"\1.spatial_res_block."),
                    (r"(resnets\.\d+)\.time_stack\.", r"\1.temporal_res_block."),
@@ -53,11 +53,12 @@ OF_LEVEL = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsampler
 
 @dataclass(frozen=True)
 class Architecture:
-    """What distinguishes the U-Nets of a family from those of another.
+    """Differences between the U-Nets of the families.
 
-    context_widths: of the text that its files may take. num_heads(width of a level): heads of its attention. alone,
-    block: see planner.memory_model.unet_memory. num_classes: of levels that stand beside the text, instead of a vector.
-    only_cross_attention: of each level, does its first attention read the text too?
+    context_widths: widths of the text embeddings that its files may take. num_heads(width of a level): number of
+    attention heads. alone, block: see planner.memory_model.unet_memory. num_classes: number of noise level classes, for
+    models with a class embedding instead of a vector. only_cross_attention: for each level, whether its first attention
+    reads the text too.
     """
 
     context_widths: tuple[int, ...]
@@ -69,56 +70,57 @@ class Architecture:
 
 
 def unet(name, title, architecture, test_config, refusals=(), values=()):
-    """A family of U-Nets in ComfyUI's and the publisher's format. values: see Family."""
+    """A family of U-Nets in ComfyUI's and the publisher's format. values: as in Family."""
     return Family(
         name=name, title=title, transformer="UNet2DConditionModel", test_config=test_config, values=values,
         latent=LATENT,
         convert=convert, config_from_tensors=("sample_size",),
         recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
-                                  and _context_width(shapes) in architecture.context_widths and not looks_along(shapes)
+                                  and _context_width(shapes) in architecture.context_widths
+                                  and not has_temporal_layers(shapes)
                                   and has("label_emb.weight")(shapes) == (architecture.num_classes is not None)),
         refusals=(*refusals, EVEN), config=config_rules(architecture), adapt_model=_adapt,
         activation_factors={"alone": architecture.alone, "block": architecture.block},
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
         conditioning={"context": "cross_attention_dim", "y": "projection_class_embeddings_input_dim"},
-        arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-                   "class_labels": given("y", where="class_embed_type")},
+        arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": from_conditioning("context"),
+                   "class_labels": from_conditioning("y", where="class_embed_type")},
         plan=PLAN)
 
 
-def looks_along(shapes):
-    """Does a U-Net look along the frames of videos?"""
+def has_temporal_layers(shapes):
+    """Whether a U-Net has temporal layers over the frames of videos."""
     return any(".time_stack." in name for name in shapes)
 
 
 def config_rules(architecture):
-    """Arguments of diffusers' class from a file's shapes."""
+    """Rules for the arguments of diffusers' class from a file's shapes."""
     return config_of(
         sample_size=64, in_channels=size("input_blocks.0.0.weight", 1), out_channels=size("out.2.weight", 0),
         block_out_channels=_widths, layers_per_block=lambda shapes: len(_levels(shapes)[0]),
         down_block_types=lambda shapes: tuple(f"{_kind(depth)}DownBlock2D" for depth in _depths(shapes)),
         up_block_types=lambda shapes: tuple(f"{_kind(depth)}UpBlock2D" for depth in reversed(_depths(shapes))),
-        # the last is the middle's too
+        # the last also applies to the middle block
         transformer_layers_per_block=lambda shapes: (*(depth or 1 for depth in _depths(shapes)[:-1]),
                                                      _depth(shapes, "middle_block") or _depths(shapes)[-1] or 1),
-        reverse_transformer_layers_per_block=_depths_of_the_way_up, mid_block_type=_kind_of_middle,
-        # so diffusers calls their number
+        reverse_transformer_layers_per_block=_decoder_depths, mid_block_type=_kind_of_middle,
+        # diffusers' name for the number of heads
         attention_head_dim=lambda shapes: tuple(architecture.num_heads(width) for width in _widths(shapes)),
         cross_attention_dim=_context_width, only_cross_attention=architecture.only_cross_attention,
         num_class_embeds=architecture.num_classes,
         use_linear_projection=lambda shapes: any(name.endswith(".1.proj_in.weight") and len(shape) == 2
                                                  for name, shape in shapes.items()),
-        # of a vector that ComfyUI has made
+        # for a vector that ComfyUI has already embedded
         class_embed_type=lambda shapes: "projection" if has("label_emb.0.")(shapes) else None,
         projection_class_embeddings_input_dim=lambda shapes: (shapes["label_emb.0.0.weight"][1]
                                                               if has("label_emb.0.")(shapes) else None))
 
 
 def unet_test_config(detected, config, arguments):
-    """The Tiny of such a family. config, arguments: of diffusers' class and ComfyUI's,
-    where they are the family's own."""
-    return Tiny(
+    """SmallConfig of a U-Net family. config, arguments: of diffusers' class and ComfyUI's, where they are specific
+    to the family."""
+    return SmallConfig(
         {"sample_size": 64, "in_channels": 4, "out_channels": 4, "norm_num_groups": 8, "cross_attention_dim": 24,
          "class_embed_type": None, **config},
         "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",
@@ -128,28 +130,30 @@ def unet_test_config(detected, config, arguments):
 
 
 def convert(tensors, config):
-    """From the publisher's names, which number the layers of all levels through, to diffusers'."""
+    """Convert the publisher's names, which number the layers consecutively over all levels, to diffusers'."""
     return KEYS({_in_level(name, config["layers_per_block"]): tensor for name, tensor in tensors.items()}, config)
 
 
 def convert_of_videos(tensors, config):
-    """The same of a U-Net that looks along the frames of videos."""
+    """Convert the names of a U-Net with temporal layers."""
     return VIDEO_KEYS(convert(tensors, config), config)
 
 
 def settings_of(folder_config):
-    """What a folder's config.json says, in the words of the config that is made from a file's shapes; without what its
-    tensors tell, or ComfyUI does: types of arithmetic, how SDXL's vector is made.
+    """A folder's config.json in the form of the config that is made from a file's shapes.
+
+    Leaves out settings that the tensors imply and those that ComfyUI handles: compute dtypes, and how SDXL's vector is
+    embedded.
     """
     config = {key: value for key, value in folder_config.items() if not key.startswith("_")
-            and key not in ("upcast_attention", "addition_time_embed_dim", "projection_class_embeddings_input_dim")}
+              and key not in ("upcast_attention", "addition_time_embed_dim", "projection_class_embeddings_input_dim")}
     kinds = config.get("down_block_types") or ()
     each = lambda value: (value,) * len(kinds) if isinstance(value, int) else tuple(value or ())  # noqa: E731
     if config.get("addition_embed_type") == "text_time" and not config.get("class_embed_type"):
         config |= {"addition_embed_type": None, "class_embed_type": "projection"}
     config["attention_head_dim"] = each(config.pop("num_attention_heads", None) or config.get("attention_head_dim", 8))
     depths = each(config.get("transformer_layers_per_block", 1))
-    # Where a level has no attention its depth means nothing; the last is the middle's too.
+    # The depth of a level without attention is ignored; the last also applies to the middle block.
     depths = tuple(_identical(depth) if kind.startswith("Cross") else 1
                    for kind, depth in zip(kinds, depths[:-1])) + tuple(map(_identical, depths[-1:]))
     config["transformer_layers_per_block"] = depths
@@ -162,12 +166,13 @@ def settings_of(folder_config):
 
 
 def _identical(depth):
-    """One number for layers that have as many blocks each."""
+    """A single number if all layers have the same number of blocks."""
     return depth if isinstance(depth, int) else depth[0] if len(set(depth)) == 1 else tuple(depth)
 
 
 def publishers_names(names):
-    """{diffusers' name: the publisher's} of the tensors of a U-Net; what is no U-Net's keeps its name."""
+    """Map diffusers' names of a U-Net's tensors to the publisher's: {diffusers' name: publisher's}. Other names are
+    unchanged."""
     if any(".temporal_res_block." in name for name in names):
         of_others = {name: functools.reduce(lambda name, pair: name.replace(*pair), FROM_VIDEO, name) for name in names}
         found = publishers_names(of_others.values())
@@ -208,7 +213,7 @@ def _in_level(name, num_layers):
 
 
 def _levels(shapes):
-    """Numbers of the input blocks of each level: a level ends with the block that halves the image."""
+    """Numbers of the input blocks of each level. A level ends with the block that halves the image."""
     levels = [[]]
     for block in range(1, blocks("input_blocks.")(shapes)):
         if f"input_blocks.{block}.0.op.weight" in shapes:
@@ -223,7 +228,7 @@ def _widths(shapes):
 
 
 def _depth(shapes, block):
-    """Transformer blocks in a block of the file; 0 where it has no attention."""
+    """Number of transformer blocks in a block of the file; 0 without attention."""
     return blocks(f"{block}.1.transformer_blocks.")(shapes)
 
 
@@ -247,15 +252,15 @@ def _kind(depth):
 
 
 def _up(shapes):
-    """Transformer blocks of the layers of each level on the way up, of the smallest image first."""
+    """Number of transformer blocks in each layer of each decoder level, from the smallest image."""
     levels = _levels(shapes)
     a_level = len(levels[0]) + 1
     return [[_depth(shapes, f"output_blocks.{level * a_level + layer}") for layer in range(a_level)]
             for level in range(len(levels))]
 
 
-def _depths_of_the_way_up(shapes):
-    """None where they are those of the way down."""
+def _decoder_depths(shapes):
+    """Depths of the decoder levels; None if they mirror the encoder's."""
     up, middle = _up(shapes), _depth(shapes, "middle_block")
     down = [depth or 1 for depth in _depths(shapes)[:-1]] + [middle or _depths(shapes)[-1] or 1]
     found = tuple(_identical([depth or 1 for depth in depths]) for depths in up)
@@ -263,7 +268,7 @@ def _depths_of_the_way_up(shapes):
 
 
 def _kinds_only(up, depths=None):
-    """Of levels that have attention, their depths: those of each layer, or one for each level."""
+    """Depths of the levels that have attention: one for each layer, or the level's repeated."""
     return [list(layers) if depths is None else [depths[level]] * len(layers)
             for level, layers in enumerate(up) if layers[0]]
 
@@ -275,13 +280,13 @@ def _kind_of_middle(shapes):
 
 
 def _adapt(model, config):
-    """What a ControlNet adds in the middle is added there where nothing else is (KOALA), as in ComfyUI."""
+    """Without a middle block (KOALA), add a ControlNet's middle output where that block would be, as ComfyUI does."""
     if model.mid_block is None:
         model.mid_block = NoMiddle()
 
 
 class NoMiddle(nn.Module):
-    """(B, C, H, W) -> the same."""
+    """Placeholder for a missing middle block: (B, C, H, W) to the same."""
 
     resnets = ()
 
@@ -297,10 +302,11 @@ def _is_uneven(shapes):
             or bool(middle) and down[-1][0] not in (0, middle))
 
 
-EVEN = because("its levels have layers, or attention, where diffusers' U-Net cannot have them", _is_uneven)
+EVEN = because("its levels have layers or attention in an arrangement that diffusers' U-Net does not support",
+               _is_uneven)
 
 
 def _context_width(shapes):
-    """Of the text that cross-attention reads; None where there is none."""
+    """Width of the text that cross-attention reads; None without cross-attention."""
     shape = next((shape for name, shape in shapes.items() if name.endswith(".attn2.to_k.weight")), ())
     return shape[1] if len(shape) == 2 and math.prod(shape) else None

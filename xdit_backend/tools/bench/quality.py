@@ -22,7 +22,7 @@ from ...checkpoints.build_vae import load_autoencoder
 from ...checkpoints.checkpoint import open_checkpoint
 from ...demo_model.autoencoder import CHANNELS, SIDE
 from ...demo_model.features import Recogniser
-from ...demo_model.text import WEIGHTS, as_unets_context, load_text_encoder
+from ...demo_model.text import WEIGHTS, load_text_encoder, unet_context
 from ...demo_model.transformer import shifted_sigmas
 from ...host.calls import Call
 from ...partition import cut_bands, cut_patches
@@ -193,7 +193,7 @@ def noise_of(numbers):
 def conditioning_of(family, prompts):
     """A family's conditioning of the prompts, followed by as many empty prompts, for classifier-free guidance."""
     context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
-    tensors = {"context": as_unets_context(context) if family.is_unet else context, "y": pooled}
+    tensors = {"context": unet_context(context) if family.is_unet else context, "y": pooled}
     return {name: tensors[name] for name in tensors if name in family.conditioning}
 
 

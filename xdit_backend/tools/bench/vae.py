@@ -126,7 +126,7 @@ def print_size(size, results, theirs, meta_vae):
         return f"{255 * (image - exact).abs().max().item():>8.4f}"
 
     for count, (seconds, cpu_s, peak_bytes, sent_bytes, image) in results.items():
-        formula = need_of(meta_vae, (1, 4, size // 8, size // 8), 1, count, whole=count == 1).peak_bytes
+        formula = need_of(meta_vae, (1, 4, size // 8, size // 8), 1, count, unblocked=count == 1).peak_bytes
         print(f"{f'{size} x {size}':>12} {count:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {cpu_s:>11.3f} "
               f"{peak_bytes / MB:>13.1f} {formula / MB:>11.1f} {peak_bytes / first_bytes:>7.2f} "
               f"{sent_bytes / MB:>13.2f} {off(image)}", flush=True)

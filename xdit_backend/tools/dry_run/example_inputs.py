@@ -33,7 +33,7 @@ def conditioning_shapes(family, config, shape, tokens):
             found[name] = (batch, config[width])
     if "guidance" in family.conditioning and config.get("guidance_embeds"):
         found["guidance"] = (batch,)
-    if not family.parts:
+    if not family.components:
         return found, {}
     return found, family.call_shapes(config, shape)
 
@@ -76,7 +76,7 @@ def _special(name, config, shape, width):
         return {name: (batch,)}
     if name == "condition":                                    # the video's latent, and a mask
         return {name: (batch, config["vid_in_channels"] - config["vid_out_channels"], *shape[2:])}
-    if name == "picture":                                      # its tokens are appended to the text's
+    if name == "reference_image":                              # its tokens are appended to the text's
         return {name: (batch, config["cond2_channels"], 1, 1)}
     if name == "clip_img":
         return {name: (batch, 1, config[width])}

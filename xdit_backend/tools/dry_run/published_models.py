@@ -56,7 +56,7 @@ WAN_14B_OF_COMFYUI = {"out_dim": 16, "dim": 5120, "num_heads": 40, "text_dim": 4
                       "ffn_dim": 13824, "num_layers": 40, "cross_attn_norm": True}
 PIXELDIT_1B = {"hidden_size": 1536, "num_groups": 24, "pixel_hidden_size": 16, "pixel_attn_hidden_size": 1152,
                "pixel_num_groups": 16, "patch_depth": 14, "pixel_depth": 2, "txt_embed_dim": 2304,
-               "_drawn_width": 5632}
+               "_pixel_token_width": 5632}
 SEEDVR2 = {"vid_in_channels": 33, "vid_out_channels": 16, "txt_in_dim": 5120, "head_dim": 128}
 COSMOS2_2B = {"num_attention_heads": 16, "rope_scale": (1.0, 4.0, 4.0)}
 KANDINSKY5 = {"in_visual_dim": 16, "out_visual_dim": 16}

@@ -30,7 +30,7 @@ from xdit_backend.worker.models import Loaded
 CPU = torch.device("cpu")
 # whose classes in ComfyUI compute in the type of their weights, whatever ComfyUI asks for, and fail with plain fp8
 AS_WEIGHTS_ARE = "hunyuan3d-2.1", "z-image-pixel", "triposplat"
-SOUNDS = 5                                                     # of a latent of two parts
+AUDIO_LENGTH = 5                                                     # of a latent of two parts
 
 
 def requested(family, config):
@@ -44,7 +44,7 @@ def requested(family, config):
     size = size if family.test_config.rows is None else (family.test_config.rows, sides[1])
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     conditioning = conditioning_of(family, config, generator, {"context": 12}, size=size)
-    if "face_pixel_values" in conditioning:                    # one picture, of the size that its network is made for
+    if "face_pixel_values" in conditioning:                    # one image, of the size that its network is made for
         conditioning["face_pixel_values"] = torch.randn(1, 3, 1, 512, 512, generator=generator)
     return latent, torch.tensor([0.613 * family.time_scale]), conditioning
 
@@ -71,16 +71,16 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     loaded = Loaded(transformer, hooks(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = requested(family, config)
     conditioning = rounded(conditioning, dtype)
-    if family.parts:
-        latents = [family.first_part(latent), audio(family, config, latent).to(dtype)]
-        conditioning |= family.split_parts(latents, timestep, config, {})[2]
+    if family.components:
+        latents = [family.first_component(latent), audio(family, config, latent).to(dtype)]
+        conditioning |= family.split_components(latents, timestep, config, {})[2]
     output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent.to(dtype), timestep, conditioning))
-    return family.first_part(family.prediction(output, latent)).float()
+    return family.first_component(family.prediction(output, latent)).float()
 
 
 def audio(family, config, latent):
     """The second part of a latent."""
-    shape = family.call_shapes(config, latent.shape, SOUNDS)[next(iter(family.parts))]
+    shape = family.call_shapes(config, latent.shape, AUDIO_LENGTH)[next(iter(family.components))]
     return torch.linspace(-1, 1, math.prod(shape)).view(shape)
 
 
@@ -129,8 +129,8 @@ def native_prediction(model, path, family, compute="float32", changed=lambda lat
     if "frame_lasts" in given:                                 # which is how ComfyUI says it
         given["fps"] = 30 / given.pop("frame_lasts")
     given["transformer_options"] = options_of(family, given)
-    if family.parts:
-        latents = [family.first_part(latent).to(dtype), audio(family, config, latent).to(dtype)]
+    if family.components:
+        latents = [family.first_component(latent).to(dtype), audio(family, config, latent).to(dtype)]
         times = timestep if family.name in ("MiniMax H3", "TripoSplat") else (timestep, timestep)
         return model.diffusion_model(latents, times, **given)[0].float()
     return model.diffusion_model(latent.to(dtype), timestep, **given).float()

@@ -47,5 +47,5 @@ def test_wan_fun_control_refuses_frames_at_times_of_their_own():
 def test_cogvideox_i2v_refuses_more_tokens_than_its_table_has():
     one = example("CogVideoX-I2V", rows=60, columns=90, frames=14)
 
-    with pytest.raises(ConfigError, match="has positions for 17550 tokens, and this latent is of 18900"):
+    with pytest.raises(ConfigError, match="has positions for 17550 tokens, and this latent has 18900"):
         one.run()

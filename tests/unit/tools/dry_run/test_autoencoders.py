@@ -19,7 +19,7 @@ from xdit_backend.autoencoders import family_of
 from xdit_backend.checkpoints.offload.layer_offload import StreamedLayers
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.parallel.vae_memory import MARGIN, need_of
-from xdit_backend.parallel.vae_rows import Pieces, Ranks, decode_rows, encode_rows, num_parts, split_dim
+from xdit_backend.parallel.vae_rows import Ranks, SplitOptions, decode_rows, encode_rows, max_shards, split_dim
 from xdit_backend.planner.memory_model import memory_budget
 from xdit_backend.tools.dry_run.fake_cuda import CUDA, fake_cuda_device, fake_group
 from xdit_backend.tools.dry_run.op_counter import DeviceWork
@@ -106,8 +106,9 @@ def counted(kind, way, world_size, whole):
     vae, (latent, image) = kind.make(), kind.shapes()
     shape, scale = (latent, 1) if way == "decode" else (image, kind.scale)
     dim = split_dim(vae, shape, scale)
-    rows = -(-num_parts(shape, scale, dim) // world_size) * scale
-    pieces = Pieces() if whole else Pieces(dim, block_size=rows + (dim == -3) if scale == 1 else -(-rows // 8))
+    rows = -(-max_shards(shape, scale, dim) // world_size) * scale
+    options = SplitOptions() if whole else SplitOptions(
+        dim, block_size=rows + (dim == -3) if scale == 1 else -(-rows // 8))
     with fake_group(0, world_size), fake_cuda_device(), DeviceWork() as work:
         for module in vae.modules():
             for own in (module._parameters, module._buffers):
@@ -118,7 +119,7 @@ def counted(kind, way, world_size, whole):
         ranks = Ranks(dist.group.WORLD) if world_size > 1 else None
         # what is pretended knows no inference mode; nothing asks for a gradient
         run = decode_rows if way == "decode" else functools.partial(encode_rows, scale=scale)
-        _plain(run)(vae, given, ranks=ranks, traffic=Traffic(), pieces=pieces)
+        _plain(run)(vae, given, ranks=ranks, traffic=Traffic(), options=options)
     return work, before_bytes
 
 

@@ -80,7 +80,7 @@ def test_a_message_that_is_kept_when_it_has_arrived_is_seen(monkeypatch):
 
 
 def test_a_copy_of_what_an_exchange_gave_is_seen(row_with):
-    found = row_with(sequence_parallel, "_apart", lambda plain, *others: [
+    found = row_with(sequence_parallel, "_all_to_all_heads", lambda plain, *others: [
         part.transpose(1, 2).contiguous().transpose(1, 2) for part in plain(*others)])
 
     assert found.kernels > known_kernels()[CALM]["ulysses2"]
@@ -106,7 +106,7 @@ def test_a_kernel_for_each_head_is_seen(row_with):
         return torch.cat([plain(self, *(each[:, head:head + 1] for each in (query, key, value)), mask)
                           for head in range(query.shape[1])], 1)
 
-    assert row_with(sequence_parallel.Attention, "whole", by_head).kernels > known_kernels()[CALM]["ulysses2"]
+    assert row_with(sequence_parallel.Attention, "local", by_head).kernels > known_kernels()[CALM]["ulysses2"]
 
 
 def test_weights_that_are_held_twice_are_seen(row_with):

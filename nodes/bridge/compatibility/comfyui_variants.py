@@ -1,0 +1,68 @@
+"""Versions of ComfyUI whose own classes compute differently: the workers' class is told which of them the user has.
+
+The version is recognised by what ComfyUI's class computes, not by its number."""
+
+import functools
+
+import torch
+
+import comfy.ops
+from comfy.ldm.lightricks import av_model
+
+from ....xdit_backend.models.ltx2_block import AGAIN
+from .comfyui_version import newer_comfyui
+
+WIDTH, TOKENS = 8, 3                       # of the block that is computed
+
+
+def variant_of(family):
+    """{conditioning: tensor} that tells the family's workers which version of ComfyUI's class to compute as."""
+    return {AGAIN: torch.zeros(1)} if AGAIN in family.conditioning and _norms_video_again() else {}
+
+
+class _Recorder(torch.nn.Module):
+    """An attention that gives a constant, and keeps what it is given."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value, self.given, self.context = value, None, None
+
+    def forward(self, x, context=None, **options):
+        self.given, self.context = x.clone(), None if context is None else context.clone()
+        return torch.full_like(x, self.value) * torch.arange(1, x.shape[-1] + 1)
+
+
+@functools.cache
+def _norms_video_again():
+    """Does video-to-audio attention of ComfyUI's LTX-2 read the video after audio-to-video attention has been added to
+    it? From 0.31 on it does. Raises UnsupportedError where it reads neither that nor the video as it was before."""
+    try:
+        with torch.no_grad():
+            before, after, read = _video_of_block()
+    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, KeyError) as error:
+        raise newer_comfyui("LTX-2", f"its block of video and audio fails in a test ({error})") from error
+    found = [torch.allclose(read, video, rtol=1e-3, atol=1e-3) for video in (before, after)]
+    if found not in ([True, False], [False, True]):
+        raise newer_comfyui("LTX-2", "its attention from video to audio reads another video")
+    return found[1]
+
+
+def _video_of_block():
+    """The video before and after audio-to-video attention, normed, and what the attention from video to audio reads."""
+    block = av_model.BasicAVTransformerBlock(WIDTH, WIDTH, 1, 1, WIDTH, WIDTH, WIDTH, WIDTH, dtype=torch.float32,
+                                             device="cpu", operations=comfy.ops.disable_weight_init)
+    for parameter in block.parameters():
+        parameter.zero_()
+    recorders = {name: _Recorder(float(name == "audio_to_video_attn"))
+                 for name in ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn",
+                              "video_to_audio_attn")}
+    for name, recorder in recorders.items():
+        setattr(block, name, recorder)
+    video = torch.arange(TOKENS * WIDTH, dtype=torch.float32).view(1, TOKENS, WIDTH).sin()
+    times = {f"{kind}_{name}": torch.full((1, 1, count * WIDTH), value) for kind in "va"
+             for name, count, value in (("timestep", 6, 0.0), ("cross_scale_shift_timestep", 4, 0.0),
+                                        ("cross_gate_timestep", 1, 1.0))}
+    block((video.clone(), video.cos()), v_context=video, a_context=video, transformer_options={}, **times)
+    added = recorders["audio_to_video_attn"](video)
+    return *(torch.nn.functional.rms_norm(each, (WIDTH,), eps=1e-6) for each in (video, video + added)), recorders[
+        "video_to_audio_attn"].context
